@@ -53,7 +53,7 @@ class Upgrade:
 def upgrade(store: SqliteGallery, pair: Publication, kind: str, threads: int) -> Upgrade:
     """Release 1 to 2: all rows read, run in batches as ours, written in one transaction."""
     model = session(upgrade_file(pair, kind), threads)
-    staging.begin(store, SpaceSpec.of(pair.manifests[2]))
+    staging.add_staging_space(store, SpaceSpec.of(pair.manifests[2]))
     started = time.perf_counter()
     with store.reading() as connection:
         rows = connection.execute("SELECT label, embedding, side FROM vectors_1").fetchall()

@@ -22,8 +22,8 @@ from nobackfill.release.manifest import (
     Upgrade,
     embedder_path,
     probes_path,
+    release_space_id,
     side_encoder_path,
-    space_of,
     upgrade_int8_path,
     upgrade_path,
 )
@@ -58,7 +58,7 @@ def draft(
         metric="squared_l2",
         unit=True,
     )
-    space = space_of(embedder)
+    space = release_space_id(embedder)
     side = sources[0].side_encoder if sources else _side_encoder(folder, number, size, files)
     assert side is not None
     upgrades = [_upgrade(folder, number, source, inner, files) for source in sources]

@@ -12,7 +12,7 @@ from nobackfill.gallery.store import NewVectors
 from nobackfill.plugins.milvus import journal
 from nobackfill.plugins.milvus.candidates import Candidates
 from nobackfill.plugins.milvus.collections import Collections
-from nobackfill.plugins.milvus.columns import database_id, name_of
+from nobackfill.plugins.milvus.columns import collection_name, database_id
 from nobackfill.plugins.milvus.gallery import InMilvus, MilvusGallery, wait_for_milvus
 from nobackfill.server.stores.postgresql import schema
 from nobackfill.server.stores.postgresql.database import Database
@@ -58,7 +58,7 @@ class Fed:
         number = info.number
         while len(
             self.store.database.read(
-                lambda connection: journal.pending(connection, self.store.schema, number, 0)
+                lambda connection: journal.pending_labels(connection, self.store.schema, number, 0)
             )
         ):
             time.sleep(_LOOK_S)
@@ -73,7 +73,7 @@ class Fed:
 
     def bare(self, info: SpaceInfo) -> Callable[..., list[int]]:
         """Milvus alone: query, k, ef, expression and moment as Collections.search has them."""
-        name = name_of(self._known, self.store.schema, info.number)
+        name = collection_name(self._known, self.store.schema, info.number)
         return lambda query, *rest: self.collections.search(name, info.spec, query, *rest)
 
 

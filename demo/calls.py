@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 
-from nobackfill.wire.connection import open_channel, retry
+from nobackfill.wire.connection import call_until_success, open_channel
 
 Call = Callable[[bytes], Awaitable[bytes]]
 # Before an address: requests are bodies to POST, `method` the path.
@@ -34,7 +34,9 @@ async def _several_call(stack: AsyncExitStack, addresses: str, method: str) -> C
     ask: Any = channel.unary_unary(method)
 
     def once(request: bytes) -> bytes:
-        answer: bytes = retry(lambda t: ask(request, timeout=t), addresses, seconds=TIMEOUT)
+        answer: bytes = call_until_success(
+            lambda t: ask(request, timeout=t), addresses, seconds=TIMEOUT
+        )
         return answer
 
     loop = asyncio.get_running_loop()

@@ -25,7 +25,7 @@ def main() -> None:
     rows = np.random.default_rng(0).standard_normal((2000, 16), np.float32)
     spec = SpaceSpec("trial", 1, 16, "squared_l2", unit=False, side_space=None, side_dim=0)
     labels = np.arange(len(rows))
-    graph = hnsw.build(spec, labels, rows).search(rows[:100], k=1)
+    graph = hnsw.build_index(spec, labels, rows).search(rows[:100], k=1)
     exact = ExactIndex(spec, labels, rows).search(rows[:100], k=1)
     agreement = float(np.mean(graph.labels == exact.labels))
     assert agreement > 0.95, f"the graph agrees with exact search on {agreement:.0%}"

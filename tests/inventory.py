@@ -452,7 +452,7 @@ def read_postgresql(server: "Server") -> dict[str, Any]:
         DatabaseLedger(gallery, spec().space)
         gallery.begin(spec(2))
         found["gateways"] = _postgresql_names(server, url)
-        database.write(lambda connection: journal.begin(connection, gallery.schema))
+        database.write(lambda connection: journal.begin_journal(connection, gallery.schema))
         found["gateways with Milvus"] = {
             name: columns
             for name, columns in _postgresql_names(server, url).items()

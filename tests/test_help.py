@@ -8,7 +8,7 @@ import pytest
 
 from manual.commands import COMMANDS, Command, Parameter, application, below
 from nobackfill.release.publishing.declaration import Declaration
-from nobackfill.release.publishing.metadata import Keys
+from nobackfill.release.publishing.metadata import SigningKeys
 from nobackfill.server.settings import Settings
 from nobackfill.server.triton.process import default_folder
 from nobackfill.training.protocols.persons import OperatingPoints
@@ -63,7 +63,7 @@ def told(parameter: Parameter) -> tuple[str, str | None]:
 
 def applied() -> Mapping[str, object]:
     """Defaults that stand elsewhere in the code than in the option."""
-    proto, keys = proto_defaults(), Keys.of(Path("/MODEL_REPO"))
+    proto, keys = proto_defaults(), SigningKeys.of(Path("/MODEL_REPO"))
     points, declared = OperatingPoints(), Declaration()
     activation = {
         "spare_cores": proto["ActivateReleaseRequest.spare_cores"],

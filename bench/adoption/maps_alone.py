@@ -10,8 +10,8 @@ from nobackfill.adopt.crossfit import MANY_DIMS
 from nobackfill.adopt.judgement import CROWD, Figures, Queries, blocked, figure_of, measure_figures
 from nobackfill.adopt.maps import LEFT_OUT, fit_maps, is_unit
 from nobackfill.adopt.pairs import Pairs
-from nobackfill.ridge import Floats, Moments, in_blocks
-from nobackfill.serving.fusion import Block, hubs
+from nobackfill.ridge import Floats, Moments, split_into_blocks
+from nobackfill.serving.fusion import Block, measure_hubs
 from nobackfill.vectors import Vectors, normalise
 
 COUNTS = (100, 250, 500, 1000, 2000, 5000)
@@ -66,10 +66,10 @@ def _ways(
     pairs: Pairs, gallery: Pairs, asked: Queries, alike: Queries, crowd: Vectors
 ) -> dict[str, Figures]:
     unit = is_unit(pairs.new)
-    blocks = in_blocks(pairs.old, pairs.new)
+    blocks = split_into_blocks(pairs.old, pairs.new)
     straight = {
-        "ridge": ridge.fit(blocks, sample=LEFT_OUT),
-        "ridge, fixed": ridge.solve(Moments.of(blocks()), FIXED),
+        "ridge": ridge.fit_ridge(blocks, sample=LEFT_OUT),
+        "ridge, fixed": ridge.solve_ridge(Moments.of(blocks()), FIXED),
     }
     carried = {kind: one(gallery.old) for kind, one in fit_maps(pairs.old, pairs.new).items()}
     for way, found_by in straight.items():
@@ -89,7 +89,9 @@ def _ways(
         return _judged(blocked(by_new, moved), gallery, queries)
 
     def crowded(queries: Queries) -> Figures:
-        return _judged(blocked(queries.new, ours) + hubs(ours, crowd)[None], gallery, queries)
+        return _judged(
+            blocked(queries.new, ours) + measure_hubs(ours, crowd)[None], gallery, queries
+        )
 
     for way, one in (("centred", centred), ("hubs", crowded)):
         found[f"{OURS}, {way}"] = _known(one(asked), one(alike))

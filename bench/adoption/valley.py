@@ -7,10 +7,10 @@ from bench.adoption.curves import Labels, by_class, class_curves, curve_rows, of
 from bench.adoption.trial import Trial
 from bench.harness import Row
 from nobackfill.adopt.judgement import Gallery, Queries, blocked
-from nobackfill.metrics.backfill import Line
+from nobackfill.metrics.backfill import DistanceLine
 from nobackfill.metrics.ranking import Ranking
 from nobackfill.quality.retrieval import CellFigures
-from nobackfill.quality.route_evidence import same_scale
+from nobackfill.quality.route_evidence import fit_distance_line
 from nobackfill.serving.fusion import Block
 from nobackfill.vectors import Vectors
 
@@ -49,9 +49,9 @@ def classes(trial: Trial) -> list[Row]:
     ]
 
 
-def _line(gallery: Gallery, labels: Labels) -> Line:
+def _line(gallery: Gallery, labels: Labels) -> DistanceLine:
     carried, native = (_nearest(gallery.new, one) for one in (gallery.carried, gallery.new))
-    return same_scale(carried, native, of_class(labels))
+    return fit_distance_line(carried, native, of_class(labels))
 
 
 def _nearest(queries: Vectors, items: Vectors) -> CellFigures:

@@ -15,7 +15,7 @@ from bench.published import INNER, SIZE, publication
 from bench.record import ROOT
 from bench.serving import by_image, copy_filled, serving
 from demo.load import SEARCH, write_requests
-from nobackfill.images import decode
+from nobackfill.images import decode_image
 from nobackfill.release import manifest
 from nobackfill.server.triton.client import TritonClient
 from nobackfill.server.triton.models import model_config
@@ -64,7 +64,7 @@ def _decoding_s(images: Sequence[bytes], side: int) -> float:
     """Of one image, all of them once again."""
     began = time.process_time()
     for image in [*images, *images]:
-        decode(image, side, side)
+        decode_image(image, side, side)
     return (time.process_time() - began) / (2 * len(images))
 
 
@@ -87,7 +87,7 @@ def _triton(folder: Path, repo: Path) -> Iterator[str]:
 
 
 def _infer(image: bytes, side: int) -> bytes:
-    pixels = decode(image, side, side)[None]
+    pixels = decode_image(image, side, side)[None]
     request = service_pb2.ModelInferRequest(
         model_name=manifest.embedder_model(2), model_version="1"
     )

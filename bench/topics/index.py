@@ -12,7 +12,7 @@ from bench.harness import Bench, Contender, Row, Table, Value, interleave, rate
 from nobackfill.gallery.search import hnsw
 from nobackfill.gallery.search.exact import ExactIndex
 from nobackfill.gallery.search.index import Labels
-from nobackfill.gallery.search.view import snapshot_of
+from nobackfill.gallery.search.view import new_snapshot
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.vectors import Vectors
 
@@ -44,11 +44,11 @@ class _Ours:
 
     def __init__(self, base: hnsw.HnswIndex) -> None:
         self._base = base
-        self._view = snapshot_of(SPEC, base)
+        self._view = new_snapshot(SPEC, base)
 
     def set_ef(self, ef: int) -> None:
         self._base.graph.ef = ef
-        self._view = snapshot_of(SPEC, self._base)
+        self._view = new_snapshot(SPEC, self._base)
 
     def search(self, queries: Vectors) -> Labels:
         return self._view.search(queries, K).labels
@@ -91,7 +91,7 @@ def _engines(vectors: Vectors) -> list[Engine]:
     bare = hnswlib.Index("l2", data.DIM)
     bare.init_index(len(vectors), M=hnsw.M, ef_construction=hnsw.EF_CONSTRUCTION, random_seed=1)
     bare.add_items(vectors, labels, num_threads=2)
-    base = hnsw.build(SPEC, labels, vectors, threads=lambda: 2)
+    base = hnsw.build_index(SPEC, labels, vectors, threads=lambda: 2)
     ours = _Ours(base)
     exact = ExactIndex(SPEC, labels, vectors)
 

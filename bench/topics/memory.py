@@ -52,7 +52,7 @@ def _fill(path: Path, items: int, dim: int) -> None:
     mix = rng.standard_normal((LATENT, dim))
     turn = np.linalg.qr(rng.standard_normal((dim, dim)))[0]
     with SqliteGallery.create(path, _spec(1, dim)) as store:
-        staging.begin(store, _spec(2, dim))
+        staging.add_staging_space(store, _spec(2, dim))
         for start in range(0, items, PUT_ROWS):
             piece = latent[start : start + PUT_ROWS] @ mix
             noisy: Vectors = (piece + 0.05 * rng.standard_normal(piece.shape)).astype(np.float32)
@@ -60,7 +60,9 @@ def _fill(path: Path, items: int, dim: int) -> None:
                 [f"item-{start + i}" for i in range(len(piece))],
                 [NewVectors(_spec(1, dim).space, noisy)],
             ).labels
-            staging.write(store, _spec(2, dim).space, labels, (noisy @ turn).astype(np.float32))
+            staging.write_vectors(
+                store, _spec(2, dim).space, labels, (noisy @ turn).astype(np.float32)
+            )
 
 
 def _memory(field: str) -> int:
@@ -89,7 +91,7 @@ def _built(path: Path, size: int) -> list[Row]:
     with SqliteGallery.open(path) as store:
         before = _empty()
         view = LiveView(store, store.active().spec.space)
-        view.compact(hnsw.build)
+        view.compact(hnsw.build_index)
         rows = [_row("first build, peak", "VmHWM", before, size)]
         base = view.snapshot().base.index
         assert isinstance(base, hnsw.HnswIndex)
@@ -122,7 +124,7 @@ def _upgraded(path: Path, size: int) -> list[Row]:
         rows.append(_row("until retired", "VmRSS", before, size))
         del inherited
         _from_here()
-        new.compact(hnsw.build)
+        new.compact(hnsw.build_index)
         rows.append(_row("fresh graph after an upgrade, peak", "VmHWM", before, size))
         new.close()
         old.close()

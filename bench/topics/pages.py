@@ -19,7 +19,7 @@ from nobackfill.client.device import Device
 from nobackfill.client.photos import read_image
 from nobackfill.gallery.sqlite_file import find_space, vector_table
 from nobackfill.gallery.store import NewVectors
-from nobackfill.plugins.web.browse.app import pages
+from nobackfill.plugins.web.browse.app import make_site
 from nobackfill.plugins.web.guard import new_token
 from nobackfill.plugins.web.listener import Listener
 
@@ -87,7 +87,7 @@ def _served(gallery: Path) -> Iterator[Ask]:
     """Asks for a path below the site, with a body to post or none."""
     token = new_token()
     with Device(gallery) as opened, Listener("127.0.0.1", 0) as listener:
-        listener.serve(pages(opened, listener.hosts, token))
+        listener.serve(make_site(opened, listener.hosts, token))
         connection = http.client.HTTPConnection(listener.host, listener.port)
 
         def ask(path: str, body: bytes | None) -> None:

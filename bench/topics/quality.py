@@ -16,11 +16,11 @@ from bench.harness import Bench, Contender, Row, Table, Value, interleave, rate
 from bench.models import First, int8_path, multiplications
 from bench.record import ROOT
 from demo.data import prepare
-from nobackfill.class_folders import Listing, decode, list_images
+from nobackfill.class_folders import ImageListing, decode_listing, list_images
 from nobackfill.metrics.compatibility import share_kept
 from nobackfill.metrics.ranking import same_label
 from nobackfill.metrics.retrieval import mean
-from nobackfill.quality.retrieval import measure
+from nobackfill.quality.retrieval import search_and_measure
 from nobackfill.training.export.onnx_export import export_onnx, quantise
 from nobackfill.training.loop.upgrade import read_upgrade
 from nobackfill.training.networks.frozen import of_run
@@ -64,7 +64,7 @@ def run(bench: Bench) -> list[Table]:
     _train(list(upgrades.values()))
     seen = {part: list_images(images / part) for part in ("queries", "server")}
     found = {
-        (part, name): encoder.run(decode(listing, encoder.image_size))
+        (part, name): encoder.run(decode_listing(listing, encoder.image_size))
         for name, kind in SETS.items()
         for encoder in [of_run(runs / name, kind)]
         for part, listing in seen.items()
@@ -103,7 +103,7 @@ def _train(configs: list[Config]) -> None:
 
 def _rows(
     bench: Bench,
-    seen: dict[str, Listing],
+    seen: dict[str, ImageListing],
     found: dict[tuple[str, str], Vectors],
     upgrades: dict[str, Config],
 ) -> tuple[list[Row], dict[str, Sequence[float]]]:
@@ -111,7 +111,7 @@ def _rows(
     queries, old = found["queries", "embedder-2"], found["server", "embedder-1"]
 
     def quality(asked: Vectors, gallery: Vectors) -> dict[str, float]:
-        found = measure(asked, gallery, relevance)
+        found = search_and_measure(asked, gallery, relevance)
         return {"map": mean(found.map), "cmc1": mean(found.cmc1)}
 
     best = quality(queries, found["server", "embedder-2"])

@@ -143,7 +143,7 @@ def _evaluation(bench: Bench) -> Table:
         labels = np.random.default_rng(11).integers(0, 100, size)
         relevance = same_label(labels, labels, np.arange(size), np.arange(size))
         started = time.perf_counter()
-        retrieval.score(vectors, vectors, relevance)
+        retrieval.search_and_score(vectors, vectors, relevance)
         took = time.perf_counter() - started
         rows.append(
             {

@@ -89,7 +89,9 @@ def run(bench: Bench) -> list[Table]:
     original = bench.folder / "gallery.sqlite"
     with fill(original, pair.manifests[1], items) as store:
         labels, vectors = store.load(pair.manifests[1].space)
-    old = hnsw.build(SpaceSpec.of(pair.manifests[1]), labels, vectors, threads=lambda: THREADS)
+    old = hnsw.build_index(
+        SpaceSpec.of(pair.manifests[1]), labels, vectors, threads=lambda: THREADS
+    )
     work = Work(bench.folder, pair, original, old)
     measured = _measured(bench, work)
     rows = [_row(name, figures, measured, count) for name, figures in measured.items()]
@@ -155,7 +157,9 @@ def _ours(work: Work, kind: str) -> Seconds:
         def answers(index: HnswIndex) -> None:
             index.search(vectors[:1], K)
 
-        inherited = seconds(lambda: answers(hnsw.renew(target, labels, vectors, old=work.old)))
+        inherited = seconds(
+            lambda: answers(hnsw.renew_index(target, labels, vectors, old=work.old))
+        )
         parts = {
             "models opened": opened,
             "upgrade": upgraded,
@@ -168,7 +172,7 @@ def _ours(work: Work, kind: str) -> Seconds:
         }
         if kind == "int8":
             fresh = seconds(
-                lambda: answers(hnsw.build(target, labels, vectors, threads=lambda: THREADS))
+                lambda: answers(hnsw.build_index(target, labels, vectors, threads=lambda: THREADS))
             )
             parts["index fresh"] = fresh
             parts["whole, index fresh"] = parts["whole, index inherited"] - inherited + fresh
@@ -188,9 +192,9 @@ def _indexes(bench: Bench, work: Work, items: data.Vectored) -> list[Table]:
     labels = work.old.labels
     made: dict[str, HnswIndex] = {}
     ways: dict[str, Callable[[], HnswIndex]] = {
-        "fresh, 1 thread": lambda: hnsw.build(target, labels, upgraded, threads=lambda: 1),
-        "fresh, 2 threads": lambda: hnsw.build(target, labels, upgraded, threads=lambda: 2),
-        "inherited": lambda: hnsw.carry(work.old, target, labels, upgraded),
+        "fresh, 1 thread": lambda: hnsw.build_index(target, labels, upgraded, threads=lambda: 1),
+        "fresh, 2 threads": lambda: hnsw.build_index(target, labels, upgraded, threads=lambda: 2),
+        "inherited": lambda: hnsw.transfer_index(work.old, target, labels, upgraded),
     }
     rows: list[Row] = []
     for name, way in ways.items():

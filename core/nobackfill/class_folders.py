@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nobackfill.digests import sha256_file
-from nobackfill.errors import ConfigurationError, InvalidInputError, few
+from nobackfill.errors import ConfigurationError, InvalidInputError, join_few
 from nobackfill.framing import Fit, Frame, Interpolation, Margin
 from nobackfill.images import decode_file
 from nobackfill.picture_files import SUFFIXES, is_clutter
@@ -30,7 +30,7 @@ _AT_ONCE = 64
 
 
 @dataclass(frozen=True)
-class Listing:
+class ImageListing:
     """The images of a folder of class folders.
 
     Attributes:
@@ -48,7 +48,7 @@ class Listing:
     def __len__(self) -> int:
         return len(self.paths)
 
-    def select(self, rows: NDArray[np.int64]) -> "Listing":
+    def select(self, rows: NDArray[np.int64]) -> "ImageListing":
         """Return a listing of some images, with the same classes and labels.
 
         Args:
@@ -58,7 +58,7 @@ class Listing:
             IndexError: An index is outside the listing.
         """
         paths = tuple(self.paths[row] for row in rows)
-        return Listing(self.root, self.class_names, paths, self.labels[rows])
+        return ImageListing(self.root, self.class_names, paths, self.labels[rows])
 
     def class_of(self, row: int) -> str:
         """Return the name of the class of an image.
@@ -69,7 +69,9 @@ class Listing:
         return self.class_names[int(self.labels[row])]
 
 
-def list_images(root: Path, classes: int | None = None, class_list: Path | None = None) -> Listing:
+def list_images(
+    root: Path, classes: int | None = None, class_list: Path | None = None
+) -> ImageListing:
     """List the images of class folders, ordered by class, then by file name.
 
     Folders inside a class folder belong to the class. Hidden files, links to folders and files of
@@ -135,12 +137,12 @@ def _named_folders(root: Path, class_list: Path) -> list[Path]:
         if wrong:
             raise InvalidInputError(
                 f"class_list {class_list}: {len(wrong)} of {len(names)} classes {what} in {root}: "
-                f"{few(wrong)}"
+                f"{join_few(wrong)}"
             )
     return [root / name for name in names]
 
 
-def list_filled(root: Path) -> Listing:
+def list_nonempty_classes(root: Path) -> ImageListing:
     """List the class folders that hold at least one image, as `list_images` does, without errors.
 
     The listing is empty where `root` is no folder or no class folder holds an image.
@@ -172,21 +174,24 @@ def _files(folders: list[Path]) -> dict[Path, list[Path]]:
         kinds = Counter(path.suffix.lower() or "no suffix" for path in others)
         counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
         log.warning(
-            "%d files are no images (%s) and are left out: %s", len(others), counts, few(others)
+            "%d files are no images (%s) and are left out: %s",
+            len(others),
+            counts,
+            join_few(others),
         )
     return files
 
 
-def _listing(root: Path, files: Mapping[Path, list[Path]]) -> Listing:
+def _listing(root: Path, files: Mapping[Path, list[Path]]) -> ImageListing:
     paths = tuple(p.relative_to(root).as_posix() for of_class in files.values() for p in of_class)
     counts = np.array([len(of_class) for of_class in files.values()], np.int64)
     labels = np.repeat(np.arange(len(files)), counts)
-    return Listing(
+    return ImageListing(
         root, tuple(folder.relative_to(root).as_posix() for folder in files), paths, labels
     )
 
 
-def by_digest(listing: Listing, seed: int) -> Iterator[NDArray[np.int64]]:
+def order_by_digest(listing: ImageListing, seed: int) -> Iterator[NDArray[np.int64]]:
     """Yield, for each class, its rows in the order of a seeded digest of the file names.
 
     The order is reproducible on every machine and does not follow the file names.
@@ -210,16 +215,16 @@ def by_digest(listing: Listing, seed: int) -> Iterator[NDArray[np.int64]]:
         yield np.array(sorted(rows, key=digest), np.int64)
 
 
-def digests(listing: Listing) -> list[str]:
+def hash_files(listing: ImageListing) -> list[str]:
     """Compute the SHA-256 of each file, 64 hex digits each, in the listing's order.
 
     Raises:
         InvalidInputError: A file cannot be read; the message names it.
     """
-    return [digest(listing.root / path) for path in listing.paths]
+    return [hash_file(listing.root / path) for path in listing.paths]
 
 
-def digest(file: Path) -> str:
+def hash_file(file: Path) -> str:
     """Compute the SHA-256 of a file, as 64 hex digits.
 
     Raises:
@@ -231,8 +236,8 @@ def digest(file: Path) -> str:
         raise InvalidInputError(f"{file}: cannot be read ({error.strerror})") from error
 
 
-def decode(
-    listing: Listing, height: int, width: int | None = None, fit: Fit = "stretch",
+def decode_listing(
+    listing: ImageListing, height: int, width: int | None = None, fit: Fit = "stretch",
     shortest: int | None = None, interpolation: Interpolation = "bilinear",
     margin: Margin = "nearest",
 ) -> Images:  # fmt: skip

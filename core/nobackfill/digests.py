@@ -11,7 +11,7 @@ from nobackfill.errors import InvalidInputError
 from nobackfill.vectors import Metric
 
 # Prefix of the id of a release's space; no other digest has it.
-SPACE = "sp-"
+SPACE_PREFIX = "sp-"
 
 
 def sha256_file(path: Path) -> str:
@@ -58,7 +58,7 @@ def space_id(
     fields: dict[str, str | int | bool] = {"dim": dim, "metric": metric, "unit": unit, **more}
     if embedder_sha256 is not None and height is not None and width is not None:
         fields |= {"embedder": _hex64(embedder_sha256), "height": height, "width": width}
-    return SPACE + _digest(fields)
+    return SPACE_PREFIX + _digest(fields)
 
 
 def side_space_id(encoder_sha256: str) -> str:
@@ -97,7 +97,7 @@ def share_digest(release: int, key: str) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest())
 
 
-def in_share(key: int, share: float) -> bool:
+def is_in_share(key: int, share: float) -> bool:
     """Check whether a key belongs to a share of all keys.
 
     Args:
@@ -107,7 +107,7 @@ def in_share(key: int, share: float) -> bool:
     return key < share * 2.0**64
 
 
-def percent(text: str) -> float:
+def parse_percent(text: str) -> float:
     """Parse a share in percent, with or without the sign: "5%" gives 0.05.
 
     Returns:

@@ -1,8 +1,9 @@
 """Write files and SQLite commits durably: success means on disk, failure leaves no trace.
 
 Each file write, each rename and both sides of each SQLite commit is a step that a test can make
-fail (NOBACKFILL_FAULT). Temporary files are called `.tmp-...`; `sweep` removes those of killed
-processes. Every OSError becomes CannotWriteError here, so that callers need no handlers.
+fail (NOBACKFILL_FAULT). Temporary files are called `.tmp-...`; `remove_temporary_files` removes
+those of killed processes. Every OSError becomes CannotWriteError here, so that callers need no
+handlers.
 """
 
 import contextlib
@@ -41,7 +42,7 @@ _SPEC = re.compile(r"^(kill|short|eio|enospc)@([1-9][0-9]*)(\+?)\Z")
 
 
 @dataclass(frozen=True)
-class Operation:
+class DurableStep:
     """A durable step that has happened, for an observer.
 
     Attributes:
@@ -70,7 +71,7 @@ class Faults:
         Raises:
             ConfigurationError: Another text.
         """
-        self.observer: Callable[[Operation], None] | None = None
+        self.observer: Callable[[DurableStep], None] | None = None
         self.arm(spec)
 
     def arm(self, spec: str | None) -> None:
@@ -118,7 +119,7 @@ class Faults:
         code = errno.EIO if kind == "eio" else errno.ENOSPC
         raise OSError(code, os.strerror(code), str(path))
 
-    def report(self, operation: Operation) -> None:
+    def report(self, operation: DurableStep) -> None:
         """Pass a finished step to the observer, if there is one."""
         if self.observer is not None:
             self.observer(operation)
@@ -135,7 +136,7 @@ _UNWRITABLE = (
 _OURS = (sqlite3.ProgrammingError, sqlite3.NotSupportedError, sqlite3.InternalError)
 
 
-def refusal(path: Path, error: sqlite3.Error) -> NobackfillError | None:
+def error_from_sqlite(path: Path, error: sqlite3.Error) -> NobackfillError | None:
     """Translate SQLite's error for a file into an error of this project.
 
     The statements of this project are right for an intact file. A file that lacks a table, or has a
@@ -172,19 +173,19 @@ def translate_sqlite_errors(path: Path) -> Iterator[None]:
     Raises:
         BusyError: Another process holds the lock.
         CannotWriteError: The disk is full or fails, or the file is not writable.
-        sqlite3.Error: Any other error of the block, such as a damaged file; `refusal` translates
-            those too.
+        sqlite3.Error: Any other error of the block, such as a damaged file; `error_from_sqlite`
+            translates those too.
     """
     try:
         yield
     except sqlite3.OperationalError as error:
-        translation = refusal(path, error)
+        translation = error_from_sqlite(path, error)
         if isinstance(translation, BusyError | CannotWriteError):
             raise translation from error
         raise
 
 
-TEMPORARY = ".tmp-"
+TEMPORARY_PREFIX = ".tmp-"
 
 _ADVICE = {
     errno.ENOSPC: "free some space",
@@ -208,7 +209,7 @@ def write_file(path: Path, data: bytes, mode: int = 0o644) -> None:
         CannotWriteError: The write failed. The file has its old content, or the new one if only
             the folder could not be synced.
     """
-    temporary = path.parent / f"{TEMPORARY}{path.name}-{uuid.uuid4().hex}"
+    temporary = path.parent / f"{TEMPORARY_PREFIX}{path.name}-{uuid.uuid4().hex}"
     with _translate_os_errors(path):
         try:
             _create(temporary, mode)
@@ -220,7 +221,7 @@ def write_file(path: Path, data: bytes, mode: int = 0o644) -> None:
         _fsync_dir(path.parent)
 
 
-def write_into(spare: Path, path: Path, data: bytes) -> None:
+def write_into_spare(spare: Path, path: Path, data: bytes) -> None:
     """Replace a file atomically, reusing the disk blocks of a spare file.
 
     Works on a full disk, too, as long as the data needs no more blocks than the spare file has.
@@ -244,7 +245,7 @@ def write_into(spare: Path, path: Path, data: bytes) -> None:
         _fsync_dir(path.parent)
 
 
-def append(path: Path, data: bytes | memoryview, mode: int = 0o644) -> None:
+def append_bytes(path: Path, data: bytes | memoryview, mode: int = 0o644) -> None:
     """Add bytes at the end of a file; create it if it is missing.
 
     After a crash, a part of the bytes may be there.
@@ -308,7 +309,7 @@ def refuse_inside(target: Path, source: Path) -> None:
                 )
 
 
-def replace(source: Path, target: Path) -> None:
+def replace_file(source: Path, target: Path) -> None:
     """Move a finished file to a new name, in place of any file there.
 
     After a crash, `target` is either the old or the new file.
@@ -379,7 +380,7 @@ def remove_tree(path: Path) -> None:
         _fsync_dir(path.parent)
 
 
-def sweep(folder: Path, name: str = "") -> list[Path]:
+def remove_temporary_files(folder: Path, name: str = "") -> list[Path]:
     """Remove the temporary files that killed processes left in a folder. Call it under the lock.
 
     Without a lock it would also remove files that another process is writing at that moment.
@@ -394,7 +395,7 @@ def sweep(folder: Path, name: str = "") -> list[Path]:
     Raises:
         CannotWriteError: One cannot be removed.
     """
-    stale = sorted(folder.glob(f"{TEMPORARY}{glob.escape(name)}*"))
+    stale = sorted(folder.glob(f"{TEMPORARY_PREFIX}{glob.escape(name)}*"))
     for path in stale:
         remove_tree(path)
     return stale
@@ -433,7 +434,7 @@ def transaction(connection: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
 
 
 @contextlib.contextmanager
-def lock(path: Path, timeout_s: float = 0.0) -> Iterator[None]:
+def lock_file(path: Path, timeout_s: float = 0.0) -> Iterator[None]:
     """Hold a lock file during the block; the death of the holder frees it.
 
     The file stays, unless its holder removes it. Its folder is made if it is missing. The lock is
@@ -499,7 +500,7 @@ def _step(kind: str, path: Path, target: Path | None = None) -> Iterator[None]:
     if fault := FAULTS.count_step():
         FAULTS.strike(fault, path)
     yield
-    FAULTS.report(Operation(kind, path, target))
+    FAULTS.report(DurableStep(kind, path, target))
 
 
 def _create(path: Path, mode: int) -> None:
@@ -517,7 +518,7 @@ def _write(path: Path, data: bytes | memoryview) -> None:
             remainder = remainder[file.write(remainder) :]
     if fault:
         FAULTS.strike(fault, path)
-    FAULTS.report(Operation("write", path, data=data))
+    FAULTS.report(DurableStep("write", path, data=data))
 
 
 def _fsync(path: Path) -> None:

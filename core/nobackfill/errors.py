@@ -2,7 +2,7 @@
 
 Each class carries the exit code of a process. `nobackfill.wire.statuses` maps each class to a gRPC
 status, for both ends of a call. A message says what was expected, what was found and what to do
-next. It never holds vectors, tokens or image bytes, and `few` shortens its lists.
+next. It never holds vectors, tokens or image bytes, and `join_few` shortens its lists.
 """
 
 import re
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 
-def few(values: Iterable[object]) -> str:
+def join_few(values: Iterable[object]) -> str:
     """Join up to three values for a sentence and count the others: "a, b, c and 239 more".
 
     Args:
@@ -24,7 +24,7 @@ def few(values: Iterable[object]) -> str:
 _VERSION = re.compile(r"[0-9][0-9A-Za-z.+!_-]{0,39}")
 
 
-def writer_of(version: object) -> str:
+def describe_writer(version: object) -> str:
     """Name the program that wrote what this one cannot read.
 
     Args:

@@ -3,7 +3,7 @@ plug-ins.
 
 A plug-in is an entry point of a group `nobackfill.<group>`. It is imported when a configuration, an
 address or a command names it (docs/adr/0038). A plug-in that needs an extra imports the packages of
-this extra within `extra`, as every other module does.
+this extra within `require_extra`, as every other module does.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def extra(name: str) -> Iterator[None]:
+def require_extra(name: str) -> Iterator[None]:
     """Import optional packages in the block, and explain how to install them where one is missing.
 
     Args:

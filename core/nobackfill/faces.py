@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import Any
 
 
-def offer(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
+def export_lazily(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
     """Build the `__getattr__` of a package that imports its public names on first use.
 
     Type checkers read the same names under `if TYPE_CHECKING`; a test compares the two lists.

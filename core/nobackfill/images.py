@@ -271,7 +271,7 @@ _RESAMPLING: dict[Interpolation, Image.Resampling] = {
 }
 
 
-def decode(
+def decode_image(
     data: bytes, height: int, width: int, fit: Fit = "stretch", shortest: int | None = None,
     interpolation: Interpolation = "bilinear", margin: Margin = "nearest",
 ) -> Pixels:  # fmt: skip
@@ -298,7 +298,9 @@ def decode(
         InvalidInputError: Another format, an animation, a damaged or truncated file, more than 32
             MiB, a header that `read_header` refuses, or HEIC or AVIF without the extra `heic`.
     """
-    return decode_picture(check_header(data), height, width, fit, shortest, interpolation, margin)
+    return decode_after_header(
+        check_header(data), height, width, fit, shortest, interpolation, margin
+    )
 
 
 def check_header(data: bytes) -> Header:
@@ -314,11 +316,11 @@ def check_header(data: bytes) -> Header:
     return read_header(data)
 
 
-def decode_picture(
+def decode_after_header(
     header: Header, height: int, width: int, fit: Fit = "stretch", shortest: int | None = None,
     interpolation: Interpolation = "bilinear", margin: Margin = "nearest",
 ) -> Pixels:  # fmt: skip
-    """Decode a file whose header was read already; otherwise like `decode`.
+    """Decode a file whose header was read already; otherwise like `decode_image`.
 
     Args:
         header: Header of the file, from `check_header`.
@@ -359,7 +361,7 @@ def decode_picture(
 def decode_within(data: bytes, side: int) -> Pixels:
     """Decode an image for display, in proportion, with no side longer than `side`.
 
-    A smaller image keeps its size. Models need `decode` instead.
+    A smaller image keeps its size. Models need `decode_image` instead.
 
     Args:
         data: The bytes of the file.
@@ -369,7 +371,7 @@ def decode_within(data: bytes, side: int) -> Pixels:
         uint8 RGB [height, width, 3]; each side has at least 1 pixel.
 
     Raises:
-        InvalidInputError: As `decode` does.
+        InvalidInputError: As `decode_image` does.
     """
     header = check_header(data)
     try:
@@ -382,14 +384,14 @@ def decode_within(data: bytes, side: int) -> Pixels:
         raise damage_error(error) from error
     height, width = (columns, rows) if swap else (rows, columns)
     scale = min(1.0, side / max(height, width))
-    return decode_picture(header, max(1, round(scale * height)), max(1, round(scale * width)))
+    return decode_after_header(header, max(1, round(scale * height)), max(1, round(scale * width)))
 
 
 def decode_file(
     path: Path, height: int, width: int, fit: Fit = "stretch", shortest: int | None = None,
     interpolation: Interpolation = "bilinear", margin: Margin = "nearest",
 ) -> Pixels:  # fmt: skip
-    """Decode an image file by its path; otherwise like `decode`.
+    """Decode an image file by its path; otherwise like `decode_image`.
 
     Args:
         path: The file.
@@ -407,7 +409,7 @@ def decode_file(
         InvalidInputError: The file cannot be read or decoded; the message begins with its path.
     """
     try:
-        return decode(read_file(path), height, width, fit, shortest, interpolation, margin)
+        return decode_image(read_file(path), height, width, fit, shortest, interpolation, margin)
     except InvalidInputError as error:
         raise InvalidInputError(f"{path}: {error}") from error
 

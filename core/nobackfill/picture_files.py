@@ -22,7 +22,7 @@ def is_clutter(name: str) -> bool:
     return name.startswith(".") or name in _CLUTTER
 
 
-def suffix_refusal(name: str) -> str:
+def explain_suffix(name: str) -> str:
     """Explain why a file is refused that has the suffix of no picture.
 
     Args:

@@ -31,7 +31,7 @@ def end_with_parent() -> None:
 # holds at that moment. Servers that connect before they fork their workers meet this.
 
 
-class Forked(Protocol):
+class ForkAware(Protocol):
     """An object that needs care while its process forks, such as a connection."""
 
     def before_fork(self) -> None:
@@ -45,12 +45,12 @@ class Forked(Protocol):
         """
 
 
-_OPEN: "weakref.WeakSet[Forked]" = weakref.WeakSet()
+_OPEN: "weakref.WeakSet[ForkAware]" = weakref.WeakSet()
 # Objects whose `before_fork` has run for the fork that is under way.
-_forking: list[Forked] = []
+_forking: list[ForkAware] = []
 
 
-def watch_forks(one: Forked) -> None:
+def watch_forks(one: ForkAware) -> None:
     """Call `before_fork` and `after_fork` of an object at every fork, while the object is
     referenced.
 

@@ -169,7 +169,7 @@ class Moments:
         return self._products[1] - np.outer(self._sums[0], self._sums[1]) / self.rows
 
 
-def in_blocks(x: Floats, y: Floats, rows: int = _BLOCK_ROWS) -> Blocks:
+def split_into_blocks(x: Floats, y: Floats, rows: int = _BLOCK_ROWS) -> Blocks:
     """Split pairs that are in memory into blocks.
 
     Args:
@@ -189,7 +189,7 @@ def in_blocks(x: Floats, y: Floats, rows: int = _BLOCK_ROWS) -> Blocks:
     return blocks
 
 
-def solve(moments: Moments, penalty: float) -> Ridge:
+def solve_ridge(moments: Moments, penalty: float) -> Ridge:
     """Fit a ridge map with a given penalty, without penalty on the bias.
 
     Args:
@@ -212,7 +212,7 @@ def solve(moments: Moments, penalty: float) -> Ridge:
     return Ridge(weight, mean_y - weight @ mean_x, penalty, unknown, unknown)
 
 
-def fit(
+def fit_ridge(
     blocks: Blocks,
     *,
     group: int = 1,

@@ -19,7 +19,7 @@ from nobackfill.errors import (
     NotFoundError,
     TooLargeError,
 )
-from nobackfill.extras import extra
+from nobackfill.extras import require_extra
 
 # Bytes of a text in UTF-8. A model reads a few hundred tokens; owners split longer texts into
 # passages.
@@ -31,7 +31,7 @@ LARGEST_CALL = 4 * 2**20
 Tokens = dict[str, NDArray[np.int64]]
 
 
-class Tokenizing:
+class BatchTokenizer:
     """A tokenizer.json that truncates texts; a batch is padded to its longest text."""
 
     def __init__(self, data: bytes, length: int, what: str) -> None:
@@ -47,7 +47,7 @@ class Tokenizing:
             DefectiveTokenizerError: The tokenizer crashes.
             ConfigurationError: The extra `text` is not installed.
         """
-        with extra("text"):
+        with require_extra("text"):
             from tokenizers import Tokenizer
         with _translate_errors(f"{what}: is no tokenizer.json"):
             self._tokenizer: Any = Tokenizer.from_buffer(data)
@@ -218,7 +218,7 @@ def read_texts(
                     continue
                 where = f"{path}:{number}"
                 try:
-                    one = read_line(line, where, key, column)
+                    one = parse_text_line(line, where, key, column)
                 except InvalidInputError as error:
                     if refusals is None:
                         raise
@@ -236,7 +236,7 @@ def _is_text(part: object) -> bool:
     return isinstance(part, str | int | float)
 
 
-def read_line(line: bytes, where: str, key: str = "id", column: str = "text") -> TextLine:
+def parse_text_line(line: bytes, where: str, key: str = "id", column: str = "text") -> TextLine:
     """Parse one line of a JSONL file.
 
     A number becomes its text: 1 gives "1", and 1.0 gives "1.0". Of a repeated key, the last counts.

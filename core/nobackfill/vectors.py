@@ -99,7 +99,7 @@ def normalise(vectors: Vectors) -> Vectors:
     return scaled
 
 
-def from_bytes(values: bytes, dim: int, *, what: str, unit: bool = False) -> Vectors:
+def vector_from_bytes(values: bytes, dim: int, *, what: str, unit: bool = False) -> Vectors:
     """Read one vector from little-endian float32 bytes.
 
     Args:

@@ -9,7 +9,7 @@ from nobackfill.adopt.judgement import Queries
 from nobackfill.adopt.maps import Solver, Strength, fit_maps
 from nobackfill.adopt.pairs import Pairs
 from nobackfill.adopt.verdict import choose_map
-from nobackfill.ridge import Moments, in_blocks
+from nobackfill.ridge import Moments, split_into_blocks
 from tests.adopt.made import world
 
 MADE = world(260, unseen=8)
@@ -46,9 +46,9 @@ def test_an_item_and_its_query_do_not_vouch_for_one_another() -> None:
     noise = 0.05 * rng.normal(size=(2, 40, 48)).astype(np.float32)
     asked = Queries(pairs.old + noise[0], pairs.new + noise[1], np.arange(40), own=False)
     rows = add_queries(pairs, asked)
-    moments = Moments.of(in_blocks(rows.old, rows.new)())
+    moments = Moments.of(split_into_blocks(rows.old, rows.new)())
     chosen = strength(rows, np.arange(40), moments)
-    alone = Solver(moments).strength(in_blocks(rows.old, rows.new))
+    alone = Solver(moments).strength(split_into_blocks(rows.old, rows.new))
 
     def error(found: Strength) -> float:
         straight = replace(found, turned=0)

@@ -24,7 +24,7 @@ from nobackfill.adopt.sources.parquet import MODEL, table_bytes
 from nobackfill.adopt.verdict import Cost, decide
 from nobackfill.errors import NotFoundError, UnfitError, VerificationError
 from nobackfill.onnx_runtime import onnxruntime
-from nobackfill.release.publishing.inspection import list_releases, verify
+from nobackfill.release.publishing.inspection import list_releases, verify_publication
 from nobackfill.release.publishing.renew import withdraw
 from nobackfill.release.trust.trust import TrustedFolder, converter_numbers
 from nobackfill.vectors import Vectors
@@ -101,7 +101,7 @@ def test_who_has_no_pairs_carries_by_what_another_published(
         assert opened.manifest.converter == number
         assert opened.manifest.old.declared["pooling"] == "mean"
         assert len(opened.manifest.evidence.healing["agreement@10"]) == 11
-    assert verify(Path("maps")).releases == ()
+    assert verify_publication(Path("maps")).releases == ()
     assert list_releases(Path("maps")) == []
 
 
@@ -174,7 +174,7 @@ def test_a_withdrawn_converter_carries_nothing_more(
         # The second time it is no news.
         run("converter", "withdraw", "2", "--reason", "of another L6", "--model-repo", "maps")
     assert "withdrawn already" in capsys.readouterr().out
-    verify(Path("maps"))
+    verify_publication(Path("maps"))
     # The newest that was not: the first. By number, its publisher's reason.
     assert open_converter("maps").manifest.converter == 1
     assert "withdrawn by its publisher: of another L6" in no(*CARRY[:-1], "maps#2")
@@ -207,7 +207,7 @@ def test_a_killed_publish_shows_nothing_and_the_next_one_works(run: Run, tmp_pat
         return publish(tmp_path / "maps", verdict, pairs, models, card)
 
     def seen() -> list[int]:
-        verify(tmp_path / "maps")
+        verify_publication(tmp_path / "maps")
         with TemporaryDirectory() as state:
             trust = TrustedFolder(tmp_path / "maps", Path(state))
             trust.refresh()
@@ -222,7 +222,9 @@ def test_a_killed_publish_shows_nothing_and_the_next_one_works(run: Run, tmp_pat
         before = after
     again()
     assert seen() == [*before, len(before) + 1]
-    assert not list(tmp_path.rglob(".tmp-*")) and verify(tmp_path / "maps").leftovers == ()
+    assert (
+        not list(tmp_path.rglob(".tmp-*")) and verify_publication(tmp_path / "maps").leftovers == ()
+    )
 
 
 def test_few_pairs_of_ones_own_improve_a_foreign_converter() -> None:

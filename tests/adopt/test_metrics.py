@@ -22,7 +22,7 @@ from nobackfill.errors import InvalidInputError
 from nobackfill.plugins import qdrant
 from nobackfill.serve.dual import Dual
 from nobackfill.serving.fusion import Joining, OddsLine
-from nobackfill.serving.natives import Natives, digest
+from nobackfill.serving.natives import Natives, digest_vector
 from nobackfill.vectors import Vectors
 from tests.adopt.made import world, write_parquet
 from tests.support.postgres import Server
@@ -240,7 +240,7 @@ def test_fit_and_dual_rank_by_the_stores_metric(
     joining = load_joining(tmp_path / "joining.npz")
     assert joining.metric == "inner_product"
     natives = Natives(tmp_path / "natives.db", "new", 32)
-    natives.keep(ids, [digest(vector) for vector in pairs.old], NEW)
+    natives.keep(ids, [digest_vector(vector) for vector in pairs.old], NEW)
     dual = Dual(source, verdict.map, joining, natives)
     best = natives.nearest(MADE.queries_new[:1], 5, "inner_product")
     assert best == nearest("inner_product", MADE.queries_new[0], NEW)

@@ -19,7 +19,7 @@ from nobackfill.adopt.embedding.native_vectors import NativeVectorMaker
 from nobackfill.adopt.embedding.vector_folder import EmbeddingRun
 from nobackfill.adopt.pairs import sample_with
 from nobackfill.adopt.sources.source import Rows, Window
-from nobackfill.serving.natives import Natives, digest
+from nobackfill.serving.natives import Natives, digest_vector
 from tests.adopt.models import image_model, text_model, topical
 from tests.adopt.table_beside import Connection
 from tests.support.disks import fill, small_disk
@@ -531,7 +531,7 @@ def test_what_searches_want_is_embedded_first_and_shown_to_them(
     model = open_embedder("new/model.onnx")
     old = vectors(connection)
     natives = Natives(folder / "natives.db", model.fingerprint, 24)
-    versions = [digest(np.array(old[int(name)], np.float32)) for name in stored]
+    versions = [digest_vector(np.array(old[int(name)], np.float32)) for name in stored]
     # The first of them belongs to an earlier text.
     made = model.embed([text_of(int(name)) for name in stored])
     natives.keep(stored, [b"0" * 16, *versions[1:]], made)

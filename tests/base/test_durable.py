@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from nobackfill import durable
-from nobackfill.durable import FAULTS, Faults, Operation
+from nobackfill.durable import FAULTS, DurableStep, Faults
 from nobackfill.errors import AlreadyExistsError, BusyError, CannotWriteError, ConfigurationError
 from tests.support.crash import KILLED, run_with_fault, sweep
 
@@ -29,7 +29,7 @@ def test_a_file_is_old_or_new_whatever_step_fails(kind: str, tmp_path: Path) -> 
     path = tmp_path / "file"
 
     def prepare() -> None:
-        durable.sweep(tmp_path)
+        durable.remove_temporary_files(tmp_path)
         path.write_bytes(b"old" * 1000)
 
     steps = 0
@@ -47,10 +47,10 @@ def test_a_file_is_old_or_new_whatever_step_fails(kind: str, tmp_path: Path) -> 
 
 def test_append_adds_and_a_torn_write_leaves_a_prefix(tmp_path: Path) -> None:
     path = tmp_path / "file"
-    durable.append(path, b"one")
-    durable.append(path, b"two")
+    durable.append_bytes(path, b"one")
+    durable.append_bytes(path, b"two")
     assert path.read_bytes() == b"onetwo"
-    for _, outcome in sweep("short", lambda: durable.append(path, b"three!"), lambda: None):
+    for _, outcome in sweep("short", lambda: durable.append_bytes(path, b"three!"), lambda: None):
         assert outcome.status == KILLED
         assert b"onetwo".startswith(path.read_bytes()[:6])
         assert path.read_bytes()[6:] in (b"", b"thr", b"three!", b"thrthree!")
@@ -75,7 +75,7 @@ def test_a_published_folder_was_synced_before_it_got_its_name(tmp_path: Path) ->
     source = tmp_path / "source"
     (source / "deep").mkdir(parents=True)
     (source / "deep" / "file").write_bytes(b"data")
-    steps: list[Operation] = []
+    steps: list[DurableStep] = []
     FAULTS.observer = steps.append
     try:
         durable.publish_dir(source, tmp_path / "target")
@@ -105,8 +105,8 @@ def test_trees_links_and_nothing_can_be_removed(tmp_path: Path) -> None:
 def test_sweep_removes_temporaries_only(tmp_path: Path) -> None:
     for name in (".tmp-a-1", ".tmp-b-2", "a", "b.tmp-1"):
         (tmp_path / name).write_bytes(b"")
-    assert [p.name for p in durable.sweep(tmp_path, "a")] == [".tmp-a-1"]
-    durable.sweep(tmp_path)
+    assert [p.name for p in durable.remove_temporary_files(tmp_path, "a")] == [".tmp-a-1"]
+    durable.remove_temporary_files(tmp_path)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b.tmp-1"]
 
 
@@ -124,16 +124,16 @@ def test_a_lock_is_held_by_one_and_freed_by_death(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "lock"
     holder = (
         "import sys, time; from pathlib import Path; from nobackfill import durable\n"
-        f"with durable.lock(Path({str(path)!r})):\n"
+        f"with durable.lock_file(Path({str(path)!r})):\n"
         "    print('held', flush=True); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", holder], stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == b"held\n"
-        with pytest.raises(BusyError, match="try again"), durable.lock(path, timeout_s=0.1):
+        with pytest.raises(BusyError, match="try again"), durable.lock_file(path, timeout_s=0.1):
             raise AssertionError("two holders")
         child.kill()
-    with durable.lock(path):
+    with durable.lock_file(path):
         pass
 
 

@@ -11,10 +11,10 @@ from PIL import Image
 from torchvision import transforms
 from torchvision.transforms import InterpolationMode
 
-from nobackfill.class_folders import decode as decode_listing
+from nobackfill.class_folders import decode_listing as decode_listing
 from nobackfill.class_folders import list_images
 from nobackfill.framing import Fit, Frame, Interpolation
-from nobackfill.images import decode
+from nobackfill.images import decode_image
 
 
 def picture(width: int, height: int) -> bytes:
@@ -41,7 +41,7 @@ def test_a_crop_is_that_of_torchvision(
     how = InterpolationMode(interpolation)
     steps = transforms.Compose([transforms.Resize(64, how), transforms.CenterCrop((48, 56))])
     expected = np.asarray(steps(Image.fromarray(noise)), np.int64)
-    got = decode(buffer.getvalue(), 48, 56, "crop", 64, interpolation).astype(np.int64)
+    got = decode_image(buffer.getvalue(), 48, 56, "crop", 64, interpolation).astype(np.int64)
     away = np.abs(got - expected)
     # Beyond bilinear, what overshoots black or white is cut off after each of Pillow's two passes,
     # and a part of the picture may have them in the other order.
@@ -50,7 +50,7 @@ def test_a_crop_is_that_of_torchvision(
 
 
 def test_a_pad_shows_the_whole_on_black() -> None:
-    got = decode(picture(100, 50), 40, 40, "pad")
+    got = decode_image(picture(100, 50), 40, 40, "pad")
     assert not got[:10].any() and not got[30:].any()
     assert got[10:30, :, 2].min() == got[10:30, :, 2].max() == 200
 
@@ -62,8 +62,8 @@ def test_a_turned_picture_is_framed_upright() -> None:
     turned = Image.open(io.BytesIO(picture(200, 100))).transpose(Image.Transpose.ROTATE_90)
     turned.save(buffer, "PNG", exif=exif)
     for fit, shortest in (("crop", 50), ("pad", None)):
-        upright = decode(picture(200, 100), 30, 40, fit, shortest)  # type: ignore[arg-type]
-        got = decode(buffer.getvalue(), 30, 40, fit, shortest)  # type: ignore[arg-type]
+        upright = decode_image(picture(200, 100), 30, 40, fit, shortest)  # type: ignore[arg-type]
+        got = decode_image(buffer.getvalue(), 30, 40, fit, shortest)  # type: ignore[arg-type]
         assert np.abs(got.astype(int) - upright.astype(int)).max() <= 1
 
 
@@ -88,4 +88,4 @@ def test_the_gate_sees_the_pixels_that_the_gateway_does(fit: Fit, tmp_path: Path
     (tmp_path / "class" / "one.png").write_bytes(picture(33, 70))
     frame = Frame(20, 16, fit, 24 if fit == "crop" else None)
     (seen,) = decode_listing(list_images(tmp_path), *frame)
-    assert seen.tobytes() == decode(picture(33, 70), *frame).tobytes()
+    assert seen.tobytes() == decode_image(picture(33, 70), *frame).tobytes()

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from nobackfill.errors import InvalidInputError
-from nobackfill.images import LARGEST_BYTES, decode, decode_file
+from nobackfill.images import LARGEST_BYTES, decode_file, decode_image
 from tests.support import pictures
 from tests.support.pictures import encoded
 
@@ -40,24 +40,24 @@ KINDS = pictures.kinds()
 
 def test_a_transparent_colour_of_16_bits_shows_white() -> None:
     grey = np.array([[25_700, 0], [65_535, 25_701]], np.uint16)
-    got = decode(encoded(Image.fromarray(grey), transparency=25_700), 2, 2)
+    got = decode_image(encoded(Image.fromarray(grey), transparency=25_700), 2, 2)
     assert got[..., 0].tolist() == [[255, 0], [255, 100]]
     # Of a colour picture: Pillow brings pixels to 8 bits, and not what is transparent.
     rows = b"".join(b"\0" + bytes([0x12, 0x34] * 3 + [0x56, 0x78] * 3) for _ in range(2))
     made = pictures.png(2, 2, rows, depth=16, colours=2)
     colour = b"tRNS" + bytes([0x12, 0x34] * 3)
     chunk = struct.pack(">I", 6) + colour + struct.pack(">I", zlib.crc32(colour))
-    got = decode(made[:33] + chunk + made[33:], 2, 2)
+    got = decode_image(made[:33] + chunk + made[33:], 2, 2)
     assert got.tolist() == [[[255] * 3, [0x56] * 3]] * 2
 
 
 def test_a_jpeg_of_one_scan_may_be_larger() -> None:
     large = Image.new("RGB", (8160, 6120), "red")
-    assert (decode(encoded(large, "JPEG"), 8, 8)[..., 0] > 250).all()
+    assert (decode_image(encoded(large, "JPEG"), 8, 8)[..., 0] > 250).all()
     with pytest.raises(InvalidInputError, match="at most 25000000 pixels"):
-        decode(encoded(large, "JPEG", progressive=True), 8, 8)
+        decode_image(encoded(large, "JPEG", progressive=True), 8, 8)
     with pytest.raises(InvalidInputError, match="at most 125000000 pixels"):
-        decode(encoded(Image.new("L", (12_000, 12_000)), "JPEG"), 8, 8)
+        decode_image(encoded(Image.new("L", (12_000, 12_000)), "JPEG"), 8, 8)
 
 
 @pytest.mark.parametrize("cut", [12, 40, 200, 400])
@@ -65,18 +65,18 @@ def test_damaged_telephones_pictures_are_refused(cut: int) -> None:
     heic = io.BytesIO()
     pillow_heif.from_pillow(Image.fromarray(pixels(64, 64))).save(heic)
     with pytest.raises(InvalidInputError):
-        decode(heic.getvalue()[:cut], 8, 8)
+        decode_image(heic.getvalue()[:cut], 8, 8)
     with pytest.raises(InvalidInputError):
-        decode(encoded(Image.fromarray(pixels(64, 64)), "AVIF")[:cut], 8, 8)
+        decode_image(encoded(Image.fromarray(pixels(64, 64)), "AVIF")[:cut], 8, 8)
     large = heic.getvalue().replace(struct.pack(">II", 64, 64), struct.pack(">II", 9999, 9999))
     with pytest.raises(InvalidInputError, match="at most 25000000 pixels"):
-        decode(large, 8, 8)
+        decode_image(large, 8, 8)
 
 
 @pytest.mark.parametrize(("kind", "options"), [("PNG", {}), ("WEBP", {"lossless": True})])
 def test_lossless_formats_give_their_pixels(kind: str, options: dict[str, object]) -> None:
     expected = pixels(7, 5)
-    got = decode(encoded(Image.fromarray(expected), kind, **options), 7, 5)
+    got = decode_image(encoded(Image.fromarray(expected), kind, **options), 7, 5)
     assert got.dtype == np.uint8
     assert got.flags.c_contiguous
     np.testing.assert_array_equal(got, expected)
@@ -85,7 +85,7 @@ def test_lossless_formats_give_their_pixels(kind: str, options: dict[str, object
 def test_jpeg_is_decoded_at_any_size() -> None:
     smooth = np.linspace(0, 255, 640 * 480 * 3).reshape(480, 640, 3).astype(np.uint8)
     data = encoded(Image.fromarray(smooth), "JPEG", quality=95)
-    small = decode(data, 24, 32)
+    small = decode_image(data, 24, 32)
     assert small.shape == (24, 32, 3)
     # Decoding at a fraction of the size must not move what is seen.
     blocks = smooth.reshape(24, 20, 32, 20, 3).mean(axis=(1, 3))
@@ -95,7 +95,7 @@ def test_jpeg_is_decoded_at_any_size() -> None:
 def test_shrinking_averages_instead_of_picking() -> None:
     stripes = np.zeros((64, 64, 3), np.uint8)
     stripes[:, ::2] = 255
-    shrunk = decode(encoded(Image.fromarray(stripes)), 8, 8)
+    shrunk = decode_image(encoded(Image.fromarray(stripes)), 8, 8)
     assert np.abs(shrunk.astype(int) - 127).max() <= 16
 
 
@@ -110,34 +110,38 @@ def test_exif_orientation_is_applied(orientation: int) -> None:
     exif = Image.Exif()
     exif[0x0112] = orientation
     data = encoded(Image.fromarray(np.ascontiguousarray(turned)), exif=exif)
-    np.testing.assert_array_equal(decode(data, 4, 6), upright)
+    np.testing.assert_array_equal(decode_image(data, 4, 6), upright)
 
 
 def test_broken_exif_does_not_lose_the_image() -> None:
     expected = pixels(4, 4)
     data = encoded(Image.fromarray(expected), exif=b"Exif\0\0MM\0*\0\0\0\x08\xff\xff")
-    np.testing.assert_array_equal(decode(data, 4, 4), expected)
+    np.testing.assert_array_equal(decode_image(data, 4, 4), expected)
 
 
 def test_transparency_shows_white_not_what_is_hidden_below() -> None:
     hidden = np.zeros((2, 2, 4), np.uint8)
     hidden[..., 0] = 200
-    assert (decode(encoded(Image.fromarray(hidden)), 2, 2) == 255).all()
+    assert (decode_image(encoded(Image.fromarray(hidden)), 2, 2) == 255).all()
     palette = Image.new("P", (2, 2), 0)
     palette.putpalette([10, 20, 30])
-    assert (decode(encoded(palette, transparency=0), 2, 2) == 255).all()
-    assert (decode(encoded(palette), 2, 2) == [10, 20, 30]).all()
+    assert (decode_image(encoded(palette, transparency=0), 2, 2) == 255).all()
+    assert (decode_image(encoded(palette), 2, 2) == [10, 20, 30]).all()
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK"])
 def test_every_mode_becomes_rgb(mode: str) -> None:
     image = Image.fromarray(pixels(6, 6)).convert(mode)
-    assert decode(encoded(image, "JPEG" if mode == "CMYK" else "PNG"), 3, 3).shape == (3, 3, 3)
+    assert decode_image(encoded(image, "JPEG" if mode == "CMYK" else "PNG"), 3, 3).shape == (
+        3,
+        3,
+        3,
+    )
 
 
 def test_sixteen_bit_grey_is_scaled_not_clipped() -> None:
     grey = np.array([[0, 257 * 100], [257 * 200, 65535]], np.uint16)
-    got = decode(encoded(Image.fromarray(grey)), 2, 2)
+    got = decode_image(encoded(Image.fromarray(grey)), 2, 2)
     np.testing.assert_array_equal(got[..., 0], [[0, 100], [200, 255]])
 
 
@@ -146,9 +150,9 @@ def test_bombs_are_refused_from_the_header() -> None:
     assert len(data) < 200_000
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(InvalidInputError, match=r"pixels|large"):
-        decode(data, 8, 8)
+        decode_image(data, 8, 8)
     with pytest.raises(InvalidInputError):
-        decode(bomb(60_000, 60_000), 8, 8)
+        decode_image(bomb(60_000, 60_000), 8, 8)
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert grown < 150_000, f"{grown} kB more"
 
@@ -157,19 +161,19 @@ def test_bombs_between_pillows_warning_and_error_do_not_warn() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.filterwarnings("error", category=Image.DecompressionBombWarning)
         with pytest.raises(InvalidInputError):
-            decode(bomb(11_000, 9_000), 8, 8)
+            decode_image(bomb(11_000, 9_000), 8, 8)
     assert caught == []
 
 
 def test_a_thin_image_of_few_pixels_is_fine() -> None:
-    assert decode(encoded(Image.new("RGB", (1, 4000), "red")), 8, 8).shape == (8, 8, 3)
+    assert decode_image(encoded(Image.new("RGB", (1, 4000), "red")), 8, 8).shape == (8, 8, 3)
 
 
 @pytest.mark.parametrize("kind", ["GIF", "TIFF", "BMP", "PPM", "ICO", "TGA", "PDF", "EPS"])
 def test_other_formats_are_refused(kind: str) -> None:
     data = encoded(Image.fromarray(pixels(16, 16)), kind)
     with pytest.raises(InvalidInputError, match="expected JPEG, PNG, WEBP"):
-        decode(data, 8, 8)
+        decode_image(data, 8, 8)
 
 
 @pytest.mark.parametrize("kind", ["PNG", "WEBP"])
@@ -177,14 +181,14 @@ def test_animations_are_refused(kind: str) -> None:
     frames = [Image.fromarray(pixels(8, 8, seed)) for seed in range(3)]
     data = encoded(frames[0], kind, save_all=True, append_images=frames[1:])
     with pytest.raises(InvalidInputError, match="animation"):
-        decode(data, 8, 8)
+        decode_image(data, 8, 8)
 
 
 def test_of_a_phones_jpeg_with_several_pictures_the_first_is_taken() -> None:
     first, second = Image.new("RGB", (16, 16), "red"), Image.new("RGB", (8, 8), "blue")
     data = encoded(first, "MPO", save_all=True, append_images=[second])
     assert Image.open(io.BytesIO(data)).format == "MPO"
-    assert decode(data, 8, 8)[..., 0].min() > 250
+    assert decode_image(data, 8, 8)[..., 0].min() > 250
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
@@ -192,12 +196,12 @@ def test_of_a_phones_jpeg_with_several_pictures_the_first_is_taken() -> None:
 def test_truncated_files_are_refused(kind: str, share: float) -> None:
     data = encoded(Image.fromarray(pixels(64, 64)), kind)
     with pytest.raises(InvalidInputError):
-        decode(data[: int(len(data) * share)], 8, 8)
+        decode_image(data[: int(len(data) * share)], 8, 8)
 
 
 def test_too_many_bytes_are_refused_unread() -> None:
     with pytest.raises(InvalidInputError, match="bytes"):
-        decode(b"\0" * (LARGEST_BYTES + 1), 8, 8)
+        decode_image(b"\0" * (LARGEST_BYTES + 1), 8, 8)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -205,7 +209,7 @@ def test_damaged_files_are_decoded_or_refused_never_more(kind: str) -> None:
     decoded = 0
     for data in pictures.damaged(KINDS[kind], 200, seed=0):
         with contextlib.suppress(InvalidInputError):
-            assert decode(data, 8, 8).shape == (8, 8, 3)
+            assert decode_image(data, 8, 8).shape == (8, 8, 3)
             decoded += 1
     assert decoded < 200
 
@@ -214,18 +218,18 @@ def test_damaged_files_are_decoded_or_refused_never_more(kind: str) -> None:
 def test_whole_files_are_decoded_unless_they_move(kind: str) -> None:
     if "animation" in kind:
         with pytest.raises(InvalidInputError, match="animation"):
-            decode(KINDS[kind], 8, 8)
+            decode_image(KINDS[kind], 8, 8)
     else:
-        assert decode(KINDS[kind], 8, 8).shape == (8, 8, 3)
+        assert decode_image(KINDS[kind], 8, 8).shape == (8, 8, 3)
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
 def test_exif_cut_anywhere_does_not_lose_the_image(kind: str) -> None:
     image, exif = Image.fromarray(pixels(8, 8)), pictures.exif(1).tobytes()
-    whole = decode(encoded(image, kind, exif=exif), 8, 8)
+    whole = decode_image(encoded(image, kind, exif=exif), 8, 8)
     for length in range(len(exif)):
         cut = encoded(image, kind, exif=exif[:length])
-        np.testing.assert_array_equal(decode(cut, 8, 8), whole)
+        np.testing.assert_array_equal(decode_image(cut, 8, 8), whole)
 
 
 @pytest.mark.parametrize("damage", [b"\0", b"\xff", b"\x7f"])
@@ -233,7 +237,7 @@ def test_exif_of_nonsense_does_not_lose_the_image(damage: bytes) -> None:
     image, exif = Image.fromarray(pixels(8, 8)), pictures.exif(1).tobytes()
     for at in range(6, len(exif) - 4):
         torn = exif[:at] + 4 * damage + exif[at + 4 :]
-        assert decode(encoded(image, "JPEG", exif=torn), 8, 8).shape == (8, 8, 3)
+        assert decode_image(encoded(image, "JPEG", exif=torn), 8, 8).shape == (8, 8, 3)
 
 
 @pytest.mark.parametrize(
@@ -245,10 +249,10 @@ def test_the_largest_pictures_take_two_copies_of_memory_not_five(
     path = tmp_path / "large.png"
     path.write_bytes(pictures.blank_png(5000, 5000, mode, depth))
     program = (
-        "import sys, pathlib\nfrom nobackfill.images import decode\n"
+        "import sys, pathlib\nfrom nobackfill.images import decode_image\n"
         "def peak(): return int(next(line for line in open('/proc/self/status') "
         "if line.startswith('VmHWM')).split()[1]) // 1000\n"
-        "before = peak()\ndecode(pathlib.Path(sys.argv[1]).read_bytes(), 224, 224)\n"
+        "before = peak()\ndecode_image(pathlib.Path(sys.argv[1]).read_bytes(), 224, 224)\n"
         "print(peak() - before)"
     )
     done = subprocess.run(
@@ -261,7 +265,7 @@ def test_the_largest_pictures_take_two_copies_of_memory_not_five(
 @given(st.binary(max_size=500))
 def test_arbitrary_bytes_are_refused(data: bytes) -> None:
     with pytest.raises(InvalidInputError):
-        decode(data, 8, 8)
+        decode_image(data, 8, 8)
 
 
 def test_files_are_named_in_refusals(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from sklearn.linear_model import Ridge as SklearnRidge
 
-from nobackfill.ridge import DECADES, Floats, Moments, fit, in_blocks, solve
+from nobackfill.ridge import DECADES, Floats, Moments, fit_ridge, solve_ridge, split_into_blocks
 
 Doubles = NDArray[np.float64]
 
@@ -45,7 +45,7 @@ def test_the_chosen_error_is_that_of_really_leaving_out(
     n: int, a: int, b: int, together: int, seed: int
 ) -> None:
     x, y = paired(n * together, a, b, seed)
-    found = fit(in_blocks(x, y, rows=4 * together), group=together)
+    found = fit_ridge(split_into_blocks(x, y, rows=4 * together), group=together)
     assert found.error == pytest.approx(slow_error(x, y, found.penalty, together), rel=1e-5)
     assert found.spread == pytest.approx(y.var(0).sum(), rel=1e-9)
     # No penalty of the coarse grid is better by really leaving out.
@@ -56,7 +56,7 @@ def test_the_chosen_error_is_that_of_really_leaving_out(
 @pytest.mark.parametrize("penalty", [1e-5, 0.1, 3.0])
 def test_the_map_is_scikit_learns(penalty: float) -> None:
     x, y = paired(50, 6, 3, 0)
-    found = solve(Moments.of(in_blocks(x, y, 7)()), penalty)
+    found = solve_ridge(Moments.of(split_into_blocks(x, y, 7)()), penalty)
     alpha = penalty * float(np.square(x - x.mean(0)).sum()) / 6
     model = SklearnRidge(alpha=alpha).fit(x, y)
     np.testing.assert_allclose(found.weight, model.coef_, rtol=1e-8)
@@ -65,13 +65,13 @@ def test_the_map_is_scikit_learns(penalty: float) -> None:
 
 def test_a_linear_truth_is_found_and_noise_is_answered_by_the_mean() -> None:
     x, y = paired(400, 5, 3, 1, noise=0)
-    exact = fit(in_blocks(x, y))
+    exact = fit_ridge(split_into_blocks(x, y))
     assert exact.penalty < 1e-5
     np.testing.assert_allclose(x @ exact.weight.T + exact.bias, y, atol=1e-3)
     rng = np.random.default_rng(2)
     noise = rng.normal(size=(100, 3))
     inputs = rng.normal(size=(100, 60))
-    unrelated = fit(in_blocks(inputs, noise))
+    unrelated = fit_ridge(split_into_blocks(inputs, noise))
     mean_alone = float(np.square((noise - noise.mean(0)) * 100 / 99).sum(1).mean())
     assert unrelated.error <= mean_alone * 1.001
     # Least squares answers with what it learnt by heart.
@@ -80,26 +80,26 @@ def test_a_linear_truth_is_found_and_noise_is_answered_by_the_mean() -> None:
 
 def test_the_fewer_the_pairs_the_larger_the_penalty() -> None:
     x, y = paired(5000, 40, 10, 3, noise=8)
-    penalties = [fit(in_blocks(x[:n], y[:n])).penalty for n in (60, 400, 5000)]
+    penalties = [fit_ridge(split_into_blocks(x[:n], y[:n])).penalty for n in (60, 400, 5000)]
     assert penalties[0] > penalties[1] > penalties[2]
 
 
 def test_blocks_and_a_far_origin_change_nothing() -> None:
     """Raw sums of products of float32 far from 0 would leave no digit of the variance."""
     x, y = paired(600, 8, 4, 4)
-    whole = fit(in_blocks(x, y))
-    far = fit(in_blocks(x + 1e6, y - 1e6, rows=37))
+    whole = fit_ridge(split_into_blocks(x, y))
+    far = fit_ridge(split_into_blocks(x + 1e6, y - 1e6, rows=37))
     np.testing.assert_allclose(far.weight, whole.weight, rtol=1e-5)
     assert far.error == pytest.approx(whole.error, rel=1e-5)
 
 
 def test_moments_of_the_rest_are_those_of_all_without_a_part() -> None:
     x, y = paired(90, 5, 3, 8)
-    whole = Moments.of(in_blocks(x, y)())
+    whole = Moments.of(split_into_blocks(x, y)())
     part = Moments(whole)
     part.add(x[20:50], y[20:50])
     left = np.r_[:20, 50:90]
-    rest, expected = whole.subtract(part), Moments.of(in_blocks(x[left], y[left])())
+    rest, expected = whole.subtract(part), Moments.of(split_into_blocks(x[left], y[left])())
     assert rest.rows == 60
     np.testing.assert_allclose(rest.gram, expected.gram, atol=1e-9)
     np.testing.assert_allclose(rest.cross, expected.cross, atol=1e-9)
@@ -109,8 +109,8 @@ def test_moments_of_the_rest_are_those_of_all_without_a_part() -> None:
 
 def test_of_many_rows_some_are_left_out() -> None:
     x, y = paired(4000, 10, 3, 5)
-    all_rows = fit(in_blocks(x, y))
-    some = fit(in_blocks(x, y, rows=300), sample=1000)
+    all_rows = fit_ridge(split_into_blocks(x, y))
+    some = fit_ridge(split_into_blocks(x, y, rows=300), sample=1000)
     assert some.error == pytest.approx(all_rows.error, rel=0.1)
     assert some.error != all_rows.error
     np.testing.assert_allclose(some.weight, all_rows.weight, atol=0.02)
@@ -129,7 +129,7 @@ def test_a_million_pairs_take_the_memory_of_a_few_windows() -> None:
 
         tracemalloc.start()
         try:
-            found = fit(blocks)
+            found = fit_ridge(blocks)
             return tracemalloc.get_traced_memory()[1], float(np.abs(found.weight.T - truth).max())
         finally:
             tracemalloc.stop()
@@ -143,7 +143,7 @@ def test_a_million_pairs_take_the_memory_of_a_few_windows() -> None:
 
 def test_inputs_that_never_vary_weigh_nothing() -> None:
     y = np.arange(12.0).reshape(6, 2)
-    found = fit(in_blocks(np.full((6, 3), 2.0), y))
+    found = fit_ridge(split_into_blocks(np.full((6, 3), 2.0), y))
     assert not found.weight.any()
     np.testing.assert_allclose(found.bias, y.mean(0))
 
@@ -159,4 +159,4 @@ def test_what_is_no_pair_is_refused() -> None:
     with pytest.raises(ValueError, match="of dimensions"):
         Moments.of([(good, good), (np.ones((4, 3)), good)])
     with pytest.raises(ValueError, match="2 groups of 4 rows"):
-        fit(in_blocks(good, good), group=4)
+        fit_ridge(split_into_blocks(good, good), group=4)

@@ -6,20 +6,20 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nobackfill.terminal import visible
+from nobackfill.terminal import escape_hidden
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_controls_are_written_out() -> None:
-    assert visible("a\x1b]0;title\x07b\r\n\x9b31m") == r"a\x1b]0;title\x07b\r\n\x9b31m"
-    assert visible("gpj.\u202eexe\u2028\udc80") == r"gpj.\u202eexe\u2028\udc80"
-    assert visible("Zürich 東京\u3000é") == "Zürich 東京\u3000é"
+    assert escape_hidden("a\x1b]0;title\x07b\r\n\x9b31m") == r"a\x1b]0;title\x07b\r\n\x9b31m"
+    assert escape_hidden("gpj.\u202eexe\u2028\udc80") == r"gpj.\u202eexe\u2028\udc80"
+    assert escape_hidden("Zürich 東京\u3000é") == "Zürich 東京\u3000é"
 
 
 @given(st.text(st.characters(codec=None)))
 def test_what_is_left_can_be_shown(text: str) -> None:
-    shown = visible(text)
+    shown = escape_hidden(text)
     shown.encode()
     assert not {unicodedata.category(char) for char in shown} & {"Cc", "Cf", "Cs", "Zl", "Zp"}
 

@@ -8,7 +8,7 @@ from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 
 from nobackfill.errors import InvalidInputError
-from nobackfill.vectors import check_vectors, from_bytes
+from nobackfill.vectors import check_vectors, vector_from_bytes
 
 DIM = 3
 
@@ -71,7 +71,7 @@ def test_refusals_hold_no_values() -> None:
 
 def test_bytes_are_little_endian_floats_of_the_right_number() -> None:
     values = np.array([1.5, -2, 3], "<f4")
-    np.testing.assert_array_equal(from_bytes(values.tobytes(), DIM, what="test"), [values])
+    np.testing.assert_array_equal(vector_from_bytes(values.tobytes(), DIM, what="test"), [values])
     for wrong in (b"", values.tobytes()[:-1], values.tobytes() + b"\0" * 4):
         with pytest.raises(InvalidInputError, match="12 bytes"):
-            from_bytes(wrong, DIM, what="test")
+            vector_from_bytes(wrong, DIM, what="test")

@@ -14,7 +14,7 @@ from nobackfill.client.gallery_file import sidecar
 from nobackfill.client.maintenance import collect, delete
 from nobackfill.gallery.store import NewVectors
 from nobackfill.images import LARGEST_BYTES
-from nobackfill.plugins.web.browse.app import pages
+from nobackfill.plugins.web.browse.app import make_site
 from tests.support import edge, graphs
 from tests.support.edge import Setting
 
@@ -53,7 +53,7 @@ def target(attacked: tuple[TestClient, Device]) -> TestClient:
 
 
 def opened_at(device: Device) -> TestClient:
-    app = pages(device, [HOST], TOKEN)
+    app = make_site(device, [HOST], TOKEN)
     return TestClient(app, base_url=AT, raise_server_exceptions=False)
 
 

@@ -8,7 +8,7 @@ from starlette.testclient import TestClient
 
 from nobackfill.client.device import Device
 from nobackfill.gallery.store import NewVectors
-from nobackfill.plugins.web.browse.app import pages
+from nobackfill.plugins.web.browse.app import make_site
 from tests.support import edge, graphs
 
 SMALL, LARGE = 1_000, 20_000
@@ -27,7 +27,7 @@ def instructions(gallery: Path, items: int) -> dict[str, int]:
             [NewVectors(device.store.active().spec.space, vectors)],
             metadata=[{"name": f"{n}.png"} for n in range(items)],
         )
-        client = TestClient(pages(device, [HOST], TOKEN))
+        client = TestClient(make_site(device, [HOST], TOKEN))
         # One connection after another is taken from those that are idle, and it is the same.
         counted = 0
 

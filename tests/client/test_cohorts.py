@@ -9,7 +9,7 @@ from prometheus_client.core import Metric
 
 from nobackfill.client.device import Device
 from nobackfill.client.sync import SyncOptions, send_report
-from nobackfill.digests import in_share, share_digest
+from nobackfill.digests import is_in_share, share_digest
 from nobackfill.errors import (
     ConfigurationError,
     InvalidInputError,
@@ -26,7 +26,7 @@ from tests.support.edge import Setting
 def named(setting: Setting, share: float, *, belongs: bool) -> None:
     """Give the device an id that does or does not belong to a share of release 2."""
     ids = (f"device {n}" for n in range(10_000))
-    own = next(name for name in ids if in_share(share_digest(2, name), share) is belongs)
+    own = next(name for name in ids if is_in_share(share_digest(2, name), share) is belongs)
     with Device(setting.gallery) as device:
         device.store.state_set({"cohort": own})
 

@@ -20,7 +20,7 @@ from nobackfill.gallery.filters import (
     Range,
     Scalar,
     TimeRange,
-    microseconds,
+    parse_microseconds,
 )
 from nobackfill.gallery.spec import MetadataValue
 from nobackfill.gallery.store import NewVectors
@@ -44,8 +44,11 @@ TYPED: list[tuple[str, Filter]] = [
     ("n>=-1.5", Range("n", at_least=-1.5)),
     ("n<5", Range("n", less_than=5)),
     ("n<=99999999999999999999", Range("n", at_most=1e20)),
-    ("day>=2026-06-01", TimeRange("day", at_least=microseconds("2026-06-01"))),
-    ("day<2026-06-01T12:00:00Z", TimeRange("day", less_than=microseconds("2026-06-01T12:00:00Z"))),
+    ("day>=2026-06-01", TimeRange("day", at_least=parse_microseconds("2026-06-01"))),
+    (
+        "day<2026-06-01T12:00:00Z",
+        TimeRange("day", less_than=parse_microseconds("2026-06-01T12:00:00Z")),
+    ),
     ("trip exists", Exists("trip")),
     # No numbers of JSON's: a postcode, a telephone number, a name, another script's digits.
     ("zip=01234", OneOf("zip", ("01234",))),

@@ -142,7 +142,7 @@ def test_a_file_read_without_locks_is_not_read_while_it_changes(
 ) -> None:
     path = tmp_path / "g.sqlite"
     filled(path, 10).close()
-    monkeypatch.setattr("nobackfill.gallery.sqlite_file.unwritable", lambda _: "not here")
+    monkeypatch.setattr("nobackfill.gallery.sqlite_file.explain_unwritable", lambda _: "not here")
     reader = SqliteGallery.open(path)
     monkeypatch.undo()
     assert reader.count() == 10

@@ -170,11 +170,12 @@ def test_a_reader_elsewhere_does_not_stop_a_sync(setting: Setting, world: edge.W
 def test_of_two_syncs_one_is_told_to_try_again(setting: Setting, world: edge.World) -> None:
     world.publish(setting.repo, 2)
     lock = setting.gallery.with_name("gallery.sqlite.models") / "sync.lock"
-    with durable.lock(lock):
+    with durable.lock_file(lock):
         assert "try again" in run(setting.gallery, "sync", code=75).stderr
     code = (
         "import sys, pathlib; from nobackfill import durable\n"
-        "with durable.lock(pathlib.Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
+        "with durable.lock_file(pathlib.Path(sys.argv[1])): print('held', flush=True); "
+        "sys.stdin.read()"
     )
     with subprocess.Popen(
         [sys.executable, "-c", code, str(lock)], stdin=subprocess.PIPE, stdout=subprocess.PIPE

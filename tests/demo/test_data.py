@@ -10,7 +10,7 @@ from demo.data import MIN_IMAGES, PARTS, check_image, cut, prepare, size_for
 from demo.recipes import Recipes
 from nobackfill.class_folders import list_images
 from nobackfill.errors import InvalidInputError
-from nobackfill.quality.listing import halves
+from nobackfill.quality.listing import split_halves
 
 
 def make_images(folder: Path, classes: int, each: int) -> Path:
@@ -101,7 +101,7 @@ def test_whatever_is_cut_can_be_measured(tmp_path: Path, classes: int, each: int
     )
     assert len(made.new) == classes
     evaluation = list_images(tmp_path / "data" / "eval")
-    for half in halves(evaluation, 0):
+    for half in split_halves(evaluation, 0):
         counts = np.bincount(evaluation.labels[half])
         assert (counts >= 2).sum() >= classes // 2
     for release, known, images in ((1, made.old, made.old_images), (2, made.new, made.new_images)):

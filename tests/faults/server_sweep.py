@@ -232,7 +232,7 @@ def sweep_operation(kind: str, top: Path, pristine: Path, name: str, stride: int
 
 def main(kinds: list[str], stride: int) -> dict[str, int]:
     # Trials of releases in this process: they write nothing, and a process costs a second.
-    trial.refusal_in_child = lambda request, poll: trial.refusal(request)
+    trial.explain_refusal_in_child = lambda request, poll: trial.explain_refusal(request)
     FAULTS.arm(None)
     points: dict[str, int] = {}
     with tempfile.TemporaryDirectory() as disk, memory_folder(Path(disk)) as folder:

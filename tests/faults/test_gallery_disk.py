@@ -28,7 +28,7 @@ folder, action = Path(sys.argv[1]), sys.argv[2]
 largest = max(path.stat().st_size for path in folder.iterdir())
 with SqliteGallery.open(folder / "g.sqlite") as store:
     labels, content = store.load(spec().space)
-    index = hnsw.build(spec(), labels, content)
+    index = hnsw.build_index(spec(), labels, content)
     resource.setrlimit(resource.RLIMIT_FSIZE, (largest + 30_000, -1))
     try:
         if action == "put":
@@ -54,7 +54,7 @@ def test_a_full_disk_is_said_and_nothing_is_half_done(tmp_path: Path, action: st
     with filled(tmp_path / "g.sqlite", 2000) as store:
         before = rows(store, spec().space)
         labels, content = store.load(spec().space)
-    hnsw.build(spec(), labels, content).save(tmp_path / "index")
+    hnsw.build_index(spec(), labels, content).save(tmp_path / "index")
     cached = (tmp_path / "index").read_bytes()
     done = subprocess.run(
         [sys.executable, "-c", FULL, str(tmp_path), action], capture_output=True, text=True

@@ -56,7 +56,7 @@ def put_both(store: SqliteGallery, _: Path) -> None:
 
 def backfill(store: SqliteGallery, _: Path) -> None:
     content = vectors(2, 50)
-    staging.write(store, TWO, np.array([5, 9]), content, origin="re-embedded", replace=True)
+    staging.write_vectors(store, TWO, np.array([5, 9]), content, origin="re-embedded", replace=True)
 
 
 def flip(store: SqliteGallery, _: Path) -> None:
@@ -69,7 +69,7 @@ def roll_back(store: SqliteGallery, _: Path) -> None:
 
 def index(store: SqliteGallery, folder: Path) -> None:
     view = LiveView(store, TWO)
-    view.compact(hnsw.build)
+    view.compact(hnsw.build_index)
     base = view.snapshot().base.index
     assert isinstance(base, hnsw.HnswIndex)
     base.save(folder / "index")
@@ -77,7 +77,7 @@ def index(store: SqliteGallery, folder: Path) -> None:
 
 
 def drop(store: SqliteGallery, _: Path) -> None:
-    staging.drop(store, ONE)
+    staging.drop_space(store, ONE)
 
 
 LIFE = [

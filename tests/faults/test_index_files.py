@@ -30,10 +30,10 @@ hnsw._GRAPH_QUERY = hnsw._GRAPH_CANDIDATE = 0
 folder = Path(sys.argv[1])
 queries = vectors(200, 3)
 content = np.arange(2500) + 1, vectors(2500, 1)
-truth = hnsw.load(folder / "good", spec(), *content)[0].search(queries, 10).labels
+truth = hnsw.load_index(folder / "good", spec(), *content)[0].search(queries, 10).labels
 for path in sorted(folder.glob("mutated-*")):
     try:
-        found = hnsw.load(path, spec(), *content)[0].search(queries, 10).labels
+        found = hnsw.load_index(path, spec(), *content)[0].search(queries, 10).labels
     except (VerificationError, NotFoundError):
         print(path.name, "refused", flush=True)
     else:
@@ -96,7 +96,7 @@ def results(folder: Path) -> list[str]:
 @pytest.mark.parametrize("count", [40, pytest.param(300, marks=pytest.mark.faults)])
 def test_mutated_files_are_refused(count: int, tmp_path: Path) -> None:
     good = tmp_path / "good"
-    hnsw.build(spec(), np.arange(COUNT) + 1, vectors(COUNT, 1)).save(good)
+    hnsw.build_index(spec(), np.arange(COUNT) + 1, vectors(COUNT, 1)).save(good)
     content = good.read_bytes()
     rng = np.random.default_rng(7)
     for number in range(count):
@@ -111,14 +111,14 @@ def test_mutated_files_are_refused(count: int, tmp_path: Path) -> None:
 
 def test_files_of_other_indexes_are_refused(tmp_path: Path) -> None:
     labels = np.arange(COUNT) + 1
-    hnsw.build(spec(), labels, vectors(COUNT, 1)).save(tmp_path / "good")
+    hnsw.build_index(spec(), labels, vectors(COUNT, 1)).save(tmp_path / "good")
     others = [
         (spec(2), vectors(COUNT, 1)),
         (spec(1, dim=DIM + 1), vectors(COUNT, 1, DIM + 1)),
         (spec(1, metric="cosine"), vectors(COUNT, 1)),
     ]
     for number, (other, content) in enumerate(others):
-        hnsw.build(other, labels, content).save(tmp_path / f"mutated-{number}")
+        hnsw.build_index(other, labels, content).save(tmp_path / f"mutated-{number}")
     # What hnswlib itself writes.
     theirs = hnswlib.Index("l2", DIM)
     theirs.init_index(COUNT)

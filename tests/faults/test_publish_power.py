@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from nobackfill.durable import FAULTS, Operation
+from nobackfill.durable import FAULTS, DurableStep
 from nobackfill.errors import AlreadyExistsError, NobackfillError
 from nobackfill.release.publishing.publish import publish
 from tests.support.powerloss import WAYS, record, states
@@ -25,7 +25,7 @@ def test_after_power_loss_the_release_is_wholly_there_or_not_at_all(
     stride: int, fast_tmp: Path
 ) -> None:
     shop, _, second = workshop(fast_tmp)
-    steps: list[Operation] = []
+    steps: list[DurableStep] = []
     record(steps)
     try:
         publish(shop.repo, second)
@@ -59,7 +59,7 @@ def test_after_power_loss_the_release_is_wholly_there_or_not_at_all(
     print(f"power loss: {tried} states of {len(steps)} steps")
 
 
-def commits(step: Operation, repo: Path) -> bool:
+def commits(step: DurableStep, repo: Path) -> bool:
     return step.kind == "rename" and step.target == repo / "timestamp.json"
 
 

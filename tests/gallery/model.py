@@ -94,7 +94,7 @@ class GalleryModel(RuleBasedStateMachine):
 
     @rule(release=st.sampled_from(RELEASES))
     def begin(self, release: int) -> None:
-        staging.begin(self.store, spec(release))
+        staging.add_staging_space(self.store, spec(release))
         self.states.setdefault(release, "staging")
         if release not in self.views:
             self.views[release] = LiveView(self.store, spec(release).space)
@@ -135,7 +135,7 @@ class GalleryModel(RuleBasedStateMachine):
         content = vectors(len(chosen), seed)
         labels = np.array([thing.label for thing in chosen])
         side = vectors(len(chosen), seed, SIDE_DIM)
-        staging.write(
+        staging.write_vectors(
             self.store, spec(release).space, labels, content, side=side, replace=True,
             origin="re-embedded",
         )  # fmt: skip
@@ -182,9 +182,9 @@ class GalleryModel(RuleBasedStateMachine):
             return
         if release == self.active:
             with pytest.raises(PreconditionError):
-                staging.drop(self.store, spec(release).space)
+                staging.drop_space(self.store, spec(release).space)
             return
-        staging.drop(self.store, spec(release).space)
+        staging.drop_space(self.store, spec(release).space)
         self.views.pop(release).close()
         del self.states[release]
         if release in self.previous:
@@ -227,4 +227,6 @@ class GalleryModel(RuleBasedStateMachine):
             assert (
                 dict(zip(labels.tolist(), map(bytes, np.asarray(content)), strict=True)) == expected
             )
-            assert staging.left_behind(self.store, spec(release).space) == self.behind(release)
+            assert staging.count_left_behind(self.store, spec(release).space) == self.behind(
+                release
+            )

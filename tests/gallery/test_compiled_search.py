@@ -16,7 +16,7 @@ from nobackfill.errors import InvalidInputError
 from nobackfill.gallery.search import hnsw, view
 from nobackfill.gallery.search.exact import ExactIndex
 from nobackfill.gallery.search.index import Mask, Neighbours
-from nobackfill.gallery.search.view import IndexPart, Snapshot, snapshot_of
+from nobackfill.gallery.search.view import IndexPart, Snapshot, new_snapshot
 from nobackfill.gallery.spec import Metric, SpaceSpec
 from nobackfill.vectors import Vectors
 from tests.gallery.making import spec as making_spec
@@ -45,9 +45,9 @@ def made(dim: int, metric: Metric, whole: bool, rows: int = ROWS) -> Snapshot:
     of = space(dim, metric)
     labels = np.cumsum(rng.integers(1, 4, rows + BESIDE))
     vectors = content(rng, rows + BESIDE, dim, whole)
-    base = hnsw.build(of, labels[:rows], vectors[:rows])
+    base = hnsw.build_index(of, labels[:rows], vectors[:rows])
     delta = ExactIndex(of, labels[rows:], vectors[rows:])
-    return replace(snapshot_of(of, base), delta=IndexPart(delta))
+    return replace(new_snapshot(of, base), delta=IndexPart(delta))
 
 
 def in_python(snapshot: Snapshot) -> Snapshot:
@@ -95,8 +95,8 @@ def test_a_carried_graph_with_dead_elements_is_searched_alike() -> None:
     assert isinstance(base, hnsw.HnswIndex)
     kept = np.flatnonzero(np.arange(ROWS) % 7 > 0)
     labels, vectors = base.labels[kept], np.asarray(base.vectors[kept])
-    carried = hnsw.carry(base, base.spec, labels, vectors)
-    now = snapshot_of(base.spec, carried)
+    carried = hnsw.transfer_index(base, base.spec, labels, vectors)
+    now = new_snapshot(base.spec, carried)
     rng = np.random.default_rng(0)
     assert now.compiled is not None
     for query in content(rng, 50, 16, whole=False):
@@ -111,8 +111,8 @@ def clusters() -> tuple[Snapshot, NDArray[np.int64], Vectors]:
     of = rng.integers(0, 40, 6000)
     noise = rng.standard_normal((6040, 16), dtype=np.float32)
     own = space(16, "squared_l2")
-    base = hnsw.build(own, np.arange(1, 6001), centres[of] + 0.3 * noise[:6000])
-    return snapshot_of(own, base), of, centres[rng.integers(0, 40, 40)] + 0.3 * noise[6000:]
+    base = hnsw.build_index(own, np.arange(1, 6001), centres[of] + 0.3 * noise[:6000])
+    return new_snapshot(own, base), of, centres[rng.integers(0, 40, 40)] + 0.3 * noise[6000:]
 
 
 @pytest.mark.parametrize("share", [0.001, 0.01, 0.05, 0.1, 0.3, 0.5, 0.7, 0.95])
@@ -153,7 +153,7 @@ def test_bad_queries_are_refused_as_in_python() -> None:
         with pytest.raises(InvalidInputError):
             snapshot.search(np.array(bad, np.float32), 3)
     for values in (b"", b"123", np.array([np.nan, 0, 0], "<f4").tobytes(), bytes(16)):
-        curves = view.curves_of({})
+        curves = view.compiled_curves({})
         assert curves is not None
         assert snapshot.compiled.answers([(values, 3, np.inf)], True, {}, curves, b"") == [None]
 
@@ -207,9 +207,9 @@ def test_damaged_vectors_are_farthest(metric: Metric, share: float) -> None:
     bad[ROWS::4] = True
     vectors[bad, 3] = np.nan
     labels = np.arange(len(vectors))
-    base = hnsw.build(of, labels[:ROWS], vectors[:ROWS])
+    base = hnsw.build_index(of, labels[:ROWS], vectors[:ROWS])
     delta = IndexPart(ExactIndex(of, labels[ROWS:], vectors[ROWS:]))
-    snapshot = replace(snapshot_of(of, base), delta=delta)
+    snapshot = replace(new_snapshot(of, base), delta=delta)
     assert snapshot.compiled is not None
     for query in rng.standard_normal((20, 1, 16), dtype=np.float32):
         found = snapshot.search(query, 30)

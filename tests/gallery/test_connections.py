@@ -15,7 +15,7 @@ import pytest
 
 from nobackfill.errors import AlreadyExistsError, BusyError, VerificationError
 from nobackfill.gallery import sqlite_file, staging
-from nobackfill.gallery.sqlite_file import Access, connect
+from nobackfill.gallery.sqlite_file import FileAccess, open_connection
 from nobackfill.gallery.sqlite_gallery import SqliteGallery
 from nobackfill.gallery.staging import run_upgrade
 from nobackfill.gallery.store import NewVectors
@@ -51,11 +51,11 @@ WRITES: dict[str, Callable[[SqliteGallery], object]] = {
     "put": lambda store: put(store, ["new"], seed=5),
     "delete": lambda store: store.delete(["item-1"]),
     "state": lambda store: store.state_set({"a": 1}),
-    "begin": lambda store: staging.begin(store, spec(3)),
+    "begin": lambda store: staging.add_staging_space(store, spec(3)),
     "upgrade": lambda store: run_upgrade(store, Linear(), spec(2)),
     "flip": lambda store: staging.flip(store, TWO, leave_behind=True),
     "rollback": lambda store: staging.rollback(store, leave_behind=True),
-    "drop": lambda store: staging.drop(store, TWO),
+    "drop": lambda store: staging.drop_space(store, TWO),
 }
 
 
@@ -66,7 +66,7 @@ def test_a_writer_waits_for_another_process_and_then_says_busy(
     monkeypatch.setattr(sqlite_file, "BUSY_TIMEOUT_MS", 150)
     path = tmp_path / "g.sqlite"
     with filled(path, 10) as store:
-        staging.begin(store, spec(2))
+        staging.add_staging_space(store, spec(2))
         before = rows(store, ONE), [info.state for info in store.spaces()]
         with held(path, statements):
             for write in WRITES.values():
@@ -212,14 +212,14 @@ def test_nobody_checks_while_another_has_it_open(
     path = tmp_path / "g.sqlite"
     checks: list[str] = []
 
-    def traced(where: Path, access: Access = sqlite_file.SHARED) -> sqlite3.Connection:
-        connection = connect(where, access)
+    def traced(where: Path, access: FileAccess = sqlite_file.SHARED_ACCESS) -> sqlite3.Connection:
+        connection = open_connection(where, access)
         connection.set_trace_callback(checks.append)
         return connection
 
     with filled(path, 5) as store:
         put(store, ["more"], seed=1)
-        monkeypatch.setattr(sqlite_file, "connect", traced)
+        monkeypatch.setattr(sqlite_file, "open_connection", traced)
         with SqliteGallery.open(path) as second:
             assert second.count() == 6
         assert not [statement for statement in checks if "quick_check" in statement]
@@ -272,4 +272,4 @@ def test_what_another_process_takes_away_meanwhile_keeps_nobody_out(
         return asked(name, mode, **more)
 
     monkeypatch.setattr(os, "access", closing)
-    assert sqlite_file.unwritable(path) is None and not log.exists()
+    assert sqlite_file.explain_unwritable(path) is None and not log.exists()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from nobackfill.gallery.search import exact, hnsw
 from nobackfill.gallery.search.exact import ExactIndex
 from nobackfill.gallery.search.index import Index, Labels, Mask, Neighbours
-from nobackfill.gallery.search.view import changed, snapshot_of
+from nobackfill.gallery.search.view import apply_change, new_snapshot
 from nobackfill.gallery.spec import Metric, SpaceSpec
 from nobackfill.gallery.store import Change
 from nobackfill.vectors import Vectors
@@ -47,12 +47,12 @@ class Viewed:
         base = np.concatenate([labels[:cut], labels[-1] + 1 + np.arange(50)]) if cut else nothing
         old = np.concatenate([content[:cut], np.ones((50, content.shape[1]), np.float32)])
         old[:cut:5] += 1
-        state = snapshot_of(spec_, ExactIndex(spec_, base, old[: len(base)]))
-        state = changed(state, Change({}, base[cut:]))
+        state = new_snapshot(spec_, ExactIndex(spec_, base, old[: len(base)]))
+        state = apply_change(state, Change({}, base[cut:]))
         for rows in (np.arange(0, cut, 5), np.arange(cut, len(labels))):
             for part in np.array_split(rows, 3):
                 change = Change({spec_.space: (labels[part], content[part])}, nothing)
-                state = changed(state, change)
+                state = apply_change(state, change)
         self.state = state
 
     def search(
@@ -81,12 +81,12 @@ def make_grown(spec_: SpaceSpec, labels: Labels, content: Vectors, _: Path) -> I
 
 
 def make_hnsw(spec_: SpaceSpec, labels: Labels, content: Vectors, _: Path) -> Index:
-    return hnsw.build(spec_, labels, content)
+    return hnsw.build_index(spec_, labels, content)
 
 
 def make_loaded(spec_: SpaceSpec, labels: Labels, content: Vectors, folder: Path) -> Index:
-    hnsw.build(spec_, labels, content).save(folder / "index")
-    index, rest = hnsw.load(folder / "index", spec_, labels, content)
+    hnsw.build_index(spec_, labels, content).save(folder / "index")
+    index, rest = hnsw.load_index(folder / "index", spec_, labels, content)
     assert not len(rest)
     return index
 
@@ -96,7 +96,7 @@ def make_carried(spec_: SpaceSpec, labels: Labels, content: Vectors, _: Path) ->
     keep = len(labels) * 9 // 10
     old_labels = np.concatenate([labels[:keep], labels[-1] + 1 + np.arange(40)])
     old = np.concatenate([content[:keep], vectors(40, 5, content.shape[1])])
-    return hnsw.carry(hnsw.build(spec_, old_labels, old), spec_, labels, content)
+    return hnsw.transfer_index(hnsw.build_index(spec_, old_labels, old), spec_, labels, content)
 
 
 def make_view(spec_: SpaceSpec, labels: Labels, content: Vectors, _: Path) -> Index:
@@ -235,7 +235,10 @@ def test_no_queries_and_no_vectors_are_answered_with_nothing() -> None:
     empty = ExactIndex(spec(), np.empty(0, np.int64), np.empty((0, DIM), np.float32))
     assert empty.search(vectors(2, 1), 3).labels.tolist() == [[-1] * 3] * 2
     assert empty.search(vectors(2, 1)[:0], 3).labels.shape == (0, 3)
-    assert hnsw.build(spec(), empty.labels, empty.vectors).search(vectors(1, 1), 2).labels[0, 0] < 0
+    assert (
+        hnsw.build_index(spec(), empty.labels, empty.vectors).search(vectors(1, 1), 2).labels[0, 0]
+        < 0
+    )
 
 
 @settings(max_examples=80, deadline=None)

@@ -19,7 +19,7 @@ def test_filtered_searches_find_what_an_exact_one_does(share: float, far: bool) 
     queries = centres[rng.integers(0, 40, 40)] + 0.2 * rng.standard_normal(
         (40, 16), dtype=np.float32
     )
-    index = hnsw.build(spec(dim=16), np.arange(1, 6001), content)
+    index = hnsw.build_index(spec(dim=16), np.arange(1, 6001), content)
     # Whole clusters, or rows here and there.
     allowed = of < max(1, share * 40) if far else rng.random(6000) < share
     true = index.exact(queries, 10, allowed)

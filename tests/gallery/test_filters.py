@@ -25,7 +25,7 @@ from nobackfill.gallery.filters import (
     Scalar,
     Test,
     TimeRange,
-    microseconds,
+    parse_microseconds,
 )
 from nobackfill.gallery.spec import MetadataValue
 from nobackfill.gallery.sqlite_gallery import SqliteGallery
@@ -120,7 +120,7 @@ def holds(
 
 def moment(text: str) -> int:
     """Of a text that is a time, in microseconds."""
-    found = microseconds(text)
+    found = parse_microseconds(text)
     assert found is not None
     return found
 
@@ -175,12 +175,12 @@ def test_filters_let_through_what_the_predicate_does(
 
 @pytest.mark.parametrize("text", TIMES)
 def test_times_are_read_as_rfc_3339_says(text: str) -> None:
-    assert microseconds(text) == (TIMES[text] - EPOCH) // timedelta(microseconds=1)
+    assert parse_microseconds(text) == (TIMES[text] - EPOCH) // timedelta(microseconds=1)
 
 
 @pytest.mark.parametrize("text", [*NO_TIMES, "", "2026-01-02\n", "2026-W01-1", "٢٠٢٦-01-02"])
 def test_other_texts_are_no_times(text: str) -> None:
-    assert microseconds(text) is None
+    assert parse_microseconds(text) is None
 
 
 def nested(levels: int) -> Filter:

@@ -10,7 +10,7 @@ import pytest
 
 from nobackfill.errors import VerificationError
 from nobackfill.gallery.search import hnsw
-from nobackfill.gallery.search.graph_file import Skeleton
+from nobackfill.gallery.search.graph_file import GraphSkeleton
 from tests.gallery.making import spec, vectors
 
 COUNT = 600
@@ -21,8 +21,8 @@ Said = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def skeleton() -> Skeleton:
-    return hnsw.build(spec(), LABELS, CONTENT).skeleton()
+def skeleton() -> GraphSkeleton:
+    return hnsw.build_index(spec(), LABELS, CONTENT).skeleton()
 
 
 def put(
@@ -59,7 +59,7 @@ CHANGES: list[Callable[[Said], None]] = [
 
 
 @pytest.mark.parametrize("number", range(len(CHANGES)))
-def test_it_is_refused(skeleton: Skeleton, tmp_path: Path, number: int) -> None:
+def test_it_is_refused(skeleton: GraphSkeleton, tmp_path: Path, number: int) -> None:
     links = skeleton.links
     said: Said = dict(links.parameters) | {
         "ground": links.ground, "levels": links.levels, "upper": links.upper,
@@ -80,13 +80,13 @@ def test_it_is_refused(skeleton: Skeleton, tmp_path: Path, number: int) -> None:
     )
     other.write(tmp_path / "index")
     with pytest.raises(VerificationError, match="build it again"):
-        hnsw.load(tmp_path / "index", spec(), LABELS, CONTENT)
+        hnsw.load_index(tmp_path / "index", spec(), LABELS, CONTENT)
 
 
 def test_what_was_built_is_taken(
-    skeleton: Skeleton, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    skeleton: GraphSkeleton, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hnsw, "_GRAPH_QUERY", 0)
     skeleton.write(tmp_path / "index")
-    index, rest = hnsw.load(tmp_path / "index", spec(), LABELS, CONTENT)
+    index, rest = hnsw.load_index(tmp_path / "index", spec(), LABELS, CONTENT)
     assert not len(rest) and (index.search(CONTENT, 1).labels[:, 0] == LABELS).mean() > 0.99

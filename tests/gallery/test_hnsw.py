@@ -15,7 +15,7 @@ from nobackfill.durable import FAULTS
 from nobackfill.errors import CannotWriteError, NotFoundError, VerificationError
 from nobackfill.gallery.search import graph_file, hnsw
 from nobackfill.gallery.search.exact import ExactIndex
-from nobackfill.gallery.search.index import Labels, prepare
+from nobackfill.gallery.search.index import Labels, prepare_vectors
 from nobackfill.gallery.spec import Metric, SpaceSpec
 from nobackfill.vectors import Vectors
 from tests.gallery.making import DIM, spec, vectors
@@ -48,7 +48,7 @@ def found_share(index: hnsw.HnswIndex, content: Vectors, labels: Labels) -> floa
 
 @pytest.fixture(scope="module")
 def old() -> hnsw.HnswIndex:
-    return hnsw.build(spec(), LABELS, vectors(COUNT, 1))
+    return hnsw.build_index(spec(), LABELS, vectors(COUNT, 1))
 
 
 @pytest.mark.parametrize("to_dim", [DIM, DIM + 7, DIM - 4])
@@ -56,7 +56,7 @@ def test_a_graph_serves_the_vectors_after_an_upgrade(old: hnsw.HnswIndex, to_dim
     target = spec(2, dim=to_dim)
     content = rotated(np.asarray(old.vectors), to_dim)
     before = old.search(old.vectors[:20], 5)
-    new = hnsw.carry(old, target, LABELS, content)
+    new = hnsw.transfer_index(old, target, LABELS, content)
     assert not new.own_links and new.spec == target
     np.testing.assert_array_equal(new.vectors, content)
     assert found_share(new, content, LABELS) >= 0.98
@@ -72,25 +72,25 @@ def test_carrying_leaves_out_what_has_no_vector_and_adds_what_is_new(old: hnsw.H
     content = np.empty((len(labels), DIM), np.float32)
     content[np.isin(labels, LABELS)] = rotated(np.asarray(old.vectors))[kept]
     content[~np.isin(labels, LABELS)] = vectors(100, 9)
-    new = hnsw.carry(old, spec(2), labels, content)
+    new = hnsw.transfer_index(old, spec(2), labels, content)
     everything = new.search(content[:50], 60).labels
     assert set(everything.ravel()) <= set(labels)
     assert found_share(new, content, labels) >= 0.98
-    again = hnsw.carry(new, spec(3), labels[::2], rotated(content)[::2])
+    again = hnsw.transfer_index(new, spec(3), labels[::2], rotated(content)[::2])
     assert set(again.search(content[:50], 60).labels.ravel()) <= set(labels[::2])
 
 
 def test_within_a_space_a_replaced_vector_moves(old: hnsw.HnswIndex) -> None:
     content = np.asarray(old.vectors).copy()
     content[100:110] = 30 + vectors(10, 5)
-    new = hnsw.carry(old, spec(), LABELS, content)
+    new = hnsw.transfer_index(old, spec(), LABELS, content)
     assert new.own_links
     assert (new.search(content[100:110], 1).labels[:, 0] == LABELS[100:110]).all()
     assert found_share(new, content, LABELS) >= 0.98
 
 
 def test_what_is_gone_is_forgotten_by_the_memory(old: hnsw.HnswIndex) -> None:
-    new = hnsw.carry(old, spec(), LABELS[1:], old.vectors[1:])
+    new = hnsw.transfer_index(old, spec(), LABELS[1:], old.vectors[1:])
     memory = new.graph.records.tobytes()
     assert old.vectors[0].tobytes() not in memory
     assert old.vectors[1].tobytes() in memory
@@ -102,28 +102,31 @@ def test_an_unrelated_space_is_built_afresh(old: hnsw.HnswIndex) -> None:
     rng = np.random.default_rng(8)
     content = rng.standard_normal((COUNT, 64)).astype(np.float32)
     with pytest.raises(VerificationError, match="build a new one"):
-        hnsw.carry(old, spec(2, dim=64), LABELS, content)
-    assert hnsw.renew(spec(2, dim=64), LABELS, content, old=old).own_links
+        hnsw.transfer_index(old, spec(2, dim=64), LABELS, content)
+    assert hnsw.renew_index(spec(2, dim=64), LABELS, content, old=old).own_links
     with pytest.raises(VerificationError, match="metric"):
-        hnsw.carry(old, spec(2, metric="cosine"), LABELS, old.vectors)
+        hnsw.transfer_index(old, spec(2, metric="cosine"), LABELS, old.vectors)
 
 
 def test_renewing_takes_the_cheapest_good_way(old: hnsw.HnswIndex) -> None:
-    assert hnsw.renew(spec(), LABELS, old.vectors, old=old) is old
-    fresh = hnsw.renew(spec(), LABELS[:500], old.vectors[:500], old=old)
+    assert hnsw.renew_index(spec(), LABELS, old.vectors, old=old) is old
+    fresh = hnsw.renew_index(spec(), LABELS[:500], old.vectors[:500], old=old)
     assert len(fresh.graph) == 500
-    carried = hnsw.renew(spec(), LABELS[50:], old.vectors[50:], old=old)
+    carried = hnsw.renew_index(spec(), LABELS[50:], old.vectors[50:], old=old)
     assert len(carried.graph) == COUNT and len(carried.labels) == COUNT - 50
-    upgraded = hnsw.renew(spec(2), LABELS, rotated(np.asarray(old.vectors)), old=old)
+    upgraded = hnsw.renew_index(spec(2), LABELS, rotated(np.asarray(old.vectors)), old=old)
     assert not upgraded.own_links
 
 
 def test_a_file_gives_the_same_answers(old: hnsw.HnswIndex, tmp_path: Path) -> None:
     path = tmp_path / "index"
-    for index in (old, hnsw.carry(old, spec(2), LABELS[9:], rotated(np.asarray(old.vectors))[9:])):
+    for index in (
+        old,
+        hnsw.transfer_index(old, spec(2), LABELS[9:], rotated(np.asarray(old.vectors))[9:]),
+    ):
         index.save(path)
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
-        loaded, rest = hnsw.load(path, index.spec, index.labels, index.vectors)
+        loaded, rest = hnsw.load_index(path, index.spec, index.labels, index.vectors)
         assert not len(rest)
         np.testing.assert_array_equal(loaded.labels, index.labels)
         np.testing.assert_array_equal(loaded.vectors, index.vectors)
@@ -137,9 +140,9 @@ def test_a_file_gives_the_same_answers(old: hnsw.HnswIndex, tmp_path: Path) -> N
             )
     assert [p.name for p in tmp_path.iterdir()] == ["index"]
     with pytest.raises(NotFoundError):
-        hnsw.load(tmp_path / "nothing", spec(), LABELS, old.vectors)
+        hnsw.load_index(tmp_path / "nothing", spec(), LABELS, old.vectors)
     with pytest.raises(VerificationError):
-        hnsw.load(tmp_path, spec(), LABELS, old.vectors)
+        hnsw.load_index(tmp_path, spec(), LABELS, old.vectors)
 
 
 def test_a_file_outlives_churn_and_holds_no_vector(old: hnsw.HnswIndex, tmp_path: Path) -> None:
@@ -153,24 +156,24 @@ def test_a_file_outlives_churn_and_holds_no_vector(old: hnsw.HnswIndex, tmp_path
     labels = np.concatenate([LABELS[kept], LABELS[-1] + 1 + np.arange(40)])
     now = np.concatenate([content[kept], vectors(40, 6)])
     now[7] = 40 + vectors(1, 8)
-    loaded, rest = hnsw.load(path, spec(), labels, now)
+    loaded, rest = hnsw.load_index(path, spec(), labels, now)
     assert rest.tolist() == [7, *range(len(kept), len(labels))]
     there = np.delete(np.arange(len(labels)), rest)
     np.testing.assert_array_equal(loaded.labels, labels[there])
     np.testing.assert_array_equal(loaded.vectors, now[there])
     assert loaded.own_links and found_share(loaded, now[there], labels[there]) >= 0.98
     with pytest.raises(VerificationError, match="changed"):
-        hnsw.load(path, spec(), labels[::2], now[::2])
+        hnsw.load_index(path, spec(), labels[::2], now[::2])
 
 
 @pytest.mark.parametrize("metric", ["squared_l2", "cosine"])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_vectors_are_held_once_in_the_graphs_memory(metric: Metric, threads: int) -> None:
     content, target = vectors(COUNT, 1), spec(metric=metric)
-    index = hnsw.build(target, LABELS, content, threads=lambda: threads)
-    memory = graph_file.vectors_of(index.graph)
+    index = hnsw.build_index(target, LABELS, content, threads=lambda: threads)
+    memory = graph_file.graph_vectors(index.graph)
     assert memory.base is not None and not memory.flags.owndata
-    np.testing.assert_array_equal(index.vectors, prepare(metric, content))
+    np.testing.assert_array_equal(index.vectors, prepare_vectors(metric, content))
     queries, mask = vectors(9, 3), np.arange(COUNT) % 5 == 0
     oracle = ExactIndex(target, LABELS, content)
     for allowed in (None, mask):
@@ -189,7 +192,7 @@ def test_a_file_that_cannot_be_written_is_said_and_the_old_one_stays(
     path = tmp_path / "index"
     old.save(path)
     before = path.read_bytes()
-    new = hnsw.carry(old, spec(), LABELS[1:], old.vectors[1:])
+    new = hnsw.transfer_index(old, spec(), LABELS[1:], old.vectors[1:])
     for step in range(1, 100):
         FAULTS.arm(f"enospc@{step}")
         try:
@@ -239,7 +242,7 @@ def test_searches_go_on_while_a_graph_is_built() -> None:
     reader = threading.Thread(target=search)
     reader.start()
     started = time.perf_counter()
-    hnsw.build(target, np.arange(6000), content)
+    hnsw.build_index(target, np.arange(6000), content)
     whole = time.perf_counter() - started
     done.set()
     reader.join()
@@ -266,7 +269,7 @@ def test_making_a_graph_can_be_given_up_within_a_piece(fresh: bool) -> None:
     """Also where rows are added to a graph that is carried, and between the probes of its ef."""
     content = vectors(COUNT, 1)
     part = np.flatnonzero(np.arange(COUNT) % 4)
-    before = hnsw.build(spec(), LABELS[part], content[part])
+    before = hnsw.build_index(spec(), LABELS[part], content[part])
     new_rows = COUNT if fresh else COUNT - len(part)
     for allowed in (0, 1, new_rows // hnsw.PIECE):
         calls = iter(range(allowed))
@@ -277,9 +280,9 @@ def test_making_a_graph_can_be_given_up_within_a_piece(fresh: bool) -> None:
 
         with pytest.raises(GivenUpError):
             if fresh:
-                hnsw.build(spec(), LABELS, content, after_piece=between)
+                hnsw.build_index(spec(), LABELS, content, after_piece=between)
             else:
-                hnsw.carry(before, spec(), LABELS, content, after_piece=between)
+                hnsw.transfer_index(before, spec(), LABELS, content, after_piece=between)
 
 
 def test_a_graph_is_built_where_no_thread_can_be_had() -> None:

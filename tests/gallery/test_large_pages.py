@@ -18,11 +18,11 @@ UNKNOWN_ADVICE = 9999
 @pytest.mark.parametrize("advice", [hnsw._MADV_COLLAPSE, UNKNOWN_ADVICE])
 def test_what_is_moved_answers_as_before(advice: int, monkeypatch: pytest.MonkeyPatch) -> None:
     labels, content, queries = np.arange(COUNT), vectors(COUNT, 1, DIM), vectors(20, 2, DIM)
-    built = hnsw.build(spec(dim=DIM), labels, content)
+    built = hnsw.build_index(spec(dim=DIM), labels, content)
     expected = built.search(queries, 10)
     monkeypatch.setattr(hnsw, "_MAPPED_BYTES", 1 << 20)
     monkeypatch.setattr(hnsw, "_MADV_COLLAPSE", advice)
-    index, _ = hnsw.revive(built.skeleton(), spec(dim=DIM), labels, content)
+    index, _ = hnsw.rebuild_from_skeleton(built.skeleton(), spec(dim=DIM), labels, content)
     for thread in threading.enumerate():
         if thread.name == "large pages":
             thread.join()

@@ -43,7 +43,7 @@ def pages(
     found: list[int] = []
     after = None
     while True:
-        items, last = listing.page(
+        items, last = listing.read_items_page(
             store,
             spec().space,
             size,
@@ -70,7 +70,7 @@ def test_pages_bring_every_item_once_in_order(store: SqliteGallery, size: int, o
     doubt = {label: UNCERTAINTY[(label - 1) % 5] for label in labels.tolist() if label <= 20}
     expected = sorted(doubt, key=lambda label: (-doubt[label], label))
     assert pages(store, size, allowed, least_certain=True) == expected
-    item, place = listing.page(store, spec().space, 1, least_certain=True)[0][0]
+    item, place = listing.read_items_page(store, spec().space, 1, least_certain=True)[0][0]
     assert item.uncertainty == place.uncertainty == 2.0
 
 
@@ -89,8 +89,8 @@ def test_items_are_deleted_by_filter(store: SqliteGallery, monkeypatch: pytest.M
     filtering = FilterEngine(store)
     chosen = edits.select_matches(filtering, Range("n", at_least=10, less_than=20))
     # What ceases to pass before its turn stays.
-    edits.describe(store, edits.select_ids(store, ["item-12"]), {"n": 99}, ())
-    assert edits.delete(store, chosen) == 9
+    edits.change_metadata(store, edits.select_ids(store, ["item-12"]), {"n": 99}, ())
+    assert edits.delete_selected(store, chosen) == 9
     left = [n for n in range(COUNT) if not 10 <= n < 20 or n == 12]
     assert passing_labels(store, Exists("n")).tolist() == [n + 1 for n in left]
     assert filtering.passing(Exists("n")).labels().tolist() == [n + 1 for n in left]
@@ -103,7 +103,10 @@ def test_metadata_is_set_and_removed(store: SqliteGallery, monkeypatch: pytest.M
     told: list[Change] = []
     store.subscribe(told.append)
     chosen = edits.select_matches(filtering, Range("n", less_than=10))
-    assert edits.describe(store, chosen, {"tags": ["a", "b"], "n": 2**60}, ("odd", "none")) == 10
+    assert (
+        edits.change_metadata(store, chosen, {"tags": ["a", "b"], "n": 2**60}, ("odd", "none"))
+        == 10
+    )
     assert sorted(label for one in told for label in one.described.tolist()) == [*range(1, 11)]
     assert not any(one.added or len(one.deleted) for one in told)
     item = store.get("item-3")
@@ -116,11 +119,11 @@ def test_metadata_is_set_and_removed(store: SqliteGallery, monkeypatch: pytest.M
 def test_what_would_become_too_large_stays_as_it_is(store: SqliteGallery) -> None:
     many = edits.select_ids(store, ids(COUNT))
     text = "x" * (MOST_METADATA_BYTES - 30)
-    edits.describe(store, edits.select_ids(store, ["item-3"]), {"text": text}, ())
+    edits.change_metadata(store, edits.select_ids(store, ["item-3"]), {"text": text}, ())
     with pytest.raises(InvalidInputError, match='item "item-3": metadata: expected at most 65536'):
-        edits.describe(store, many, {"more": "y" * 20}, ())
+        edits.change_metadata(store, many, {"more": "y" * 20}, ())
     assert not len(passing_labels(store, Exists("more")))
-    assert edits.describe(store, many, {"more": "y" * 20}, ("text",)) == COUNT
+    assert edits.change_metadata(store, many, {"more": "y" * 20}, ("text",)) == COUNT
     assert len(passing_labels(store, Exists("more"))) == COUNT
 
 
@@ -134,6 +137,6 @@ def test_giving_up_leaves_whole_pieces(
 
     chosen = edits.select_matches(FilterEngine(store), Exists("n"))
     with pytest.raises(TimeoutError):
-        edits.delete(store, chosen, stop)
+        edits.delete_selected(store, chosen, stop)
     assert store.count() == COUNT - 4
-    assert edits.delete(store, chosen) == COUNT - 4
+    assert edits.delete_selected(store, chosen) == COUNT - 4

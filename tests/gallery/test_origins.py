@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from nobackfill.gallery.search import hnsw, index
 from nobackfill.gallery.search.exact import ExactIndex
 from nobackfill.gallery.search.index import Labels, Mask, Neighbours
-from nobackfill.gallery.search.view import Snapshot, changed, snapshot_of
+from nobackfill.gallery.search.view import Snapshot, apply_change, new_snapshot
 from nobackfill.gallery.store import Change
 from nobackfill.release.calibration import Scale
 from tests.gallery.making import spec, vectors
@@ -22,9 +22,9 @@ CONTENT = vectors(COUNT, 1)
 def snapshots() -> list[Snapshot]:
     """The same vectors without a graph, and with one and some beside it."""
     cut = COUNT * 4 // 5
-    graph = snapshot_of(spec(), hnsw.build(spec(), LABELS[:cut], CONTENT[:cut]))
+    graph = new_snapshot(spec(), hnsw.build_index(spec(), LABELS[:cut], CONTENT[:cut]))
     later = Change({spec().space: (LABELS[cut:], CONTENT[cut:])}, np.empty(0, np.int64))
-    return [snapshot_of(spec(), ExactIndex(spec(), LABELS, CONTENT)), changed(graph, later)]
+    return [new_snapshot(spec(), ExactIndex(spec(), LABELS, CONTENT)), apply_change(graph, later)]
 
 
 def test_it_is_the_order_of_all_along_the_scale(snapshots: list[Snapshot]) -> None:
@@ -74,7 +74,7 @@ def test_it_is_the_order_of_all_along_the_scale(snapshots: list[Snapshot]) -> No
 
 def test_what_is_embedded_again_meanwhile_is_found_once() -> None:
     """Its label is the same, its origin another between the two searches."""
-    snapshot = snapshot_of(spec(), ExactIndex(spec(), LABELS, CONTENT))
+    snapshot = new_snapshot(spec(), ExactIndex(spec(), LABELS, CONTENT))
     asked = 0
 
     def of(labels: Labels) -> tuple[Mask, Mask]:

@@ -60,9 +60,9 @@ def same(a: hnsw.HnswIndex, b: hnsw.HnswIndex) -> None:
 
 def test_the_package_builds_the_same_graph() -> None:
     content = whole_numbers(COUNT, 1)
-    ours = hnsw.build(spec(), LABELS, content)
+    ours = hnsw.build_index(spec(), LABELS, content)
     with the_package():
-        theirs = hnsw.build(spec(), LABELS, content)
+        theirs = hnsw.build_index(spec(), LABELS, content)
     assert isinstance(theirs.graph, PackageGraph) and not isinstance(ours.graph, PackageGraph)
     assert theirs.compiled is None and ours.compiled is not None
     same(ours, theirs)
@@ -72,15 +72,15 @@ def test_the_package_builds_the_same_graph() -> None:
 def test_either_opens_what_the_other_wrote(metric: Metric, tmp_path: Path) -> None:
     own, content = spec(metric=metric), whole_numbers(COUNT, 1)
     path, kept = tmp_path / "index", np.flatnonzero(np.arange(COUNT) % 9)
-    hnsw.build(own, LABELS, content).save(path)
-    ours, _ = hnsw.load(path, own, LABELS[kept], content[kept])
+    hnsw.build_index(own, LABELS, content).save(path)
+    ours, _ = hnsw.load_index(path, own, LABELS[kept], content[kept])
     with the_package():
-        theirs, _ = hnsw.load(path, own, LABELS[kept], content[kept])
+        theirs, _ = hnsw.load_index(path, own, LABELS[kept], content[kept])
         assert isinstance(theirs.graph, PackageGraph)
         theirs.save(tmp_path / "theirs")
     ours.save(tmp_path / "ours")
     assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
-    again, _ = hnsw.load(tmp_path / "theirs", own, LABELS[kept], content[kept])
+    again, _ = hnsw.load_index(tmp_path / "theirs", own, LABELS[kept], content[kept])
     if metric == "squared_l2":
         same(ours, theirs)
         same(again, theirs)
@@ -91,9 +91,9 @@ def test_the_package_carries_a_graph_alike() -> None:
     labels = np.sort(np.concatenate([LABELS[100:], LABELS[:90] + 1]))
     now = whole_numbers(len(labels), 2)
     now[np.isin(labels, LABELS)] = content[100:]
-    ours = hnsw.carry(hnsw.build(spec(), LABELS, content), spec(), labels, now)
+    ours = hnsw.transfer_index(hnsw.build_index(spec(), LABELS, content), spec(), labels, now)
     with the_package():
-        theirs = hnsw.carry(hnsw.build(spec(), LABELS, content), spec(), labels, now)
+        theirs = hnsw.transfer_index(hnsw.build_index(spec(), LABELS, content), spec(), labels, now)
     same(ours, theirs)
 
 
@@ -106,7 +106,7 @@ def test_a_process_without_compiled_code_says_so_and_searches() -> None:
         "from nobackfill.gallery.search import hnsw, view\n"
         "from tests.gallery.making import spec, vectors\n"
         "content = vectors(3000, 1)\n"
-        "snapshot = view.snapshot_of(spec(), hnsw.build(spec(), np.arange(3000), content))\n"
+        "snapshot = view.new_snapshot(spec(), hnsw.build_index(spec(), np.arange(3000), content))\n"
         "assert snapshot.compiled is None and view.parse is None\n"
         "print(snapshot.search(content[:9], 1).labels[:, 0].tolist())\n"
     )

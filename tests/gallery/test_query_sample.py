@@ -23,7 +23,7 @@ def foreign() -> tuple[hnsw.HnswIndex, Vectors]:
     rng = np.random.default_rng(5)
     centres = rng.standard_normal((50, 128))
     content = centres[rng.integers(0, 50, 8000)] + 0.05 * rng.standard_normal((8000, 128))
-    index = hnsw.build(spec(dim=128), np.arange(8000), content.astype(np.float32))
+    index = hnsw.build_index(spec(dim=128), np.arange(8000), content.astype(np.float32))
     return index, rng.standard_normal((200, 128)).astype(np.float32)
 
 
@@ -38,11 +38,11 @@ def test_an_index_is_tuned_on_what_was_asked(foreign: tuple[hnsw.HnswIndex, Vect
     index, queries = foreign
     before = index.ef
     assert recall(index, queries[100:]) < 0.8
-    found = hnsw.tuned(index, queries[:64])
+    found = hnsw.tune_index(index, queries[:64])
     assert recall(found, queries[100:]) >= 0.95
     # Who searches the index as it was is not disturbed, and near queries take it back.
     assert index.ef == before < found.ef
-    assert hnsw.tuned(found, index.vectors[:64]).ef == before
+    assert hnsw.tune_index(found, index.vectors[:64]).ef == before
 
 
 @pytest.mark.slow

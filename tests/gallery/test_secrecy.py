@@ -66,7 +66,7 @@ def test_a_dropped_space_leaves_no_byte(tmp_path: Path) -> None:
         old = rows(store, ONE)[30][0]
         staging.flip(store, TWO)
         assert hits(tmp_path, old)
-        staging.drop(store, ONE)
+        staging.drop_space(store, ONE)
         assert hits(tmp_path, old) == []
 
 

@@ -26,13 +26,13 @@ def states(store: SqliteGallery) -> dict[int, State]:
 
 def write_all(store: SqliteGallery, release: int, *, seed: int = 9) -> None:
     labels = np.array([item.label for item in store.listing()], np.int64)
-    staging.write(store, spec(release).space, labels, vectors(len(labels), seed))
+    staging.write_vectors(store, spec(release).space, labels, vectors(len(labels), seed))
 
 
 def test_a_whole_space_is_flipped_with_its_state_in_one_transaction(tmp_path: Path) -> None:
     with filled(tmp_path / "g.sqlite", 5) as store:
-        staging.begin(store, spec(2))
-        staging.begin(store, spec(2))
+        staging.add_staging_space(store, spec(2))
+        staging.add_staging_space(store, spec(2))
         assert states(store) == {1: "active", 2: "staging"}
         write_all(store, 2)
         staging.flip(store, TWO, state={"floor": 2})
@@ -44,12 +44,12 @@ def test_a_whole_space_is_flipped_with_its_state_in_one_transaction(tmp_path: Pa
 
 def test_a_space_with_gaps_is_not_flipped_unless_asked(tmp_path: Path) -> None:
     with filled(tmp_path / "g.sqlite", 5) as store:
-        staging.begin(store, spec(2))
-        staging.write(store, TWO, np.array([1, 2, 4]), vectors(3, 1))
+        staging.add_staging_space(store, spec(2))
+        staging.write_vectors(store, TWO, np.array([1, 2, 4]), vectors(3, 1))
         with pytest.raises(PreconditionError, match="2 items have no vector in release 2"):
             staging.flip(store, TWO, state={"floor": 2})
         assert states(store) == {1: "active", 2: "staging"} and store.state_get("floor") is None
-        assert staging.left_behind(store, TWO) == 2
+        assert staging.count_left_behind(store, TWO) == 2
         assert [item.id for item in staging.left_behind_items(store, TWO)] == ["item-2", "item-4"]
         assert [i.id for i in staging.left_behind_items(store, TWO, limit=1)] == ["item-2"]
         staging.flip(store, TWO, leave_behind=True)
@@ -61,7 +61,7 @@ def test_rollback_returns_to_what_was_active_before_step_by_step(tmp_path: Path)
         with pytest.raises(NotFoundError, match="no previous space"):
             staging.rollback(store)
         for release in (2, 3):
-            staging.begin(store, spec(release))
+            staging.add_staging_space(store, spec(release))
             write_all(store, release)
             staging.flip(store, spec(release).space)
         assert states(store) == {1: "previous", 2: "previous", 3: "active"}
@@ -76,11 +76,11 @@ def test_rollback_returns_to_what_was_active_before_step_by_step(tmp_path: Path)
 
 def test_rollback_counts_and_lists_what_exists_in_one_space_only(tmp_path: Path) -> None:
     with filled(tmp_path / "g.sqlite", 3) as store:
-        staging.begin(store, spec(2))
+        staging.add_staging_space(store, spec(2))
         write_all(store, 2)
         staging.flip(store, TWO)
         put(store, ["bare"], release=2, seed=4)
-        assert staging.left_behind(store, ONE) == 1
+        assert staging.count_left_behind(store, ONE) == 1
         assert [item.id for item in staging.left_behind_items(store, ONE)] == ["bare"]
         with pytest.raises(PreconditionError, match="1 items"):
             staging.rollback(store)
@@ -92,14 +92,14 @@ def test_rollback_counts_and_lists_what_exists_in_one_space_only(tmp_path: Path)
 def test_written_vectors_skip_the_deleted_and_the_present(tmp_path: Path) -> None:
     heard: list[Change] = []
     with filled(tmp_path / "g.sqlite", 5) as store:
-        staging.begin(store, spec(2))
-        staging.write(store, TWO, np.array([2]), vectors(1, 1))
+        staging.add_staging_space(store, spec(2))
+        staging.write_vectors(store, TWO, np.array([2]), vectors(1, 1))
         store.delete(["item-3"])
         store.subscribe(heard.append)
         content, doubt = vectors(5, 2), np.arange(5, dtype=np.float32)
         # In any order; label 3 is row 0.
         order = np.array([3, 5, 1, 2, 4])
-        written = staging.write(store, TWO, order, content, uncertainty=doubt)
+        written = staging.write_vectors(store, TWO, order, content, uncertainty=doubt)
         assert written.tolist() == [1, 3, 5]
         found = rows(store, TWO)
         assert sorted(found) == [1, 2, 3, 5]
@@ -113,14 +113,16 @@ def test_written_vectors_skip_the_deleted_and_the_present(tmp_path: Path) -> Non
 
 def test_a_backfill_replaces_what_was_upgraded(tmp_path: Path) -> None:
     with filled(tmp_path / "g.sqlite", 4) as store:
-        staging.begin(store, spec(2))
+        staging.add_staging_space(store, spec(2))
         doubt = np.array([1, 9, 3, 5], np.float32)
-        staging.write(store, TWO, np.arange(1, 5), vectors(4, 1), uncertainty=doubt)
+        staging.write_vectors(store, TWO, np.arange(1, 5), vectors(4, 1), uncertainty=doubt)
         worst = staging.least_certain(store, TWO, 2)
         assert [(item.id, item.uncertainty) for item in worst] == [("item-1", 9), ("item-3", 5)]
         better, side = vectors(2, 8), vectors(2, 9, SIDE_DIM)
         labels = np.array([item.label for item in worst])
-        staging.write(store, TWO, labels, better, side=side, origin="re-embedded", replace=True)
+        staging.write_vectors(
+            store, TWO, labels, better, side=side, origin="re-embedded", replace=True
+        )
         found = rows(store, TWO)
         assert found[2] == (better[0].tobytes(), side[0].tobytes(), "re-embedded")
         assert found[1][2] == "upgraded" and len(found) == 4
@@ -129,54 +131,57 @@ def test_a_backfill_replaces_what_was_upgraded(tmp_path: Path) -> None:
 
 def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:
     with filled(tmp_path / "g.sqlite", 3) as store:
-        staging.begin(store, spec(2))
+        staging.add_staging_space(store, spec(2))
         labels = np.array([1, 2])
         with pytest.raises(InvalidInputError, match="finite"):
-            staging.write(store, TWO, labels, np.full((2, 12), np.nan))
+            staging.write_vectors(store, TWO, labels, np.full((2, 12), np.nan))
         with pytest.raises(InvalidInputError, match="uncertainties"):
             doubt = np.array([1, np.nan], np.float32)
-            staging.write(store, TWO, labels, vectors(2, 1), uncertainty=doubt)
+            staging.write_vectors(store, TWO, labels, vectors(2, 1), uncertainty=doubt)
         with pytest.raises(InvalidInputError, match="rows"):
-            staging.write(store, TWO, labels, vectors(3, 1))
+            staging.write_vectors(store, TWO, labels, vectors(3, 1))
         with pytest.raises(InvalidInputError, match="rows"):
             doubt = np.ones(3, np.float32)
-            staging.write(store, TWO, labels, vectors(2, 1), uncertainty=doubt)
+            staging.write_vectors(store, TWO, labels, vectors(2, 1), uncertainty=doubt)
         with pytest.raises(IncompatibleSpaceError):
-            staging.write(store, THREE, labels, vectors(2, 1))
+            staging.write_vectors(store, THREE, labels, vectors(2, 1))
         with pytest.raises(InvalidInputError, match="dim"):
-            staging.begin(store, spec(2, dim=99))
+            staging.add_staging_space(store, spec(2, dim=99))
         assert rows(store, TWO) == {}
 
 
 def test_dropping_needs_a_space_that_is_not_active(tmp_path: Path) -> None:
     with filled(tmp_path / "g.sqlite", 3) as store:
         with pytest.raises(PreconditionError, match="active"):
-            staging.drop(store, ONE)
-        staging.begin(store, spec(2))
-        staging.drop(store, TWO)
+            staging.drop_space(store, ONE)
+        staging.add_staging_space(store, spec(2))
+        staging.drop_space(store, TWO)
         assert states(store) == {1: "active"}
         # A space that comes again has a table of its own.
-        staging.begin(store, spec(2))
+        staging.add_staging_space(store, spec(2))
         assert rows(store, TWO) == {}
 
 
 def test_an_item_put_in_two_spaces_is_in_both(tmp_path: Path) -> None:
     with filled(tmp_path / "g.sqlite", 2) as store:
-        staging.begin(store, spec(2))
+        staging.add_staging_space(store, spec(2))
         both = [NewVectors(ONE, vectors(3, 1)), NewVectors(TWO, vectors(3, 2))]
         store.put(ids(3, start=2), both)
-        assert staging.left_behind(store, ONE) == 0 and staging.left_behind(store, TWO) == 2
+        assert (
+            staging.count_left_behind(store, ONE) == 0
+            and staging.count_left_behind(store, TWO) == 2
+        )
 
 
 def test_listeners_hear_of_spaces_and_only_of_what_is_durable(tmp_path: Path) -> None:
     heard: list[Change] = []
     with filled(tmp_path / "g.sqlite", 2) as store:
         store.subscribe(listener := heard.append)
-        staging.begin(store, spec(2))
+        staging.add_staging_space(store, spec(2))
         assert [change.spaces for change in heard] == [True]
         with pytest.raises(PreconditionError):
             staging.flip(store, TWO)
         assert len(heard) == 1
         store.unsubscribe(listener)
-        staging.drop(store, TWO)
+        staging.drop_space(store, TWO)
         assert len(heard) == 1

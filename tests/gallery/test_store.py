@@ -123,9 +123,13 @@ def test_a_native_vector_takes_the_place_of_a_carried_one(tmp_path: Path, carrie
     with SqliteGallery.create(tmp_path / "g.sqlite", spec()) as store:
         old = NewVectors(SPACE, vectors(3, 1))
         labels = store.put(["a", "b", "c"], [old], digests=["x"] * 3).labels
-        staging.begin(store, spec(2))
-        staging.write(store, two, labels, vectors(3, 2), origin=carried, uncertainty=[1.0, 2, 3])
-        staging.write(store, two, labels[2:], vectors(1, 3), origin="re-embedded", replace=True)
+        staging.add_staging_space(store, spec(2))
+        staging.write_vectors(
+            store, two, labels, vectors(3, 2), origin=carried, uncertainty=[1.0, 2, 3]
+        )
+        staging.write_vectors(
+            store, two, labels[2:], vectors(1, 3), origin="re-embedded", replace=True
+        )
         told: list[Change] = []
         store.subscribe(told.append)
         native = vectors(3, 4)
@@ -146,15 +150,15 @@ def test_a_kept_item_takes_vectors_of_spaces_it_lacks(tmp_path: Path) -> None:
     with SqliteGallery.create(tmp_path / "g.sqlite", spec()) as store:
         old = NewVectors(SPACE, vectors(1, 1))
         store.put(["a"], [old], digests=["x"])
-        staging.begin(store, spec(2))
+        staging.add_staging_space(store, spec(2))
         store.put(["a"], [old, NewVectors(two, vectors(1, 2))], digests=["x"])
         assert list(rows(store, two)) == [1] == list(rows(store, SPACE))
 
 
 def test_deleting_takes_an_item_from_every_space(tmp_path: Path) -> None:
     with filled(tmp_path / "g.sqlite", 4) as store:
-        staging.begin(store, spec(2))
-        staging.write(store, spec(2).space, np.arange(1, 5), vectors(4, 2))
+        staging.add_staging_space(store, spec(2))
+        staging.write_vectors(store, spec(2).space, np.arange(1, 5), vectors(4, 2))
         assert store.delete(["item-1", "item-2", "nobody"]) == 2
         assert list(rows(store, SPACE)) == list(rows(store, spec(2).space)) == [1, 4]
         assert store.delete([]) == 0

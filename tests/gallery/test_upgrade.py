@@ -11,7 +11,7 @@ import pytest
 from nobackfill.errors import InvalidInputError, UnusableOutputError
 from nobackfill.gallery import staging
 from nobackfill.gallery.sqlite_gallery import SqliteGallery
-from nobackfill.gallery.staging import Order, UpgradeProgress, estimate, run_upgrade
+from nobackfill.gallery.staging import Order, UpgradeProgress, estimate_upgrade, run_upgrade
 from nobackfill.vectors import Vectors
 from tests.gallery.making import DIM, SIDE_DIM, Carried, Linear, filled, ids, put, rows, spec
 
@@ -181,7 +181,7 @@ def test_puts_and_deletes_meanwhile_are_resolved(tmp_path: Path) -> None:
 
 def test_what_has_a_native_vector_already_is_not_overwritten(tmp_path: Path) -> None:
     with filled(tmp_path / "g.sqlite", 10) as store:
-        staging.begin(store, spec(2))
+        staging.add_staging_space(store, spec(2))
         put(store, ["native"], release=2, seed=3)
         before = rows(store, TWO)
         run_upgrade(store, Linear(), spec(2))
@@ -192,7 +192,7 @@ def test_what_has_a_native_vector_already_is_not_overwritten(tmp_path: Path) -> 
 def test_items_without_side_information_stay_behind_and_are_named(tmp_path: Path) -> None:
     with filled(tmp_path / "g.sqlite", 5) as store:
         put(store, ["bare-1", "bare-2"], seed=4, side=False)
-        guess = estimate(store, Linear(), spec(2), tmp_path)
+        guess = estimate_upgrade(store, Linear(), spec(2), tmp_path)
         assert (guess.items, guess.left_behind) == (5, 2)
         outcome = run_upgrade(store, Linear(), spec(2))
         assert (outcome.writes, outcome.left_behind) == (5, 2)
@@ -259,12 +259,12 @@ def test_bad_outputs_are_refused_chunk_by_chunk(tmp_path: Path, kind: str) -> No
 def test_an_estimate_changes_nothing_and_grows_with_what_is_to_do(tmp_path: Path) -> None:
     with filled(tmp_path / "g.sqlite", 300) as store:
         before = (tmp_path / "g.sqlite").read_bytes()
-        guess = estimate(store, Linear(), spec(2), tmp_path)
+        guess = estimate_upgrade(store, Linear(), spec(2), tmp_path)
         assert (tmp_path / "g.sqlite").read_bytes() == before and len(store.spaces()) == 1
         assert guess.items == 300 and guess.seconds > 0
         assert guess.bytes >= 300 * 4 * (DIM + SIDE_DIM)
         run_upgrade(store, Linear(), spec(2))
-        done = estimate(store, Linear(), spec(2), tmp_path)
+        done = estimate_upgrade(store, Linear(), spec(2), tmp_path)
         assert (done.items, done.seconds, done.bytes, done.left_behind) == (0, 0, 0, 0)
 
 

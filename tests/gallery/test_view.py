@@ -12,7 +12,7 @@ from nobackfill.gallery import staging
 from nobackfill.gallery.search import hnsw
 from nobackfill.gallery.search.exact import ExactIndex
 from nobackfill.gallery.search.index import Content, Index, Labels
-from nobackfill.gallery.search.view import LiveView, snapshot_of
+from nobackfill.gallery.search.view import LiveView, new_snapshot
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.gallery.sqlite_gallery import SqliteGallery
 from nobackfill.gallery.store import NewVectors
@@ -59,18 +59,18 @@ def test_a_view_of_a_space_being_staged_and_backfilled(tmp_path: Path) -> None:
     with filled(tmp_path / "g.sqlite", 30) as store:
         with pytest.raises(IncompatibleSpaceError):
             LiveView(store, TWO)
-        staging.begin(store, spec(2))
+        staging.add_staging_space(store, spec(2))
         view = LiveView(store, TWO)
         assert len(view.snapshot()) == 0
         assert (view.snapshot().search(vectors(1, 1), 3).labels == -1).all()
         for part in ([5, 20, 9], [1, 2, 30], [4]):
-            staging.write(store, TWO, np.array(part), vectors(3, part[0])[: len(part)])
+            staging.write_vectors(store, TWO, np.array(part), vectors(3, part[0])[: len(part)])
             agrees(view, store, TWO)
         for compact in (False, True):
             if compact:
                 view.compact(ExactIndex)
             again = np.array([2, 30])
-            staging.write(store, TWO, again, vectors(2, 50 + compact), replace=True)
+            staging.write_vectors(store, TWO, again, vectors(2, 50 + compact), replace=True)
             agrees(view, store, TWO)
 
 
@@ -158,10 +158,10 @@ def test_readers_never_see_half_a_commit(tmp_path: Path) -> None:
 
 def test_a_snapshot_without_what_another_space_answers_for(tmp_path: Path) -> None:
     with filled(tmp_path / "g.sqlite", 20) as store:
-        staging.begin(store, spec(2))
+        staging.add_staging_space(store, spec(2))
         old, new = LiveView(store, ONE), LiveView(store, TWO)
         put(store, ["late"], seed=5)
-        staging.write(store, TWO, np.array([2, 4, 21]), vectors(3, 2))
+        staging.write_vectors(store, TWO, np.array([2, 4, 21]), vectors(3, 2))
         upgraded = new.snapshot()
         rest = old.snapshot().remove(upgraded.labels())
         assert sorted([*rest.labels(), *upgraded.labels()]) == list(range(1, 22))
@@ -201,7 +201,7 @@ def test_one_deletion_costs_the_searches_that_follow_nothing(
     count = 200_000
     flat = SpaceSpec("sp-x", 1, 2, "squared_l2", False, None, 0)
     content = np.random.default_rng(1).random((count, 2), np.float32)
-    whole = snapshot_of(flat, hnsw.build(flat, np.arange(count), content))
+    whole = new_snapshot(flat, hnsw.build_index(flat, np.arange(count), content))
     less = whole.remove(np.array([7, 7, count + 5])).remove(np.array([7, 8]))
     assert (len(whole), len(less), len(less.base)) == (count, count - 2, count - 2)
     took: dict[int, list[float]] = {id(whole): [], id(less): []}

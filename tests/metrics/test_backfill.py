@@ -7,7 +7,7 @@ import pytest
 
 from nobackfill.metrics.backfill import (
     GAIN_NEIGHBOURS,
-    Line,
+    DistanceLine,
     backfill_curve,
     class_order,
     class_shares,
@@ -16,9 +16,9 @@ from nobackfill.metrics.backfill import (
     random_order,
     uncertainty_order,
 )
-from nobackfill.metrics.distances import Metric, unit
+from nobackfill.metrics.distances import Metric, to_unit_norm
 from nobackfill.metrics.ranking import same_label
-from nobackfill.metrics.retrieval import mean, score
+from nobackfill.metrics.retrieval import mean, search_and_score
 
 
 def mixed() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -44,7 +44,7 @@ def test_each_point_is_the_mixed_gallery(monkeypatch: pytest.MonkeyPatch) -> Non
     for point, done in enumerate([0, 25, 50]):
         gallery = served.copy()
         gallery[order[:done]] = backfilled[order[:done]]
-        expected = score(queries, gallery, relevance, "cosine")
+        expected = search_and_score(queries, gallery, relevance, "cosine")
         assert curve.map[point] == pytest.approx(mean(expected["map"]))
         assert curve.cmc1[point] == pytest.approx(mean(expected["cmc1"]))
 
@@ -79,9 +79,11 @@ def test_served_items_may_have_fewer_dimensions() -> None:
         served_queries=queries[:, :2],
     )
     assert curve.map[0] == pytest.approx(
-        mean(score(queries[:, :2], served[:, :2], relevance)["map"])
+        mean(search_and_score(queries[:, :2], served[:, :2], relevance)["map"])
     )
-    assert curve.map[-1] == pytest.approx(mean(score(queries, backfilled, relevance)["map"]))
+    assert curve.map[-1] == pytest.approx(
+        mean(search_and_score(queries, backfilled, relevance)["map"])
+    )
 
 
 def test_orders() -> None:
@@ -98,7 +100,7 @@ def test_orders() -> None:
 @pytest.mark.parametrize("metric", ["cosine", "l2"])
 def test_gain_counts_searches_and_damps_the_variance(metric: Metric) -> None:
     rng = np.random.default_rng(3)
-    served = unit(rng.normal(size=(40, 3)))
+    served = to_unit_norm(rng.normal(size=(40, 3)))
     variance = rng.exponential(1, 40)
     met = np.zeros(40)
     for query in range(40):
@@ -132,10 +134,10 @@ def test_a_line_undoes_what_carrying_did_to_distances() -> None:
     order = random_order(30, 0)
     plain = backfill_curve(query, new, new, order, relevance)
     # Squared distances of l2 are a quarter.
-    undone = backfill_curve(query, new / 2, new, order, relevance, line=Line(4.0))
+    undone = backfill_curve(query, new / 2, new, order, relevance, line=DistanceLine(4.0))
     np.testing.assert_allclose(undone.map, plain.map)
     assert not np.allclose(backfill_curve(query, new / 2, new, order, relevance).map, plain.map)
-    far = backfill_curve(query, new, new, order, relevance, line=Line(1.0, 100.0))
+    far = backfill_curve(query, new, new, order, relevance, line=DistanceLine(1.0, 100.0))
     assert far.map[0] == far.map[-1] == pytest.approx(plain.map[0])
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from nobackfill.metrics.classes import by_class, worst_class
+from nobackfill.metrics.classes import mean_by_class, worst_class
 from nobackfill.metrics.compatibility import (
     degradation,
     gap_closed,
@@ -96,7 +96,7 @@ def test_the_strict_criterion_agrees_with_a_loop(
 def test_classes_worst_and_ranges() -> None:
     values = np.array([1.0, 0.0, 0.5, np.nan, 0.75])
     labels = [0, 0, 1, 1, 2]
-    assert by_class(values, labels) == {0: 0.5, 1: 0.5, 2: 0.75}
+    assert mean_by_class(values, labels) == {0: 0.5, 1: 0.5, 2: 0.75}
     assert worst_class(np.array([1.0, 0.2]), [4, 9]) == (9, 0.2)
     with pytest.raises(ValueError, match="a label for each query"):
-        by_class(values, [0, 1])
+        mean_by_class(values, [0, 1])

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nobackfill.metrics.ranking import Relevance, rank_block
-from nobackfill.metrics.replaced import Steps, rank_steps
+from nobackfill.metrics.replaced import ReplacementSteps, rank_steps
 
 
 @pytest.mark.slow
@@ -19,7 +19,7 @@ def test_each_step_is_the_ranking_of_its_mixture(data: st.DataObject) -> None:
     values = data.draw(st.sampled_from([2, 5, 10_000]))
     before, after = (rng.integers(0, values, (queries, items)).astype(np.float32) for _ in range(2))
     counts = st.lists(st.integers(0, items), min_size=1, max_size=5).map(sorted).map(np.array)
-    ways = [Steps(rng.permutation(items), data.draw(counts)) for _ in range(2)]
+    ways = [ReplacementSteps(rng.permutation(items), data.draw(counts)) for _ in range(2)]
 
     def some() -> np.ndarray:
         return rng.choice(items, rng.integers(0, items + 1), replace=False)

@@ -7,9 +7,15 @@ import pytest
 from sklearn.metrics import average_precision_score
 
 from nobackfill.metrics import ranking as ranking_module
-from nobackfill.metrics.distances import BLOCK_VALUES, Metric, distances, unit
+from nobackfill.metrics.distances import BLOCK_VALUES, Metric, distances, to_unit_norm
 from nobackfill.metrics.ranking import Ranking, Relevance, rank, rank_neighbours, same_label
-from nobackfill.metrics.retrieval import average_precision, average_precision_at, cmc, mean, score
+from nobackfill.metrics.retrieval import (
+    average_precision,
+    average_precision_at,
+    cmc,
+    mean,
+    search_and_score,
+)
 from tests.metrics import slow
 
 METRICS: list[Metric] = ["l2", "cosine"]
@@ -137,8 +143,8 @@ def test_unanswerable_queries_are_left_out_of_the_mean() -> None:
 def test_score_gives_the_three_figures() -> None:
     queries, query_labels, gallery, gallery_labels = data(0)
     relevance = same_label(query_labels, gallery_labels)
-    figures = score(queries, gallery, relevance, "cosine")
-    ours = rank(unit(queries), unit(gallery), relevance, "l2")
+    figures = search_and_score(queries, gallery, relevance, "cosine")
+    ours = rank(to_unit_norm(queries), to_unit_norm(gallery), relevance, "l2")
     np.testing.assert_allclose(figures["cmc1"], cmc(ours, 1))
     np.testing.assert_allclose(figures["cmc5"], cmc(ours, 5))
     np.testing.assert_allclose(figures["map"], average_precision(ours))

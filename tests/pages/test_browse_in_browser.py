@@ -12,10 +12,10 @@ from nobackfill.client.device import Device
 from nobackfill.client.output import Advance, Output
 from nobackfill.client.sync import SyncOptions, SyncReport, sync
 from nobackfill.plugins.web.browse import app
-from nobackfill.plugins.web.browse.app import pages
+from nobackfill.plugins.web.browse.app import make_site
 from nobackfill.plugins.web.guard import new_token
 from nobackfill.plugins.web.listener import Listener
-from nobackfill.report.page import Served as Pages
+from nobackfill.report.page import RunningPages as Pages
 from nobackfill.report.page import upgrade_page
 from tests.pages import structure
 from tests.support import browser as look
@@ -39,7 +39,7 @@ def served(
     world.publish(setting.repo, 2)
     token = new_token()
     with Device(setting.gallery) as device, Listener("127.0.0.1", 0) as listener:
-        listener.serve(pages(device, listener.hosts, token))
+        listener.serve(make_site(device, listener.hosts, token))
         yield Served(setting, f"{listener.address}/{token}/")
 
 

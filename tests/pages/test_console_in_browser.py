@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Page, Route, expect
 
-from nobackfill.digests import in_share, share_digest
+from nobackfill.digests import is_in_share, share_digest
 from nobackfill.errors import UnavailableError
 from nobackfill.gallery.filters import Scalar
 from nobackfill.release.manifest import Manifest
@@ -169,7 +169,7 @@ def test_a_canary_is_watched_live_until_it_stops(
 ) -> None:
     """What both pairs answered, and, once the new one's model is broken, why it was stopped."""
     sessions = [f"session {n}" for n in range(20)]
-    by_new = sum(in_share(share_digest(2, session), 0.5) for session in sessions)
+    by_new = sum(is_in_share(share_digest(2, session), 0.5) for session in sessions)
     with look.tab(browser) as page, Client(gateway.address) as client:
         page.goto(gateway.console_address)
         reports = client.activate(2, canary=pb.Canary(share=0.5))
@@ -234,7 +234,7 @@ def test_one_logs_in_and_sees_what_the_role_may(
         next(report for report in reports if report.phase == pb.PHASE_CANARY)
         for name in roles:
             with Client(guarded.address, token=name) as client:
-                wanted = 2 if in_share(share_digest(2, name), 0.5) else 1
+                wanted = 2 if is_in_share(share_digest(2, name), 0.5) else 1
                 assert {client.find(images(1)[0]).release for _ in range(3)} == {wanted}
         page.goto(guarded.console_address)
         check(page, "light", "dark")

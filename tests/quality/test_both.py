@@ -8,10 +8,10 @@ import pytest
 from nobackfill.metrics.distances import Metric, distances
 from nobackfill.metrics.ranking import Relevance
 from nobackfill.quality.cells import CellName
-from nobackfill.quality.embedded import Embedded
-from nobackfill.quality.retrieval import measure
-from nobackfill.quality.route_evidence import QuerySet, both_evidence
-from nobackfill.release.calibration import Joint
+from nobackfill.quality.embedded import EmbeddedListing
+from nobackfill.quality.retrieval import search_and_measure
+from nobackfill.quality.route_evidence import QuerySet, measure_rank_fusion
+from nobackfill.release.calibration import JointDistance
 from nobackfill.release.manifest import BothEvidence
 from nobackfill.release.models import Upgraded
 from nobackfill.vectors import Vectors
@@ -20,7 +20,7 @@ CELL = CellName(2, (1, 2))
 ITEMS, DIM = 300, 12
 
 
-class Given(Embedded):
+class Given(EmbeddedListing):
     """Vectors of two releases, and those that were carried; the metric of either."""
 
     def __init__(
@@ -58,7 +58,7 @@ def asked(seed: int, *, old: float, carried: float, metrics: Mapping[int, Metric
 
 def evidence(old: float, carried: float, metrics: Mapping[int, Metric]) -> BothEvidence | None:
     halves = [asked(seed, old=old, carried=carried, metrics=metrics) for seed in (0, 1)]
-    return both_evidence(CELL, halves[0], halves[1], int8=False)
+    return measure_rank_fusion(CELL, halves[0], halves[1], int8=False)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_what_is_told_is_what_a_gallery_finds_by_the_weights(
     found = evidence(0.7, 1.6, metrics)
     assert found is not None
     judged = asked(1, old=0.7, carried=1.6, metrics=metrics)
-    joint = Joint(found.new, found.old, found.offset)
+    joint = JointDistance(found.new, found.old, found.offset)
     apart = {
         release: distances(
             judged.queries.native(release),
@@ -85,7 +85,7 @@ def test_what_is_told_is_what_a_gallery_finds_by_the_weights(
     assert found.cmc1 == pytest.approx((ranks == 0).mean(), abs=0.004)
     assert found.map == pytest.approx((1 / (1 + ranks)).mean(), abs=0.004)
     for release in (1, 2):
-        alone = measure(
+        alone = search_and_measure(
             judged.queries.native(release),
             judged.items.along((1, 2) if release == 2 else (1,)).embedding,
             judged.relevance,

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from nobackfill.metrics.backfill import AS_THEY_ARE, Line
+from nobackfill.metrics.backfill import IDENTITY_LINE, DistanceLine
 from nobackfill.metrics.bootstrap import Difference
 from nobackfill.metrics.ranking import Ranking, Relevance
 from nobackfill.quality.retrieval import CellFigures
@@ -13,10 +13,10 @@ from nobackfill.quality.route_evidence import (
     choose_line,
     fit_calibration,
     fit_curve,
+    fit_distance_line,
     retrieved_pairs,
-    same_scale,
 )
-from nobackfill.release.calibration import beyond, scores
+from nobackfill.release.calibration import is_beyond_calibration, scores
 from nobackfill.release.manifest import HealingEvidence
 
 SPACE = "sp-" + "0" * 64
@@ -83,7 +83,7 @@ def test_queries_unlike_those_of_the_calibration_are_recognised() -> None:
 
     def all_beyond(queries: np.ndarray, gallery: np.ndarray) -> np.ndarray:
         tens = np.sort(nearest(queries, gallery), axis=1)[:, :10]
-        return np.asarray(beyond(curve, tens).all(1))
+        return np.asarray(is_beyond_calibration(curve, tens).all(1))
 
     other = 3 + 0.03 * rng.standard_normal((100, 16))
     told = scores(curve, nearest(other[:50], other[50:]))
@@ -130,13 +130,13 @@ def test_carried_distances_are_brought_to_the_scale_of_embedded_ones() -> None:
         ranking = Ranking([], np.empty(0, np.int64))
         return CellFigures(none, none, none, ranking, near, distances.astype(np.float32))
 
-    line = same_scale(measured(0.3 + 2 * own), measured(own), relevance)
+    line = fit_distance_line(measured(0.3 + 2 * own), measured(own), relevance)
     assert line.slope == pytest.approx(0.5, rel=0.01)
     assert line.offset == pytest.approx(-0.15, abs=0.01)
     # Where farther is likelier, or all match, there is nothing to go by.
-    assert same_scale(measured(-own), measured(own), relevance) == AS_THEY_ARE
+    assert fit_distance_line(measured(-own), measured(own), relevance) == IDENTITY_LINE
     all_match = Relevance([np.arange(PAIRS_A_QUERY)] * 400, relevance.ignored)
-    assert same_scale(measured(2 * own), measured(own), all_match) == AS_THEY_ARE
+    assert fit_distance_line(measured(2 * own), measured(own), all_match) == IDENTITY_LINE
 
 
 def test_a_line_compares_hits_of_one_query() -> None:
@@ -156,7 +156,7 @@ def test_a_line_compares_hits_of_one_query() -> None:
 
     found = [np.flatnonzero(row) for row in matching]
     relevance = Relevance(found, [np.array([], int)] * 400)
-    line = same_scale(measured(carried), measured(native), relevance)
+    line = fit_distance_line(measured(carried), measured(native), relevance)
 
     def first_right(share: float) -> float:
         shares = []
@@ -177,13 +177,13 @@ def test_a_line_ranks_where_distances_fall_into_a_valley_that_it_closes() -> Non
             map=flat, cmc1=(0.5, by_distance, 0.7), scaled_map=flat, scaled_cmc1=(0.5, along, 0.7)
         )
 
-    line = Line(0.5, 0.1)
+    line = DistanceLine(0.5, 0.1)
     assert told(0.4, 0.49).valley == pytest.approx(0.1)
     assert told(0.4, 0.49).scaled_valley == pytest.approx(0.01)
     sure, chance = Difference(0.02, 0.01, 0.03), Difference(0.02, -0.01, 0.05)
     assert choose_line(told(0.4, 0.49), [chance, sure], line) == line
     # Within a point there is none, and what does not close it is not worth a second search.
-    assert choose_line(told(0.495, 0.5), [sure], line) == AS_THEY_ARE
-    assert choose_line(told(0.4, 0.39), [sure], line) == AS_THEY_ARE
+    assert choose_line(told(0.495, 0.5), [sure], line) == IDENTITY_LINE
+    assert choose_line(told(0.4, 0.39), [sure], line) == IDENTITY_LINE
     # Nor is what a few queries fell by.
-    assert choose_line(told(0.4, 0.49), [chance, chance], line) == AS_THEY_ARE
+    assert choose_line(told(0.4, 0.49), [chance, chance], line) == IDENTITY_LINE

@@ -5,7 +5,8 @@ import sys
 
 # One of each module that the face offers names of.
 NAMES = (
-    "backfill_curves", "every_cell", "Published", "measure_release", "evaluate_cells", "measure",
+    "backfill_curves", "list_cells", "PublishedListing", "measure_release", "evaluate_cells",
+    "search_and_measure",
 )  # fmt: skip
 
 

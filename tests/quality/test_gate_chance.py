@@ -8,9 +8,9 @@ import pytest
 
 from nobackfill.metrics.bootstrap import FEWEST_CLASSES
 from nobackfill.metrics.ranking import Ints, Ranking, same_label
-from nobackfill.metrics.retrieval import PerQuery, score
+from nobackfill.metrics.retrieval import PerQuery, search_and_score
 from nobackfill.quality.cells import parse_cell
-from nobackfill.quality.gate import GainRow, gain_row, verdict
+from nobackfill.quality.gate import GainRow, decide_gate, gain_row
 from nobackfill.quality.retrieval import CellFigures
 from nobackfill.release.trust.trust import Publication
 from tests.support.releases import draft
@@ -69,7 +69,7 @@ def pool() -> Pool:
     for _ in range(2):
         error = rng.lognormal(-0.5, 0.4, CLASSES)[labels, None]
         vectors = (centres + error * rng.normal(size=centres.shape)).astype(np.float32)
-        figures = score(vectors, vectors, relevance)
+        figures = search_and_score(vectors, vectors, relevance)
         found.append({name: figures[name].reshape(CLASSES, IMAGES) for name in figures})
     before, served = found
     assert 0.2 < before["map"].mean() < 0.8
@@ -122,7 +122,7 @@ def test_few_classes_are_decided_for_themselves_and_the_verdict_says_so(
     for count in (FEWEST_CLASSES - 1, FEWEST_CLASSES):
         row = better.row(np.arange(count), [np.arange(IMAGES)] * count)
         assert row.passes and row.map_gain.classes == count
-        told[count] = verdict(published, [row], second).detail
+        told[count] = decide_gate(published, [row], second).detail
     assert told == {
         9: "decided for the 9 evaluated classes alone; evaluate 10 or more to decide for others",
         10: "",

@@ -12,16 +12,16 @@ from onnx import helper, numpy_helper
 from nobackfill.class_folders import list_images
 from nobackfill.metrics.ranking import same_label
 from nobackfill.quality.cells import parse_cell
-from nobackfill.quality.embedded import Published
-from nobackfill.quality.gate import Evidence, measure_release
-from nobackfill.quality.listing import halves
+from nobackfill.quality.embedded import PublishedListing
+from nobackfill.quality.gate import ReleaseEvidence, measure_release
+from nobackfill.quality.listing import split_halves
 from nobackfill.quality.retrieval import search_cell
 from nobackfill.quality.route_evidence import fit_calibration
 from nobackfill.release.manifest import (
     Manifest,
     Upgrade,
     embedder_path,
-    space_of,
+    release_space_id,
     upgrade_int8_path,
     upgrade_path,
 )
@@ -67,7 +67,7 @@ def spoilt(life: Life, tmp_path_factory: pytest.TempPathFactory) -> Drafted:
 
 def measured(
     life: Life, drafted: Drafted, release: int, int8_loss: float = 1.0
-) -> tuple[Manifest, Evidence]:
+) -> tuple[Manifest, ReleaseEvidence]:
     before = {n: m for n, m in drafted.manifests.items() if n < release}
     return measure_release(
         drafted.manifests[release],
@@ -134,7 +134,7 @@ def third(life: Life, spoilt: Drafted, folder: Path) -> Drafted:
         update={
             "release": 3,
             "embedder": spec,
-            "space": space_of(spec),
+            "space": release_space_id(spec),
             "side_space": None,
             "side_encoder": None,
             "upgrades": (upgrade,),
@@ -166,9 +166,9 @@ def test_a_chain_is_judged_with_the_twins_on_its_way(
 def test_calibration_is_fitted_to_what_is_served(life: Life) -> None:
     published = read_publication(life.repo).manifests
     listing = list_images(life.data / "eval")
-    rows, _ = halves(listing, 0)
+    rows, _ = split_halves(listing, 0)
     half = listing.select(rows)
-    embedded = Published(half, life.repo, published)
+    embedded = PublishedListing(half, life.repo, published)
     relevance = same_label(half.labels, half.labels, half.paths, half.paths)
     fitted = {}
     for int8 in (False, True):

@@ -8,18 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from nobackfill.class_folders import Listing
+from nobackfill.class_folders import ImageListing
 from nobackfill.errors import InvalidInputError
-from nobackfill.quality.listing import halves
+from nobackfill.quality.listing import split_halves
 from tests.training.life import run_export
 
 
-def listing(sizes: list[int]) -> Listing:
+def listing(sizes: list[int]) -> ImageListing:
     names = tuple(f"class{label:03d}" for label in range(len(sizes)))
     paths = tuple(
         f"{n}/{row}.png" for n, size in zip(names, sizes, strict=True) for row in range(size)
     )
-    return Listing(Path("eval"), names, paths, np.repeat(np.arange(len(sizes)), sizes))
+    return ImageListing(Path("eval"), names, paths, np.repeat(np.arange(len(sizes)), sizes))
 
 
 def pairs(sizes: list[int], half: np.ndarray) -> int:
@@ -43,7 +43,7 @@ def pairs(sizes: list[int], half: np.ndarray) -> int:
 )
 def test_both_halves_have_pairs_where_the_folder_has_them(sizes: list[int]) -> None:
     made = listing(sizes)
-    first, second = halves(made, 0)
+    first, second = split_halves(made, 0)
     assert sorted([*first, *second]) == list(range(len(made)))
     usable = sum(size >= 4 for size in sizes) + sum(size in (2, 3) for size in sizes) / 2
     for half in (first, second):
@@ -54,16 +54,16 @@ def test_both_halves_have_pairs_where_the_folder_has_them(sizes: list[int]) -> N
 def test_what_is_enough_is_never_refused(sizes: list[int], seed: int) -> None:
     large, small = sum(n >= 4 for n in sizes), sum(n in (2, 3) for n in sizes)
     if large + small // 2 >= 2:
-        first, second = halves(listing(sizes), seed)
+        first, second = split_halves(listing(sizes), seed)
         assert not set(first) & set(second)
     else:
         with pytest.raises(InvalidInputError, match="each needs 2 classes with 2 images"):
-            halves(listing(sizes), seed)
+            split_halves(listing(sizes), seed)
 
 
 def test_a_refusal_is_one_short_line() -> None:
     with pytest.raises(InvalidInputError) as refusal:
-        halves(listing([1] * 242), 0)
+        split_halves(listing([1] * 242), 0)
     assert "class000: 1, class001: 1, class002: 1 and 239 more" in str(refusal.value)
     assert len(str(refusal.value)) < 400
     assert "\n" not in str(refusal.value)

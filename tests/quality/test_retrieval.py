@@ -1,14 +1,14 @@
 import numpy as np
 import pytest
 
-from nobackfill.class_folders import Listing, list_images
+from nobackfill.class_folders import ImageListing, list_images
 from nobackfill.errors import InvalidInputError
-from nobackfill.metrics.distances import unit
+from nobackfill.metrics.distances import to_unit_norm
 from nobackfill.metrics.ranking import same_label
-from nobackfill.metrics.retrieval import mean, score
+from nobackfill.metrics.retrieval import mean, search_and_score
 from nobackfill.quality.cells import parse_cell
-from nobackfill.quality.criterion import criterion
-from nobackfill.quality.embedded import Published, cell_vectors
+from nobackfill.quality.criterion import compute_criteria
+from nobackfill.quality.embedded import PublishedListing, cell_vectors
 from nobackfill.quality.retrieval import evaluate_cells, measure_cell, search_cell
 from nobackfill.release.trust.trust import read_publication
 from nobackfill.vectors import Vectors
@@ -17,7 +17,7 @@ from tests.training.life import Life
 N, QUERIES = 2100, 150
 
 
-class Scattered(Published):
+class Scattered(PublishedListing):
     """Vectors in 40 clouds, more of them than HNSW answers exactly."""
 
     def native(self, release: int) -> Vectors:
@@ -33,7 +33,7 @@ class Scattered(Published):
 def scattered(life: Life) -> Scattered:
     labels = np.arange(N) % 40
     names = tuple(f"{i:02d}" for i in range(40))
-    listing = Listing(life.data, names, tuple(map(str, range(N))), labels)
+    listing = ImageListing(life.data, names, tuple(map(str, range(N))), labels)
     return Scattered(listing, life.repo, read_publication(life.repo).manifests)
 
 
@@ -53,7 +53,7 @@ def test_the_real_index_gives_what_exact_search_gives(scattered: Scattered) -> N
         assert np.nanmean(got) == pytest.approx(np.nanmean(expected), abs=0.01)
 
 
-class Longer(Published):
+class Longer(PublishedListing):
     """Release 2 has 16 numbers: the first 8 are release 1's with less noise, the others noise."""
 
     def native(self, release: int) -> Vectors:
@@ -62,7 +62,7 @@ class Longer(Published):
         centres = np.eye(8)[labels % 8]
         first = centres + (0.6 if release == 1 else 0.3) * off
         vectors = first if release == 1 else np.concatenate((first, 3 * rest), 1)
-        return unit(vectors).astype(np.float32)
+        return to_unit_norm(vectors).astype(np.float32)
 
 
 def test_longer_queries_meet_raw_vectors_by_their_first_elements(life: Life) -> None:
@@ -76,14 +76,14 @@ def test_longer_queries_meet_raw_vectors_by_their_first_elements(life: Life) -> 
     cells = [parse_cell(cell) for cell in ("1/1", "2/1", "2/2")]
     measured = evaluate_cells(cells, both, both, relevance, neighbours=0)
     raw = measured[1].figures
-    assert raw["map"] == pytest.approx(mean(score(new, old, relevance, "cosine")["map"]))
+    assert raw["map"] == pytest.approx(mean(search_and_score(new, old, relevance, "cosine")["map"]))
     assert measured[2].figures["map"] < measured[0].figures["map"] < raw["map"]
     # Verification: the impostor that one in a thousand comes nearer than.
     crossed = new @ old.T
     alike = listing.labels[:, None] == listing.labels
     bar = np.sort(crossed[~alike])[-int(0.001 * (~alike).sum()) - 1]
     assert raw["tar_at_far_0.001"] == pytest.approx(np.mean(crossed[alike] > bar), abs=0.01)
-    told = criterion(measured, both, both, relevance)["2/1"]
+    told = compute_criteria(measured, both, both, relevance)["2/1"]
     before = old @ old.T
     apart, together = (crossed <= before)[~alike], (crossed >= before)[alike]
     assert told["strict_apart"] == pytest.approx(np.mean(apart), abs=1e-3)

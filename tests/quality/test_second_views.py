@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from nobackfill.class_folders import decode, list_images
-from nobackfill.quality.embedded import Published
+from nobackfill.class_folders import decode_listing, list_images
+from nobackfill.quality.embedded import PublishedListing
 from nobackfill.quality.gate import second_views
-from nobackfill.quality.listing import halves, list_texts
+from nobackfill.quality.listing import list_texts, split_halves
 from nobackfill.release.models import open_embedder
 from nobackfill.release.trust.trust import read_publication
 from tests.training.life import Life
@@ -25,17 +25,17 @@ def test_second_views_ask_for_their_pictures(life: Life, tmp_path: Path) -> None
     manifests = read_publication(life.repo).manifests
     (told,) = manifests[2].unlabelled
     listing = list_images(life.data / "eval")
-    listing = listing.select(halves(listing, 0)[1])
+    listing = listing.select(split_halves(listing, 0)[1])
     assert (told.name, told.items, told.queries) == ("2/1>2", len(listing), len(listing))
     views = second_views(listing, tmp_path)
     asked, held = {}, {}
     for number, manifest in manifests.items():
         embed = open_embedder(life.repo, manifest).run
         asked[number], held[number] = (
-            embed(decode(of, *manifest.frame)) for of in (views, listing)
+            embed(decode_listing(of, *manifest.frame)) for of in (views, listing)
         )
     files = {file.path: life.repo / file.path for m in manifests.values() for file in m.files()}
-    carried = Published(listing, files, manifests).along((1, 2), int8=True).embedding
+    carried = PublishedListing(listing, files, manifests).along((1, 2), int8=True).embedding
     by = {
         "old": nearest(asked[1], held[1]), "served": nearest(asked[2], carried),
         "new": nearest(asked[2], held[2]),

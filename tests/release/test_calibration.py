@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nobackfill.release.calibration import beyond, find, scores
+from nobackfill.release.calibration import find_curve, is_beyond_calibration, scores
 from nobackfill.release.manifest import Calibration
 from tests.support.releases import draft
 
@@ -49,7 +49,15 @@ def test_distances_outside_of_the_curve_are_flagged() -> None:
         distances=(0.5, 1, 2), probabilities=(0.98, 0.5, 0.02),
     )  # fmt: skip
     at = [0, 0.49, 0.5, 1.5, 2, 2.01, np.nan]
-    assert beyond(curve, at).tolist() == [True, True, False, False, False, True, False]
+    assert is_beyond_calibration(curve, at).tolist() == [
+        True,
+        True,
+        False,
+        False,
+        False,
+        True,
+        False,
+    ]
     np.testing.assert_allclose(scores(curve, at[:-1]), [0.98, 0.98, 0.98, 0.26, 0.02, 0.02])
 
 
@@ -96,8 +104,8 @@ def test_a_scale_that_orders_nothing_is_refused(
 def test_a_curve_is_found_by_its_pair_and_origin(tmp_path: Path) -> None:
     first = draft(tmp_path, 1).manifest
     second = draft(tmp_path, 2, [first]).manifest
-    found = find(second, first.space, first.space, "old-model")
+    found = find_curve(second, first.space, first.space, "old-model")
     assert found is not None
     assert (found.query_space, found.origin) == (first.space, "old-model")
-    assert find(second, second.space, first.space, "old-model") is None
-    assert find(second, second.space, second.space, "re-embedded") is None
+    assert find_curve(second, second.space, first.space, "old-model") is None
+    assert find_curve(second, second.space, second.space, "re-embedded") is None

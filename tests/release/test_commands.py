@@ -10,7 +10,7 @@ import pytest
 
 from nobackfill.errors import AlreadyExistsError, ConfigurationError, VerificationError
 from nobackfill.release.publishing.cli import main
-from nobackfill.release.publishing.metadata import Keys
+from nobackfill.release.publishing.metadata import SigningKeys
 from nobackfill.release.publishing.publish import publish
 from tests.support.releases import draft
 
@@ -67,7 +67,9 @@ def test_offline_keys_from_the_beginning(commands: Commands, tmp_path: Path) -> 
     assert len(made["fingerprint"]) == 16 * 4 + 15
     refusal = commands.run("keys", "--model-repo", repo, *away, code=AlreadyExistsError.exit_code)
     assert "rotate" in refusal
-    publish(repo, draft(tmp_path / "drafts", 1), Keys.of(repo, {"targets": usb / "targets.pem"}))
+    publish(
+        repo, draft(tmp_path / "drafts", 1), SigningKeys.of(repo, {"targets": usb / "targets.pem"})
+    )
     assert commands.json("verify", "--model-repo", repo)["fingerprint"] == made["fingerprint"]
 
 

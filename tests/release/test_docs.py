@@ -13,7 +13,7 @@ import pytest
 
 from nobackfill.errors import UnavailableError
 from nobackfill.release.publishing.cli import main
-from nobackfill.release.publishing.metadata import ROLES, TERM, Keys, require_ledger
+from nobackfill.release.publishing.metadata import ROLES, TERM, SigningKeys, require_ledger
 from nobackfill.release.publishing.publish import publish
 from nobackfill.release.trust.trust import fetcher_for, first_root
 from tests.support.documents import lines, page, run_command
@@ -30,7 +30,7 @@ def test_every_command_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.Monk
     commands = lines(PAGE, "sh")
     keys_line = next(line for line in commands if line.startswith("publication keys"))
     run(keys_line, monkeypatch)
-    keys = Keys.of(Path("model_repo"), {"targets": Path("offline/targets.pem")})
+    keys = SigningKeys.of(Path("model_repo"), {"targets": Path("offline/targets.pem")})
     first = draft(tmp_path / "drafts", 1)
     publish(Path("model_repo"), first, keys)
     publish(Path("model_repo"), draft(tmp_path / "drafts", 2, [first.manifest]), keys)

@@ -9,9 +9,9 @@ import time_machine
 from tuf.api.metadata import Metadata, Root
 
 from nobackfill.errors import ConfigurationError, NotFoundError, VerificationError
-from nobackfill.release.publishing.metadata import ROLES, Keys, Role, require_ledger
+from nobackfill.release.publishing.metadata import ROLES, Role, SigningKeys, require_ledger
 from nobackfill.release.publishing.publish import publish
-from nobackfill.release.publishing.renew import expiries, resign, rotate, withdraw
+from nobackfill.release.publishing.renew import metadata_expiries, resign, rotate, withdraw
 from nobackfill.release.trust.trust import TrustedFolder
 from tests.support.publication import seen
 from tests.support.releases import draft
@@ -40,7 +40,7 @@ def test_each_role_has_a_key_of_its_own(repo: Path) -> None:
 def test_terms_are_a_year_offline_and_thirty_days_online(repo: Path) -> None:
     now = datetime.now(UTC)
     days = {role: (when - now) / timedelta(days=1) for role, when in
-            expiries(require_ledger(repo)).items()}  # fmt: skip
+            metadata_expiries(require_ledger(repo)).items()}  # fmt: skip
     assert days == pytest.approx({"root": 365, "targets": 365, "snapshot": 30, "timestamp": 30},
                                  abs=0.01)  # fmt: skip
 
@@ -102,7 +102,7 @@ def test_rotated_keys_replace_the_old_ones(roles: list[Role], repo: Path, tmp_pa
     withdraw(repo, 1, "for the test")
     for role in roles:
         with pytest.raises(ConfigurationError, match=role):
-            Keys(old_keys).signer(role, require_ledger(repo).root)
+            SigningKeys(old_keys).signer(role, require_ledger(repo).root)
 
 
 def test_a_lost_key_can_be_replaced_without_it(repo: Path, tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_what_a_revoked_key_signs_is_refused_by_readers(repo: Path, tmp_path: Pa
     rotate(repo, ["targets", "snapshot", "timestamp"])
     reader.refresh()
     # The thief publishes with the old keys, on top of what they were good for.
-    withdraw(copy, 1, "by a thief", Keys(stolen))
+    withdraw(copy, 1, "by a thief", SigningKeys(stolen))
     for path in copy.iterdir():
         if path.suffix == ".json":
             shutil.copy(path, repo)
@@ -133,7 +133,9 @@ def test_what_a_revoked_key_signs_is_refused_by_readers(repo: Path, tmp_path: Pa
 
 
 def test_keys_of_one_name_and_two_endings_get_a_new_one_each(tmp_path: Path) -> None:
-    keys = Keys(tmp_path / "keys", {"root": tmp_path / "a.root", "targets": tmp_path / "a.targets"})
+    keys = SigningKeys(
+        tmp_path / "keys", {"root": tmp_path / "a.root", "targets": tmp_path / "a.targets"}
+    )
     repo = tmp_path / "repo"
     publish(repo, draft(tmp_path / "drafts", 1), keys)
     rotate(repo, ["targets", "root"], keys)
@@ -147,7 +149,7 @@ def test_rotation_needs_the_root_key(repo: Path, tmp_path: Path) -> None:
     (tmp_path / "repo.keys" / "root.pem").rename(tmp_path / "root.pem")
     with pytest.raises(ConfigurationError, match="--root-key"):
         rotate(repo, ["timestamp"])
-    away = Keys.of(repo, {"root": tmp_path / "root.pem"})
+    away = SigningKeys.of(repo, {"root": tmp_path / "root.pem"})
     before = keyids(repo)
     assert rotate(repo, ["timestamp"], away, dry_run=True).roles == ("timestamp",)
     assert keyids(repo) == before

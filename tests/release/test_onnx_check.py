@@ -11,7 +11,7 @@ from nobackfill.errors import VerificationError
 from nobackfill.release import manifest
 from nobackfill.release.manifest import Tensor
 from nobackfill.release.models import open_embedder
-from nobackfill.release.onnx_rules import RefusedError, inspect
+from nobackfill.release.onnx_rules import RefusedError, check_onnx_file
 from nobackfill.release.probes import OnnxFile, check_onnx, check_release
 from tests.release.crafted import CRAFTED, good, write_all
 from tests.support import graphs
@@ -40,7 +40,7 @@ def test_crafted_files_are_refused_each_for_its_own_reason(tmp_path: Path) -> No
     reasons = set()
     for name, path in write_all(tmp_path).items():
         with pytest.raises(RefusedError) as caught:
-            inspect(path, INPUTS, OUTPUTS)
+            check_onnx_file(path, INPUTS, OUTPUTS)
         print(f"{name}: {caught.value}")
         reasons.add(str(caught.value)[:30])
     assert len(reasons) > 15
@@ -63,7 +63,7 @@ def test_what_is_no_model_is_refused(data: bytes, tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     path.write_bytes(data)
     with pytest.raises(RefusedError):
-        inspect(path, INPUTS, OUTPUTS)
+        check_onnx_file(path, INPUTS, OUTPUTS)
 
 
 def test_files_that_are_missing_or_too_large_are_refused(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_mutated_files_of_a_thief_who_can_sign_do_not_crash_the_checker(
         path = tmp_path / f"{number}.onnx"
         path.write_bytes(mutated)
         try:
-            inspect(path, INPUTS, OUTPUTS)
+            check_onnx_file(path, INPUTS, OUTPUTS)
         except RefusedError:
             continue
         files[sha256_bytes(mutated)] = OnnxFile(path, INPUTS, OUTPUTS)

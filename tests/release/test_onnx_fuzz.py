@@ -20,7 +20,7 @@ import pytest
 from nobackfill.errors import VerificationError
 from nobackfill.release.manifest import Tensor
 from nobackfill.release.models import Session
-from nobackfill.release.onnx_rules import RefusedError, inspect
+from nobackfill.release.onnx_rules import RefusedError, check_onnx_file
 from tests.support.crash import fork
 from tests.support.fuzzed import DIM, fuzzed
 
@@ -35,7 +35,7 @@ def outcome(seed: int, folder: Path) -> str:
     path = folder / "model.onnx"
     path.write_bytes(fuzzed(seed).SerializeToString())
     try:
-        inspect(path, INPUTS, OUTPUTS)
+        check_onnx_file(path, INPUTS, OUTPUTS)
     except RefusedError:
         return "refused by the rules"
     rows = np.random.default_rng(seed).standard_normal((3, DIM)).astype(np.float32)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nobackfill.release.manifest import Manifest, RouteEvidence, Upgrade
-from nobackfill.release.routes import Route, every_route, plan_route
+from nobackfill.release.routes import Route, iterate_routes, plan_route
 from tests.support.releases import draft
 
 RELEASES = range(1, 7)
@@ -83,7 +83,7 @@ def graphs(draw: st.DrawFn, template: Manifest) -> dict[int, Manifest]:
 
 def best_of_all(manifests: Mapping[int, Manifest], side: str | None) -> Route | None:
     """The choice as it is defined: every route looked at."""
-    routes = every_route(manifests, RELEASES[0], RELEASES[-1], side)
+    routes = iterate_routes(manifests, RELEASES[0], RELEASES[-1], side)
     return min(
         routes, key=lambda r: (r.retention is None, -(r.retention or 0), len(r.steps)), default=None
     )
@@ -118,7 +118,7 @@ def test_a_route_reads_side_where_an_item_without_any_cannot_pass(
     template: Manifest, data: st.DataObject
 ) -> None:
     manifests = data.draw(graphs(template))
-    for route in every_route(manifests, RELEASES[0], RELEASES[-1], data.draw(SIDES)):
+    for route in iterate_routes(manifests, RELEASES[0], RELEASES[-1], data.draw(SIDES)):
         assert route.reads_side == (not without_side(route))
 
 
@@ -187,5 +187,5 @@ def test_every_route_begins_with_the_shortest(template: Manifest) -> None:
         n: release(template, n, None, {m: dict(links) for m in range(1, n)}, {})
         for n in range(1, 21)
     }
-    lengths = [len(r.steps) for r in itertools.islice(every_route(manifests, 1, 20, None), 32)]
+    lengths = [len(r.steps) for r in itertools.islice(iterate_routes(manifests, 1, 20, None), 32)]
     assert lengths == [1] + 18 * [2] + 13 * [3]

@@ -17,8 +17,8 @@ from nobackfill.errors import (
 from nobackfill.release import manifest
 from nobackfill.release.manifest import GateVerdict
 from nobackfill.release.publishing.draft import Draft
-from nobackfill.release.publishing.inspection import list_releases, verify
-from nobackfill.release.publishing.metadata import Keys
+from nobackfill.release.publishing.inspection import list_releases, verify_publication
+from nobackfill.release.publishing.metadata import SigningKeys
 from nobackfill.release.publishing.publish import publish
 from nobackfill.release.publishing.renew import withdraw
 from nobackfill.release.trust.trust import TrustedFolder
@@ -52,7 +52,7 @@ def test_releases_are_published_and_verified_by_a_reader(tmp_path: Path) -> None
     for one in drafts:
         assert trust.manifest(one.manifest.release) == one.manifest
     assert [entry.release for entry in list_releases(repo)] == [1, 2, 3]
-    assert verify(repo).releases == (1, 2, 3)
+    assert verify_publication(repo).releases == (1, 2, 3)
     assert not (tmp_path / "repo.staging").exists()
 
 
@@ -144,7 +144,7 @@ def test_a_carried_side_encoder_is_not_published_twice(tmp_path: Path) -> None:
     done = publish(repo, second)
     assert not any("side_encoder" in path for path in done.files)
     assert seen(repo, tmp_path / "state") == {1: None, 2: None}
-    assert verify(repo).releases == (1, 2)
+    assert verify_publication(repo).releases == (1, 2)
 
 
 def test_files_lie_where_their_names_say(tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def test_an_upgrade_from_an_unpublished_release_is_refused(tmp_path: Path) -> No
 
 def test_two_publishers_exclude_each_other(tmp_path: Path) -> None:
     repo = tmp_path / "repo"
-    with durable.lock(tmp_path / "repo.lock"), pytest.raises(BusyError):
+    with durable.lock_file(tmp_path / "repo.lock"), pytest.raises(BusyError):
         publish(repo, draft(tmp_path / "drafts", 1))
     assert not (repo / "timestamp.json").exists()
 
@@ -183,7 +183,7 @@ def test_a_missing_targets_key_is_named_with_its_option(tmp_path: Path) -> None:
     repo, away = tmp_path / "repo", tmp_path / "usb"
     first, second = chain(tmp_path, 2)
     away.mkdir()
-    offline = Keys.of(repo, {"targets": away / "targets.pem"})
+    offline = SigningKeys.of(repo, {"targets": away / "targets.pem"})
     publish(repo, first, offline)
     assert not (tmp_path / "repo.keys" / "targets.pem").exists()
     with pytest.raises(ConfigurationError, match="--targets-key"):
@@ -204,13 +204,13 @@ def test_leftovers_go_and_what_is_not_ours_stays(tmp_path: Path) -> None:
         (repo / name).parent.mkdir(parents=True, exist_ok=True)
         (repo / name).write_text("half")
     (tmp_path / "repo.staging" / "deep").mkdir(parents=True)
-    assert verify(repo).leftovers == (
+    assert verify_publication(repo).leftovers == (
         "99.snapshot.json", "99.targets.json", "embedder_2", "release-2.json", "text_encoder_2",
         "upgrade_1_to_2",
     )  # fmt: skip
     publish(repo, second)
     assert seen(repo, tmp_path / "state") == {1: None, 2: None}
-    assert verify(repo).leftovers == ()
+    assert verify_publication(repo).leftovers == ()
     assert {"README.md", ".gitkeep", "notes"} <= {path.name for path in repo.iterdir()}
     assert not (repo / "99.targets.json").exists()
 

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from nobackfill import durable
-from nobackfill.release.publishing.publish import drafting, lock_path, publish, staging
+from nobackfill.release.publishing.publish import draft_folder, lock_path, publish, staging_folder
 from tests.support.releases import draft
 
 DRAFTING = """
 import sys, time
 from pathlib import Path
-from nobackfill.release.publishing.publish import drafting
-with drafting(Path(sys.argv[1])) as folder:
+from nobackfill.release.publishing.publish import draft_folder
+with draft_folder(Path(sys.argv[1])) as folder:
     (folder / "model.onnx").write_bytes(b"half of it")
     print(folder, flush=True)
     time.sleep(600)
@@ -28,7 +28,7 @@ def begun(repo: Path) -> tuple[subprocess.Popen[str], Path]:
     )
     assert maker.stdout is not None
     folder = Path(maker.stdout.readline().strip())
-    assert folder.parent == staging(repo)
+    assert folder.parent == staging_folder(repo)
     return maker, folder
 
 
@@ -42,7 +42,7 @@ def test_a_living_makers_draft_stays_and_a_killed_ones_goes(next_one: str, tmp_p
         if next_one == "publish":
             publish(repo, releases.pop(0))
         else:
-            with drafting(repo) as folder:
+            with draft_folder(repo) as folder:
                 assert folder.is_dir()
             assert not folder.exists()
 
@@ -55,22 +55,22 @@ def test_a_living_makers_draft_stays_and_a_killed_ones_goes(next_one: str, tmp_p
         maker.communicate()
     assert (folder / "model.onnx").exists()
     come_next()
-    assert not staging(repo).exists()
+    assert not staging_folder(repo).exists()
 
 
 def test_a_draft_is_gone_after_its_maker_failed(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError), drafting(tmp_path / "repo") as folder:
+    with pytest.raises(RuntimeError), draft_folder(tmp_path / "repo") as folder:
         (folder / "model.onnx").write_bytes(b"x")
         raise RuntimeError
-    assert not staging(tmp_path / "repo").exists()
+    assert not staging_folder(tmp_path / "repo").exists()
 
 
 def test_a_publisher_at_work_does_not_keep_a_draft_from_its_end(tmp_path: Path) -> None:
     repo = tmp_path / "repo"
-    with drafting(repo) as folder, durable.lock(lock_path(repo)):
+    with draft_folder(repo) as folder, durable.lock_file(lock_path(repo)):
         pass
-    with drafting(repo) as folder:
-        lock = durable.lock(lock_path(repo))
+    with draft_folder(repo) as folder:
+        lock = durable.lock_file(lock_path(repo))
         lock.__enter__()
     lock.__exit__(None, None, None)
     assert not folder.exists()

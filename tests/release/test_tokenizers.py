@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from nobackfill.errors import DefectiveTokenizerError, InvalidInputError, VerificationError
 from nobackfill.release.trial import try_release
-from nobackfill.text import Tokenizing
+from nobackfill.text import BatchTokenizer
 from tests.support import text_releases
 
 # It goes back and forth over a's that something else follows, until the engine gives up.
@@ -39,8 +39,8 @@ def endless(said: dict[str, Any]) -> None:
 
 def test_a_crash_in_compiled_code_is_an_error_of_ours() -> None:
     with pytest.raises(DefectiveTokenizerError, match=r"t: is no tokenizer\.json \(Precompiled"):
-        Tokenizing(made(no_charsmap), 9, "t")
-    reader = Tokenizing(made(endless), 9, "t")
+        BatchTokenizer(made(no_charsmap), 9, "t")
+    reader = BatchTokenizer(made(endless), 9, "t")
     for _ in range(2):
         with pytest.raises(DefectiveTokenizerError, match=r"t: cannot read a text.*retry-limit"):
             reader.tokens(["w1", HARD])
@@ -53,7 +53,7 @@ def test_nothing_else_is_taken_for_a_crash(monkeypatch: pytest.MonkeyPatch) -> N
         def encode_batch(self, _: object) -> None:
             raise KeyboardInterrupt
 
-    reader = Tokenizing(made(lambda said: None), 9, "t")
+    reader = BatchTokenizer(made(lambda said: None), 9, "t")
     monkeypatch.setattr(reader, "_tokenizer", Stopped())
     with pytest.raises(KeyboardInterrupt):
         reader.tokens(["w1"])
@@ -70,10 +70,10 @@ def test_a_text_is_cut_beside_what_the_tokenizer_adds() -> None:
             "special_tokens": {"w1": {"id": "w1", "ids": [1], "tokens": ["w1"]}},
         }  # fmt: skip
 
-    assert Tokenizing(made(around), 3, "t").tokens(["w1 " * 9])["input_ids"].shape == (1, 3)
+    assert BatchTokenizer(made(around), 3, "t").tokens(["w1 " * 9])["input_ids"].shape == (1, 3)
     # It would not cut at all.
     with pytest.raises(InvalidInputError, match="adds 2 tokens to each text"):
-        Tokenizing(made(around), 2, "t")
+        BatchTokenizer(made(around), 2, "t")
 
 
 def test_a_tokenizer_that_takes_the_probes_alone_is_refused_in_the_trial(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from onnx import helper, numpy_helper
 
 from nobackfill.errors import VerificationError
 from nobackfill.release import manifest, trial
-from nobackfill.release.manifest import space_of
+from nobackfill.release.manifest import release_space_id
 from nobackfill.release.models import CHUNK, open_upgrade
 from nobackfill.release.publishing.draft import Draft, describe_file
 from nobackfill.release.trial import try_release
@@ -71,7 +71,7 @@ def with_embedder(made: Draft, change: Callable[[onnx.ModelProto], None]) -> Dra
     graphs.save(model, made.files[path])
     folder = made.files[path].parents[2]
     embedder = made.manifest.embedder.model_copy(update={"file": published(folder, path)})
-    update = {"embedder": embedder, "space": space_of(embedder)}
+    update = {"embedder": embedder, "space": release_space_id(embedder)}
     return replace(made, manifest=made.manifest.model_copy(update=update))
 
 

@@ -17,13 +17,13 @@ from nobackfill.errors import (
     UnfitError,
     VerificationError,
 )
-from nobackfill.release.trust.trust import Floor, Trust, fingerprint, first_root
+from nobackfill.release.trust.trust import Trust, VersionFloor, fingerprint, first_root
 from tests.support.simulator import BASE, Simulator
 
 TEN_YEARS = timedelta(days=3652)
 
 
-def trust_of(repo: Simulator, folder: Path, floor: Floor | None = None) -> Trust:
+def trust_of(repo: Simulator, folder: Path, floor: VersionFloor | None = None) -> Trust:
     return Trust(folder, repo, BASE, repo.files["1.root.json"], floor)
 
 
@@ -110,7 +110,7 @@ def test_the_floor_holds_when_the_state_was_wiped(tmp_path: Path) -> None:
     repo.advance()
     trust = trust_of(repo, tmp_path)
     trust.refresh()
-    floor = Floor.model_validate_json(trust.floor().model_dump_json())
+    floor = VersionFloor.model_validate_json(trust.floor().model_dump_json())
     shutil.rmtree(tmp_path)
     honest, repo.files = repo.files, old
     with pytest.raises(VerificationError, match="rolled back"):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from sklearn.metrics import average_precision_score
 
-from nobackfill.class_folders import decode, list_images
+from nobackfill.class_folders import decode_listing, list_images
 from nobackfill.errors import InvalidInputError, NotFoundError
 from nobackfill.onnx_runtime import onnxruntime as ort
 from nobackfill.release.manifest import upgrade_int8_path, upgrade_path
@@ -17,7 +17,7 @@ from nobackfill.report.comparison import (
     Comparison,
     Flips,
     compare,
-    flips,
+    find_flips,
     matrix_of_pictures,
     predecessor,
     quality_kept,
@@ -95,7 +95,7 @@ def test_flips_are_those_of_the_first_hit(comparison: Comparison) -> None:
     cmc1, precision = cell.cmc1.copy(), cell.map.copy()
     cmc1[:3], precision[:3] = 1 - cmc1[:3], precision[:3] - [0.1, 0.3, 0.2]
     worse["new/served"] = replace(cell, cmc1=cmc1, map=precision)
-    changed = flips(replace(comparison, cells=worse))
+    changed = find_flips(replace(comparison, cells=worse))
     before = comparison.cells["old/old"]
     right = [
         labels[hits[0]] == label for hits, label in zip(before.neighbours, labels, strict=True)
@@ -115,7 +115,7 @@ def test_pictures_alone_in_their_class_are_no_searches(comparison: Comparison) -
         cells[name] = replace(cell, cmc1=cmc1)
     before, after = (cells[name].cmc1 for name in ("old/old", "new/served"))
     before[4:8], after[4:8] = 1, 0
-    changed = flips(replace(comparison, cells=cells))
+    changed = find_flips(replace(comparison, cells=cells))
     assert changed.answerable == 20
     assert changed.worsened_percent == pytest.approx(100 * len(changed.worsened) / 20)
     assert set(changed.worsened) >= {4, 5, 6, 7}
@@ -127,7 +127,7 @@ def test_it_measures_the_int8_upgrade_that_is_run_by_default(
     manifests = manifests_of(chain_repo, tmp_path)
     shown, _ = read_folder(images, seed=0)
     measured = compare(chain_repo, manifests, 1, 2, shown)
-    side = open_side_encoder(chain_repo, manifests[1]).run(decode(shown, 8))
+    side = open_side_encoder(chain_repo, manifests[1]).run(decode_listing(shown, 8))
     inputs = {"embedding": measured.old_vectors, "side": side}
 
     def upgraded(path: str) -> np.ndarray:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from nobackfill.errors import InvalidInputError
-from nobackfill.report.page import Served
+from nobackfill.report.page import RunningPages
 from tests.support.commands import Ended, run_here
 
 ROOT = Path(__file__).parent.parent.parent
@@ -125,8 +125,8 @@ def test_without_images_it_shows_what_was_published(model_repo: Path, tmp_path: 
 def test_a_report_leads_to_pages_alone() -> None:
     for wrong in ("javascript:alert(1)", "127.0.0.1:9465", "file:///etc/passwd", " http://x"):
         with pytest.raises(InvalidInputError, match="that gateway serve --console"):
-            Served(console=wrong).links(2)
-    assert Served().links(2) == []
+            RunningPages(console=wrong).links(2)
+    assert RunningPages().links(2) == []
 
 
 def test_wrong_input_gets_a_sentence_and_its_exit_code(

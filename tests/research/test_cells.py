@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from nobackfill.class_folders import decode, list_images
+from nobackfill.class_folders import decode_listing, list_images
 from nobackfill.research.cells import evaluation, row_cells
 from nobackfill.research.rows import MethodRow, TrainingRun
 from nobackfill.training.loop.upgrade import read_upgrade
@@ -32,7 +32,7 @@ def test_every_cell_is_made_of_the_vectors_that_its_name_says(
     listing = list_images(digits / "queries")
     test = evaluation(listing, "cosine", tmp_path)
     cells = row_cells(row, test)
-    images = torch.from_numpy(decode(listing, 8))
+    images = torch.from_numpy(decode_listing(listing, 8))
     old, new, side = (
         load_encoder(runs / name)[0](images) for name in ("embedder-1", "embedder-2", "side-1")
     )

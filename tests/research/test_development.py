@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from nobackfill.class_folders import digests, list_images
+from nobackfill.class_folders import hash_files, list_images
 from nobackfill.research.catalogue import rows_of
 from nobackfill.research.images import (
     TABLE_SEEDS,
@@ -48,7 +48,7 @@ def data(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Preset, Path]:
 
 
 def contents(folder: Path) -> set[str]:
-    return set(digests(list_images(folder)))
+    return set(hash_files(list_images(folder)))
 
 
 def class_of(name: str) -> str:

@@ -9,8 +9,8 @@ from PIL import Image
 from safetensors.numpy import load_file
 
 from nobackfill.class_folders import list_images
-from nobackfill.metrics.distances import unit
-from nobackfill.metrics.retrieval import mean, score
+from nobackfill.metrics.distances import to_unit_norm
+from nobackfill.metrics.retrieval import mean, search_and_score
 from nobackfill.research.catalogue import PAIRS, rows_of
 from nobackfill.research.cells import evaluation, read_cells
 from nobackfill.research.images import SHIFTS, train_and_test, write_digits, write_foreign
@@ -175,7 +175,7 @@ def slow_psi(run: TrainingRun, embedding: np.ndarray) -> np.ndarray:
         scaled = (hidden - mean) / np.sqrt(variance + 1e-5)
         embedding = np.maximum(scaled * part(fc + 1, "weight") + part(fc + 1, "bias"), 0)
     embedding = embedding @ part(9, "weight").T + part(9, "bias")
-    return unit(embedding)
+    return to_unit_norm(embedding)
 
 
 def test_dmus_gallery_evolves_with_each_update_in_a_row(place: ComparisonPlace) -> None:
@@ -190,7 +190,7 @@ def test_dmus_gallery_evolves_with_each_update_in_a_row(place: ComparisonPlace) 
     kept = read_cells(place.runs / "cells" / "bct_chain.npz")
     assert found is not None and kept is not None
     # By the mean: what is nearly as near as another may change places with it.
-    expected = mean(score(new, served, test.relevance, test.metric)["map"])
+    expected = mean(search_and_score(new, served, test.relevance, test.metric)["map"])
     assert mean(found.by_query["new/served"]["map"]) == pytest.approx(expected, abs=1e-3)
     assert abs(mean(found.by_query["new/old"]["map"]) - expected) > 0.01
     np.testing.assert_array_equal(

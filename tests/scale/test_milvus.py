@@ -171,7 +171,7 @@ def test_a_collection_of_an_older_layout_is_made_anew(engine: MilvusEngine) -> N
     assert isinstance(store, MilvusGallery)
     metadata = [{"half": number % 2 == 0} for number in range(200)]
     store.put(ids(200), [NewVectors(ONE, vectors(200, 1))], metadata=metadata)
-    store.database.write(lambda connection: journal.take(connection, store.schema, 1000))
+    store.database.write(lambda connection: journal.take_pending(connection, store.schema, 1000))
     name = engine.collection(store, ONE)
     before = name.rpartition("_")[0]
     engine.collections._client.create_collection(before, dimension=12)

@@ -139,9 +139,11 @@ def test_milvus_gives_what_passes_and_nothing_else(engine: MilvusEngine) -> None
                 assert engine.collections.matching(name, said, len(passing) - 1) is None
 
     check()
-    edits.describe(store, edits.select_matches(filtering, Range("n", at_most=50)), {"n": -7}, ())
+    edits.change_metadata(
+        store, edits.select_matches(filtering, Range("n", at_most=50)), {"n": -7}, ()
+    )
     some = edits.select_matches(filtering, OneOf("class", ("c7", "c1")))
-    edits.describe(store, some, {"class": "c2"}, ("third",))
+    edits.change_metadata(store, some, {"class": "c2"}, ("third",))
     store.delete(ids(300, 2000))
     check()
 

@@ -18,7 +18,7 @@ import yaml
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from nobackfill.class_folders import decode, list_images
+from nobackfill.class_folders import decode_listing, list_images
 from nobackfill.errors import ConfigurationError, NotFoundError, UnavailableError
 from nobackfill.release.models import open_embedder
 from nobackfill.release.trust.trust import read_publication
@@ -97,7 +97,7 @@ def published(repo: Path, name: str, photographs: Path) -> tuple[Any, np.ndarray
     done = invoke(export.app, "--model-repo", repo, "--release", "1", "--weights", name)
     assert done.exit_code == 0, done.output
     (manifest,) = read_publication(repo, repo.with_name("trusted")).manifests.values()
-    pixels = decode(list_images(photographs), *manifest.frame)
+    pixels = decode_listing(list_images(photographs), *manifest.frame)
     return manifest, open_embedder(repo, manifest).run(pixels)
 
 

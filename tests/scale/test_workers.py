@@ -31,19 +31,19 @@ def test_a_cluster_that_is_not_there_or_has_ended_is_said_so(
     pytest.importorskip("ray", reason="Ray is not installed")
     # Where the address of one that is gone is not found, either.
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
-    from nobackfill.plugins.ray.cluster import join
+    from nobackfill.plugins.ray.cluster import join_cluster
 
     with pytest.raises(UnavailableError, match="ray start"):
-        join("auto")
+        join_cluster("auto")
     with pytest.raises(ConfigurationError, match="HOST:PORT"):
-        join("nonsense")
+        join_cluster("nonsense")
     # What `ray start` has noted, and nobody has cleared.
     dead = f"127.0.0.1:{free_port()}"
     (tmp_path / "ray").mkdir(exist_ok=True)
     (tmp_path / "ray" / "ray_current_cluster").write_text(dead)
     for address in ("auto", dead):
         with pytest.raises(UnavailableError, match="ray stop"):
-            join(address)
+            join_cluster(address)
 
 
 def test_a_killed_process_loses_doubles_and_revives_nothing(

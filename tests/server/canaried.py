@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from nobackfill.digests import in_share, share_digest
+from nobackfill.digests import is_in_share, share_digest
 from nobackfill.server.gateway import GatewayServer
 from nobackfill.v1 import release_pb2 as pb
 from nobackfill.wire import Answer, Hit
@@ -49,7 +49,7 @@ def client(served: tuple[GatewayServer, Client], near_gate: None) -> Iterator[Cl
 
 
 def expected(session: str, share: float) -> int:
-    return 2 if in_share(share_digest(2, session), share) else 1
+    return 2 if is_in_share(share_digest(2, session), share) else 1
 
 
 def begin(client: Client, canary: pb.Canary) -> str:

@@ -131,7 +131,7 @@ def test_the_audit_comes_back(data: Path, tmp_path: Path) -> None:
     state.audit("jürgen", "roll back", "to release 1")
     deeds = state.deeds()
     written = (data / AUDIT).read_bytes()
-    durable.append(data / AUDIT, b'{"time": 1.0, "wh')
+    durable.append_bytes(data / AUDIT, b'{"time": 1.0, "wh')
     backup(data, tmp_path / "backup")
     restore(tmp_path / "backup", tmp_path / "restored")
     for folder in ("backup", "restored"):
@@ -457,7 +457,7 @@ def test_no_copy_lands_in_what_it_copies(data: Path, tmp_path: Path, place: str)
 def test_a_restore_leaves_a_served_folder_alone(data: Path, tmp_path: Path) -> None:
     backup(data, tmp_path / "backup")
     (tmp_path / "again").mkdir()
-    with durable.lock(tmp_path / "again" / "lock"), pytest.raises(BusyError):
+    with durable.lock_file(tmp_path / "again" / "lock"), pytest.raises(BusyError):
         restore(tmp_path / "backup", tmp_path / "again")
 
 

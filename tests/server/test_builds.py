@@ -21,7 +21,7 @@ def test_two_galleries_are_built_side_by_side_and_one_on_all_threads(
     repo: Path, tmp_path: Path, one: Manifest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each of two builds waits for the other, and uses half; alone, a build uses all."""
-    build, both, shares = hnsw.build, threading.Barrier(2), []
+    build, both, shares = hnsw.build_index, threading.Barrier(2), []
 
     def together(*args: Any, threads: hnsw.Threads, **options: Any) -> hnsw.HnswIndex:
         both.wait(WAIT_S)
@@ -33,7 +33,7 @@ def test_two_galleries_are_built_side_by_side_and_one_on_all_threads(
         shares.append(threads())
         return build(*args, threads=threads, **options)
 
-    monkeypatch.setattr(hnsw, "build", together)
+    monkeypatch.setattr(hnsw, "build_index", together)
     with (
         running(repo, tmp_path / "data", index_threads=2) as gateway,
         Client(gateway.address) as client,
@@ -46,7 +46,7 @@ def test_two_galleries_are_built_side_by_side_and_one_on_all_threads(
             lambda: all(hosted.index_path(one.space).exists() for hosted in hosts), "no index files"
         )
         assert shares == [1, 1]
-        monkeypatch.setattr(hnsw, "build", alone)
+        monkeypatch.setattr(hnsw, "build_index", alone)
         client.create_gallery("third")
         put(client, one, name="third")
         third = in_file(gateway, "third")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nobackfill.digests import in_share, share_digest
+from nobackfill.digests import is_in_share, share_digest
 from nobackfill.server.canary.comparison import overlap, rank_correlation
 from nobackfill.server.canary.evidence import CanaryEvidence
 from nobackfill.server.canary.sessions import CanarySessions, Kind
@@ -106,7 +106,7 @@ def life(rng: np.random.Generator, share: float, chances: tuple[float, float], k
     often = rng.random(400) ** 4
     for step in range(1500):
         key = int(rng.integers(200 + 200 * (step > 700)))
-        new = in_share(share_digest(7, f"session {key}"), share)
+        new = is_in_share(share_digest(7, f"session {key}"), share)
         name = str(next(request))
         sessions.count_answer(key, name, ["item"], new=new)
         if rng.random() < chances[new] * often[key]:
@@ -160,16 +160,18 @@ def test_feedback_is_about_an_answer_that_was_given() -> None:
 @settings(max_examples=100)
 def test_shares_only_grow(key: str, one: float, other: float) -> None:
     smaller, larger = sorted((one, other))
-    assert in_share(share_digest(2, key), larger) or not in_share(share_digest(2, key), smaller)
-    assert in_share(share_digest(2, key), 1.0)
+    assert is_in_share(share_digest(2, key), larger) or not is_in_share(
+        share_digest(2, key), smaller
+    )
+    assert is_in_share(share_digest(2, key), 1.0)
 
 
 def test_a_share_is_what_it_says() -> None:
     keys = [share_digest(2, str(n)) for n in range(10_000)]
-    assert np.mean([in_share(key, 0.05) for key in keys]) == pytest.approx(0.05, abs=0.008)
+    assert np.mean([is_in_share(key, 0.05) for key in keys]) == pytest.approx(0.05, abs=0.008)
     # Another release is tried on others.
     both = [
-        in_share(share_digest(2, str(n)), 0.2) and in_share(share_digest(3, str(n)), 0.2)
+        is_in_share(share_digest(2, str(n)), 0.2) and is_in_share(share_digest(3, str(n)), 0.2)
         for n in range(9999)
     ]
     assert np.mean(both) == pytest.approx(0.04, abs=0.01)

@@ -13,7 +13,7 @@ import httpx2
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from nobackfill.plugins.web.console.operations import matrix
+from nobackfill.plugins.web.console.operations import evidence_matrix
 from nobackfill.plugins.web.console.playground import _url
 from nobackfill.plugins.web.console.sessions import LoadMeter
 from nobackfill.release.manifest import Cell, Manifest, RouteEvidence
@@ -228,12 +228,12 @@ def test_the_matrix_is_that_of_the_manifest(two: Manifest) -> None:
     route = RouteEvidence(releases=(1, 2), map=0.7, cmc1=0.5, kept=0.9)
     cells = (cell("1", "1", 0.4), cell("2", "1", 0.1), cell("2", "1>2", 0.7), cell("2", "2", 0.8),
              cell("3", "3", 1.0))  # fmt: skip
-    shown = matrix(two.model_copy(update={"evidence": cells, "routes": (route,)}), 1)
+    shown = evidence_matrix(two.model_copy(update={"evidence": cells, "routes": (route,)}), 1)
     assert {place: (round(one.map), round(one.shade, 3)) for place, one in shown.items()} == {
         ("old", "old"): (40, 0.5), ("new", "old"): (10, 0.125),
         ("new", "served"): (70, 0.875), ("new", "new"): (80, 1.0),
     }  # fmt: skip
-    assert matrix(two.model_copy(update={"evidence": ()}), 1) == {}
+    assert evidence_matrix(two.model_copy(update={"evidence": ()}), 1) == {}
 
 
 def test_the_load_is_that_of_the_last_seconds(monkeypatch: pytest.MonkeyPatch) -> None:

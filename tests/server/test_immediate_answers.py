@@ -122,7 +122,7 @@ def test_compiled_code_and_python_answer_byte_for_byte(
             assert not client.put_items("large", items)
         hosted = in_file(served, "large")
         view = hosted.view(one.space)
-        view.compact(hnsw.build)
+        view.compact(hnsw.build_index)
         # A few beside the graph, and tombstones in neither.
         extra = items[:20]
         for number, item in enumerate(extra):

@@ -126,14 +126,14 @@ def test_a_rollback_and_the_end_do_not_wait_for_an_index(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Both builds under way, the indexing thread's and the activation's, would never end."""
-    build, over = hnsw.build, threading.Event()
+    build, over = hnsw.build_index, threading.Event()
 
     def endless(*args: Any, **options: Any) -> hnsw.HnswIndex:
         while not over.is_set():
             build(*args, **options)
         return build(*args, **options)
 
-    monkeypatch.setattr(hnsw, "build", endless)
+    monkeypatch.setattr(hnsw, "build_index", endless)
     client.create_gallery("g")
     put(client, one)
     publish_stage(repo, stages[2])

@@ -11,7 +11,7 @@ from typing import TypeVar
 import numpy as np
 import pytest
 
-from nobackfill.digests import in_share, share_digest
+from nobackfill.digests import is_in_share, share_digest
 from nobackfill.errors import (
     IncompatibleSpaceError,
     InvalidInputError,
@@ -23,7 +23,7 @@ from nobackfill.errors import (
 )
 from nobackfill.gallery.spec import SpaceInfo, SpaceSpec
 from nobackfill.gallery.spec import State as SpaceState
-from nobackfill.gallery.sqlite_file import Residents
+from nobackfill.gallery.sqlite_file import SuspendablePool
 from nobackfill.gallery.store import NewVectors
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.canary.canaries import Canaries, CanaryAnswerer
@@ -107,7 +107,7 @@ def parts(manifests: Mapping[int, Manifest], tmp_path: Path) -> Iterator[Parts]:
     canaries = Canaries(state, metrics)
     healing = Healing(embedding, Settings(model_repo=tmp_path, data=tmp_path), metrics)
     answerers = Answerers(embedding, catalog, state, metrics, canaries.answerer, healing.answerer)
-    home = FileHome(tmp_path / "galleries", Residents(8))
+    home = FileHome(tmp_path / "galleries", SuspendablePool(8))
     galleries = GalleryRegistry(home, catalog, state, answerers.of)
     yield Parts(manifests, state, catalog, canaries, answerers, galleries)
     canaries.close()
@@ -247,8 +247,8 @@ def test_a_space_ends_at_its_time_and_when_it_is_retired(parts: Parts) -> None:
 
 
 # A caller whose key is in half of the callers' share, and one whose key is not.
-IN = next(f"s{n}" for n in range(99) if in_share(share_digest(2, f"s{n}"), 0.5))
-OUT = next(f"s{n}" for n in range(99) if not in_share(share_digest(2, f"s{n}"), 0.5))
+IN = next(f"s{n}" for n in range(99) if is_in_share(share_digest(2, f"s{n}"), 0.5))
+OUT = next(f"s{n}" for n in range(99) if not is_in_share(share_digest(2, f"s{n}"), 0.5))
 SHADOW = Canary(share=0.5, shadow=True)
 # The setting, a caller, releases whose vector a query brings (negative: one that is none), whether
 # it is one of a batch; the release that answers, and queries and errors counted of the new pair.

@@ -17,7 +17,7 @@ from nobackfill.errors import (
     UnavailableError,
 )
 from nobackfill.serving import LineItems, sources
-from nobackfill.text import TextLine, read_line
+from nobackfill.text import TextLine, parse_text_line
 from tests.server.conftest import publish_stage
 from tests.server.support import Client, ids, images, refused, running
 from tests.server.test_healing import healed, origins, progress, register
@@ -168,9 +168,9 @@ def test_of_a_file_that_grows_what_was_added_is_read(
 
     def counted(line: bytes, where: str) -> TextLine:
         parsed.append(where)
-        return read_line(line, where)
+        return parse_text_line(line, where)
 
-    monkeypatch.setattr(sources, "read_line", counted)
+    monkeypatch.setattr(sources, "parse_text_line", counted)
     for number in range(20):
         with file.open("a") as more:
             more.write(json.dumps({"id": f"new {number}", "text": f"added {number}"}) + "\n")

@@ -222,7 +222,7 @@ def test_probes_of_neighbours_are_drawn_from_the_whole_gallery(tmp_path: Path) -
     after = np.concatenate([before[:2000], rng.permutation(before[2000:])])
     with SqliteGallery.create(tmp_path / "g.sqlite", old) as store:
         assert neighbours_kept(store.sample, old, old) is None
-        staging.begin(store, new)
+        staging.add_staging_space(store, new)
         names = [f"i{i}" for i in range(count)]
         store.put(names, [NewVectors("sp-old", before), NewVectors("sp-new", after)])
         store.delete(names[::3])

@@ -5,7 +5,7 @@ from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.plugins.milvus import candidates
 from nobackfill.plugins.milvus.candidates import Candidates
 from nobackfill.plugins.milvus.collections import Collections
-from nobackfill.plugins.milvus.columns import database_id, name_of
+from nobackfill.plugins.milvus.columns import collection_name, database_id
 from nobackfill.plugins.milvus.feeder import Feeder
 from nobackfill.plugins.milvus.gallery import MilvusGallery
 from nobackfill.server.stores.postgresql.gallery import PostgresqlGallery
@@ -52,4 +52,4 @@ class MilvusEngine(PostgresqlEngine):
 
     def collection(self, store: GalleryStore, space: str) -> str:
         assert isinstance(store, PostgresqlGallery)
-        return name_of(self.known, store.schema, store.space(space).number)
+        return collection_name(self.known, store.schema, store.space(space).number)

@@ -52,8 +52,8 @@ def store(empty: PostgresqlGallery, monkeypatch: pytest.MonkeyPatch) -> Postgres
     """All of it was told."""
     monkeypatch.setattr(candidates, "SMALL", 40)
     empty.put(ids(400), [NewVectors(ONE, vectors(400, 1))])
-    empty.database.write(lambda connection: journal.begin(connection, empty.schema))
-    empty.database.write(lambda connection: journal.take(connection, empty.schema, 1000))
+    empty.database.write(lambda connection: journal.begin_journal(connection, empty.schema))
+    empty.database.write(lambda connection: journal.take_pending(connection, empty.schema, 1000))
     return empty
 
 

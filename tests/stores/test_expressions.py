@@ -23,7 +23,7 @@ from nobackfill.gallery.filters import (
     Scalar,
     Test,
     TimeRange,
-    microseconds,
+    parse_microseconds,
 )
 from nobackfill.gallery.spec import Metadata
 from nobackfill.plugins.milvus import columns as hashes
@@ -103,7 +103,7 @@ def passes_here(test: Test, value: Scalar) -> bool:
     """The predicate knows the times of its own test; here a text is one where the store says so."""
     if not isinstance(test, TimeRange):
         return passes(test, value)
-    time = microseconds(value) if isinstance(value, str) else None
+    time = parse_microseconds(value) if isinstance(value, str) else None
     return time is not None and within(test, time)
 
 
@@ -171,7 +171,7 @@ def test_expressions_are_bounded() -> None:
 
 def test_long_texts_are_not_kept() -> None:
     hashes._cached_hash.cache_clear()
-    assert hashes.token("text", "k", "x" * 1000) == hashes._hash("text", "k", "x" * 1000)
+    assert hashes.hash_texts("text", "k", "x" * 1000) == hashes._hash("text", "k", "x" * 1000)
     assert hashes._cached_hash.cache_info().currsize == 0
-    assert hashes.token("text", "k", "x") == hashes._hash("text", "k", "x")
+    assert hashes.hash_texts("text", "k", "x") == hashes._hash("text", "k", "x")
     assert hashes._cached_hash.cache_info().currsize == 1

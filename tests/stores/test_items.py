@@ -151,18 +151,20 @@ def test_items_are_described_and_deleted_by_filter(
     filtering = engine.filtering(store)
     chosen = edits.select_matches(filtering, Range("n", at_least=10, less_than=20))
     # What ceases to pass before its turn stays.
-    edits.describe(store, edits.select_ids(store, ["item-12"]), {"n": 99}, ())
-    assert edits.delete(store, chosen) == 9
+    edits.change_metadata(store, edits.select_ids(store, ["item-12"]), {"n": 99}, ())
+    assert edits.delete_selected(store, chosen) == 9
     assert store.count() == store.count(ONE) == 21
     rest = edits.select_matches(filtering, Range("n", less_than=10))
-    assert edits.describe(store, rest, {"tags": ["a", "b"], "n": 2**60}, ("odd", "none")) == 10
+    assert (
+        edits.change_metadata(store, rest, {"tags": ["a", "b"], "n": 2**60}, ("odd", "none")) == 10
+    )
     item = store.get("item-3")
     assert item is not None and item.metadata == {"tags": ["a", "b"], "n": 2**60}
     changed = store.load(ONE)[0].tolist()[:10]
     for filtered in (OneOf("tags", ("b",)), Not(Exists("odd")), OneOf("n", (2**60,))):
         assert filtering.passing(filtered).labels().tolist() == changed
     with pytest.raises(InvalidInputError, match="item-0"):
-        edits.describe(store, rest_of(engine, store), {"x": "y" * 65_500}, ())
+        edits.change_metadata(store, rest_of(engine, store), {"x": "y" * 65_500}, ())
     assert len(filtering.passing(Exists("x"))) == 0
 
 

@@ -24,21 +24,23 @@ def store(empty: PostgresqlGallery) -> PostgresqlGallery:
 
 def noted(store: PostgresqlGallery) -> dict[int, list[int]]:
     """Labels by number of their space, which are forgotten."""
-    taken = store.database.write(lambda connection: journal.take(connection, store.schema, 100))
+    taken = store.database.write(
+        lambda connection: journal.take_pending(connection, store.schema, 100)
+    )
     return {number: labels.tolist() for number, labels in taken}
 
 
 def pending(store: PostgresqlGallery, *, described: bool) -> list[int]:
     number = store.space(ONE).number
     return store.database.read(
-        lambda connection: journal.pending(
+        lambda connection: journal.pending_labels(
             connection, store.schema, number, 100, described=described
         ).tolist()
     )
 
 
 def begin(store: PostgresqlGallery) -> None:
-    store.database.write(lambda connection: journal.begin(connection, store.schema))
+    store.database.write(lambda connection: journal.begin_journal(connection, store.schema))
 
 
 def test_every_change_that_a_filter_may_see_is_noted(store: PostgresqlGallery) -> None:
@@ -47,12 +49,12 @@ def test_every_change_that_a_filter_may_see_is_noted(store: PostgresqlGallery) -
     assert noted(store) == {one: [1, 2, 3]}
     begin(store)
     assert noted(store) == {}
-    edits.describe(store, edits.select_ids(store, ["item-1"]), {"n": 1}, ())
+    edits.change_metadata(store, edits.select_ids(store, ["item-1"]), {"n": 1}, ())
     # A search without a filter has no use for that.
     assert (pending(store, described=False), pending(store, described=True)) == ([], [2])
     assert noted(store) == {one: [2], two: [2]}
     # What is as it was is not written.
-    edits.describe(store, edits.select_ids(store, ["item-1"]), {"n": 1}, ())
+    edits.change_metadata(store, edits.select_ids(store, ["item-1"]), {"n": 1}, ())
     assert noted(store) == {}
     # The same content with other metadata keeps its vector and its label.
     put = NewVectors(ONE, vectors(3, 1)[:1])
@@ -68,7 +70,7 @@ def test_what_is_told_anew_is_pending_for_every_search(store: PostgresqlGallery)
     """Though its metadata is to be told, too: its collection has nothing."""
     begin(store)
     noted(store)
-    edits.describe(store, edits.select_ids(store, ["item-1"]), {"n": 1}, ())
+    edits.change_metadata(store, edits.select_ids(store, ["item-1"]), {"n": 1}, ())
     info = store.space(ONE)
     store.database.write(lambda connection: journal.note_all(connection, store.schema, info))
     assert sorted(pending(store, described=False)) == [1, 2, 3]
@@ -101,7 +103,7 @@ def test_a_journal_that_does_not_know_when_goes_on(store: PostgresqlGallery) -> 
     noted(store)
     store.delete(["item-2"])
     store.database.write(lambda connection: run(connection, f"DROP TABLE {store.schema}.told"))
-    assert not store.database.read(lambda connection: journal.exists(connection, store.schema))
+    assert not store.database.read(lambda connection: journal.has_journal(connection, store.schema))
     begin(store)
     assert noted(store) == {store.space(ONE).number: [3]}
 
@@ -116,7 +118,7 @@ def test_another_format_begins_the_journal_anew(store: PostgresqlGallery) -> Non
             migrate(other, to)
             # This version's code goes on here, beside either format.
             run(other, TABLE)
-        assert not database.read(lambda connection: journal.exists(connection, store.schema))
+        assert not database.read(lambda connection: journal.has_journal(connection, store.schema))
         assert database.read(lambda connection: run(connection, TRIGGERS).fetchone()) == (0,)
         assert store.delete(["item-0"]) == (to == 2)
     begin(store)
@@ -127,7 +129,7 @@ def test_a_space_that_a_gateway_without_milvus_began_joins_the_journal(
     store: PostgresqlGallery,
 ) -> None:
     def complete() -> bool:
-        return store.database.read(lambda one: journal.complete(one, store.schema))
+        return store.database.read(lambda one: journal.covers_all_spaces(one, store.schema))
 
     assert not complete()
     begin(store)

@@ -20,7 +20,7 @@ from tuf.api.metadata import TargetFile
 from nobackfill.digests import sha256_bytes, side_space_id, space_id
 from nobackfill.release import manifest
 from nobackfill.release.paths import manifest_path
-from nobackfill.release.publishing.metadata import Keys, next_metadata, require_ledger
+from nobackfill.release.publishing.metadata import SigningKeys, next_metadata, require_ledger
 from nobackfill.release.publishing.publish import put_metadata, signers_of
 from tests.release.crafted import smallest_by_minus_one
 from tests.support import blocks, graphs, releases
@@ -270,4 +270,6 @@ def sign(repo: Path, files: dict[str, bytes]) -> None:
         (repo / path).parent.mkdir(parents=True, exist_ok=True)
         (repo / path).write_bytes(data)
         targets[path] = TargetFile.from_data(path, data, ["sha256"])
-    put_metadata(repo, next_metadata(ledger, targets, signers_of(Keys.of(repo), ledger.root)))
+    put_metadata(
+        repo, next_metadata(ledger, targets, signers_of(SigningKeys.of(repo), ledger.root))
+    )

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from nobackfill.durable import FAULTS, Operation
+from nobackfill.durable import FAULTS, DurableStep
 
 Way = Literal["drop", "empty", "torn"]
 WAYS: tuple[Way, ...] = ("drop", "empty", "torn")
@@ -34,7 +34,7 @@ class _Folder:
 _Node = _File | _Folder
 
 
-def record(steps: list[Operation]) -> None:
+def record(steps: list[DurableStep]) -> None:
     """Let every durable step of this process be appended to `steps`."""
     FAULTS.observer = steps.append
 
@@ -48,7 +48,7 @@ class Disk:
         self._root = _load(before)
         self._last: _File | None = None
 
-    def apply(self, step: Operation) -> None:
+    def apply(self, step: DurableStep) -> None:
         """Take one recorded step."""
         self._last = None
         match step.kind:
@@ -107,7 +107,7 @@ class Disk:
         return node
 
 
-def states(top: Path, before: Path, steps: list[Operation]) -> Iterator[tuple[int, Way, Disk]]:
+def states(top: Path, before: Path, steps: list[DurableStep]) -> Iterator[tuple[int, Way, Disk]]:
     """Every prefix of the steps in every way."""
     disk = Disk(top, before)
     for count, step in enumerate(steps, start=1):

@@ -13,13 +13,13 @@ from nobackfill.release.paths import manifest_path
 from nobackfill.release.publishing.draft import Draft
 from nobackfill.release.publishing.inspection import list_releases
 from nobackfill.release.publishing.metadata import (
-    Keys,
-    leftovers,
+    SigningKeys,
+    list_leftovers,
     next_metadata,
     read_ledger,
     require_ledger,
 )
-from nobackfill.release.publishing.publish import publish, put_metadata, signers_of, staging
+from nobackfill.release.publishing.publish import publish, put_metadata, signers_of, staging_folder
 from nobackfill.release.trust.trust import TrustedFolder
 from tests.support.releases import draft
 
@@ -49,9 +49,9 @@ class Workshop:
     def stale(self) -> list[str]:
         """Temporary files, staging and leftovers that a finished run must not leave."""
         found = [str(path) for path in self.top.rglob(".tmp-*")]
-        if staging(self.repo).exists():
-            found.append(staging(self.repo).name)
-        return found + [path.name for path in leftovers(self.repo, read_ledger(self.repo))]
+        if staging_folder(self.repo).exists():
+            found.append(staging_folder(self.repo).name)
+        return found + [path.name for path in list_leftovers(self.repo, read_ledger(self.repo))]
 
     def names(self) -> set[str]:
         """Every file of the publication."""
@@ -104,7 +104,7 @@ def files_of(repo: Path, release: int) -> Callable[[], dict[str, tuple[int, str]
 
 def publish_manifest(repo: Path, number: int, text: bytes) -> None:
     """Sign any bytes as the manifest of a release, as somebody who holds the keys can."""
-    ledger, keys = require_ledger(repo), Keys.of(repo)
+    ledger, keys = require_ledger(repo), SigningKeys.of(repo)
     path = manifest_path(number)
     (repo / path).write_bytes(text)
     targets = {**ledger.targets.targets, path: TargetFile.from_data(path, text, ["sha256"])}

@@ -21,8 +21,8 @@ from nobackfill.release.manifest import (
     Upgrade,
     embedder_path,
     probes_path,
+    release_space_id,
     side_encoder_path,
-    space_of,
     upgrade_int8_path,
     upgrade_path,
 )
@@ -87,7 +87,7 @@ def draft(
         metric="squared_l2",
         unit=True,
     )
-    space = space_of(published_embedder)
+    space = release_space_id(published_embedder)
     manifest = Manifest(
         release=number,
         space=space,

@@ -17,15 +17,15 @@ from nobackfill.release.manifest import (
     Manifest,
     TextEncoder,
     embedder_path,
-    format_of,
+    lowest_format,
     probes_path,
     query_encoder_path,
-    space_of,
+    release_space_id,
     text_encoder_path,
     tokenizer_path,
 )
 from nobackfill.release.models import open_embedder
-from nobackfill.release.probes import text_probes
+from nobackfill.release.probes import make_text_probes
 from nobackfill.release.publishing.declaration import Declaration
 from nobackfill.release.publishing.draft import Draft
 from nobackfill.release.text_models import open_text_encoder
@@ -64,9 +64,9 @@ def draft(
         name = {"vectors_of": f"model {number}"} if reads == "nothing" else {}
         embedder = embedder.model_copy(update=gone | name)
         del files[embedder_path(number)]
-    space = space_of(embedder, text)
+    space = release_space_id(embedder, text)
     update = {
-        "format": format_of(embedder, text),
+        "format": lowest_format(embedder, text),
         "embedder": embedder,
         "text_encoder": text,
         "space": space,
@@ -144,7 +144,7 @@ def _probed(place: Path, manifest: Manifest, files: dict[str, Path]) -> Draft:
             del arrays[name]
     if manifest.text_encoder is not None:
         read = open_text_encoder(files, manifest).run
-        arrays |= text_probes(["w1 w2", "w3", "w18", "something else"], read)
+        arrays |= make_text_probes(["w1 w2", "w3", "w18", "something else"], read)
     with (place / probes).open("wb") as file:
         np.savez(file, allow_pickle=False, **arrays)
     described = manifest.probes.model_copy(update={"file": releases.published(place, probes)})

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from nobackfill.durable import lock
+from nobackfill.durable import lock_file
 from nobackfill.training.cli.train import app
 from nobackfill.training.config import Config
 from nobackfill.training.loop import training
@@ -34,7 +34,7 @@ def files(config: Config) -> set[str]:
 
 
 def test_a_second_training_in_a_run_folder_is_refused(config: Config, tmp_path: Path) -> None:
-    with lock(config.run_dir / "lock"):
+    with lock_file(config.run_dir / "lock"):
         code, output = run(config, tmp_path)
         assert code == 75
         assert "another training works in" in output
@@ -44,7 +44,7 @@ def test_a_second_training_in_a_run_folder_is_refused(config: Config, tmp_path: 
     assert code == 0, output
     # Nothing but the run is left, and who reads it waits for nobody.
     assert files(config) == {CHECKPOINT, CONFIG, STATS}
-    with lock(config.run_dir / "lock"):
+    with lock_file(config.run_dir / "lock"):
         assert run(config, tmp_path)[0] == 0
 
 
@@ -106,6 +106,6 @@ def test_the_first_process_of_a_training_locks_for_the_others(
     for name, number in numbers.items():
         monkeypatch.setenv(name, number)
     monkeypatch.setattr(training, "_train_network", lambda *_: read_checkpoint(config.run_dir))
-    with lock(config.run_dir / "lock"):
+    with lock_file(config.run_dir / "lock"):
         # With no network trained there is no checkpoint to tell of.
         assert run(config, tmp_path)[0] == (75 if leads else 78)

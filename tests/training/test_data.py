@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from nobackfill.class_folders import decode, list_images
+from nobackfill.class_folders import decode_listing, list_images
 from nobackfill.errors import ConfigurationError, InvalidInputError
-from nobackfill.quality.listing import halves
+from nobackfill.quality.listing import split_halves
 from nobackfill.training.data.folders import hold_out, readable, require_classes
 
 
@@ -43,7 +43,7 @@ def test_held_out_images_change_with_the_seed_only(digits: Path) -> None:
 
 def test_a_split_covers_every_row_once_and_every_class_alike(digits: Path) -> None:
     listing = list_images(digits / "train")
-    for left, right in (hold_out(listing, 0.1, 0), halves(listing, 3)):
+    for left, right in (hold_out(listing, 0.1, 0), split_halves(listing, 3)):
         assert sorted([*left, *right]) == list(range(len(listing)))
         counts = np.bincount(listing.labels[right], minlength=10)
         assert (counts == counts[0]).all()
@@ -59,7 +59,7 @@ def test_a_class_of_one_image_is_trained_on(tmp_path: Path) -> None:
 
 def test_decoding_gives_the_pictures_in_order(digits: Path) -> None:
     listing = list_images(digits / "queries", 2)
-    images = decode(listing, 8)
+    images = decode_listing(listing, 8)
     for row in (0, len(listing) - 1):
         with Image.open(listing.root / listing.paths[row]) as picture:
             assert np.array_equal(images[row], np.asarray(picture.convert("RGB")))
@@ -115,11 +115,11 @@ def test_a_corrupt_image_is_named_and_skipped_only_if_asked(digits: Path, tmp_pa
     broken.write_bytes(b"\x89PNG but no more")
     listing = list_images(tmp_path / "q")
     with pytest.raises(InvalidInputError, match=r"remove 3/0000\.png.*skip_corrupt"):
-        decode(listing, 8)
+        decode_listing(listing, 8)
     left, skipped = readable(listing, tmp_path / "notes")
     assert skipped == ["3/0000.png"]
     assert len(left) == len(listing) - 1
-    decode(left, 8)
+    decode_listing(left, 8)
 
 
 def test_a_class_left_without_readable_images_is_refused(tmp_path: Path) -> None:

@@ -4,11 +4,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nobackfill.class_folders import decode, list_images
+from nobackfill.class_folders import decode_listing, list_images
 from nobackfill.metrics.ranking import same_label
 from nobackfill.quality.cells import parse_cell
-from nobackfill.quality.criterion import criterion
-from nobackfill.quality.embedded import Published
+from nobackfill.quality.criterion import compute_criteria
+from nobackfill.quality.embedded import PublishedListing
 from nobackfill.quality.retrieval import MatrixCell
 from nobackfill.release.models import open_embedder, open_side_encoder, open_upgrade
 from nobackfill.release.trust.trust import read_publication
@@ -54,8 +54,8 @@ def vectors(life: Life) -> dict[str, tuple[Vectors, Vectors]]:
     """Query and gallery vectors of each cell, through the published files one by one."""
     published = read_publication(life.repo).manifests
     old, new = published[1], published[2]
-    asked = decode(list_images(life.data / "queries"), SIZE)
-    held = decode(list_images(life.data / "gallery"), SIZE)
+    asked = decode_listing(list_images(life.data / "queries"), SIZE)
+    held = decode_listing(list_images(life.data / "gallery"), SIZE)
     old_embedder, new_embedder = open_embedder(life.repo, old), open_embedder(life.repo, new)
     side = open_side_encoder(life.repo, old).run(held)
     stored = old_embedder.run(held)
@@ -127,7 +127,7 @@ def test_the_strict_criterion_is_that_of_every_pair(
     assert report["criterion"]["2/1>2"]["strict_together"] is None
 
 
-class Random(Published):
+class Random(PublishedListing):
     """Vectors that mean nothing."""
 
     def native(self, release: int) -> Vectors:
@@ -151,12 +151,12 @@ def test_a_compatible_release_is_held_to_an_independent_one(life: Life) -> None:
         for name, value in figures.items()
     ]
     relevance = same_label(listing.labels, listing.labels)
-    told = criterion(cells, images, images, relevance, independent=2)["3/1"]
+    told = compute_criteria(cells, images, images, relevance, independent=2)["3/1"]
     assert told["update_gain"] == pytest.approx(0.2626, abs=1e-4)
     assert told["upgrade_gain"] == pytest.approx(0.0307, abs=1e-4)
     assert told["degradation"] == pytest.approx(0.0225, abs=1e-4)
     # Its own new/new is no upper bound.
-    unheld = criterion(cells, images, images, relevance)["3/1"]
+    unheld = compute_criteria(cells, images, images, relevance)["3/1"]
     assert unheld["update_gain"] is None and unheld["degradation"] is None
     assert unheld["upgrade_gain"] == told["upgrade_gain"]
 

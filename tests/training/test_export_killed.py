@@ -6,7 +6,7 @@ import sys
 import time
 from pathlib import Path
 
-from nobackfill.release.publishing.publish import staging
+from nobackfill.release.publishing.publish import staging_folder
 from tests.training.life import Life, run_export
 
 
@@ -17,13 +17,13 @@ def test_a_killed_export_leaves_its_draft_to_the_next(life: Life, tmp_path: Path
     command = [sys.executable, "training/export.py", "--model-repo", str(repo), *arguments]
     killed = subprocess.Popen(command, env={**os.environ, "TMPDIR": str(temporary)})
     deadline = time.monotonic() + 120
-    while not list(staging(repo).glob("draft-*/embedder_1/1/*")) and killed.poll() is None:
+    while not list(staging_folder(repo).glob("draft-*/embedder_1/1/*")) and killed.poll() is None:
         assert time.monotonic() < deadline
         time.sleep(0.005)
     killed.kill()
     killed.wait()
-    assert list(staging(repo).glob("draft-*"))
+    assert list(staging_folder(repo).glob("draft-*"))
     assert not list(temporary.rglob("*.onnx"))
     result = run_export(repo, 1, *arguments[2:])
     assert result.exit_code == 0, result.output
-    assert not staging(repo).exists()
+    assert not staging_folder(repo).exists()

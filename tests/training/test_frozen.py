@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from nobackfill.class_folders import Images, decode, list_images
+from nobackfill.class_folders import Images, decode_listing, list_images
 from nobackfill.errors import ConfigurationError, InvalidInputError
 from nobackfill.release.trust.trust import read_publication
 from nobackfill.training.config import Augmentation, StoredVectorFiles
@@ -28,7 +28,7 @@ from tests.training.life import SIZE, Life
 
 @pytest.fixture(scope="module")
 def images(digits: Path) -> Images:
-    return decode(list_images(digits / "queries"), SIZE)
+    return decode_listing(list_images(digits / "queries"), SIZE)
 
 
 @pytest.fixture
@@ -177,8 +177,8 @@ def test_views_begin_with_the_images_and_repeat_by_seed(digits: Path) -> None:
         ]
 
     first, again, other = views(1), views(1), views(2)
-    assert np.array_equal(first[0][8], decode(listing, 8))
-    assert np.array_equal(first[0][16], decode(listing, 16))
+    assert np.array_equal(first[0][8], decode_listing(listing, 8))
+    assert np.array_equal(first[0][16], decode_listing(listing, 16))
     assert np.array_equal(first[2][16], again[2][16])
     assert not np.array_equal(first[2][16], other[2][16])
     assert not np.array_equal(first[1][16], first[2][16])

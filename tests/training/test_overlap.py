@@ -8,7 +8,7 @@ import pytest
 
 from nobackfill.class_folders import list_images
 from nobackfill.errors import InvalidInputError
-from nobackfill.quality.listing import same_class
+from nobackfill.quality.listing import relevance_without_copies
 from nobackfill.release.manifest import parse_manifest
 from nobackfill.release.paths import manifest_path
 from nobackfill.training.cli import evaluate
@@ -55,8 +55,8 @@ def test_a_querys_own_picture_is_left_out_whatever_it_is_named(life: Life, tmp_p
 
 def test_the_same_folder_is_the_same_by_content(life: Life) -> None:
     listing = list_images(life.data / "gallery")
-    assert same_class(listing, listing)[1] == len(listing)
-    assert same_class(list_images(life.data / "queries"), listing)[1] == 0
+    assert relevance_without_copies(listing, listing)[1] == len(listing)
+    assert relevance_without_copies(list_images(life.data / "queries"), listing)[1] == 0
 
 
 def test_training_images_do_not_let_a_release_out(life: Life, tmp_path: Path) -> None:

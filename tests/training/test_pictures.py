@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from nobackfill.class_folders import Listing, decode, list_images
+from nobackfill.class_folders import ImageListing, decode_listing, list_images
 from nobackfill.errors import InvalidInputError, NobackfillError
 from nobackfill.training.config import EmbedderConfig
 from nobackfill.training.data.pictures import (
@@ -31,11 +31,11 @@ STREAMED = Reading(in_memory_mib=0, workers=0)
 
 
 @pytest.fixture
-def listing(digits: Path) -> Listing:
+def listing(digits: Path) -> ImageListing:
     return list_images(digits / "queries")
 
 
-def opened(listing: Listing, reading: Reading = STREAMED, size: int = SIZE) -> Pictures:
+def opened(listing: ImageListing, reading: Reading = STREAMED, size: int = SIZE) -> Pictures:
     pictures = open_pictures(listing, size, reading)
     assert isinstance(pictures, Pictures)
     return pictures
@@ -46,7 +46,7 @@ def whole(pictures: Pictures | torch.Tensor) -> np.ndarray:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_the_pixels_are_those_held_in_memory(listing: Listing, workers: int) -> None:
+def test_the_pixels_are_those_held_in_memory(listing: ImageListing, workers: int) -> None:
     held = open_pictures(listing, SIZE, Reading())
     assert isinstance(held, torch.Tensor)
     pictures = opened(listing, Reading(in_memory_mib=0, workers=workers))
@@ -58,13 +58,13 @@ def test_the_pixels_are_those_held_in_memory(listing: Listing, workers: int) -> 
             in_batches(pictures, batches), in_batches(held, batches), strict=True
         ):
             assert torch.equal(ours, memory)
-    assert np.array_equal(whole(pictures), decode(listing, SIZE))
+    assert np.array_equal(whole(pictures), decode_listing(listing, SIZE))
 
 
-def test_a_choice_of_rows_reads_nothing_else(listing: Listing) -> None:
+def test_a_choice_of_rows_reads_nothing_else(listing: ImageListing) -> None:
     pictures = opened(listing)
     mask = torch.arange(len(listing)) % 3 == 1
-    assert np.array_equal(whole(pictures[mask]), decode(listing, SIZE)[mask.numpy()])
+    assert np.array_equal(whole(pictures[mask]), decode_listing(listing, SIZE)[mask.numpy()])
 
 
 @pytest.mark.parametrize("method", ["independent", "unibct", "bct_sys"])
@@ -105,14 +105,14 @@ def test_a_resumed_training_may_read_in_another_way(digits: Path, tmp_path: Path
 
 @pytest.mark.parametrize("reading", [Reading(), STREAMED], ids=["held", "streamed"])
 def test_features_are_found_without_reading_a_picture(
-    reading: Reading, listing: Listing, tmp_path: Path
+    reading: Reading, listing: ImageListing, tmp_path: Path
 ) -> None:
     def run(batch: np.ndarray) -> np.ndarray:
         return batch.reshape(len(batch), -1)[:, :3].astype(np.float32)
 
     encoder = FrozenEncoder("test", run, 3, SIZE, False, "digest")
     first = features(encoder, Listed(listing, SIZE, reading), tmp_path)
-    assert np.array_equal(first, run(decode(listing, SIZE)))
+    assert np.array_equal(first, run(decode_listing(listing, SIZE)))
     unread = Listed(listing, SIZE, reading)
     assert np.array_equal(features(encoder, unread, tmp_path), first)
     assert "opened" not in unread.__dict__
@@ -122,7 +122,7 @@ def test_features_are_found_without_reading_a_picture(
 def test_a_changed_file_a_size_and_other_files_are_another_digest(tmp_path: Path) -> None:
     listing = pictures_of(tmp_path, {"a/1.png": 10, "b/1.png": 20})
 
-    def digest(size: int = SIZE, of: Listing = listing) -> str:
+    def digest(size: int = SIZE, of: ImageListing = listing) -> str:
         return Listed(of, size, Reading()).digest
 
     before = digest()
@@ -139,7 +139,7 @@ def test_a_file_that_is_gone_is_named_before_features_are_looked_for(tmp_path: P
         Listed(listing, SIZE, Reading()).digest  # noqa: B018 - asked for its error
 
 
-def pictures_of(root: Path, greys: dict[str, int]) -> Listing:
+def pictures_of(root: Path, greys: dict[str, int]) -> ImageListing:
     for path, grey in greys.items():
         (root / path).parent.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (16, 16), (grey, grey, grey)).save(root / path)
@@ -177,7 +177,7 @@ def test_odd_pictures_are_read_or_refused_as_everywhere(kind: str, tmp_path: Pat
     listing = list_images(tmp_path)
     reading = Reading(0, 0, tmp_path / "cache")
     try:
-        expected = decode(listing, SIZE)
+        expected = decode_listing(listing, SIZE)
     except InvalidInputError:
         with pytest.raises(InvalidInputError, match=r"1\.jpg"):
             whole(opened(listing, reading))
@@ -186,7 +186,7 @@ def test_odd_pictures_are_read_or_refused_as_everywhere(kind: str, tmp_path: Pat
         assert np.array_equal(whole(opened(listing, reading)), expected)
 
 
-def test_a_reading_process_that_is_killed_is_reported(listing: Listing) -> None:
+def test_a_reading_process_that_is_killed_is_reported(listing: ImageListing) -> None:
     pictures = opened(listing, Reading(in_memory_mib=0, workers=1))
     batches = pictures.in_batches(torch.split(torch.arange(len(listing)), 2))
     next(batches)

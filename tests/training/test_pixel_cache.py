@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from nobackfill.class_folders import Listing, decode, list_images
+from nobackfill.class_folders import ImageListing, decode_listing, list_images
 from nobackfill.errors import CannotWriteError
 from nobackfill.training.data import image_files
 from nobackfill.training.data.image_files import PixelCache, processes
@@ -22,7 +22,7 @@ SIZE = 16
 
 
 @pytest.fixture
-def listing(tmp_path: Path) -> Listing:
+def listing(tmp_path: Path) -> ImageListing:
     """Sixty JPEGs of noise in three classes."""
     rng = np.random.default_rng(0)
     for number in range(60):
@@ -32,7 +32,7 @@ def listing(tmp_path: Path) -> Listing:
     return list_images(tmp_path / "images")
 
 
-def read(listing: Listing, cache: Path) -> np.ndarray:
+def read(listing: ImageListing, cache: Path) -> np.ndarray:
     images = open_pictures(listing, SIZE, Reading(0, 0, cache))
     return torch.cat(list(chunks(images))).numpy()
 
@@ -42,10 +42,10 @@ def kept(cache: Path) -> list[Path]:
 
 
 def test_a_folder_that_was_removed_keeps_nothing_and_ends_nothing(
-    listing: Listing, tmp_path: Path
+    listing: ImageListing, tmp_path: Path
 ) -> None:
     cache = PixelCache(tmp_path / "cache")
-    (pixels,) = decode(listing.select(np.array([0])), SIZE)
+    (pixels,) = decode_listing(listing.select(np.array([0])), SIZE)
     cache.open()
     shutil.rmtree(tmp_path / "cache")
     image = listing.root / listing.paths[0]
@@ -53,8 +53,8 @@ def test_a_folder_that_was_removed_keeps_nothing_and_ends_nothing(
     assert cache.read(image, SIZE) is None
 
 
-def test_a_picture_is_decoded_once(listing: Listing, tmp_path: Path) -> None:
-    cache, expected = tmp_path / "cache", decode(listing, SIZE)
+def test_a_picture_is_decoded_once(listing: ImageListing, tmp_path: Path) -> None:
+    cache, expected = tmp_path / "cache", decode_listing(listing, SIZE)
     assert np.array_equal(read(listing, cache), expected)
     assert len(kept(cache)) == len(listing)
     assert {path.stat().st_size for path in kept(cache)} == {SIZE * SIZE * 3 + 4}
@@ -67,17 +67,19 @@ def test_a_picture_is_decoded_once(listing: Listing, tmp_path: Path) -> None:
     assert np.array_equal(read(listing, cache), expected)
 
 
-def test_a_replaced_picture_is_decoded_anew(listing: Listing, tmp_path: Path) -> None:
+def test_a_replaced_picture_is_decoded_anew(listing: ImageListing, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     before = read(listing, cache)
     Image.new("RGB", (9, 9), "red").save(listing.root / listing.paths[5])
     after = read(listing, cache)
-    assert np.array_equal(after, decode(listing, SIZE))
+    assert np.array_equal(after, decode_listing(listing, SIZE))
     assert not np.array_equal(after[5], before[5])
 
 
 @pytest.mark.parametrize("damage", ["empty", "cut", "cut by a byte", "zeros", "a bit", "longer"])
-def test_damage_is_decoded_anew_and_mended(listing: Listing, tmp_path: Path, damage: str) -> None:
+def test_damage_is_decoded_anew_and_mended(
+    listing: ImageListing, tmp_path: Path, damage: str
+) -> None:
     cache = tmp_path / "cache"
     expected = read(listing, cache)
     for path in kept(cache):
@@ -97,15 +99,15 @@ def test_damage_is_decoded_anew_and_mended(listing: Listing, tmp_path: Path, dam
     assert np.array_equal(found, expected[0])
 
 
-def test_a_size_has_its_own_files(listing: Listing, tmp_path: Path) -> None:
+def test_a_size_has_its_own_files(listing: ImageListing, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     read(listing, cache)
     images = open_pictures(listing, 8, Reading(0, 0, cache))
-    assert np.array_equal(torch.cat(list(chunks(images))).numpy(), decode(listing, 8))
+    assert np.array_equal(torch.cat(list(chunks(images))).numpy(), decode_listing(listing, 8))
     assert len(kept(cache)) == 2 * len(listing)
 
 
-def test_a_link_shares_what_its_picture_has(listing: Listing, tmp_path: Path) -> None:
+def test_a_link_shares_what_its_picture_has(listing: ImageListing, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     read(listing, cache)
     linked = tmp_path / "linked" / "all"
@@ -117,11 +119,11 @@ def test_a_link_shares_what_its_picture_has(listing: Listing, tmp_path: Path) ->
 
 
 def test_a_full_disk_costs_time_only(
-    listing: Listing, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    listing: ImageListing, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with small_disk(tmp_path / "disk", megabytes=1) as disk:
         fill(disk, but=80_000)
-        assert np.array_equal(read(listing, disk / "cache"), decode(listing, SIZE))
+        assert np.array_equal(read(listing, disk / "cache"), decode_listing(listing, SIZE))
         # A twentieth is left to others.
         assert 0 < len(kept(disk / "cache")) < len(listing)
         told = os.statvfs(disk)
@@ -130,22 +132,22 @@ def test_a_full_disk_costs_time_only(
 
 
 def test_a_disk_that_is_full_to_the_brim(
-    listing: Listing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    listing: ImageListing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(image_files, "RESERVE", -1.0)
     with small_disk(tmp_path / "disk", megabytes=1) as disk:
         fill(disk, but=30_000)
         for _ in range(2):
-            assert np.array_equal(read(listing, disk / "cache"), decode(listing, SIZE))
+            assert np.array_equal(read(listing, disk / "cache"), decode_listing(listing, SIZE))
 
 
-def test_a_folder_that_cannot_be_made_is_refused(listing: Listing, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_refused(listing: ImageListing, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(CannotWriteError, match="file"):
         open_pictures(listing, SIZE, Reading(0, 0, tmp_path / "file" / "cache"))
 
 
-def _reads_for_ever(listing: Listing, cache: Path) -> None:
+def _reads_for_ever(listing: ImageListing, cache: Path) -> None:
     while True:
         for path in kept(cache):
             path.unlink(missing_ok=True)
@@ -153,9 +155,9 @@ def _reads_for_ever(listing: Listing, cache: Path) -> None:
 
 
 def test_two_share_a_cache_and_one_is_killed_while_it_writes(
-    listing: Listing, tmp_path: Path
+    listing: ImageListing, tmp_path: Path
 ) -> None:
-    cache, expected = tmp_path / "cache", decode(listing, SIZE)
+    cache, expected = tmp_path / "cache", decode_listing(listing, SIZE)
     for _ in range(2):
         other = processes().Process(target=_reads_for_ever, args=(listing, cache))
         other.start()

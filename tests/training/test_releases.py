@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nobackfill.class_folders import decode, list_images
+from nobackfill.class_folders import decode_listing, list_images
 from nobackfill.errors import ConfigurationError
 from nobackfill.release.manifest import Manifest
 from nobackfill.release.models import open_embedder, open_upgrade
 from nobackfill.release.probes import check_probes
-from nobackfill.release.publishing.metadata import Keys
+from nobackfill.release.publishing.metadata import SigningKeys
 from nobackfill.release.publishing.publish import begin_publication
 from nobackfill.release.routes import open_route, plan_route
 from nobackfill.release.trust.trust import read_publication
@@ -136,7 +136,7 @@ def test_a_variance_is_published_with_fastfill(life: Life, tmp_path: Path) -> No
     )
     (upgrade,) = manifest.upgrades
     assert upgrade.predicts_uncertainty
-    images = decode(list_images(life.data / "gallery"), SIZE)
+    images = decode_listing(list_images(life.data / "gallery"), SIZE)
     embedding = open_embedder(repo, published(repo, 1)).run(images)
     side = np.random.default_rng(0).normal(size=(len(images), 12)).astype(np.float32)
     uncertainty = open_upgrade(repo, manifest, upgrade).run(embedding, side).uncertainty
@@ -212,12 +212,12 @@ def test_bring_your_own_embedder_and_upgrade_its_stored_vectors(
 
     # What their own pipeline stored long ago.
     listing = list_images(life.data / "train")
-    pixels = torch.from_numpy(decode(listing, SIZE)).permute(0, 3, 1, 2) / 255
+    pixels = torch.from_numpy(decode_listing(listing, SIZE)).permute(0, 3, 1, 2) / 255
     mean, std = (torch.tensor(values)[:, None, None] for values in (MEAN, STD))
     with torch.no_grad():
         vectors = Foreign()((pixels - mean) / std).numpy()
     np.testing.assert_allclose(
-        open_embedder(repo, manifest).run(decode(listing, SIZE)), vectors, atol=1e-4
+        open_embedder(repo, manifest).run(decode_listing(listing, SIZE)), vectors, atol=1e-4
     )
     np.save(tmp_path / "vectors.npy", vectors)
     (tmp_path / "paths.txt").write_text("\n".join(listing.paths), encoding="utf-8")
@@ -275,7 +275,7 @@ def test_a_file_that_is_no_onnx_is_refused(tmp_path: Path) -> None:
 
 def test_a_key_that_is_not_at_hand_is_named_before_anything_is_measured(tmp_path: Path) -> None:
     repo, usb = tmp_path / "model_repo", tmp_path / "usb" / "targets.pem"
-    begin_publication(repo, Keys.of(repo, {"targets": usb}))
+    begin_publication(repo, SigningKeys.of(repo, {"targets": usb}))
     # No run is there either, but nobody has looked for it yet.
     result = run_export(repo, 1, "--embedder", tmp_path / "run")
     assert result.exit_code == ConfigurationError.exit_code

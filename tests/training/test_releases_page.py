@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from nobackfill.adopt.cli import app as adopt
-from nobackfill.release.publishing.inspection import verify
-from nobackfill.release.publishing.metadata import Keys, Role
+from nobackfill.release.publishing.inspection import verify_publication
+from nobackfill.release.publishing.metadata import Role, SigningKeys
 from nobackfill.release.publishing.publish import begin_publication
 from nobackfill.training.cli import export
 from tests.adopt.models import WORDS, text_model, topical
@@ -79,8 +79,8 @@ def test_the_exports_of_the_page_run(
         monkeypatch.chdir(tmp_path / name)
         if name == "offline":
             keys: dict[Role, Path] = {"targets": Path("offline/targets.pem")}
-            begin_publication(REPO, Keys.of(REPO, keys))
+            begin_publication(REPO, SigningKeys.of(REPO, keys))
         for line in exports:
             result = invoke(export.app, *shlex.split(line))
             assert result.exit_code == 0, f"{line}\n{result.output}"
-        assert verify(REPO).releases == tuple(range(1, len(exports) + 1))
+        assert verify_publication(REPO).releases == tuple(range(1, len(exports) + 1))

@@ -18,7 +18,7 @@ from nobackfill.quality.gate import measure_release
 from nobackfill.quality.listing import list_texts
 from nobackfill.release.manifest import Manifest, text_encoder_path, tokenizer_path
 from nobackfill.release.models import ImageEmbedder, open_embedder
-from nobackfill.release.publishing.inspection import verify
+from nobackfill.release.publishing.inspection import verify_publication
 from nobackfill.release.text_models import open_text_encoder
 from nobackfill.release.trust.trust import Publication
 from tests.adopt.models import WORDS, expected, image_model, text_model, texts
@@ -144,16 +144,16 @@ def test_a_manifest_that_names_an_encoder_that_is_not_there_is_refused(tmp_path:
         data = (tmp_path / "repo" / path).read_bytes()
         (tmp_path / "repo" / path).unlink()
         with pytest.raises(VerificationError, match="text_encoder_1"):
-            verify(tmp_path / "repo")
+            verify_publication(tmp_path / "repo")
         (tmp_path / "repo" / path).write_bytes(data)
-    assert verify(tmp_path / "repo").releases == (1,)
+    assert verify_publication(tmp_path / "repo").releases == (1,)
 
 
 def test_the_model_of_some_vectors_may_be_gone(tmp_path: Path) -> None:
     repo = tmp_path / "repo"
     first = export(repo, 1, "--vectors-of", "example/ada:12")
     assert (first.embedder.dim, first.embedder.vectors_of) == (12, "example/ada")
-    assert verify(repo).releases == (1,)
+    assert verify_publication(repo).releases == (1,)
     for wrong in ("example/ada", ":12", "ada:0"):
         assert "expected NAME:DIM" in run_export(repo, 2, "--vectors-of", wrong, "--force").output
     both = run_export(repo, 2, "--vectors-of", "ada:12", "--text-encoder", tmp_path, "--force")
@@ -243,10 +243,10 @@ def test_queries_may_have_a_model_of_their_own(tmp_path: Path) -> None:
     ):
         vector = model.run(["w1"], role)[0]  # type: ignore[arg-type]
         np.testing.assert_allclose(vector, expected(tmp_path / folder, text), atol=1e-6)
-    assert verify(repo).releases == (1, 2)
+    assert verify_publication(repo).releases == (1, 2)
     (repo / "query_encoder_2" / "1" / "model.onnx").unlink()
     with pytest.raises(VerificationError, match="query_encoder_2"):
-        verify(repo)
+        verify_publication(repo)
 
 
 def other_words(folder: Path) -> None:

@@ -12,7 +12,7 @@ from nobackfill.adopt.converters import graph_of, upgrade_of
 from nobackfill.adopt.embedding.onnx_model import OnnxModel
 from nobackfill.adopt.maps import Map, fit_maps
 from nobackfill.errors import InvalidInputError
-from nobackfill.quality.gate import verdict
+from nobackfill.quality.gate import decide_gate
 from nobackfill.quality.listing import list_texts
 from nobackfill.release.publishing.renew import withdraw
 from nobackfill.release.trust.trust import Publication
@@ -272,5 +272,5 @@ def test_texts_are_not_left_behind_by_images(tmp_path: Path) -> None:
         (one.model_copy(update={"side_space": side}), reading, True),
         (only_images, reading, False),
     ):
-        said = verdict(Publication({1: old}, frozenset()), [], new)
+        said = decide_gate(Publication({1: old}, frozenset()), [], new)
         assert ("stored texts of release 1 have no side-information" in said.detail) == behind

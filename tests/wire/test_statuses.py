@@ -13,7 +13,7 @@ from nobackfill.v1.search_pb2 import SearchRequest
 from nobackfill.v1.search_pb2_grpc import SearchServiceStub
 from nobackfill.wire.connection import open_channel
 from nobackfill.wire.limits import LARGEST_REQUEST
-from nobackfill.wire.statuses import TABLE, error_of, row_of, transient
+from nobackfill.wire.statuses import TABLE, error_of, is_transient, row_of
 from tests.wire.scripted import serving
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -45,7 +45,7 @@ def test_every_error_arrives_as_it_was_raised() -> None:
                 SearchServiceStub(channel).Search(SearchRequest(), timeout=30)
             row, found = row_of(type(error)), error_of(refused.value, "here")
             assert row is not None and type(found) is row.error
-            assert transient(found) is row.transient
+            assert is_transient(found) is row.transient
             assert found.exit_code == error.exit_code
             assert str(found).startswith(f"here: {error}")
 
@@ -87,7 +87,7 @@ def test_a_message_above_the_bound_is_too_large_and_not_tried_again() -> None:
             with pytest.raises(grpc.RpcError) as refused:
                 SearchServiceStub(one).Search(request, timeout=30)
             found = error_of(refused.value, "here")
-            assert type(found) is errors.TooLargeError and not transient(found)
+            assert type(found) is errors.TooLargeError and not is_transient(found)
 
 
 @pytest.mark.parametrize("page", ["architecture.md", "operations/troubleshoot.md"])

@@ -17,7 +17,7 @@ np.True_
 
 from typing import TYPE_CHECKING
 
-from nobackfill.faces import offer
+from nobackfill.faces import export_lazily
 
 if TYPE_CHECKING:
     from nobackfill.adopt.carrying import carry as carry
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     )
     from nobackfill.adopt.verdict import Cost as Cost, Verdict as Verdict, decide as decide
 else:
-    __getattr__ = offer(
+    __getattr__ = export_lazily(
         __name__,
         {
             "carrying": "carry",

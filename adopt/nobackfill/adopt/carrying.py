@@ -28,11 +28,11 @@ from nobackfill.adopt.sources.source import (
     Window,
     checked,
 )
-from nobackfill.errors import BusyError, InvalidInputError, VerificationError, few
-from nobackfill.extras import extra
+from nobackfill.errors import BusyError, InvalidInputError, VerificationError, join_few
+from nobackfill.extras import require_extra
 from nobackfill.vectors import Vectors
 
-with extra("adopt"):
+with require_extra("adopt"):
     from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
 # Sweeps through the whole store, after which writers count as faster than this run.
@@ -256,7 +256,7 @@ def _at_once(
 def _refuse_missing(name: str, missing: dict[str, str]) -> None:
     """Raise InvalidInputError that names items without a new vector, if there are any."""
     if missing:
-        reasons = few(f"{item!r} ({why})" for item, why in missing.items())
+        reasons = join_few(f"{item!r} ({why})" for item, why in missing.items())
         raise InvalidInputError(
             f"{name}: {len(missing)} items have an old vector and no new one: {reasons}. The other "
             "items are written. Correct these items or clear their old vectors, and run the same "

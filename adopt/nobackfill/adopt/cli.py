@@ -16,7 +16,7 @@ from typer.core import TyperGroup
 
 from nobackfill.errors import InvalidInputError, NobackfillError, NotFoundError
 from nobackfill.framing import Fit, Interpolation
-from nobackfill.terminal import visible
+from nobackfill.terminal import escape_hidden
 from nobackfill.version_option import Version
 
 if TYPE_CHECKING:
@@ -322,7 +322,7 @@ def sample(
         print(text, end="")
     else:
         write_file(out, text.encode())
-        print(visible(f"{out}: written, with the ids of {len(ids)} of {len(rows)} items"))
+        print(escape_hidden(f"{out}: written, with the ids of {len(ids)} of {len(rows)} items"))
     # Not on stdout with the ids, which may go into a pipe.
     print(pairs.coverage(rows, ids, seed).sentence, file=sys.stdout if out else sys.stderr)
 
@@ -478,7 +478,7 @@ def embed(
             _tell(f"{name}: {why}")
     count = f"{len(refusals)} refused, " if refusals else ""
     vectors = len(found.ids) - len(refusals)
-    print(visible(f"{made} items embedded now, {count}{vectors} with a vector in {out}"))
+    print(escape_hidden(f"{made} items embedded now, {count}{vectors} with a vector in {out}"))
     if refusals:
         raise typer.Exit(InvalidInputError.exit_code)
 
@@ -667,9 +667,9 @@ def withdraw(
 ) -> None:
     """Withdraw a published map, so that `nobackfill carry` and `improve` refuse it from then on."""
     from nobackfill.release.publishing import renew
-    from nobackfill.release.publishing.metadata import Keys
+    from nobackfill.release.publishing.metadata import SigningKeys
 
-    keys = Keys.of(model_repo, None if targets_key is None else {"targets": targets_key})
+    keys = SigningKeys.of(model_repo, None if targets_key is None else {"targets": targets_key})
     news = renew.withdraw(model_repo, number, reason, keys, dry_run, converter=True)
     answer = {"converter": number, "reason": reason, "news": news, "written": news and not dry_run}
     if news:
@@ -872,7 +872,7 @@ def _carry_and_answer(
     if isinstance(source, WarningSource):
         obstacles = [] if flip else source.obstacles(target)
         for warning in [*source.warnings(target.name), *obstacles]:
-            print(visible(f"nobackfill: warning: {warning}"), file=sys.stderr, flush=True)
+            print(escape_hidden(f"nobackfill: warning: {warning}"), file=sys.stderr, flush=True)
     done = write_vectors(source, target, maker, progress=_progress(source.count()), flip=flip)
     lines = [
         *notes,
@@ -1057,7 +1057,7 @@ def start(
     )  # fmt: skip
     migration = Migration(work)
     for line in migration.decide(plan, _tell):
-        print(visible(line))
+        print(escape_hidden(line))
     way = migration.plan().way
     if way == "stay":
         migration.write(_tell)
@@ -1094,7 +1094,7 @@ def start(
         )
         return
     for step in result.steps:
-        print(visible(f"  {step}"))
+        print(escape_hidden(f"  {step}"))
 
 
 @migrate_commands.command()
@@ -1161,7 +1161,7 @@ def finish(work: Work = _WORK) -> None:
 
 
 def _tell(line: str) -> None:
-    print(visible(line), file=sys.stderr)
+    print(escape_hidden(line), file=sys.stderr)
 
 
 def _progress(total: int) -> Callable[[int], None]:
@@ -1176,7 +1176,7 @@ def _progress(total: int) -> Callable[[int], None]:
 
 
 def _answer(as_json: bool, answer: Mapping[str, object], lines: list[str]) -> None:
-    print(json.dumps(answer) if as_json else "\n".join(map(visible, lines)))
+    print(json.dumps(answer) if as_json else "\n".join(map(escape_hidden, lines)))
 
 
 def main() -> None:
@@ -1187,7 +1187,7 @@ def main() -> None:
     try:
         app()
     except NobackfillError as error:
-        print(visible(f"nobackfill: {error}"), file=sys.stderr)
+        print(escape_hidden(f"nobackfill: {error}"), file=sys.stderr)
         sys.exit(error.exit_code)
 
 

@@ -37,7 +37,7 @@ from nobackfill.release.manifest import (
     ModelCard,
     PublishedFile,
 )
-from nobackfill.release.publishing.declaration import digest, weight_files
+from nobackfill.release.publishing.declaration import hash_model_files, weight_files
 from nobackfill.release.publishing.publish import publish_converter
 from nobackfill.release.trust.trust import (
     Trust,
@@ -103,7 +103,9 @@ def model_card(model: _Model, vectors: Vectors, made_by: str | None, where: str)
         )
     embedder = open_embedder(model.model, name=model.model_name)
     same_model(embedder.fingerprint, made_by, f"{model.model} and {where}")
-    weights = digest(weight_files(Path(model.model))) if model.model.endswith(".onnx") else None
+    weights = (
+        hash_model_files(weight_files(Path(model.model))) if model.model.endswith(".onnx") else None
+    )
     declared = getattr(embedder, "declared", {})
     return ModelCard(
         name=model.name,

@@ -34,7 +34,7 @@ from nobackfill.adopt.maps import (
 from nobackfill.adopt.pairs import Pairs
 from nobackfill.errors import IncompatibleSpaceError, InvalidInputError
 from nobackfill.metrics.ranking import Ints
-from nobackfill.ridge import Moments, in_blocks
+from nobackfill.ridge import Moments, split_into_blocks
 from nobackfill.serving.fusion import Block
 from nobackfill.vectors import Vectors, normalise
 
@@ -56,7 +56,7 @@ def correct_converter(converter: Map, pairs: Pairs) -> Map:
         IncompatibleSpaceError: The pairs have other dimensions.
     """
     residual = residual_pairs(converter, pairs)
-    correction = ridge.fit(in_blocks(residual.old, residual.new), sample=LEFT_OUT)
+    correction = ridge.fit_ridge(split_into_blocks(residual.old, residual.new), sample=LEFT_OUT)
     weight = (converter.weight + correction.weight).astype(np.float32)
     bias = (converter.bias + correction.bias).astype(np.float32)
     facts = {"own_pairs": str(len(pairs)), "penalty": f"{correction.penalty:.3g}"}
@@ -222,7 +222,7 @@ def cross_fit(
     if fitted_queries is not None:
         item = np.r_[item, fitted_queries.rows]
     fitted = np.flatnonzero(np.isin(item, items))
-    total = Moments.of(in_blocks(rows.old[fitted], rows.new[fitted])())
+    total = Moments.of(split_into_blocks(rows.old[fitted], rows.new[fitted])())
     penalty = None
     if needs_strength(kinds):
         penalty = strength(rows, fitted[fitted < len(pairs)], total)
@@ -267,7 +267,7 @@ def strength(pairs: Pairs, rows: Ints, moments: Moments) -> Strength:
             another.
         moments: The moments that maps are solved from. Penalties are multiples of their variance.
     """
-    blocks = in_blocks(pairs.old[rows], pairs.new[rows])
+    blocks = split_into_blocks(pairs.old[rows], pairs.new[rows])
     of_items = Moments.of(blocks())
     penalty = Solver(of_items).strength(blocks)
     if of_items.rows == moments.rows:

@@ -34,7 +34,7 @@ from nobackfill.adopt.sources.source import (
 )
 from nobackfill.adopt.verdict import Cost, Verdict, decide
 from nobackfill.durable import write_file
-from nobackfill.errors import CannotWriteError, InvalidInputError, few
+from nobackfill.errors import CannotWriteError, InvalidInputError, join_few
 
 # Windows of a store that are read to estimate what a migration takes.
 MEASURED_WINDOWS = 3
@@ -162,7 +162,7 @@ def fit_and_judge(
     steps = _steps(verdict.way, files)
     lines += steps
     if skipped := matched.without_old:
-        lines.append(f"skipped: {len(skipped)} items have no old vector ({few(skipped)})")
+        lines.append(f"skipped: {len(skipped)} items have no old vector ({join_few(skipped)})")
     answer = asdict(verdict)
     del answer["map"], answer["joining"]
     answer |= {"chosen": verdict.map.kind, "weight": verdict.joining.weight}

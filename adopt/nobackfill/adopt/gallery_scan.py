@@ -24,7 +24,15 @@ from nobackfill.adopt.pairs import WINDOW, Pairs
 from nobackfill.adopt.sources.source import Source, checked
 from nobackfill.metrics.distances import Metric
 from nobackfill.metrics.ranking import Ints
-from nobackfill.serving.fusion import HITS, Block, Joining, Mask, candidates, fuse, hubs
+from nobackfill.serving.fusion import (
+    HITS,
+    Block,
+    Joining,
+    Mask,
+    collect_candidates,
+    fuse_nearness,
+    measure_hubs,
+)
 from nobackfill.vectors import Vectors
 
 # Numbers of either precision.
@@ -426,7 +434,9 @@ class SetScan:
 
     def hub(self, carried: Vectors) -> Block:
         """Measure the hubness [q, w] of migrated items [w, b] for each query's rank fusion."""
-        first, second = (hubs(carried, joining.crowd)[None] for joining in self._one.joinings)
+        first, second = (
+            measure_hubs(carried, joining.crowd)[None] for joining in self._one.joinings
+        )
         return np.where(self._one.first[:, None], first, second)
 
     @property
@@ -516,7 +526,7 @@ class SetScan:
             self._one.joinings, (self._one.first, ~self._one.first), strict=True
         ):
             by_new = corrected if len(joining.crowd) else near_new
-            joint[half] = fuse(joining.weight, near_old, by_new)[half]
+            joint[half] = fuse_nearness(joining.weight, near_old, by_new)[half]
         joint = np.where(nearest.numbers < 0, -np.inf, joint)
         return _Items(nearest.numbers, near_old, near_new, joint)
 
@@ -535,7 +545,7 @@ class SetScan:
         for query, numbers in enumerate(everything.numbers):
             place = {number: at for at, number in reversed(list(enumerate(numbers.tolist())))}
             halves = numbers[:HITS].tolist(), numbers[HITS:].tolist()
-            found = candidates(*(lambda count, half=half: half[:count] for half in halves))
+            found = collect_candidates(*(lambda count, half=half: half[:count] for half in halves))
             mask[query, [place[number] for number in found if number >= 0]] = True
         return _Items(
             np.where(mask, everything.numbers, -1), everything.old, everything.migrated,

@@ -23,9 +23,9 @@ from nobackfill.serving.fusion import (
     Joining,
     Mask,
     OddsLine,
-    candidates,
-    fuse,
-    hubs,
+    collect_candidates,
+    fuse_nearness,
+    measure_hubs,
     standardise,
 )
 from nobackfill.vectors import Vectors, normalise
@@ -357,7 +357,7 @@ def judge(
 
     def fused(choice: FusionChoice) -> Block:
         weight, corrected = choice
-        return fuse(weight, near_old, near_corrected if corrected else near_new)
+        return fuse_nearness(weight, near_old, near_corrected if corrected else near_new)
 
     candidates_alone = _candidate_filter(stay, migrated)
     # Hubs are measured by the queries of users; items that query their neighbours say nothing.
@@ -441,9 +441,9 @@ def rank_by_way(
     """
     stay, migrated, native = _blocks(gallery, queries, migrated)
     anchors = anchor_rows(gallery, seed)
-    near_new = standardise(migrated + hubs(gallery.carried, joining.crowd)[None], anchors)
+    near_new = standardise(migrated + measure_hubs(gallery.carried, joining.crowd)[None], anchors)
     near_old = standardise(stay, anchors)
-    near = fuse(joining.weight, near_old, near_new)
+    near = fuse_nearness(joining.weight, near_old, near_new)
     both = _candidate_filter(stay, migrated)(-near)
     lazily = _rerank_hits(both, -joining.native(standardise(native, anchors), near))
     return {"stay": stay, "map": migrated, "both": both, "lazily": lazily, "re-embed": native}
@@ -466,7 +466,7 @@ def anchor_rows(gallery: Gallery, seed: int = 0) -> Ints:
 
 def _hubs(gallery: Gallery, queries: Queries, some: Mask) -> Block:
     """Measure the hubness [1, g] of migrated items by some of the queries, bool [q]."""
-    return hubs(gallery.carried, normalise(queries.new[some][:CROWD]))[None]
+    return measure_hubs(gallery.carried, normalise(queries.new[some][:CROWD]))[None]
 
 
 def _candidate_filter(stay: Block, migrated: Block) -> Callable[[Block], Block]:
@@ -478,7 +478,7 @@ def _candidate_filter(stay: Block, migrated: Block) -> Callable[[Block], Block]:
     """
     mask = np.zeros(stay.shape, bool)
     for query, by_model in enumerate(zip(stay, migrated, strict=True)):
-        mask[query, candidates(*(partial(_nearest, one) for one in by_model))] = True
+        mask[query, collect_candidates(*(partial(_nearest, one) for one in by_model))] = True
     return lambda block: np.where(mask, block, np.float32(np.inf))
 
 

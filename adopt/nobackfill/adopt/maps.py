@@ -25,7 +25,7 @@ import numpy as np
 from nobackfill import ridge
 from nobackfill.durable import write_file
 from nobackfill.errors import InvalidInputError, NotFoundError
-from nobackfill.ridge import Blocks, Doubles, Floats, Moments, in_blocks
+from nobackfill.ridge import Blocks, Doubles, Floats, Moments, split_into_blocks
 from nobackfill.vectors import Vectors, check_vectors, normalise
 
 # Formats of the file. The second has layers, which a reader of the first would ignore.
@@ -221,7 +221,7 @@ def fit_maps(
     """
     if len(old) != len(new) or len(old) < 2 * group:
         raise InvalidInputError(f"expected at least 2 pairs, got {len(old)} old and {len(new)} new")
-    blocks = in_blocks(old, new)
+    blocks = split_into_blocks(old, new)
     solver = Solver(Moments.of(blocks()))
     strength = solver.strength(blocks, group=group) if needs_strength(kinds) else None
     return solver.maps(strength, is_unit(new), kinds)
@@ -241,7 +241,7 @@ class Solver:
     def strength(self, blocks: Blocks, *, group: int = 1) -> Strength:
         """By leave-one-out error on the same pairs, which `blocks` gives. The less of the new
         vectors ridge leaves unexplained, the less is turned."""
-        found = ridge.fit(blocks, group=group, moments=self._moments, sample=LEFT_OUT)
+        found = ridge.fit_ridge(blocks, group=group, moments=self._moments, sample=LEFT_OUT)
         unexplained = found.error / found.spread if found.spread > 0 else 0.0
         return Strength(LESS * found.penalty, min(MOST_TURNED, unexplained))
 
@@ -274,7 +274,7 @@ class Solver:
         return maps
 
     def _affine(self, strength: Strength) -> Doubles:
-        straight = ridge.solve(self._moments, strength.penalty).weight
+        straight = ridge.solve_ridge(self._moments, strength.penalty).weight
         if strength.turned == 0:
             return straight
         _, singular, _ = self._decomposed

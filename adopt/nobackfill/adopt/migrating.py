@@ -617,7 +617,7 @@ class Migration:
     def _locked(self) -> Iterator[None]:
         with ExitStack() as locks:
             try:
-                locks.enter_context(durable.lock(self._folder / "lock"))
+                locks.enter_context(durable.lock_file(self._folder / "lock"))
             except BusyError as error:
                 raise BusyError(
                     f"{self._folder}: another process works on this migration; stop it with "

@@ -6,14 +6,14 @@ from pathlib import Path
 
 from nobackfill.adopt.judgement import SHARES
 from nobackfill.adopt.verdict import CurvePoint, Verdict, Way, gain_of_doubling
-from nobackfill.extras import extra
+from nobackfill.extras import require_extra
 
 _COLOUR = "#0072b2"
 
 
 def render(verdict: Verdict) -> str:
     """The page, with the learning curve and the ways as pictures."""
-    with extra("adopt"):
+    with require_extra("adopt"):
         from jinja2 import Environment, FileSystemLoader, StrictUndefined
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined

@@ -18,7 +18,7 @@ from nobackfill.adopt.sources.source import (
     checked,
     repeated,
 )
-from nobackfill.errors import InvalidInputError, few
+from nobackfill.errors import InvalidInputError, join_few
 from nobackfill.metrics.distances import Metric
 from nobackfill.metrics.ranking import Ints
 from nobackfill.ridge import Doubles
@@ -76,7 +76,7 @@ def read_all(source: Source, only: Collection[str] | None = None) -> Rows:
         vectors.append(rows.vectors[np.asarray(kept, np.int64)])
     if twice := repeated(ids):
         raise InvalidInputError(
-            f"{where}: expected each id once, got {few(map(repr, twice))} more than once"
+            f"{where}: expected each id once, got {join_few(map(repr, twice))} more than once"
         )
     return Rows(ids, np.concatenate(vectors) if vectors else np.empty((0, dim or 0), np.float32))
 
@@ -87,7 +87,7 @@ def judged_by(facts: Facts) -> Metric:
     if metric not in _JUDGED:
         raise InvalidInputError(
             f"{facts.name}: its vectors are searched by {metric}, which is carried but not judged; "
-            f"expected {few(_JUDGED)}"
+            f"expected {join_few(_JUDGED)}"
         )
     return _JUDGED[metric]
 
@@ -107,7 +107,7 @@ def match(old: Source, new: Source, *, least: int = 20) -> Matched:
     if len(stored) < least:
         why = "embed more of them by the new model"
         if lost:
-            missing = few(map(repr, lost))
+            missing = join_few(map(repr, lost))
             why = f"{old.facts().name} has none for {missing}; are the ids of both sides the same?"
         raise InvalidInputError(
             f"expected at least {least} items with both vectors, found {len(stored)}: {why}"
@@ -117,7 +117,7 @@ def match(old: Source, new: Source, *, least: int = 20) -> Matched:
         if len(zeros := np.flatnonzero(~vectors.any(1))):
             raise InvalidInputError(
                 f"{side.facts().name}: expected vectors with a direction, got zeros only in "
-                f"{few(repr(pairs.ids[row]) for row in zeros.tolist())}; leave these items out"
+                f"{join_few(repr(pairs.ids[row]) for row in zeros.tolist())}; leave these items out"
             )
     return Matched(pairs, lost, [])
 
@@ -329,7 +329,7 @@ def inspect(source: Source) -> Inspection:
     """Read every vector once."""
     facts = source.facts()
     if isinstance(source, Dimensioned) and len(mixed := source.dims()) > 1:
-        each = few(f"{dim} in {rows} rows" for dim, rows in mixed.items())
+        each = join_few(f"{dim} in {rows} rows" for dim, rows in mixed.items())
         why = (
             f"vectors of several dimensions: {each}; a column is carried whole, so give each "
             "model's rows a table of their own (CREATE TABLE … AS SELECT … WHERE vector_dims(…) = "

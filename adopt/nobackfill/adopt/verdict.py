@@ -42,7 +42,7 @@ from nobackfill.adopt.maps import (
 from nobackfill.adopt.pairs import Pairs
 from nobackfill.adopt.sources.source import Source
 from nobackfill.metrics.bootstrap import paired_bootstrap
-from nobackfill.ridge import Moments, in_blocks
+from nobackfill.ridge import Moments, split_into_blocks
 from nobackfill.serving.fusion import HITS, Joining, Mask
 from nobackfill.vectors import normalise
 
@@ -82,7 +82,7 @@ class MapChoice:
         if self.fitted_queries is None:
             return fit_maps(pairs.old, pairs.new, kinds=[self.kind])[self.kind]
         rows = crossfit.add_queries(pairs, self.fitted_queries)
-        moments = Moments.of(in_blocks(rows.old, rows.new)())
+        moments = Moments.of(split_into_blocks(rows.old, rows.new)())
         penalty = None
         if needs_strength([self.kind]):
             penalty = crossfit.strength(rows, np.arange(len(pairs)), moments)

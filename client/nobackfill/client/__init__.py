@@ -19,10 +19,12 @@ Each class is imported on first use: a search on a device needs no gRPC.
 
 from typing import TYPE_CHECKING
 
-from nobackfill.faces import offer
+from nobackfill.faces import export_lazily
 
 if TYPE_CHECKING:
     from nobackfill.client.device import Device as Device
     from nobackfill.wire.gateway import Gateway as Gateway
 else:
-    __getattr__ = offer("nobackfill", {"client.device": "Device", "wire.gateway": "Gateway"})
+    __getattr__ = export_lazily(
+        "nobackfill", {"client.device": "Device", "wire.gateway": "Gateway"}
+    )

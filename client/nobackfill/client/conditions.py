@@ -16,7 +16,7 @@ from nobackfill.gallery.filters import (
     Range,
     Scalar,
     TimeRange,
-    microseconds,
+    parse_microseconds,
 )
 
 _CONDITION = re.compile(r"(.+?)(!=|>=|<=|=|>|<)(.*)", re.DOTALL)
@@ -62,7 +62,7 @@ def _read(text: str) -> Filter:
     if bound is not None:
         return Range(key, **{_BOUNDS[sign]: bound})
     if isinstance(value, str):
-        moment = microseconds(value)
+        moment = parse_microseconds(value)
         if moment is None:
             raise InvalidInputError(
                 f"expected a number, a date or a time after {sign} in {text!r}, got {value!r}"

@@ -61,8 +61,8 @@ def init(
     refuse_leftovers(path)
     source = sync.normalised_source(source)
     models = sidecar(path, "models")
-    draft = path.with_name(f"{durable.TEMPORARY}{path.name}")
-    with durable.lock(models / "sync.lock"), sync.open_source(source) as (fetcher, base_url):
+    draft = path.with_name(f"{durable.TEMPORARY_PREFIX}{path.name}")
+    with durable.lock_file(models / "sync.lock"), sync.open_source(source) as (fetcher, base_url):
         # Trusted metadata of an earlier, failed try must not decide whom to trust now.
         durable.remove_tree(models / "trusted.json")
         for leftover in sorted(path.parent.glob(f"{draft.name}*")):
@@ -91,5 +91,5 @@ def init(
                 }
             )
         durable.remove_tree(draft.with_name(f"{draft.name}.lock"))
-        durable.replace(draft, path)
+        durable.replace_file(draft, path)
     return {"gallery": str(path), "source": source, "release": newest, "bytes": fetched}

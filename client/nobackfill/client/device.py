@@ -231,11 +231,11 @@ class Device(GalleryFile):
             VerificationError: the gallery file is damaged.
             BusyError: another process holds the gallery file.
         """
-        from nobackfill.gallery.listing import page
+        from nobackfill.gallery.listing import read_items_page
 
         passing, space, place = self._passing(where), self._space(), None
         while True:
-            items, place = page(
+            items, place = read_items_page(
                 self.store,
                 space,
                 500,
@@ -337,7 +337,7 @@ class Device(GalleryFile):
 
     def _passing(self, where: "Mapping[str, Scalar] | Filter | None") -> "Labels | None":
         from nobackfill.gallery.filter_engine import passing_labels
-        from nobackfill.gallery.filters import every
+        from nobackfill.gallery.filters import as_filter
 
-        filtered = None if where is None else every(where)
+        filtered = None if where is None else as_filter(where)
         return None if filtered is None else passing_labels(self.store, filtered)

@@ -40,7 +40,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 from nobackfill import durable
 from nobackfill.errors import DamagedError, NotFoundError, VerificationError
 from nobackfill.gallery.spec import SpaceInfo
-from nobackfill.gallery.sqlite_file import has_room
+from nobackfill.gallery.sqlite_file import has_free_bytes
 from nobackfill.gallery.sqlite_gallery import SqliteGallery
 from nobackfill.release.paths import manifest_path
 
@@ -183,7 +183,7 @@ class GalleryFile:
             BusyError: another sync has the lock; this does not wait.
             CannotWriteError: the lock file cannot be created.
         """
-        return durable.lock(self.models / "sync.lock")
+        return durable.lock_file(self.models / "sync.lock")
 
     def vault_lock(self) -> AbstractContextManager[None]:
         """Lock the use of the vault, for any length of time.
@@ -192,7 +192,7 @@ class GalleryFile:
             BusyError: another push or pull has the lock; this does not wait.
             CannotWriteError: the lock file cannot be created.
         """
-        return durable.lock(self.models / "vault.lock")
+        return durable.lock_file(self.models / "vault.lock")
 
     def change_lock(self, timeout_s: float = 0.0) -> AbstractContextManager[None]:
         """Lock the change of spaces and releases; never wait for the network under this lock.
@@ -204,7 +204,7 @@ class GalleryFile:
             BusyError: another process held the lock for `timeout_s` seconds.
             CannotWriteError: the lock file cannot be created.
         """
-        return durable.lock(self.models / "change.lock", timeout_s)
+        return durable.lock_file(self.models / "change.lock", timeout_s)
 
     def state(self, key: str, default: Any = None) -> Any:
         """Return a value of the gallery's state.
@@ -236,11 +236,11 @@ class GalleryFile:
             VerificationError: the gallery's state is damaged, or is newer than the metadata.
             BusyError: another process holds the gallery file.
         """
-        from nobackfill.release.trust.trust import Floor, Trust
+        from nobackfill.release.trust.trust import Trust, VersionFloor
 
         root = str(self.state("root")).encode()
         try:
-            floor = Floor.model_validate(self.state("floor"))
+            floor = VersionFloor.model_validate(self.state("floor"))
         except ValueError as error:
             raise DamagedError(self.path, "the state floor has an unexpected form") from error
         try:
@@ -324,7 +324,7 @@ def keep_reserve(gallery: Path) -> None:
     """
     path = sidecar(gallery, "reserve")
     with contextlib.suppress(OSError):
-        if has_room(gallery.parent, _PLENTY):
+        if has_free_bytes(gallery.parent, _PLENTY):
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
                 os.posix_fallocate(handle, 0, RESERVE_BYTES)
@@ -338,5 +338,5 @@ def free_reserve(gallery: Path) -> None:
     Does nothing if there is no such file, or if it cannot be deleted.
     """
     with contextlib.suppress(OSError):
-        if not has_room(gallery.parent, RESERVE_BYTES):
+        if not has_free_bytes(gallery.parent, RESERVE_BYTES):
             sidecar(gallery, "reserve").unlink(missing_ok=True)

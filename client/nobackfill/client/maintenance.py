@@ -25,7 +25,7 @@ from nobackfill.errors import (
     NotPermittedError,
     UnavailableError,
     UnusableRowsError,
-    few,
+    join_few,
 )
 from nobackfill.gallery import staging
 from nobackfill.gallery.rescue import rescue as save
@@ -135,7 +135,8 @@ def describe(device: GalleryFile, names: Sequence[str], notes: Metadata) -> int:
     reserved = {"path", "folder", "name"} & notes.keys()
     if reserved:
         raise InvalidInputError(
-            f"{few(sorted(reserved))}: locates the item's file, so it cannot be set; use other keys"
+            f"{join_few(sorted(reserved))}: locates the item's file, so it cannot be set; use "
+            "other keys"
         )
     ids = list(dict.fromkeys(i for name in names for i in _find(device, name)))
     items = [item for item in map(device.store.get, ids) if item is not None]
@@ -171,10 +172,10 @@ def collect(device: GalleryFile) -> dict[str, Any]:
         bytes_before = disk_bytes(device)
         for space in device.store.spaces():
             if space.state == "staging":
-                staging.drop(device.store, space.spec.space)
+                staging.drop_space(device.store, space.spec.space)
         dropped = confirm(device)
         with contextlib.suppress(BusyError), device.sync_lock():
-            durable.sweep(device.models)
+            durable.remove_temporary_files(device.models)
             tidy_models(device)
         with contextlib.suppress(BusyError), device.vault_lock():
             _sweep_boxes(device)
@@ -219,7 +220,7 @@ def verify(device: GalleryFile) -> dict[str, Any]:
             pages = [line for (text,) in rows for line in text.splitlines()]
             strays = connection.execute("PRAGMA foreign_key_check").fetchall()
         if pages != ["ok"] or strays:
-            damage = few(pages) if pages != ["ok"] else f"{len(strays)} rows belong to no item"
+            damage = join_few(pages) if pages != ["ok"] else f"{len(strays)} rows belong to no item"
             raise DamagedError(device.path, damage)
         items = device.store.count()
         spaces = device.store.spaces()
@@ -330,14 +331,14 @@ def rescue(path: Path, to: Path) -> dict[str, Any]:
         raise AlreadyExistsError(f"{to}: already exists; name another file with --to")
     refuse_leftovers(to)
     durable.make_dir(to.parent, mode=0o700)
-    durable.sweep(to.parent, to.name)
-    draft = to.with_name(f"{durable.TEMPORARY}{to.name}-{uuid.uuid4().hex}")
+    durable.remove_temporary_files(to.parent, to.name)
+    draft = to.with_name(f"{durable.TEMPORARY_PREFIX}{to.name}-{uuid.uuid4().hex}")
     try:
         saved = save(path, draft, {"vault": TABLE})
         not_copied = [
             name for suffix in ("models", "identity", "outbox") for name in _copy(path, to, suffix)
         ]
-        durable.replace(draft, to)
+        durable.replace_file(draft, to)
     finally:
         for name in to.parent.glob(f"{draft.name}*"):
             name.unlink()
@@ -369,6 +370,6 @@ def _copy(path: Path, to: Path, suffix: str) -> list[str]:
         destination = target if name == source else target / name.relative_to(source)
         durable.make_dir(destination.parent, mode=0o700)
         # Temporary files of a killed rescue.
-        durable.sweep(destination.parent, f"{destination.name}-")
+        durable.remove_temporary_files(destination.parent, f"{destination.name}-")
         durable.write_file(destination, data, _MODE)
     return not_copied

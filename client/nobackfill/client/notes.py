@@ -10,8 +10,8 @@ from nobackfill.errors import InvalidInputError, UnusableOutputError
 from nobackfill.gallery.spec import Metadata
 from nobackfill.gallery.store import NewVectors, check_batch
 from nobackfill.release.manifest import Manifest, TextRole
-from nobackfill.release.models import cores
-from nobackfill.release.text_models import TextModel, no_text_vector, open_text_encoder
+from nobackfill.release.models import count_cores
+from nobackfill.release.text_models import TextModel, no_text_vector_error, open_text_encoder
 from nobackfill.text import TextLine, check_text
 from nobackfill.vectors import Vectors
 
@@ -102,12 +102,12 @@ def embed(device: GalleryFile, manifest: Manifest, texts: Sequence[str], role: T
         InvalidInputError: a text is empty, too long, or has no vector.
         VerificationError: a model file is damaged.
     """
-    model = open_text_encoder(device.models, manifest, cores())
+    model = open_text_encoder(device.models, manifest, count_cores())
     try:
         return model.run([check_text(text) for text in texts], role)
     except UnusableOutputError as error:
         worst = texts[error.rows[0]][:64]
-        raise InvalidInputError(f"{worst!r}: {no_text_vector(manifest)}") from error
+        raise InvalidInputError(f"{worst!r}: {no_text_vector_error(manifest)}") from error
 
 
 class _Encoders:
@@ -127,7 +127,7 @@ class _Encoders:
             manifests += [earlier] if earlier.text_encoder is not None else []
         for manifest in manifests:
             if manifest.space not in self._open:
-                encoder = open_text_encoder(self._device.models, manifest, cores())
+                encoder = open_text_encoder(self._device.models, manifest, count_cores())
                 self._open[manifest.space] = encoder
         return [(manifest, self._open[manifest.space]) for manifest in manifests]
 
@@ -155,7 +155,7 @@ def _store(
                 for m, model in active_encoders
             ]
         except UnusableOutputError as error:
-            why = str(no_text_vector(active_encoders[0][0]))
+            why = str(no_text_vector_error(active_encoders[0][0]))
             report.refusals |= {batch[row].id: why for row in error.rows}
             batch = [line for row, line in enumerate(batch) if row not in error.rows]
             continue

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from nobackfill.errors import few
-from nobackfill.terminal import visible
+from nobackfill.errors import join_few
+from nobackfill.terminal import escape_hidden
 
 Advance = Callable[[int, int], None]
 
@@ -35,11 +35,11 @@ class Output:
             print(json.dumps(answer))
             return
         for line in lines:
-            print(visible(line))
+            print(escape_hidden(line))
 
     def note(self, line: str) -> None:
         """Print a remark on stderr, in both forms; control characters are made visible."""
-        print(visible(line), file=sys.stderr)
+        print(escape_hidden(line), file=sys.stderr)
 
     def reasons(self, reasons: Mapping[str, str]) -> None:
         """Print one remark on stderr for each reason, with the names that it applies to.
@@ -51,7 +51,7 @@ class Output:
         for name, reason in reasons.items():
             names_of.setdefault(reason, []).append(name)
         for reason, names in names_of.items():
-            self.note(f"{few(names)}: {reason}")
+            self.note(f"{join_few(names)}: {reason}")
 
     @contextmanager
     def progress(self, what: str) -> Iterator[Advance]:

@@ -15,9 +15,9 @@ from nobackfill.errors import InvalidInputError, UnusableOutputError
 from nobackfill.gallery.spec import Metadata, SpaceSpec
 from nobackfill.gallery.sqlite_file import StoredItem
 from nobackfill.gallery.store import NewVectors
-from nobackfill.images import Pixels, decode, read_file
-from nobackfill.picture_files import is_clutter, is_picture, suffix_refusal
-from nobackfill.release.models import cores, no_vector, open_embedder, open_side_encoder
+from nobackfill.images import Pixels, decode_image, read_file
+from nobackfill.picture_files import explain_suffix, is_clutter, is_picture
+from nobackfill.release.models import count_cores, no_vector_error, open_embedder, open_side_encoder
 from nobackfill.vectors import Vectors
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def _files(path: Path, scan: ImageScan, gallery: Path | None) -> Iterator[str]:
             if is_clutter(name) or _is_own(folder, name, gallery):
                 scan.system_files.append(inside)
             elif not is_picture(name):
-                scan.refusals[inside] = suffix_refusal(name)
+                scan.refusals[inside] = explain_suffix(name)
             else:
                 yield inside
     yield from unreadable
@@ -168,9 +168,9 @@ class Encoder:
             VerificationError: a file is missing or damaged, or cannot be loaded.
         """
         self.manifest = manifest
-        self._embedder = open_embedder(models, manifest, cores())
+        self._embedder = open_embedder(models, manifest, count_cores())
         has_side = side and manifest.side_encoder is not None
-        self._side = open_side_encoder(models, manifest, cores()) if has_side else None
+        self._side = open_side_encoder(models, manifest, count_cores()) if has_side else None
 
     def pixels(self, image: bytes) -> Pixels:
         """Decode an image, scaled and cropped to the size that the embedder reads.
@@ -184,7 +184,7 @@ class Encoder:
         Raises:
             InvalidInputError: the bytes are no such image, or the image is too large.
         """
-        return decode(image, *self.manifest.frame)
+        return decode_image(image, *self.manifest.frame)
 
     def embed(self, pixels: Sequence[Pixels]) -> Vectors:
         """Embed one or more decoded images.
@@ -415,7 +415,7 @@ class _Adder:
                 try:
                     vectors.append(encoder.vectors([photo.pixels[number] for photo in photos]))
                 except UnusableOutputError as error:
-                    why = str(no_vector(encoder.manifest))
+                    why = str(no_vector_error(encoder.manifest))
                     self._report.refusals |= {photos[row].source.name: why for row in error.rows}
                     photos = [one for row, one in enumerate(photos) if row not in error.rows]
                     break

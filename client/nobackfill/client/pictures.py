@@ -23,7 +23,7 @@ from nobackfill.errors import InvalidInputError
 from nobackfill.gallery.sqlite_file import StoredItem
 from nobackfill.gallery.store import Store
 from nobackfill.images import decode_file, decode_within
-from nobackfill.release.models import cores
+from nobackfill.release.models import count_cores
 
 # Longest side of a thumbnail, and of a picture on its own page, in pixels.
 SIDE = 240
@@ -38,7 +38,7 @@ class Thumbnails:
     def __init__(self, gallery: Path) -> None:
         self._folder = sidecar(gallery, "thumbs")
         # Decoding a large picture takes 100 MB.
-        self._decoding = threading.BoundedSemaphore(cores())
+        self._decoding = threading.BoundedSemaphore(count_cores())
 
     def of(self, item: StoredItem) -> bytes | None:
         """Return an item's thumbnail; make and cache it if there is none yet.

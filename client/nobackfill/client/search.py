@@ -18,16 +18,16 @@ from nobackfill.errors import (
     NotFoundError,
     UnusableOutputError,
     UnusableRowsError,
-    few,
+    join_few,
 )
 from nobackfill.gallery.filter_engine import passing_labels
-from nobackfill.gallery.filters import Filter, Scalar, every
-from nobackfill.gallery.listing import carried_labels
+from nobackfill.gallery.filters import Filter, Scalar, as_filter
+from nobackfill.gallery.listing import migrated_labels
 from nobackfill.gallery.search import index
 from nobackfill.gallery.search.exact import ExactIndex
 from nobackfill.gallery.search.index import Labels, Mask, Neighbours, mask_of
 from nobackfill.gallery.spec import SpaceSpec
-from nobackfill.release.calibration import Scale, beyond, scores
+from nobackfill.release.calibration import Scale, is_beyond_calibration, scores
 from nobackfill.vectors import Vectors, check_vectors
 from nobackfill.wire import answers
 from nobackfill.wire.limits import LARGEST_K
@@ -147,7 +147,7 @@ class Search:
         return other
 
     def _filter(self, where: Mapping[str, Scalar] | Filter) -> Mask | None:
-        if (condition := every(where)) is None:
+        if (condition := as_filter(where)) is None:
             return None
         return mask_of(self._index.labels, passing_labels(self._device.store, condition))
 
@@ -157,7 +157,7 @@ class Search:
         curve = self._curves.get("upgraded")
         if curve is None or curve.scale is None:
             return None
-        migrated = mask_of(labels, carried_labels(self._device.store, self.spec.space))
+        migrated = mask_of(labels, migrated_labels(self._device.store, self.spec.space))
         return None if migrated.all() or not migrated.any() else migrated
 
     def _load(self, spec: SpaceSpec | None) -> tuple[SpaceSpec, Labels, Vectors]:
@@ -185,16 +185,16 @@ class Search:
             VerificationError: the model or the gallery file is damaged.
             BusyError: another process holds the gallery file.
         """
-        from nobackfill.images import decode, decode_file
+        from nobackfill.images import decode_file, decode_image
         from nobackfill.release.image_model import ImageModel
-        from nobackfill.release.models import cores, no_vector, open_image_model
+        from nobackfill.release.models import count_cores, no_vector_error, open_image_model
 
         model = ImageModel.read(self._device.manifest_text(self.spec.release))
-        embedder = open_image_model(self._device.models, model, cores())
+        embedder = open_image_model(self._device.models, model, count_cores())
         size = model.frame
         names = ["the image" if isinstance(image, bytes) else str(image) for image in images]
         pixels = [
-            decode(image, *size) if isinstance(image, bytes) else decode_file(image, *size)
+            decode_image(image, *size) if isinstance(image, bytes) else decode_file(image, *size)
             for image in images
         ]
         queries = []
@@ -203,7 +203,7 @@ class Search:
                 queries.append(embedder.run(np.stack(pixels[start : start + 64])))
             except UnusableOutputError as error:
                 worst = names[start + error.rows[0]]
-                raise InvalidInputError(f"{worst}: {no_vector(model)}") from error
+                raise InvalidInputError(f"{worst}: {no_vector_error(model)}") from error
         return self._answers(names, np.concatenate(queries), k)
 
     def by_texts(self, texts: Sequence[str], k: int) -> list[DeviceAnswer]:
@@ -247,7 +247,7 @@ class Search:
         if embedding is None:
             raise IncompatibleSpaceError(
                 f"expected an embedding of release {self.spec.release} ({self.spec.space}), got "
-                f"{few(embeddings) or 'none'}; embed the query with that release"
+                f"{join_few(embeddings) or 'none'}; embed the query with that release"
             )
         query = np.ascontiguousarray(embedding, np.float32)[None]
         check_vectors(query, self.spec.dim, what="query", unit=self.spec.unit)
@@ -315,7 +315,8 @@ class Search:
                 release=self.spec.release,
                 origin=item.origin or "native",
                 metadata=item.metadata,
-                beyond_calibration=curve is not None and bool(beyond(curve, distance)),
+                beyond_calibration=curve is not None
+                and bool(is_beyond_calibration(curve, distance)),
             )
             for item, distance in zip(items, distances, strict=False)
             if item is not None

@@ -49,10 +49,16 @@ from nobackfill.gallery.sqlite_file import StoredItem, vector_table
 from nobackfill.gallery.staging import Runner, neighbours_kept, run_upgrade
 from nobackfill.images import Pixels
 from nobackfill.release.manifest import Manifest, PublishedFile
-from nobackfill.release.models import CHUNK, Upgraded, cores
+from nobackfill.release.models import CHUNK, Upgraded, count_cores
 from nobackfill.release.paths import manifest_path
 from nobackfill.release.probes import check_probes
-from nobackfill.release.routes import Route, open_route, plan_route, retention_by_chain, twin_of
+from nobackfill.release.routes import (
+    Route,
+    explain_shared_space,
+    open_route,
+    plan_route,
+    retention_by_chain,
+)
 from nobackfill.release.trial import try_release
 from nobackfill.release.trust.trust import SILENCE_SECONDS, Fetcher, Trust, fetcher_for
 from nobackfill.vectors import Vectors
@@ -459,7 +465,7 @@ def check_models(
     """
     try:
         check = check_probes if trial_passed else try_release
-        check(models, manifest, upgrades=upgrades_from, threads=cores())
+        check(models, manifest, upgrades=upgrades_from, threads=count_cores())
     except VerificationError as error:
         raise UnfitError(f"release {manifest.release}: {error}") from error
 
@@ -596,7 +602,7 @@ def _write(device: GalleryFile, encoder: Encoder, batch: dict[int, Pixels]) -> i
     except UnusableOutputError as error:
         good = [label for row, label in enumerate(batch) if row not in error.rows]
         return _write(device, encoder, {label: batch[label] for label in good})
-    labels = staging.write(
+    labels = staging.write_vectors(
         device.store,
         vectors.space,
         np.fromiter(batch, np.int64),
@@ -692,17 +698,17 @@ def migrate(
     for space in device.store.spaces():
         # Staged for a release that a newer one has replaced.
         if space.state == "staging" and space.spec.space != target.space:
-            staging.drop(device.store, space.spec.space)
+            staging.drop_space(device.store, space.spec.space)
     re_embedded = 0
     while True:
         try:
             stuck = _fill(device, plan, target, output)
         except (UnusableOutputError, UnfitError):
             # The release is held back, so its vectors of the other items are useless.
-            staging.drop(device.store, target.space)
+            staging.drop_space(device.store, target.space)
             raise
         re_embedded += re_embed(device, plan.target, budget - re_embedded, output)
-        stuck_items = staging.left_behind(device.store, target.space)
+        stuck_items = staging.count_left_behind(device.store, target.space)
         if 0 < stuck_items <= stuck:
             return MigrationOutcome(re_embedded, stuck_items)
         try:
@@ -719,7 +725,7 @@ def _fill(device: GalleryFile, plan: SyncPlan, target: SpaceSpec, output: Output
     for leg in plan.legs:
         runner: Runner = _CopyRunner(leg.source.spec.side_space == target.side_space)
         if leg.route.steps:
-            runner = open_route(device.models, leg.route, cores(), int8=plan.int8)
+            runner = open_route(device.models, leg.route, count_cores(), int8=plan.int8)
         with output.progress(f"upgrading to release {target.release}") as advance:
             try:
                 outcome = run_upgrade(
@@ -779,7 +785,7 @@ def remember(
     """
     share = None
     if spaces is not None:
-        share = neighbours_kept(partial(staging.sample, device.store), *spaces)
+        share = neighbours_kept(partial(staging.sample_pairs, device.store), *spaces)
     device.store.state_set(
         {
             "last_sync": {
@@ -935,7 +941,7 @@ def confirm(device: GalleryFile, spare: str | None = None) -> list[int]:
     for space in device.store.spaces():
         superfluous = space.state == "previous" and space.spec.space != spare
         if superfluous and not (device.state("keep_original") and _has_originals(device, space)):
-            staging.drop(device.store, space.spec.space)
+            staging.drop_space(device.store, space.spec.space)
             dropped.append(space.spec.release)
     return dropped
 
@@ -1048,7 +1054,7 @@ def sync(device: GalleryFile, options: SyncOptions, output: Output) -> SyncRepor
     """
     source = normalised_source(options.source) if options.source else device.state("source")
     with device.sync_lock(), open_source(source) as (fetcher, base_url):
-        durable.sweep(device.models)
+        durable.remove_temporary_files(device.models)
         trust = device.trust(fetcher, base_url)
         trust.refresh()
         for space in device.store.spaces():
@@ -1170,7 +1176,7 @@ class _Sync:
                 continue
             try:
                 manifest = self._trust.manifest(release)
-                twin = twin_of(manifest, self._trust.manifests().values())
+                twin = explain_shared_space(manifest, self._trust.manifests().values())
                 if twin is not None:
                     raise UnfitError(twin)
             except UnfitError as error:

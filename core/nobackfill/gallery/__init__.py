@@ -14,7 +14,7 @@
 
 from typing import TYPE_CHECKING
 
-from nobackfill.faces import offer
+from nobackfill.faces import export_lazily
 
 if TYPE_CHECKING:
     from nobackfill.gallery.filter_engine import passing_labels as passing_labels
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
         PutResult as PutResult,
     )
 else:
-    __getattr__ = offer(
+    __getattr__ = export_lazily(
         __name__,
         {
             "filter_engine": "passing_labels",

@@ -58,7 +58,7 @@ class Selection:
         return {item.label: (item.id, item.metadata) for item in items}
 
 
-class Editing(Protocol):
+class EditableStore(Protocol):
     """The operations of a store that these changes need; each is one transaction."""
 
     def labels_of(self, ids: Sequence[str]) -> Labels:
@@ -109,7 +109,7 @@ class Editing(Protocol):
         ...
 
 
-def select_ids(store: Editing, ids: Sequence[str]) -> Selection:
+def select_ids(store: EditableStore, ids: Sequence[str]) -> Selection:
     """Select the items that have one of these ids; unknown ids are skipped.
 
     Raises:
@@ -131,8 +131,8 @@ def select_matches(filtering: Filtering, condition: Filter) -> Selection:
     return Selection(filtering.passing(condition).labels(), condition)
 
 
-def delete(
-    store: Editing, selection: Selection, after_piece: Callable[[], None] = lambda: None
+def delete_selected(
+    store: EditableStore, selection: Selection, after_piece: Callable[[], None] = lambda: None
 ) -> int:
     """Delete the selected items, in pieces of PIECE items with a transaction each.
 
@@ -160,8 +160,8 @@ def delete(
     return count
 
 
-def describe(
-    store: Editing,
+def change_metadata(
+    store: EditableStore,
     selection: Selection,
     values: Metadata,
     remove: Collection[str],
@@ -237,7 +237,7 @@ def delete_in_file(store: Store, piece: Selection) -> int:
     return store.delete_chosen(lambda connection: np.array([*piece.read(connection)], np.int64))
 
 
-def describe_in_file(
+def change_metadata_in_file(
     store: Store, piece: Selection, values: Metadata, remove: Collection[str]
 ) -> int:
     """Change the metadata of one piece of a selection in a gallery file, in one transaction.

@@ -35,13 +35,13 @@ from nobackfill.gallery.filters import (
     Scalar,
     Test,
     TimeRange,
-    check,
-    microseconds,
+    check_filter,
+    parse_microseconds,
 )
 from nobackfill.gallery.search.index import Labels, Mask, Rows, rows_of
 from nobackfill.gallery.spec import Metadata
 from nobackfill.gallery.sqlite_file import items_by_label
-from nobackfill.gallery.store import Change, Store, storable
+from nobackfill.gallery.store import Change, Store, is_storable
 
 # Metadata as columns: for each key the sorted values with the rows that have them, in numpy arrays.
 
@@ -51,7 +51,7 @@ ColumnRows = NDArray[np.int32]
 Bound = int | float
 
 
-class Sorted(NamedTuple):
+class SortedNumbers(NamedTuple):
     """Numbers in increasing order, each with the row that has it."""
 
     values: Numbers
@@ -78,16 +78,16 @@ class KeyColumn:
     """
 
     texts: SortedTexts
-    integers: Sorted
-    floats: Sorted
+    integers: SortedNumbers
+    floats: SortedNumbers
     flags: tuple[ColumnRows, ColumnRows]
 
     @cached_property
-    def _times(self) -> Sorted:
+    def _times(self) -> SortedNumbers:
         """Return the texts that are dates or times, in microseconds."""
         pairs = [
             (time, row)
-            for i, time in enumerate(map(microseconds, self.texts.values))
+            for i, time in enumerate(map(parse_microseconds, self.texts.values))
             if time is not None
             for row in self._with_text(i).tolist()
         ]
@@ -136,7 +136,7 @@ class KeyColumn:
         return self.texts.rows[self.texts.starts[i] : self.texts.starts[i + 1]]
 
 
-def column_of(values: Iterable[tuple[Scalar, int]]) -> KeyColumn:
+def build_column(values: Iterable[tuple[Scalar, int]]) -> KeyColumn:
     """Build a column from values with their rows, in any order.
 
     An integer of more than 64 bits counts as a float. Without values, the column is empty.
@@ -166,12 +166,12 @@ def column_of(values: Iterable[tuple[Scalar, int]]) -> KeyColumn:
     )
 
 
-def _sort_pairs(pairs: Sequence[tuple[float, int]], kind: np.dtype[Any]) -> Sorted:
+def _sort_pairs(pairs: Sequence[tuple[float, int]], kind: np.dtype[Any]) -> SortedNumbers:
     values = np.array([value for value, _ in pairs], kind)
     return sort_values(values, np.array([row for _, row in pairs], np.int32))
 
 
-def sort_values(values: Numbers, rows: ColumnRows) -> Sorted:
+def sort_values(values: Numbers, rows: ColumnRows) -> SortedNumbers:
     """Sort values together with their rows; equal values keep their order.
 
     Args:
@@ -179,16 +179,16 @@ def sort_values(values: Numbers, rows: ColumnRows) -> Sorted:
         rows: int32 [n].
     """
     order = np.argsort(values, kind="stable")
-    return Sorted(values[order], rows[order])
+    return SortedNumbers(values[order], rows[order])
 
 
-def _equal(column: Sorted, keys: Numbers) -> list[ColumnRows]:
+def _equal(column: SortedNumbers, keys: Numbers) -> list[ColumnRows]:
     starts = np.searchsorted(column.values, keys, "left").tolist()
     ends = np.searchsorted(column.values, keys, "right").tolist()
     return [column.rows[start:end] for start, end in zip(starts, ends, strict=True) if start < end]
 
 
-def _in_bounds(column: Sorted, test: Range | TimeRange) -> ColumnRows:
+def _in_bounds(column: SortedNumbers, test: Range | TimeRange) -> ColumnRows:
     start, end = 0, len(column.values)
     if test.at_least is not None:
         start = max(start, _position(column.values, test.at_least, inclusive=False))
@@ -226,7 +226,7 @@ def mask_rows(condition: Filter, column: Callable[[str], KeyColumn], count: int)
     """Return which of `count` rows pass a filter, bool [count].
 
     Args:
-        condition: A filter that `filters.check` has accepted.
+        condition: A filter that `filters.check_filter` has accepted.
         column: Returns the column of a key; empty if no row has the key.
         count: Number of rows; 0 gives an empty mask.
     """
@@ -280,7 +280,7 @@ def read_column(connection: sqlite3.Connection, key: str, labels: Labels) -> Key
     )
 
 
-def find(labels: Labels, targets: Labels) -> tuple[NDArray[np.intp], Mask]:
+def find_rows(labels: Labels, targets: Labels) -> tuple[NDArray[np.intp], Mask]:
     """Find the row of each target in a column of labels.
 
     Args:
@@ -311,24 +311,24 @@ def _read_texts(connection: sqlite3.Connection, key: str, labels: Labels) -> Sor
         key,
     )
     texts: list[str] = json.loads(values)
-    rows, exists = find(labels, stored)
+    rows, exists = find_rows(labels, stored)
     of_text = np.repeat(np.arange(len(texts)), _numbers(counts))[exists]
     starts = np.searchsorted(of_text, np.arange(len(texts) + 1)).astype(np.int64)
     return SortedTexts(texts, starts, rows[exists].astype(np.int32))
 
 
-def _read_integers(connection: sqlite3.Connection, key: str, labels: Labels) -> Sorted:
+def _read_integers(connection: sqlite3.Connection, key: str, labels: Labels) -> SortedNumbers:
     values, stored = _integers(
         connection,
         "SELECT group_concat(value), group_concat(label) FROM attributes"
         " WHERE key = ? AND kind = 'number' AND typeof(value) = 'integer'",
         key,
     )
-    rows, exists = find(labels, stored)
+    rows, exists = find_rows(labels, stored)
     return sort_values(values[exists], rows[exists].astype(np.int32))
 
 
-def _read_floats(connection: sqlite3.Connection, key: str, labels: Labels) -> Sorted:
+def _read_floats(connection: sqlite3.Connection, key: str, labels: Labels) -> SortedNumbers:
     # Row by row: SQLite's texts of floats are not exact.
     stored = connection.execute(
         "SELECT value, label FROM attributes"
@@ -336,7 +336,7 @@ def _read_floats(connection: sqlite3.Connection, key: str, labels: Labels) -> So
         (key,),
     )
     pairs = np.fromiter(stored, _FLOATS)
-    rows, exists = find(labels, pairs["label"])
+    rows, exists = find_rows(labels, pairs["label"])
     return sort_values(pairs["value"][exists], rows[exists].astype(np.int32))
 
 
@@ -347,7 +347,7 @@ def _read_flag(connection: sqlite3.Connection, key: str, flag: int, labels: Labe
         key,
         flag,
     )
-    rows, exists = find(labels, stored)
+    rows, exists = find_rows(labels, stored)
     return rows[exists].astype(np.int32)
 
 
@@ -378,13 +378,13 @@ class Segment:
         """Return which of the items pass a filter, bool [n] in the order of `labels`.
 
         Args:
-            condition: A filter that `filters.check` has accepted.
+            condition: A filter that `filters.check_filter` has accepted.
         """
         return mask_rows(condition, self._column, len(self.labels))
 
     def _column(self, key: str) -> KeyColumn:
         if key not in self._columns:
-            self._columns[key] = column_of(self._values(key))
+            self._columns[key] = build_column(self._values(key))
         return self._columns[key]
 
     def _values(self, key: str) -> Iterator[tuple[Scalar, int]]:
@@ -398,7 +398,7 @@ class Segment:
                 yield from ((text, row) for text in value)
 
 
-def segment_of(items: Mapping[int, Metadata]) -> Segment:
+def build_segment(items: Mapping[int, Metadata]) -> Segment:
     """Build a segment of the items' metadata, by label; an empty mapping gives an empty segment."""
     labels = sorted(items)
     return Segment(np.array(labels, np.int64), [items[label] for label in labels])
@@ -481,7 +481,9 @@ class StoredSegment:
             with self._store.reading() as connection:
                 # No item can have a key that cannot be stored, and no statement can contain it.
                 content = (
-                    read_column(connection, key, self.labels) if storable(key) else column_of(())
+                    read_column(connection, key, self.labels)
+                    if is_storable(key)
+                    else build_column(())
                 )
         except BaseException as error:
             with self._lock:
@@ -532,7 +534,7 @@ class _Base:
         if np.array_equal(labels, self.labels):
             rows_in_base = None
         else:
-            rows, exists = find(self.labels, labels)
+            rows, exists = find_rows(self.labels, labels)
             rows_in_base = np.where(exists, rows, len(self.labels)).astype(np.int32)
         self.positions.append((labels, rows_in_base))
         del self.positions[:-KNOWN_INDEXES]
@@ -644,7 +646,7 @@ class FilterEngine:
             CannotWriteError: The file cannot be opened, or the disk fails.
             NotFoundError: The gallery was closed.
         """
-        keys = check(condition)
+        keys = check_filter(condition)
         # Not the filter itself: in Python True equals 1, and 10,000 long values would be kept.
         name = hashlib.blake2b(repr(condition).encode("utf-8", "surrogatepass")).digest()
         with self._reading:
@@ -679,7 +681,7 @@ class FilterEngine:
             changed = state.changed | {label: metadata.get(label) for label in stale}
             recent = {label: what for label, what in changed.items() if what is not None}
             stale_rows = rows_of(state.base.labels, np.array(sorted(changed), np.int64))
-            state = _State(state.segment, state.base, changed, segment_of(recent), stale_rows)
+            state = _State(state.segment, state.base, changed, build_segment(recent), stale_rows)
         with self._lock:
             if self._following:
                 self._state = state
@@ -728,7 +730,7 @@ class FilterEngine:
 def _read_state(store: Store) -> _State:
     stored = StoredSegment(store, MOST_BYTES)
     nothing = np.empty(0, np.intp)
-    return _State(stored, _Base(stored.labels, []), {}, segment_of({}), nothing)
+    return _State(stored, _Base(stored.labels, []), {}, build_segment({}), nothing)
 
 
 def passing_labels(store: Store, condition: Filter) -> Labels:
@@ -742,6 +744,6 @@ def passing_labels(store: Store, condition: Filter) -> Labels:
         CannotWriteError: The file cannot be opened, or the disk fails.
         NotFoundError: The gallery was closed.
     """
-    keys = check(condition)
+    keys = check_filter(condition)
     stored = StoredSegment(store, MOST_BYTES)
     return stored.labels[stored.passing(condition, keys)]

@@ -59,7 +59,7 @@ class TimeRange:
     """Pass items whose `key` is a text of a date or time within the bounds, in microseconds since
     1970, UTC.
 
-    None leaves a side open. Numbers, and texts that `microseconds` cannot parse, never pass.
+    None leaves a side open. Numbers, and texts that `parse_microseconds` cannot parse, never pass.
     """
 
     key: str
@@ -101,11 +101,11 @@ Test = OneOf | Range | TimeRange | Exists
 Filter = Test | All | AnyOf | Not
 
 
-def every(where: Mapping[str, Scalar] | Filter) -> Filter | None:
+def as_filter(where: Mapping[str, Scalar] | Filter) -> Filter | None:
     """Return a filter for a mapping of keys to required values, all of which must match. Return a
     filter as it is.
 
-    The filter is not checked; `check` does that.
+    The filter is not checked; `check_filter` does that.
 
     Returns:
         None for an empty mapping: every item passes.
@@ -115,7 +115,7 @@ def every(where: Mapping[str, Scalar] | Filter) -> Filter | None:
     return All(tuple(OneOf(key, (value,)) for key, value in where.items())) if where else None
 
 
-def check(condition: Filter) -> frozenset[str]:
+def check_filter(condition: Filter) -> frozenset[str]:
     """Check a filter against the limits, and return the keys that it reads.
 
     Raises:
@@ -162,7 +162,7 @@ def _tests(condition: Filter, depth: int) -> Iterator[Test]:
         yield condition
 
 
-def microseconds(text: str) -> int | None:
+def parse_microseconds(text: str) -> int | None:
     """Parse a date (at midnight), or a date and time; UTC without an offset.
 
     The date and the time are separated by T or a space. Digits beyond microseconds are cut off.

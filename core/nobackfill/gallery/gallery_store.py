@@ -9,13 +9,13 @@ UnavailableError (the engine does not answer), CannotWriteError, and NotFoundErr
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from nobackfill.gallery.edits import Editing
+from nobackfill.gallery.edits import EditableStore
 from nobackfill.gallery.filters import Filter, Matches
 from nobackfill.gallery.listing import ListingPlace, MetadataGroup
 from nobackfill.gallery.search.index import Labels, Neighbours
 from nobackfill.gallery.spec import Metadata, SpaceInfo, SpaceSpec
 from nobackfill.gallery.sqlite_file import StoredItem, StoredVectors, StoredWindow
-from nobackfill.gallery.staging import Carrying, Estimate, Runner
+from nobackfill.gallery.staging import Estimate, Runner, UpgradableStore
 from nobackfill.gallery.store import Change, NewVectors, PutResult
 from nobackfill.vectors import Vectors
 
@@ -46,7 +46,7 @@ class Searcher(Protocol):
         ...
 
 
-class GalleryStore(Carrying, Editing, Protocol):
+class GalleryStore(UpgradableStore, EditableStore, Protocol):
     """The items, vectors and spaces of one gallery, whatever engine stores them.
 
     In addition to their own errors, all methods raise BusyError (another writer; try again),

@@ -13,7 +13,7 @@ from nobackfill.errors import InvalidInputError
 from nobackfill.gallery.search.index import Labels, Mask
 from nobackfill.gallery.spec import MetadataValue, Origin
 from nobackfill.gallery.sqlite_file import StoredItem, find_space, label_column, vector_table
-from nobackfill.gallery.store import Change, Store, storable
+from nobackfill.gallery.store import Change, Store, is_storable
 
 # Rows that are compared with the labels of a filter at a time.
 _ROWS = 1000
@@ -56,7 +56,7 @@ class ListingPlace:
         return place
 
 
-def page(
+def read_items_page(
     store: Store,
     space: str,
     limit: int,
@@ -191,7 +191,7 @@ def groups_by_value(store: Store, key: str, space: str) -> list[MetadataGroup]:
     """
     with store.reading() as connection:
         table = vector_table(find_space(connection, space).number)
-        if not storable(key):
+        if not is_storable(key):
             # No item can have such a key, and no statement can contain it.
             return []
         rows = connection.execute(
@@ -200,12 +200,12 @@ def groups_by_value(store: Store, key: str, space: str) -> list[MetadataGroup]:
             (key,),
         ).fetchall()
     return [
-        group_of(kind, value, [row[2:] for row in members])
+        build_group(kind, value, [row[2:] for row in members])
         for (kind, value), members in groupby(rows, key=lambda row: row[:2])
     ]
 
 
-def group_of(
+def build_group(
     kind: str, value: Any, members: list[tuple[int | None, Origin | None]]
 ) -> MetadataGroup:
     """Build a group of the items that share a metadata value.
@@ -226,7 +226,7 @@ def group_of(
 # the space's own model.
 
 
-def carried_labels(store: Store, space: str) -> Labels:
+def migrated_labels(store: Store, space: str) -> Labels:
     """Return the labels of the migrated vectors of a space, int64, increasing.
 
     Raises:
@@ -243,7 +243,7 @@ def carried_labels(store: Store, space: str) -> Labels:
         return label_column(rows)
 
 
-class CarriedLabels:
+class MigratedLabels:
     """The migrated items of a space, kept up to date from `load` on; usable from several
     threads."""
 
@@ -281,7 +281,7 @@ class CarriedLabels:
             VerificationError: The gallery's file is damaged.
             NotFoundError: The gallery was closed.
         """
-        labels = carried_labels(self._store, self._space)
+        labels = migrated_labels(self._store, self._space)
         with self._lock:
             carried = np.zeros(int(labels.max(initial=-1)) + 1, np.bool_)
             carried[labels] = True

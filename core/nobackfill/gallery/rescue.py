@@ -13,28 +13,28 @@ from pathlib import Path
 from typing import Any, get_args
 
 from nobackfill import durable
-from nobackfill.durable import refusal
+from nobackfill.durable import error_from_sqlite
 from nobackfill.errors import BusyError, DamagedError, InvalidInputError, UnusableRowsError
 from nobackfill.gallery import store
 from nobackfill.gallery.spec import Origin, SpaceInfo
 from nobackfill.gallery.sqlite_file import (
     BUSY_TIMEOUT_MS,
-    SHARED,
-    accesses,
+    SHARED_ACCESS,
     add_space,
     check_tables,
-    connect,
+    create_in_place,
     find_space,
     from_blobs,
     index_metadata,
-    item_of,
+    item_from_row,
+    lock_gallery,
     lock_path,
-    make_empty,
+    open_connection,
     open_lock,
+    possible_accesses,
     read_spaces,
+    read_state_value,
     set_state_values,
-    share,
-    state_value,
     vector_table,
 )
 from nobackfill.vectors import check_vectors
@@ -92,15 +92,15 @@ def rescue(source: Path, target: Path, others: Mapping[str, str]) -> RescueRepor
         try:
             spaces = read_spaces(old)
             state = {
-                key: state_value(old, key)
+                key: read_state_value(old, key)
                 for (key,) in old.execute("SELECT key FROM state").fetchall()
             }
         except sqlite3.DatabaseError as error:
             raise DamagedError(
                 source, f"{error}, in the tables that list its spaces: nothing can be rescued"
             ) from error
-        make_empty(target, None)
-        with contextlib.closing(connect(target)) as new:
+        create_in_place(target, None)
+        with contextlib.closing(open_connection(target)) as new:
             return _Rescue(old, new, spaces).run(state, others)
 
 
@@ -108,18 +108,18 @@ def rescue(source: Path, target: Path, others: Mapping[str, str]) -> RescueRepor
 def _source(path: Path) -> Iterator[sqlite3.Connection]:
     handle = open_lock(lock_path(path), path)
     try:
-        exclusive = handle >= 0 and share(handle, path, BUSY_TIMEOUT_MS / 1000)
+        exclusive = handle >= 0 and lock_gallery(handle, path, BUSY_TIMEOUT_MS / 1000)
         if handle >= 0 and not exclusive:
             raise BusyError(
                 f"{path}: another process has this gallery open; stop that process first"
             )
-        access = next(accesses(path, exclusive), SHARED)
+        access = next(possible_accesses(path, exclusive), SHARED_ACCESS)
         try:
-            with contextlib.closing(connect(path, access)) as connection:
+            with contextlib.closing(open_connection(path, access)) as connection:
                 connection.execute("PRAGMA query_only = ON")
                 yield connection
         except sqlite3.DatabaseError as error:
-            raise refusal(path, error) or DamagedError(path, error) from error
+            raise error_from_sqlite(path, error) or DamagedError(path, error) from error
     finally:
         if handle >= 0:
             os.close(handle)
@@ -211,7 +211,7 @@ class _Rescue:
         with durable.transaction(self._new):
             for row in rows:
                 try:
-                    item = item_of(row)
+                    item = item_from_row(row)
                     if item.id in self._saved:
                         raise InvalidInputError(f"{item.id}: the id exists twice")
                     batch = store.check_batch([item.id], [item.digest], [item.metadata])

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nobackfill import durable
-from nobackfill.durable import refusal, translate_sqlite_errors
+from nobackfill.durable import error_from_sqlite, translate_sqlite_errors
 from nobackfill.errors import (
     AlreadyExistsError,
     BusyError,
@@ -32,7 +32,7 @@ from nobackfill.errors import (
     DamagedError,
     NotFoundError,
     VerificationError,
-    writer_of,
+    describe_writer,
 )
 from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.spec import Metadata, Origin, SpaceInfo, SpaceSpec, State, missing_space
@@ -207,7 +207,7 @@ def joined_blobs(
     Args:
         connection: The file.
         table: Name of the table.
-        condition: A condition of `among`.
+        condition: A condition of `labels_condition`.
         parameters: Its parameters.
         count: Number of the rows that must pass it.
         size: Bytes of each embedding.
@@ -229,7 +229,7 @@ def joined_blobs(
     return joined if right else None
 
 
-def among(labels: Labels) -> tuple[str, tuple[int | str, ...]]:
+def labels_condition(labels: Labels) -> tuple[str, tuple[int | str, ...]]:
     """Return an SQL condition that is true for all of `labels`, with its parameters.
 
     For labels that lie close together it is a range, which is much cheaper. A range may be true for
@@ -257,7 +257,7 @@ def live_labels(
     Returns:
         int64, increasing, each label once.
     """
-    condition, parameters = among(labels)
+    condition, parameters = labels_condition(labels)
     rows = connection.execute(
         f"SELECT label FROM {table} WHERE {condition} AND {where}", parameters
     )
@@ -273,7 +273,7 @@ FORMAT = 1
 WRITERS = "nobackfill"
 
 
-def format_of(connection: sqlite3.Connection, path: Path) -> int:
+def read_format(connection: sqlite3.Connection, path: Path) -> int:
     """Return the format of a file's tables.
 
     Raises:
@@ -286,7 +286,7 @@ def format_of(connection: sqlite3.Connection, path: Path) -> int:
     if version > FORMAT:
         raise VerificationError(
             f"{path}: expected a gallery of format {FORMAT} or older, got format {version}; use "
-            f"{writer_of(_writer(connection))}"
+            f"{describe_writer(_writer(connection))}"
         )
     return version
 
@@ -560,11 +560,11 @@ def items_by_label(
         " WHERE i.label IN (SELECT value FROM json_each(?))",
         (json.dumps(numbers),),
     )
-    by_label = {item.label: item for item in map(item_of, rows)}
+    by_label = {item.label: item for item in map(item_from_row, rows)}
     return [by_label.get(label) for label in numbers]
 
 
-def item_of(row: tuple[Any, ...]) -> StoredItem:
+def item_from_row(row: tuple[Any, ...]) -> StoredItem:
     """Build an item from a row of a gallery file.
 
     Args:
@@ -589,7 +589,7 @@ def _json(text: Any, what: str) -> Any:
         raise DamagedError("the gallery file", f"{what} is no valid JSON") from error
 
 
-def state_value(connection: sqlite3.Connection, key: str) -> Any:
+def read_state_value(connection: sqlite3.Connection, key: str) -> Any:
     """Return a JSON value of the table `state`; None if there is none.
 
     Raises:
@@ -599,7 +599,7 @@ def state_value(connection: sqlite3.Connection, key: str) -> Any:
     return _json(row[0], f"state {key}") if row else None
 
 
-def state_values(connection: sqlite3.Connection) -> dict[str, Any]:
+def read_state_values(connection: sqlite3.Connection) -> dict[str, Any]:
     """Return every JSON value of the table `state`, by key.
 
     Raises:
@@ -632,7 +632,7 @@ def items_page(
         f" WHERE i.label > ? AND {where} ORDER BY i.label LIMIT ?",
         (start_after, limit),
     )
-    return [item_of(row) for row in rows]
+    return [item_from_row(row) for row in rows]
 
 
 def count_rows(connection: sqlite3.Connection, space: str | None) -> int:
@@ -703,7 +703,7 @@ class VectorsOnDisk:
         return vectors
 
     def _some(self, requested: Labels) -> Vectors:
-        condition, parameters = among(requested)
+        condition, parameters = labels_condition(requested)
         if (requested[1:] > requested[:-1]).all():
             joined = joined_blobs(
                 self._connection, self._table, condition, parameters, len(requested),
@@ -725,7 +725,7 @@ class VectorsOnDisk:
         return np.asarray(self[:], dtype)
 
 
-def vector_of(connection: sqlite3.Connection, label: int, info: SpaceInfo) -> Vectors | None:
+def read_vector(connection: sqlite3.Connection, label: int, info: SpaceInfo) -> Vectors | None:
     """Return an item's vector in a space, float32 [1, dim]; None if it has none.
 
     Raises:
@@ -768,7 +768,7 @@ def random_labels(connection: sqlite3.Connection, info: SpaceInfo, count: int) -
     return draw_labels(bounds, count, following, shuffled)
 
 
-def vectors_of(connection: sqlite3.Connection, labels: Labels, info: SpaceInfo) -> Vectors:
+def read_vectors(connection: sqlite3.Connection, labels: Labels, info: SpaceInfo) -> Vectors:
     """Return the vectors of some labels, float32 [n, dim], by increasing label.
 
     Args:
@@ -848,7 +848,7 @@ _EFFECTIVE = os.access in os.supports_effective_ids
 
 
 @dataclass(frozen=True)
-class Access:
+class FileAccess:
     """A way to open a file.
 
     Attributes:
@@ -899,10 +899,10 @@ class Access:
             raise CannotWriteError(self.refusal)
 
 
-SHARED = Access()
+SHARED_ACCESS = FileAccess()
 
 
-def connect(path: Path, access: Access = SHARED) -> sqlite3.Connection:
+def open_connection(path: Path, access: FileAccess = SHARED_ACCESS) -> sqlite3.Connection:
     """Open a connection with the settings of this project: explicit transactions, full durability.
 
     Foreign keys are enforced, deleted bytes are overwritten, and a locked file is waited for up to
@@ -927,7 +927,7 @@ def connect(path: Path, access: Access = SHARED) -> sqlite3.Connection:
     return connection
 
 
-def accesses(path: Path, exclusive: bool) -> Iterator[Access]:
+def possible_accesses(path: Path, exclusive: bool) -> Iterator[FileAccess]:
     """Yield the ways to open a gallery file, the best first; take the next one if there is no
     space.
 
@@ -938,17 +938,17 @@ def accesses(path: Path, exclusive: bool) -> Iterator[Access]:
     Raises:
         CannotWriteError: It cannot even be read.
     """
-    refusal = unwritable(path)
+    refusal = explain_unwritable(path)
     if refusal is None:
-        if not exclusive or has_room(path.parent):
-            yield SHARED
+        if not exclusive or has_free_bytes(path.parent):
+            yield SHARED_ACCESS
         if exclusive:
-            yield Access(sole=True)
+            yield FileAccess(sole=True)
         refusal = f"{path}: cannot be written, the disk is full; free some space"
     yield reading_access(path, refusal)
 
 
-def reading_access(path: Path, refusal: str) -> Access:
+def reading_access(path: Path, refusal: str) -> FileAccess:
     """Return a way to read a file without creating another.
 
     Args:
@@ -965,16 +965,16 @@ def reading_access(path: Path, refusal: str) -> Access:
         )
     log, shared = (path.with_name(path.name + end) for end in ("-wal", "-shm"))
     if log.exists() and shared.exists():
-        return Access("mode=ro&readonly_shm=1", refusal=refusal)
+        return FileAccess("mode=ro&readonly_shm=1", refusal=refusal)
     if log.exists() and log.stat().st_size:
         raise CannotWriteError(
             f"{path}: {log.name} holds the gallery's last changes, and reading it needs a writable "
             "folder; copy both files to a folder that you can write to"
         )
-    return Access("mode=ro&immutable=1", refusal=refusal, unlocked=_stamp(path))
+    return FileAccess("mode=ro&immutable=1", refusal=refusal, unlocked=_stamp(path))
 
 
-def unwritable(path: Path) -> str | None:
+def explain_unwritable(path: Path) -> str | None:
     """Explain why a gallery file, its log or its folder cannot be written; None if they can."""
     companions = [path.with_name(path.name + end) for end in _SUFFIXES]
     for name in (path, *(p for p in companions if p.exists()), path.parent):
@@ -998,12 +998,12 @@ def unwritable(path: Path) -> str | None:
     return None
 
 
-def has_room(folder: Path, least: int = LEAST_ROOM) -> bool:
+def has_free_bytes(folder: Path, least: int = LEAST_ROOM) -> bool:
     """Tell whether the file system of a folder has at least `least` bytes free for this user."""
-    return room(folder) >= least
+    return free_bytes(folder) >= least
 
 
-def room(folder: Path) -> int:
+def free_bytes(folder: Path) -> int:
     """Return the number of bytes that the file system of a folder has free for this user."""
     status = os.statvfs(folder)
     return (status.f_bavail if os.geteuid() else status.f_bfree) * status.f_frsize
@@ -1035,14 +1035,14 @@ def open_lock(path: Path, gallery: Path) -> int:
     Returns:
         A file descriptor; -1 if there is no lock file and none can be created.
     """
-    ways = [os.O_RDONLY] if unwritable(gallery) else [os.O_RDWR | os.O_CREAT, os.O_RDONLY]
+    ways = [os.O_RDONLY] if explain_unwritable(gallery) else [os.O_RDWR | os.O_CREAT, os.O_RDONLY]
     for flags in ways:
         with contextlib.suppress(OSError):
             return os.open(path, flags | os.O_CLOEXEC, 0o600)
     return -1
 
 
-def share(handle: int, path: Path, timeout_s: float) -> bool:
+def lock_gallery(handle: int, path: Path, timeout_s: float) -> bool:
     """Lock a gallery exclusively if no other process has it open, otherwise in shared mode.
 
     Args:
@@ -1073,7 +1073,7 @@ def share(handle: int, path: Path, timeout_s: float) -> bool:
 # A bound on open gallery files: each takes about six file descriptors.
 
 
-class Resident(Protocol):
+class Suspendable(Protocol):
     """Something that can be closed for a while, such as FileConnections."""
 
     recent: bool
@@ -1083,15 +1083,15 @@ class Resident(Protocol):
         ...
 
 
-class Residents:
+class SuspendablePool:
     """Keep about `most` residents open, and close those that are unused for longest."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._lock = threading.Lock()
-        self._open: deque[Resident] = deque()
+        self._open: deque[Suspendable] = deque()
 
-    def register(self, resident: Resident) -> None:
+    def register(self, resident: Suspendable) -> None:
         """Record that one more resident is open, and close others until at most `most` are open.
 
         A resident that was used since the last call is skipped once; one that is in use stays open.
@@ -1129,7 +1129,7 @@ class FileConnections:
         recent: Set whenever a connection is used.
     """
 
-    def __init__(self, path: Path, residents: Residents | None = None) -> None:
+    def __init__(self, path: Path, residents: SuspendablePool | None = None) -> None:
         """Open the file's connections; after an unclean end, check its pages first.
 
         Args:
@@ -1157,7 +1157,7 @@ class FileConnections:
         self._all: list[sqlite3.Connection] = []
         self._writer: sqlite3.Connection | None = None
         self._lock = -1
-        self._access = SHARED
+        self._access = SHARED_ACCESS
         with self.using():
             pass
 
@@ -1165,10 +1165,12 @@ class FileConnections:
         with contextlib.ExitStack() as undo:
             undo.callback(self._shut)
             self._lock = open_lock(lock_path(self.path), self.path)
-            exclusive = self._lock >= 0 and share(self._lock, self.path, BUSY_TIMEOUT_MS / 1000)
+            exclusive = self._lock >= 0 and lock_gallery(
+                self._lock, self.path, BUSY_TIMEOUT_MS / 1000
+            )
             wal = self.path.with_name(self.path.name + "-wal")
             unclean = exclusive and wal.exists() and wal.stat().st_size > 0
-            for access in accesses(self.path, exclusive):
+            for access in possible_accesses(self.path, exclusive):
                 self._access = access
                 try:
                     self._writer = self._open_writer(unclean)
@@ -1191,10 +1193,10 @@ class FileConnections:
             connection = self._connect()
             if unclean:
                 check_pages(connection, self.path)
-            version = format_of(connection, self.path)
+            version = read_format(connection, self.path)
             if version < FORMAT:
                 self._access.check_writable()
-                migrate(connection)
+                migrate_file(connection)
             check_tables(connection, self.path)
         except sqlite3.DatabaseError as error:
             code = getattr(error, "sqlite_errorcode", 0)
@@ -1202,14 +1204,14 @@ class FileConnections:
                 raise _NoRoomError from error
             if code == sqlite3.SQLITE_NOTADB:
                 raise not_a_gallery(self.path, "a file of another kind") from error
-            translation = refusal(self.path, error)
+            translation = error_from_sqlite(self.path, error)
             if translation is None:
                 raise
             raise translation from error
         return connection
 
     def _connect(self) -> sqlite3.Connection:
-        connection = connect(self.path, self._access)
+        connection = open_connection(self.path, self._access)
         self._all.append(connection)
         return connection
 
@@ -1236,7 +1238,7 @@ class FileConnections:
                 self._residents.register(self)
             yield
         except sqlite3.DatabaseError as error:
-            translation = refusal(self.path, error)
+            translation = error_from_sqlite(self.path, error)
             if translation is None:
                 raise
             raise translation from error
@@ -1426,18 +1428,18 @@ def create_file(path: Path, spec: SpaceSpec) -> None:
         BusyError: Another process creates it.
     """
     durable.make_dir(path.parent, mode=0o700)
-    with durable.lock(lock_path(path)):
+    with durable.lock_file(lock_path(path)):
         if path.exists():
             raise AlreadyExistsError(
                 f"{path}: this file exists already; choose another name, or open the gallery"
             )
         refuse_leftovers(path)
-        for stale in path.parent.glob(f"{durable.TEMPORARY}{path.name}-*"):
+        for stale in path.parent.glob(f"{durable.TEMPORARY_PREFIX}{path.name}-*"):
             durable.remove_tree(stale)
-        temporary = path.parent / f"{durable.TEMPORARY}{path.name}-{uuid.uuid4().hex}"
+        temporary = path.parent / f"{durable.TEMPORARY_PREFIX}{path.name}-{uuid.uuid4().hex}"
         try:
-            make_empty(temporary, spec)
-            durable.replace(temporary, path)
+            create_in_place(temporary, spec)
+            durable.replace_file(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
 
@@ -1460,7 +1462,7 @@ def refuse_leftovers(path: Path) -> None:
             )
 
 
-def migrate(connection: sqlite3.Connection) -> None:
+def migrate_file(connection: sqlite3.Connection) -> None:
     """Migrate a file to FORMAT, and record the version of this program.
 
     Raises:
@@ -1483,7 +1485,7 @@ def migrate(connection: sqlite3.Connection) -> None:
         raise sqlite3.DatabaseError(f"the migrations lead to format {result}, expected {FORMAT}")
 
 
-def make_empty(path: Path, spec: SpaceSpec | None) -> None:
+def create_in_place(path: Path, spec: SpaceSpec | None) -> None:
     """Create a gallery file in place; after an error, its parts stay.
 
     Args:
@@ -1501,12 +1503,12 @@ def make_empty(path: Path, spec: SpaceSpec | None) -> None:
             f"{path}: a gallery file cannot be created there ({error.strerror}); check the folder "
             "and its permissions"
         ) from error
-    if not has_room(path.parent):
+    if not has_free_bytes(path.parent):
         raise CannotWriteError(
             f"{path.parent}: no room for a gallery, which needs {LEAST_ROOM >> 10} KiB to begin "
             "with; free some space"
         )
-    with translate_sqlite_errors(path), contextlib.closing(connect(path)) as connection:
+    with translate_sqlite_errors(path), contextlib.closing(open_connection(path)) as connection:
         connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
         # So that free pages can be returned a few at a time; VACUUM would copy the file.
         connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
@@ -1517,7 +1519,7 @@ def make_empty(path: Path, spec: SpaceSpec | None) -> None:
                 "on a local disk"
             )
         connection.execute(f"PRAGMA application_id = {APPLICATION}")
-        migrate(connection)
+        migrate_file(connection)
         if spec is not None:
             with durable.transaction(connection):
                 add_space(connection, spec, "active")

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from nobackfill.gallery.filters import Matches
     from nobackfill.gallery.listing import ListingPlace, MetadataGroup
     from nobackfill.gallery.search.view import LiveView
-    from nobackfill.gallery.staging import Estimate, Remaining, Runner
+    from nobackfill.gallery.staging import Estimate, RemainingVectors, Runner
 
 
 class SqliteGallery(Store):
@@ -73,7 +73,9 @@ class SqliteGallery(Store):
         """
         from nobackfill.gallery import edits
 
-        return edits.describe_in_file(self, edits.Selection(labels, condition), values, remove)
+        return edits.change_metadata_in_file(
+            self, edits.Selection(labels, condition), values, remove
+        )
 
     def page(
         self, space: str, limit: int, *, start_after: "ListingPlace | None" = None,
@@ -92,7 +94,7 @@ class SqliteGallery(Store):
         from nobackfill.gallery import listing
 
         labels = None if matches is None else matches.labels()
-        return listing.page(
+        return listing.read_items_page(
             self, space, limit, start_after=start_after, matches=labels, least_certain=least_certain
         )
 
@@ -149,9 +151,9 @@ class SqliteGallery(Store):
         """
         from nobackfill.gallery import staging
 
-        staging.begin(self, spec)
+        staging.add_staging_space(self, spec)
 
-    def windows(self, source: str, target: SpaceSpec, needs_side: bool) -> "Remaining":
+    def windows(self, source: str, target: SpaceSpec, needs_side: bool) -> "RemainingVectors":
         """Return the vectors that `source` has and `target` lacks, to be read in chunks.
 
         Items without side-information are left out if `needs_side`; otherwise they come last.
@@ -160,9 +162,9 @@ class SqliteGallery(Store):
             IncompatibleSpaceError: The gallery does not have the source.
             NobackfillError: Busy, unwritable, damaged or closed, as every method.
         """
-        from nobackfill.gallery.staging import Remaining
+        from nobackfill.gallery.staging import RemainingVectors
 
-        return Remaining(self, source, target, needs_side)
+        return RemainingVectors(self, source, target, needs_side)
 
     def write(
         self, space: str, labels: Labels, embedding: ArrayLike, *, side: ArrayLike | None = None,
@@ -182,7 +184,7 @@ class SqliteGallery(Store):
         """
         from nobackfill.gallery import staging
 
-        return staging.write(
+        return staging.write_vectors(
             self, space, labels, embedding, side=side, uncertainty=uncertainty, origin=origin,
             replace=replace,
         )  # fmt: skip
@@ -196,7 +198,7 @@ class SqliteGallery(Store):
         """
         from nobackfill.gallery import staging
 
-        return staging.left_behind(self, space)
+        return staging.count_left_behind(self, space)
 
     def left_behind_items(self, space: str, limit: int = 1000) -> list[StoredItem]:
         """Return the first `limit` items without a vector in a space, by increasing label.
@@ -252,7 +254,7 @@ class SqliteGallery(Store):
         """
         from nobackfill.gallery import staging
 
-        staging.drop(self, space)
+        staging.drop_space(self, space)
 
     def upgraded(self, space: str, ids: Sequence[str]) -> list[StoredItem]:
         """Return the items of `ids` whose vector in a space was migrated, by falling uncertainty.
@@ -265,7 +267,7 @@ class SqliteGallery(Store):
         """
         from nobackfill.gallery import staging
 
-        return staging.upgraded(self, space, ids)
+        return staging.find_migrated(self, space, ids)
 
     def sample(self, space: str, other: str, count: int) -> tuple[Labels, Vectors, Vectors]:
         """Draw about `count` items that have a vector in both spaces, at random.
@@ -280,7 +282,7 @@ class SqliteGallery(Store):
         """
         from nobackfill.gallery import staging
 
-        return staging.sample(self, space, other, count)
+        return staging.sample_pairs(self, space, other, count)
 
     def estimate(self, runner: "Runner", target: SpaceSpec) -> "Estimate":
         """Estimate the cost of an upgrade from the active space; change nothing in the gallery.
@@ -293,10 +295,10 @@ class SqliteGallery(Store):
             CannotWriteError: The temporary file cannot be written.
             NobackfillError: Busy or closed, as every method.
         """
-        from nobackfill.gallery.staging import estimate
+        from nobackfill.gallery.staging import estimate_upgrade
 
         # Beside the gallery's folder: the next start removes what a kill leaves there.
-        return estimate(self, runner, target, self.path.parent.parent)
+        return estimate_upgrade(self, runner, target, self.path.parent.parent)
 
 
 class SqliteSearcher:

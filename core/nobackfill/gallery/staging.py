@@ -28,7 +28,7 @@ from nobackfill.errors import (
     NotFoundError,
     PreconditionError,
     UnusableOutputError,
-    few,
+    join_few,
 )
 from nobackfill.gallery.search.exact import ExactIndex
 from nobackfill.gallery.search.index import Labels, rows_of
@@ -38,27 +38,27 @@ from nobackfill.gallery.sqlite_file import (
     VECTOR_TABLE,
     StoredItem,
     add_space,
-    among,
-    connect,
     count_rows,
     find_space,
     from_blobs,
-    item_of,
+    item_from_row,
     items_page,
     label_column,
+    labels_condition,
     live_labels,
+    open_connection,
     random_labels,
     read_spaces,
+    read_vectors,
     set_state_values,
     vector_table,
-    vectors_of,
 )
 from nobackfill.gallery.store import (
     Change,
     CheckedVectors,
     NewVectors,
     Store,
-    check_new,
+    check_new_vectors,
     insert_vectors,
 )
 from nobackfill.release.models import CHUNK
@@ -116,7 +116,7 @@ class Runner(Protocol):
         ...
 
 
-class Windows(Protocol):
+class VectorWindows(Protocol):
     """The vectors that a source space has and a target lacks."""
 
     def chunks(self, order: Order, size: int) -> Iterator[Chunk]:
@@ -135,7 +135,7 @@ class Windows(Protocol):
         ...
 
 
-class Carrying(Protocol):
+class UpgradableStore(Protocol):
     """The operations of a store that an upgrade needs."""
 
     def active(self) -> SpaceInfo:
@@ -181,7 +181,7 @@ class Carrying(Protocol):
         """
         ...
 
-    def windows(self, source: str, target: SpaceSpec, needs_side: bool) -> Windows:
+    def windows(self, source: str, target: SpaceSpec, needs_side: bool) -> VectorWindows:
         """Return the vectors that `source` has and `target` lacks.
 
         Args:
@@ -262,7 +262,7 @@ class UpgradeOutcome:
 
 
 def run_upgrade(
-    store: Carrying,
+    store: UpgradableStore,
     runner: Runner,
     target: SpaceSpec,
     *,
@@ -350,8 +350,8 @@ def _in_thread(runner: Runner, chunks: Iterator[Chunk]) -> Generator[Transformed
             yield ready
 
 
-def carry(
-    store: Carrying, runner: Runner, target: SpaceSpec, labels: Labels, embedding: Vectors,
+def migrate_window(
+    store: UpgradableStore, runner: Runner, target: SpaceSpec, labels: Labels, embedding: Vectors,
     side: Vectors | None, *, origin: Origin = "upgraded",
 ) -> Labels:  # fmt: skip
     """Migrate a window that was read before.
@@ -383,7 +383,7 @@ def carry(
 
 
 def _write(
-    store: Carrying, target: SpaceSpec, labels: Labels, result: Callable[[], RunnerResult],
+    store: UpgradableStore, target: SpaceSpec, labels: Labels, result: Callable[[], RunnerResult],
     origin: Origin,
 ) -> Labels:  # fmt: skip
     try:
@@ -397,11 +397,11 @@ def _write(
 
 
 def _with_ids(
-    store: Carrying, labels: Labels, target: SpaceSpec, error: UnusableOutputError
+    store: UpgradableStore, labels: Labels, target: SpaceSpec, error: UnusableOutputError
 ) -> UnusableOutputError:
     """Return the error with ids in place of row numbers."""
     items = store.items([int(labels[row]) for row in error.rows])
-    names = few(item.id for item in items if item is not None)
+    names = join_few(item.id for item in items if item is not None)
     return UnusableOutputError(
         f"the upgrade to release {target.release} gives no usable vector for {names}: embed "
         "them again from their images, or ask the publisher for another release",
@@ -416,7 +416,7 @@ _NONE = np.empty(0, np.int64)
 _SPACES_CHANGED = Change({}, _NONE, spaces=True)
 
 
-def begin(store: Store, spec: SpaceSpec) -> None:
+def add_staging_space(store: Store, spec: SpaceSpec) -> None:
     """Add a staging space to a gallery; do nothing if the gallery has it already, in any state.
 
     Raises:
@@ -429,13 +429,13 @@ def begin(store: Store, spec: SpaceSpec) -> None:
     with store.changing() as (connection, changes):
         for info in read_spaces(connection):
             if info.spec.space == spec.space:
-                ensure_same(info.spec, spec)
+                check_same_space(info.spec, spec)
                 return
         add_space(connection, spec, "staging")
         changes.append(_SPACES_CHANGED)
 
 
-def ensure_same(old: SpaceSpec, new: SpaceSpec) -> None:
+def check_same_space(old: SpaceSpec, new: SpaceSpec) -> None:
     """Check that an existing space equals a new one.
 
     Raises:
@@ -453,7 +453,7 @@ def ensure_same(old: SpaceSpec, new: SpaceSpec) -> None:
         )
 
 
-def write(
+def write_vectors(
     store: Store,
     space: str,
     labels: Labels,
@@ -489,9 +489,11 @@ def write(
         VerificationError: The file is damaged.
         NotFoundError: The gallery was closed.
     """
-    checked = check_new(store.space(space), NewVectors(space, embedding, side, origin), len(labels))
+    checked = check_new_vectors(
+        store.space(space), NewVectors(space, embedding, side, origin), len(labels)
+    )
     order = np.argsort(labels)
-    doubt = check_doubt(uncertainty, len(labels))
+    doubt = check_uncertainty(uncertainty, len(labels))
     with store.changing() as (connection, changes):
         info = find_space(connection, space)
         good = live_labels(connection, "items", labels)
@@ -508,7 +510,7 @@ def write(
     return good
 
 
-def check_doubt(uncertainty: ArrayLike | None, rows: int) -> NDArray[np.float32] | None:
+def check_uncertainty(uncertainty: ArrayLike | None, rows: int) -> NDArray[np.float32] | None:
     """Check the uncertainties of an upgrade.
 
     Args:
@@ -532,7 +534,7 @@ def check_doubt(uncertainty: ArrayLike | None, rows: int) -> NDArray[np.float32]
     return doubt
 
 
-def left_behind(store: Store, space: str) -> int:
+def count_left_behind(store: Store, space: str) -> int:
     """Return the number of items without a vector in a space.
 
     Raises:
@@ -681,7 +683,7 @@ def ensure_not_active(info: SpaceInfo) -> None:
         )
 
 
-def drop(store: Store, space: str) -> None:
+def drop_space(store: Store, space: str) -> None:
     """Remove a space with all its vectors, and scrub them from the file.
 
     If a reader prevents the scrub, the next change of the gallery tries again.
@@ -733,10 +735,10 @@ def least_certain(store: Store, space: str, limit: int = 100) -> list[StoredItem
             " ORDER BY v.uncertainty DESC, v.label LIMIT ?",
             (limit,),
         )
-        return [item_of(row) for row in rows]
+        return [item_from_row(row) for row in rows]
 
 
-def upgraded(store: Store, space: str, ids: Sequence[str]) -> list[StoredItem]:
+def find_migrated(store: Store, space: str, ids: Sequence[str]) -> list[StoredItem]:
     """Return the items of `ids` whose vector in a space was migrated.
 
     Args:
@@ -763,10 +765,12 @@ def upgraded(store: Store, space: str, ids: Sequence[str]) -> list[StoredItem]:
             " ORDER BY v.uncertainty IS NULL, v.uncertainty DESC, v.label",
             (json.dumps(list(ids)),),
         )
-        return [item_of(row) for row in rows]
+        return [item_from_row(row) for row in rows]
 
 
-def sample(store: Store, space: str, other: str, count: int) -> tuple[Labels, Vectors, Vectors]:
+def sample_pairs(
+    store: Store, space: str, other: str, count: int
+) -> tuple[Labels, Vectors, Vectors]:
     """Draw about `count` items that have a vector in both spaces, at random.
 
     Args:
@@ -790,11 +794,11 @@ def sample(store: Store, space: str, other: str, count: int) -> tuple[Labels, Ve
         first, second = find_space(connection, space), find_space(connection, other)
         labels = random_labels(connection, second, count)
         labels = live_labels(connection, vector_table(first.number), labels)
-        pairs = [vectors_of(connection, labels, info) for info in (first, second)]
+        pairs = [read_vectors(connection, labels, info) for info in (first, second)]
     return labels, pairs[0], pairs[1]
 
 
-class Remaining:
+class RemainingVectors:
     """The vectors that a source space has and a target lacks."""
 
     def __init__(self, store: Store, source: str, target: SpaceSpec, needs_side: bool) -> None:
@@ -905,7 +909,7 @@ class Remaining:
             CannotWriteError: The file cannot be opened, or the disk fails.
             NotFoundError: The gallery was closed.
         """
-        condition, parameters = among(labels)
+        condition, parameters = labels_condition(labels)
         with self.store.reading() as connection:
             rows = connection.execute(
                 f"SELECT label, embedding, {'side' if with_side else 'NULL'}"
@@ -949,7 +953,7 @@ def neighbours_kept(sample: Sample, old: SpaceSpec, new: SpaceSpec) -> float | N
 
     Raises:
         IncompatibleSpaceError: The gallery lacks a space.
-        NobackfillError: Any other error of `sample`, such as DamagedError.
+        NobackfillError: Any other error of `sample_pairs`, such as DamagedError.
     """
     labels, old_vectors, new_vectors = sample(old.space, new.space, NEIGHBOUR_PROBES)
     if len(labels) <= NEIGHBOURS:
@@ -994,13 +998,13 @@ class Estimate:
     left_behind: int
 
 
-def estimate(
+def estimate_upgrade(
     store: Store, runner: Runner, target: SpaceSpec, scratch: Path, *, source: str | None = None
 ) -> Estimate:
     """Estimate the cost of `run_upgrade` on two chunks of items; change nothing in the gallery.
 
-    The chunks are read, migrated and written durably to a temporary file. `durable.sweep` removes
-    it after a kill.
+    The chunks are read, migrated and written durably to a temporary file. After a kill,
+    `durable.remove_temporary_files` removes it.
 
     Args:
         store: The gallery.
@@ -1021,7 +1025,9 @@ def estimate(
         NotFoundError: The gallery was closed.
         OSError: `scratch` is missing or cannot be written.
     """
-    remaining = Remaining(store, source or store.active().spec.space, target, runner.reads_side)
+    remaining = RemainingVectors(
+        store, source or store.active().spec.space, target, runner.reads_side
+    )
     todo = remaining.all_labels()
     migrated = 0 if remaining.target is None else store.count(target.space)
     left_behind = store.count() - migrated - len(todo)
@@ -1033,14 +1039,18 @@ def estimate(
     runner.run(*remaining.read(probe[:_FIRST_ROWS], runner.reads_side)[1:])
     probe_table = _ProbeTable(target)
     start_time = time.perf_counter()
-    temporary = tempfile.TemporaryDirectory(prefix=f"{durable.TEMPORARY}estimate-", dir=scratch)
+    temporary = tempfile.TemporaryDirectory(
+        prefix=f"{durable.TEMPORARY_PREFIX}estimate-", dir=scratch
+    )
     with temporary as folder, probe_table.open(Path(folder) / "probe.sqlite") as connection:
         for start in range(0, len(probe), CHUNK):
             rows = probe[start : start + CHUNK]
             labels, embedding, side = remaining.read(rows, runner.reads_side)
             upgraded = runner.run(embedding, side)
             new = NewVectors(target.space, upgraded.embedding, upgraded.side)
-            probe_table.write(connection, check_new(probe_table.info, new, len(labels)), labels)
+            probe_table.write(
+                connection, check_new_vectors(probe_table.info, new, len(labels)), labels
+            )
         seconds = time.perf_counter() - start_time
         written = probe_table.bytes(connection)
     share = len(todo) / len(probe)
@@ -1055,7 +1065,7 @@ class _ProbeTable:
 
     @contextmanager
     def open(self, path: Path) -> Iterator[sqlite3.Connection]:
-        with closing(connect(path)) as connection:
+        with closing(open_connection(path)) as connection:
             connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
             connection.execute("PRAGMA journal_mode = WAL")
             # Its vectors belong to items of the gallery's file.

@@ -30,8 +30,8 @@ from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.spec import Metadata, MetadataValue, Origin, SpaceInfo, SpaceSpec
 from nobackfill.gallery.sqlite_file import (
     FileConnections,
-    Residents,
     StoredItem,
+    SuspendablePool,
     all_vectors,
     check_pages,
     commit_count,
@@ -44,13 +44,13 @@ from nobackfill.gallery.sqlite_file import (
     label_column,
     live_labels,
     read_spaces,
+    read_state_value,
+    read_state_values,
+    read_vector,
     set_metadata,
     set_state_values,
-    state_value,
-    state_values,
     to_blobs,
     unindex_metadata,
-    vector_of,
     vector_table,
 )
 from nobackfill.vectors import Vectors, check_vectors
@@ -152,7 +152,7 @@ def check_batch(
             raise InvalidInputError(f"expected {name} for {len(ids)} ids, got {len(values)}")
     lengths = [len(item_id) for item_id in ids]
     if ids and not (
-        1 <= min(lengths) <= max(lengths) <= MAX_ID_CHARACTERS and storable("".join(ids))
+        1 <= min(lengths) <= max(lengths) <= MAX_ID_CHARACTERS and is_storable("".join(ids))
     ):
         raise InvalidInputError(
             f"expected ids of 1 to {MAX_ID_CHARACTERS} characters of valid text, got "
@@ -169,7 +169,7 @@ def check_batch(
     )
 
 
-def storable(text: str) -> bool:
+def is_storable(text: str) -> bool:
     """Tell whether SQLite stores a text and its JSON functions read it back unchanged.
 
     Returns:
@@ -188,7 +188,7 @@ def metadata_text(metadata: Metadata) -> str:
         InvalidInputError: An invalid key or value, or more than MOST_METADATA_BYTES.
     """
     for key, value in metadata.items():
-        if not (storable(key) and _is_value(value)):
+        if not (is_storable(key) and _is_value(value)):
             raise InvalidInputError(
                 f"metadata {key[:64]!r}: expected text, a finite number (an integer of 64 bits), a "
                 "flag or a list of texts; leave it out"
@@ -204,13 +204,13 @@ def metadata_text(metadata: Metadata) -> str:
 
 def _is_value(value: MetadataValue) -> bool:
     if isinstance(value, str):
-        return storable(value)
+        return is_storable(value)
     if isinstance(value, int):
         return LEAST_INTEGER <= value <= LARGEST_INTEGER
     if isinstance(value, float):
         return math.isfinite(value)
     return isinstance(value, list | tuple) and all(
-        isinstance(text, str) and storable(text) for text in value
+        isinstance(text, str) and is_storable(text) for text in value
     )
 
 
@@ -244,7 +244,7 @@ class CheckedVectors:
         return CheckedVectors(self.info, self.embedding[rows], side, self.origin)
 
 
-def check_new(info: SpaceInfo, new: NewVectors, rows: int) -> CheckedVectors:
+def check_new_vectors(info: SpaceInfo, new: NewVectors, rows: int) -> CheckedVectors:
     """Check vectors of a space.
 
     Args:
@@ -446,7 +446,7 @@ class Store:
     statement.
     """
 
-    def __init__(self, path: Path, residents: Residents | None = None) -> None:
+    def __init__(self, path: Path, residents: SuspendablePool | None = None) -> None:
         """Open a gallery; after an unclean end, check its pages first.
 
         Args:
@@ -485,7 +485,7 @@ class Store:
         return cls(path)
 
     @classmethod
-    def open(cls, path: Path, residents: Residents | None = None) -> Self:
+    def open(cls, path: Path, residents: SuspendablePool | None = None) -> Self:
         """Open a gallery; the same as the constructor.
 
         Args:
@@ -704,7 +704,7 @@ class Store:
             NotFoundError: The gallery was closed for good.
         """
         batch = check_batch(ids, digests, metadata)
-        checked = [check_new(self.space(new.space), new, len(ids)) for new in vectors]
+        checked = [check_new_vectors(self.space(new.space), new, len(ids)) for new in vectors]
         with self.changing() as (connection, changes):
             for new in vectors:
                 find_space(connection, new.space)
@@ -850,7 +850,7 @@ class Store:
             NotFoundError: The gallery was closed for good.
         """
         with self.reading() as connection:
-            return vector_of(connection, label, find_space(connection, space))
+            return read_vector(connection, label, find_space(connection, space))
 
     def check_pages(self) -> None:
         """Read every page and check it, which takes as long as reading the file.
@@ -874,7 +874,7 @@ class Store:
             NotFoundError: The gallery was closed for good.
         """
         with self.reading() as connection:
-            return state_value(connection, key)
+            return read_state_value(connection, key)
 
     def state(self) -> dict[str, Any]:
         """Return all JSON values that are stored with the gallery, by key.
@@ -886,7 +886,7 @@ class Store:
             NotFoundError: The gallery was closed for good.
         """
         with self.reading() as connection:
-            return state_values(connection)
+            return read_state_values(connection)
 
     def state_set(self, values: Mapping[str, Any]) -> None:
         """Store JSON values with the gallery in one transaction; None removes a value. Other keys

@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 from nobackfill.metrics.distances import Floats, Metric, distance_blocks
 from nobackfill.metrics.neighbours import nearest
 from nobackfill.metrics.ranking import Ints, Ranking, Relevance
-from nobackfill.metrics.replaced import Steps, rank_steps
+from nobackfill.metrics.replaced import ReplacementSteps, rank_steps
 from nobackfill.metrics.retrieval import PerQuery, average_precision, cmc, mean
 
 TENTHS = np.linspace(0, 1, 11)
@@ -23,7 +23,7 @@ GAIN_NEIGHBOURS = 10
 
 
 @dataclass(frozen=True)
-class Line:
+class DistanceLine:
     """Converts the distance of a migrated item to that of a re-embedded one as likely to match.
 
     The result is slope * distance + offset, with `slope` > 0.
@@ -33,7 +33,7 @@ class Line:
     offset: float = 0.0
 
 
-AS_THEY_ARE = Line()
+IDENTITY_LINE = DistanceLine()
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ def class_shares(labels: ArrayLike, order: Ints, step: float = 0.02) -> NDArray[
 
 
 @dataclass(frozen=True)
-class Order:
+class ReembeddingOrder:
     """An order of re-embedding, and the shares at which quality is measured."""
 
     items: Ints
@@ -186,7 +186,7 @@ def backfill_curve(
     shares: ArrayLike = TENTHS,
     metric: Metric = "l2",
     served_queries: Floats | None = None,
-    line: Line = AS_THEY_ARE,
+    line: DistanceLine = IDENTITY_LINE,
 ) -> BackfillCurve:
     """Measure search quality while a gallery is re-embedded in one order.
 
@@ -210,7 +210,7 @@ def backfill_curve(
         ValueError: The order is no permutation of all items, no query has a relevant item, shapes
             do not fit, vectors are not finite, or one is zero with cosine.
     """
-    orders = {"": Order(order, shares)}
+    orders = {"": ReembeddingOrder(order, shares)}
     return curves_by_order(
         queries, served, backfilled, orders, relevance,
         metric=metric, served_queries=served_queries, line=line,
@@ -221,12 +221,12 @@ def curves_by_order(
     queries: Floats,
     served: Floats,
     backfilled: Floats,
-    orders: Mapping[str, Order],
+    orders: Mapping[str, ReembeddingOrder],
     relevance: Relevance,
     *,
     metric: Metric = "l2",
     served_queries: Floats | None = None,
-    line: Line = AS_THEY_ARE,
+    line: DistanceLine = IDENTITY_LINE,
 ) -> dict[str, BackfillCurve]:
     """Measure `backfill_curve` for several orders, by name, computing distances only once.
 
@@ -256,7 +256,7 @@ def curves_by_order(
                 "list of items"
             )
         counts = np.round(points[name] * len(order.items)).astype(np.int64)
-        replacements.append(Steps(order.items, counts))
+        replacements.append(ReplacementSteps(order.items, counts))
     meets_served = queries if served_queries is None else served_queries
     # For each order and each block: [steps, queries].
     cmc1: list[list[NDArray[np.float64]]] = [[] for _ in replacements]

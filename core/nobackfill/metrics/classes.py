@@ -6,7 +6,7 @@ from numpy.typing import ArrayLike
 from nobackfill.metrics.retrieval import PerQuery
 
 
-def by_class(per_query: PerQuery, labels: ArrayLike) -> dict[int, float]:
+def mean_by_class(per_query: PerQuery, labels: ArrayLike) -> dict[int, float]:
     """Return the mean over the answerable queries of each class, ascending by class.
 
     Args:
@@ -37,7 +37,7 @@ def worst_class(per_query: PerQuery, labels: ArrayLike) -> tuple[int, float]:
     Raises:
         ValueError: The lengths differ, or no query is answerable.
     """
-    values = by_class(per_query, labels)
+    values = mean_by_class(per_query, labels)
     if not values:
         raise ValueError("no query has a relevant item in the gallery")
     label = min(values, key=values.__getitem__)

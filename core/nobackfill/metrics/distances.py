@@ -58,7 +58,7 @@ def distance_blocks(
         yield first, _block(queries[first : first + size], gallery, metric)
 
 
-def unit(vectors: Floats) -> Floats:
+def to_unit_norm(vectors: Floats) -> Floats:
     """Return vectors [n, dim] scaled to norm 1, as a new array of the same float type.
 
     Raises:
@@ -83,7 +83,7 @@ def _check(queries: Floats, gallery: Floats, metric: Metric) -> tuple[Floats, Fl
     if not (np.isfinite(queries).all() and np.isfinite(gallery).all()):
         raise ValueError("expected finite embeddings, got NaN or infinity")
     if metric == "cosine":
-        return unit(queries), unit(gallery)
+        return to_unit_norm(queries), to_unit_norm(gallery)
     if metric not in get_args(Metric):
         raise ValueError(f"metric must be one of {get_args(Metric)}, got {metric!r}")
     return queries, gallery

@@ -18,7 +18,7 @@ CELLS = 4096
 
 
 @dataclass(frozen=True)
-class Steps:
+class ReplacementSteps:
     """Replacement in an order.
 
     Attributes:
@@ -48,7 +48,11 @@ class Steps:
 
 
 def rank_steps(
-    old_block: Floats, new_block: Floats, first: int, ways: Sequence[Steps], relevance: Relevance
+    old_block: Floats,
+    new_block: Floats,
+    first: int,
+    ways: Sequence[ReplacementSteps],
+    relevance: Relevance,
 ) -> list[list[list[Ints]]]:
     """Return ranks as `rank_block` does, for each way and each of its steps; blocks are not
     changed.

@@ -78,7 +78,7 @@ def mean(per_query: PerQuery) -> float:
     return float(answerable.mean())
 
 
-def score(
+def search_and_score(
     queries: Floats, gallery: Floats, relevance: Relevance, metric: Metric = "l2"
 ) -> dict[str, PerQuery]:
     """Search exactly, and return the three figures of every table by query.
@@ -96,10 +96,10 @@ def score(
         ValueError: Relevance for another number of queries, shapes that do not fit, values that are
             not finite, or a zero vector with cosine.
     """
-    return figures(rank(queries, gallery, relevance, metric))
+    return compute_figures(rank(queries, gallery, relevance, metric))
 
 
-def figures(ranking: Ranking) -> dict[str, PerQuery]:
+def compute_figures(ranking: Ranking) -> dict[str, PerQuery]:
     """Return cmc1, cmc5 and map of a ranking, each float64 [q]; NaN for queries without a relevant
     item.
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from nobackfill.errors import ConfigurationError
 from nobackfill.release.manifest import Manifest
-from nobackfill.release.routes import every_route
+from nobackfill.release.routes import iterate_routes
 
 # Routes that are measured from each source: all, if fewer than six releases lie between.
 MOST_ROUTES = 32
@@ -99,12 +99,12 @@ def served_cells(
             continue
         if new.searches(old.space):
             yield CellName(new.release, (number,))
-        routes = every_route(usable | {number: old}, number, new.release, old.side_space)
+        routes = iterate_routes(usable | {number: old}, number, new.release, old.side_space)
         for route in itertools.islice(routes, MOST_ROUTES):
             yield CellName(new.release, route.releases)
 
 
-def every_cell(manifests: Mapping[int, Manifest]) -> list[CellName]:
+def list_cells(manifests: Mapping[int, Manifest]) -> list[CellName]:
     """List each release on its own, every way of serving older vectors, and the naive swaps.
 
     A naive swap searches raw vectors of an older release of the same dimension.

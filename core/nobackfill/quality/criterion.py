@@ -16,7 +16,7 @@ from nobackfill.metrics.compatibility import (
 )
 from nobackfill.metrics.ranking import Relevance
 from nobackfill.quality.cells import CellName, own_cell
-from nobackfill.quality.embedded import Published, cell_vectors
+from nobackfill.quality.embedded import PublishedListing, cell_vectors
 from nobackfill.quality.retrieval import MatrixCell
 
 Judgement = dict[str, float | bool | None]
@@ -24,10 +24,10 @@ Judgement = dict[str, float | bool | None]
 INDEPENDENT = "independent"
 
 
-def criterion(
+def compute_criteria(
     cells: Sequence[MatrixCell],
-    queries: Published,
-    gallery: Published,
+    queries: PublishedListing,
+    gallery: PublishedListing,
     relevance: Relevance,
     independent: int | None = None,
 ) -> dict[str, Judgement]:
@@ -86,7 +86,7 @@ def _judge(
 
 
 def _strict(
-    name: CellName, queries: Published, gallery: Published, relevance: Relevance
+    name: CellName, queries: PublishedListing, gallery: PublishedListing, relevance: Relevance
 ) -> Judgement:
     """Measure BCT Eq. (1): the shares of pairs of two classes and of one that satisfy it."""
     if len(name.gallery) > 1:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from nobackfill.class_folders import Images, Listing, decode
-from nobackfill.errors import InvalidInputError, NotFoundError, few
-from nobackfill.metrics.distances import Metric, unit
+from nobackfill.class_folders import ImageListing, Images, decode_listing
+from nobackfill.errors import InvalidInputError, NotFoundError, join_few
+from nobackfill.metrics.distances import Metric, to_unit_norm
 from nobackfill.quality.cells import CellName
 from nobackfill.quality.listing import TextListing
 from nobackfill.release.manifest import Manifest, TextRole
@@ -24,10 +24,10 @@ BATCH = 32
 _METRICS: dict[str, Metric] = {"squared_l2": "l2", "cosine": "cosine"}
 
 
-class Embedded(ABC):
+class EmbeddedListing(ABC):
     """A listing as vectors, made by published files or by encoders in training."""
 
-    def __init__(self, listing: Listing) -> None:
+    def __init__(self, listing: ImageListing) -> None:
         self.listing = listing
 
     @abstractmethod
@@ -48,7 +48,7 @@ class Embedded(ABC):
         """Return the metric of a release's space: l2 or cosine."""
 
 
-class Published(Embedded):
+class PublishedListing(EmbeddedListing):
     """A listing as vectors by ONNX files, published or drafted, as gateways and devices run them.
 
     Each set of vectors is computed on first use.
@@ -61,7 +61,7 @@ class Published(Embedded):
 
     def __init__(
         self,
-        listing: Listing,
+        listing: ImageListing,
         files: Files,
         manifests: Mapping[int, Manifest],
         threads: int | None = None,
@@ -174,7 +174,7 @@ class Published(Embedded):
         if release not in self.manifests:
             raise NotFoundError(
                 f"release {release} is not published; the publication has "
-                f"{few(sorted(self.manifests, reverse=True)) or 'no release'}"
+                f"{join_few(sorted(self.manifests, reverse=True)) or 'no release'}"
             )
         return self.manifests[release]
 
@@ -193,11 +193,11 @@ class Published(Embedded):
         frame = self.manifest(release).frame
         rows = np.arange(len(self.listing))
         parts = (self.listing.select(rows[at : at + BATCH]) for at in range(0, len(rows), BATCH))
-        return np.concatenate([run(decode(part, *frame)) for part in parts])
+        return np.concatenate([run(decode_listing(part, *frame)) for part in parts])
 
 
 def cell_vectors(
-    cell: CellName, queries: Embedded, gallery: Embedded, *, int8: bool = False
+    cell: CellName, queries: EmbeddedListing, gallery: EmbeddedListing, *, int8: bool = False
 ) -> tuple[Vectors, Vectors]:
     """Return query and gallery vectors of a cell, of the same dimension.
 
@@ -223,7 +223,7 @@ def cell_vectors(
     return query_vectors(cell, queries, vectors), vectors
 
 
-def query_vectors(cell: CellName, queries: Embedded, vectors: Vectors) -> Vectors:
+def query_vectors(cell: CellName, queries: EmbeddedListing, vectors: Vectors) -> Vectors:
     """Return the query vectors of a cell for given gallery vectors, float32 [q, dim].
 
     Longer queries search raw vectors with their first elements (BCT section 3.6).
@@ -269,4 +269,4 @@ def as_old(new: Vectors, old: Vectors, metric: Metric) -> Vectors:
     """
     first = new[:, : old.shape[1]]
     unit_space = np.allclose(np.linalg.norm(old, axis=1), 1, atol=1e-3)
-    return unit(first).astype(np.float32) if metric == "cosine" or unit_space else first
+    return to_unit_norm(first).astype(np.float32) if metric == "cosine" or unit_space else first

@@ -22,23 +22,30 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageEnhance
 
-from nobackfill.class_folders import Listing
-from nobackfill.errors import few
+from nobackfill.class_folders import ImageListing
+from nobackfill.errors import join_few
 from nobackfill.images import Pixels, decode_within, read_file
-from nobackfill.metrics.backfill import AS_THEY_ARE, Line
+from nobackfill.metrics.backfill import IDENTITY_LINE, DistanceLine
 from nobackfill.metrics.bootstrap import FEWEST_CLASSES, Difference, paired_bootstrap
 from nobackfill.metrics.ranking import Ints
 from nobackfill.metrics.retrieval import PerQuery, mean
 from nobackfill.quality.cells import CellName, own_cell, served_cells
-from nobackfill.quality.embedded import Published
-from nobackfill.quality.listing import ITEMS, Rows, TextListing, among_others, halves, of_class
+from nobackfill.quality.embedded import PublishedListing
+from nobackfill.quality.listing import (
+    ITEMS,
+    Rows,
+    TextListing,
+    relevance_among_others,
+    relevance_by_class,
+    split_halves,
+)
 from nobackfill.quality.retrieval import CellFigures, measure_cell, search_cell
 from nobackfill.quality.route_evidence import (
     QuerySet,
-    both_evidence,
     fit_calibration,
-    healing_evidence,
-    same_scale,
+    fit_distance_line,
+    measure_lazy_reembedding,
+    measure_rank_fusion,
 )
 from nobackfill.release.manifest import (
     Calibration,
@@ -139,7 +146,9 @@ def gain_row(
         return paired_bootstrap([values], [other], classes=labels)
 
     agreement_gain = (
-        None if own is None else bootstrap(agreement_at(served, own), agreement_at(stayed, own))
+        None
+        if own is None
+        else bootstrap(agreement_with_own(served, own), agreement_with_own(stayed, own))
     )
     return GainRow(
         name, old, exact,
@@ -148,7 +157,7 @@ def gain_row(
     )  # fmt: skip
 
 
-def agreement_at(cell: CellFigures, own: CellFigures) -> PerQuery:
+def agreement_with_own(cell: CellFigures, own: CellFigures) -> PerQuery:
     """Return the share of each query's first NEIGHBOURS hits that new/new has among its own.
 
     Args:
@@ -165,7 +174,7 @@ def agreement_at(cell: CellFigures, own: CellFigures) -> PerQuery:
     return np.array([np.isin(a[a >= 0], b).sum() / max(1, (b >= 0).sum()) for a, b in pairs])
 
 
-def verdict(
+def decide_gate(
     published: Publication,
     rows: Sequence[GainRow],
     new: Manifest,
@@ -200,7 +209,7 @@ def verdict(
         )
     beaten = [f"{row} does not beat {row.old}{_why(row)}" for row in rows if not row.passes]
     if beaten:
-        problems.append(few(beaten))
+        problems.append(join_few(beaten))
     details = problems or [_holds_for(rows) or _holds_beside(unlabelled)]
     return GateVerdict(
         verdict="failed" if problems else "passed",
@@ -281,7 +290,9 @@ _PART = (0.75, 0.875)
 _LIGHT = (0.8, 1.2)
 
 
-def measure_unlabelled(items: Published, served: Sequence[CellName]) -> tuple[Unlabelled, ...]:
+def measure_unlabelled(
+    items: PublishedListing, served: Sequence[CellName]
+) -> tuple[Unlabelled, ...]:
     """Measure served cells without labels, by exact search.
 
     Args:
@@ -303,7 +314,7 @@ def measure_unlabelled(items: Published, served: Sequence[CellName]) -> tuple[Un
     sample = items.listing.select(rows)
     if isinstance(sample, TextListing):
         parts, label = sample.by_parts(), dict(zip(sample.paths, sample.labels, strict=True))
-        rest_of_texts = Published(parts, items.files, items.manifests)
+        rest_of_texts = PublishedListing(parts, items.files, items.manifests)
         classes = np.array([label[path] for path in parts.paths])
         return _measure_views(parts.as_queries(), rest_of_texts, served, classes)
     with tempfile.TemporaryDirectory() as folder:
@@ -311,7 +322,7 @@ def measure_unlabelled(items: Published, served: Sequence[CellName]) -> tuple[Un
         return _measure_views(views, items, served, sample.labels)
 
 
-def second_views(listing: Listing, folder: Path) -> Listing:
+def second_views(listing: ImageListing, folder: Path) -> ImageListing:
     """Write a second view of each picture below a folder.
 
     A picture always gets the same view, whatever else is in the listing.
@@ -332,7 +343,7 @@ def second_views(listing: Listing, folder: Path) -> Listing:
         place = folder / view
         place.parent.mkdir(parents=True, exist_ok=True)
         _view(decode_within(read_file(listing.root / path), _SIDE), path).save(place)
-    return Listing(folder, listing.paths, views, np.arange(len(listing)))
+    return ImageListing(folder, listing.paths, views, np.arange(len(listing)))
 
 
 def _view(pixels: Pixels, path: str) -> Image.Image:
@@ -350,17 +361,19 @@ def _digest(path: str) -> bytes:
     return hashlib.sha256(path.encode("utf-8", "surrogateescape")).digest()
 
 
-def _sample_rows(listing: Listing) -> Rows:
+def _sample_rows(listing: ImageListing) -> Rows:
     order = sorted(range(len(listing)), key=lambda row: _digest(listing.paths[row]))
     return np.sort(np.array(order[:MOST], np.int64))
 
 
 def _measure_views(
-    views: Listing, items: Published, served: Sequence[CellName], classes: Ints
+    views: ImageListing, items: PublishedListing, served: Sequence[CellName], classes: Ints
 ) -> tuple[Unlabelled, ...]:
     own = items.listing
-    relevance = of_class(views, Listing(own.root, own.paths, own.paths, np.arange(len(own))))
-    queries = Published(views, items.files, items.manifests, role="query")
+    relevance = relevance_by_class(
+        views, ImageListing(own.root, own.paths, own.paths, np.arange(len(own)))
+    )
+    queries = PublishedListing(views, items.files, items.manifests, role="query")
     figures: dict[CellName, CellFigures] = {}
 
     def cell(name: CellName) -> CellFigures:
@@ -380,8 +393,8 @@ def _measure_views(
         cells.append(
             Unlabelled(
                 query=str(name.query), gallery=name.carried, queries=len(views), items=len(own),
-                agreement=mean(agreement_at(migrated, new)),
-                stayed_agreement=mean(agreement_at(stayed, new)),
+                agreement=mean(agreement_with_own(migrated, new)),
+                stayed_agreement=mean(agreement_with_own(stayed, new)),
                 recall1=mean(migrated.cmc1), stayed_recall1=mean(stayed.cmc1),
                 mrr=mean(migrated.map), stayed_mrr=mean(stayed.map),
                 similar=row.finds_similar, very_item=row.keeps_items,
@@ -391,7 +404,7 @@ def _measure_views(
 
 
 @dataclass(frozen=True)
-class Evidence:
+class ReleaseEvidence:
     """The result of measuring a release, for its manifest."""
 
     cells: tuple[Cell, ...]
@@ -403,7 +416,7 @@ class Evidence:
     unlabelled: tuple[Unlabelled, ...] = ()
 
 
-class Measuring:
+class CellMeasurer:
     """Measure cells on one set of images or texts, each cell once; each item searches all others.
 
     Attributes:
@@ -416,17 +429,19 @@ class Measuring:
     """
 
     def __init__(
-        self, listing: Listing, files: Files, manifests: Mapping[int, Manifest],
+        self, listing: ImageListing, files: Files, manifests: Mapping[int, Manifest],
         texts: TextListing | None = None,
     ) -> None:  # fmt: skip
-        self.embedded = self.queries = Published(listing, files, manifests)
+        self.embedded = self.queries = PublishedListing(listing, files, manifests)
         self.by_text = texts is not None
         self.of_items = isinstance(listing, TextListing) and bool(listing.queries)
         if isinstance(listing, TextListing) and listing.queries:
             texts = listing.as_queries()
         if texts is not None or isinstance(listing, TextListing):
-            self.queries = Published(texts or listing, files, manifests, role="query")
-        self.relevance = among_others(listing) if texts is None else of_class(texts, listing)
+            self.queries = PublishedListing(texts or listing, files, manifests, role="query")
+        self.relevance = (
+            relevance_among_others(listing) if texts is None else relevance_by_class(texts, listing)
+        )
         self.classes: Ints | None = None if self.of_items else self.queries.listing.labels
         self._done: dict[tuple[CellName, bool], CellFigures] = {}
 
@@ -492,12 +507,12 @@ def measure_release(
     release: Manifest,
     published: Publication,
     files: Files,
-    listing: Listing,
+    listing: ImageListing,
     *,
     seed: int,
     int8_loss: float,
     texts: TextListing | None = None,
-) -> tuple[Manifest, Evidence]:
+) -> tuple[Manifest, ReleaseEvidence]:
     """Measure a drafted release on two disjoint halves of a listing.
 
     One half fits the calibration, the other gives evidence and decides the gate.
@@ -522,9 +537,9 @@ def measure_release(
             vectors.
         ValueError: No query of a half has a relevant item.
     """
-    calibration_rows, gate_rows = halves(listing, seed)
+    calibration_rows, gate_rows = split_halves(listing, seed)
     manifests = {**published.manifests, release.release: release}
-    gate = Measuring(listing.select(gate_rows), files, manifests)
+    gate = CellMeasurer(listing.select(gate_rows), files, manifests)
     new = _without_twins(release, _lossy_twins(gate, release, int8_loss))
     gate.replace(new)
     rows = tuple(_rows(gate, new, manifests, published.withdrawn))
@@ -541,37 +556,37 @@ def measure_release(
         for number in sorted({row.old.query for row in rows})
         if manifests[number].embedder.dim == new.embedder.dim
     ]
-    calibrating = Measuring(listing.select(calibration_rows), files, manifests)
+    calibrating = CellMeasurer(listing.select(calibration_rows), files, manifests)
     cross, cells_by_text = tuple[GainRow, ...](), tuple[Cell, ...]()
     if texts is not None:
-        by_texts = Measuring(listing.select(gate_rows), files, manifests, texts)
+        by_texts = CellMeasurer(listing.select(gate_rows), files, manifests, texts)
         by_texts.embedded = gate.embedded  # the same images, embedded once
         cross = tuple(_rows(by_texts, new, manifests, published.withdrawn))
         cells_by_text = tuple(by_texts.evidence(name) for name in dict.fromkeys(cells))
-    lines, routes = dict[CellName, Line](), list[RouteEvidence]()
+    lines, routes = dict[CellName, DistanceLine](), list[RouteEvidence]()
     for name in (row.cell for row in rows if len(row.cell.gallery) > 1 and not row.exact):
         route, lines[name] = _route(gate, calibrating, name)
         routes.append(route)
     unlabelled = _unlabelled(gate, rows)
-    return new, Evidence(
+    return new, ReleaseEvidence(
         tuple(gate.evidence(name) for name in dict.fromkeys(cells)),
         tuple(routes),
         tuple(_calibrations(calibrating, new, manifests, rows, lines)),
-        verdict(published, (*rows, *cross), new, unlabelled),
+        decide_gate(published, (*rows, *cross), new, unlabelled),
         (*rows, *cross),
         cells_by_text,
         unlabelled,
     )
 
 
-def _unlabelled(gate: Measuring, rows: tuple[GainRow, ...]) -> tuple[Unlabelled, ...]:
+def _unlabelled(gate: CellMeasurer, rows: tuple[GainRow, ...]) -> tuple[Unlabelled, ...]:
     """Measure the rows without labels, if classes decided the gate."""
     if gate.of_items:
         return ()
     return measure_unlabelled(gate.embedded, [row.cell for row in rows if not row.exact])
 
 
-def _lossy_twins(gate: Measuring, release: Manifest, int8_loss: float) -> set[int]:
+def _lossy_twins(gate: CellMeasurer, release: Manifest, int8_loss: float) -> set[int]:
     """Return the sources whose int8 twin loses more than `int8_loss` mAP."""
     lossy = set()
     for upgrade in release.upgrades:
@@ -603,7 +618,7 @@ def _without_twins(release: Manifest, sources: set[int]) -> Manifest:
 
 
 def _rows(
-    gate: Measuring, new: Manifest, manifests: Mapping[int, Manifest], withdrawn: frozenset[int]
+    gate: CellMeasurer, new: Manifest, manifests: Mapping[int, Manifest], withdrawn: frozenset[int]
 ) -> Iterator[GainRow]:
     for name in served_cells(new, manifests, withdrawn):
         old = own_cell(name.gallery[0])
@@ -617,11 +632,13 @@ def _rows(
             )  # fmt: skip
 
 
-def _route(gate: Measuring, calibrating: Measuring, name: CellName) -> tuple[RouteEvidence, Line]:
+def _route(
+    gate: CellMeasurer, calibrating: CellMeasurer, name: CellName
+) -> tuple[RouteEvidence, DistanceLine]:
     """Return the evidence of a route, and the line by which its migrated vectors are ranked."""
     upper = mean(gate.cell(own_cell(name.query)).map)
     # Fitted on one half of the images; its effect on the curves is measured on the other.
-    scale = same_scale(
+    scale = fit_distance_line(
         calibrating.cell(name), calibrating.cell(own_cell(name.query)), calibrating.relevance
     )
     exact, served = gate.cell(name, exact=True), mean(gate.cell(name).map)
@@ -629,8 +646,8 @@ def _route(gate: Measuring, calibrating: Measuring, name: CellName) -> tuple[Rou
         QuerySet(one.queries, one.embedded, one.relevance, one.classes)
         for one in (calibrating, gate)
     )
-    healing, line = healing_evidence(name, judging, scale, int8=gate.quantised(name))
-    both = both_evidence(name, fitting, judging, int8=gate.quantised(name))
+    healing, line = measure_lazy_reembedding(name, judging, scale, int8=gate.quantised(name))
+    both = measure_rank_fusion(name, fitting, judging, int8=gate.quantised(name))
     evidence = RouteEvidence(
         releases=name.gallery,
         map=mean(exact.map),
@@ -644,11 +661,11 @@ def _route(gate: Measuring, calibrating: Measuring, name: CellName) -> tuple[Rou
 
 
 def _calibrations(
-    measuring: Measuring,
+    measuring: CellMeasurer,
     new: Manifest,
     manifests: Mapping[int, Manifest],
     rows: tuple[GainRow, ...],
-    lines: Mapping[CellName, Line],
+    lines: Mapping[CellName, DistanceLine],
 ) -> Iterator[Calibration]:
     def fit(name: CellName, query: str, gallery: str, origin: Origin) -> Calibration:
         figures = measuring.cell(name)
@@ -674,7 +691,7 @@ def _calibrations(
             (row for row in routes if row.cell.gallery[0] == newest), key=lambda r: r.map_gain.mean
         )
         line = lines[best.cell]
-        scale = None if line == AS_THEY_ARE else (line.slope, line.offset)
+        scale = None if line == IDENTITY_LINE else (line.slope, line.offset)
         upgraded = fit(best.cell, new.space, new.space, "upgraded")
         yield upgraded.model_copy(update={"scale": scale})
     for row in rows:

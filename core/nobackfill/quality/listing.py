@@ -12,8 +12,8 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from nobackfill.class_folders import Listing, by_digest, digests
-from nobackfill.errors import InvalidInputError, few
+from nobackfill.class_folders import ImageListing, hash_files, order_by_digest
+from nobackfill.errors import InvalidInputError, join_few
 from nobackfill.metrics.ranking import Relevance, same_label
 from nobackfill.text import TextLine, check_text, read_texts
 
@@ -22,7 +22,7 @@ _SENTENCE = re.compile(r"(?<=[.!?])\s+|(?<=[\u3002\uff01\uff1f])")
 
 
 @dataclass(frozen=True)
-class TextListing(Listing):
+class TextListing(ImageListing):
     """Texts, listed like images in class folders.
 
     Attributes:
@@ -153,13 +153,13 @@ def _check(text: str, file: Path, line: TextLine) -> str:
         raise InvalidInputError(f"{file}: {line.id}: {error}") from error
 
 
-def among_others(listing: Listing) -> Relevance:
+def relevance_among_others(listing: ImageListing) -> Relevance:
     """Make every image or text a query, and all the others of its class relevant (FCT section 4.2);
     the query itself is ignored. A query alone in its class has no relevant item."""
     return same_label(listing.labels, listing.labels, listing.paths, listing.paths)
 
 
-def of_class(queries: Listing, gallery: Listing) -> Relevance:
+def relevance_by_class(queries: ImageListing, gallery: ImageListing) -> Relevance:
     """Make items with the query's class name relevant; nothing is ignored.
 
     Returns:
@@ -178,7 +178,7 @@ def of_class(queries: Listing, gallery: Listing) -> Relevance:
     return same_label(labels, gallery.labels)
 
 
-def same_class(queries: Listing, gallery: Listing) -> tuple[Relevance, int]:
+def relevance_without_copies(queries: ImageListing, gallery: ImageListing) -> tuple[Relevance, int]:
     """Make items with the query's class name relevant; ignore copies of the query's own picture.
 
     Copies are recognised by their content.
@@ -196,7 +196,7 @@ def same_class(queries: Listing, gallery: Listing) -> tuple[Relevance, int]:
             f"{queries.root} and {gallery.root} have no class folder name in common, so that no "
             "query could find anything; use the same names in both"
         )
-    relevance = same_label(labels, gallery.labels, digests(queries), digests(gallery))
+    relevance = same_label(labels, gallery.labels, hash_files(queries), hash_files(gallery))
     return relevance, sum(len(ignored) > 0 for ignored in relevance.ignored)
 
 
@@ -209,7 +209,7 @@ ITEMS = 20
 Rows = NDArray[np.int64]
 
 
-def halves(listing: Listing, seed: int) -> tuple[Rows, Rows]:
+def split_halves(listing: ImageListing, seed: int) -> tuple[Rows, Rows]:
     """Split a listing into two disjoint halves of every class, by a digest of name and seed.
 
     Odd images go to the halves in turn. A class of two images stays together, so that both halves
@@ -230,7 +230,7 @@ def halves(listing: Listing, seed: int) -> tuple[Rows, Rows]:
     second = np.zeros(len(listing), bool)
     # Classes whose pair only one of the halves can have take turns separately.
     turns = {True: False, False: False}
-    for rows in by_digest(listing, seed):
+    for rows in order_by_digest(listing, seed):
         size = len(rows) // 2
         if len(rows) % 2 or len(rows) == IMAGES:
             single = len(rows) in (IMAGES, IMAGES + 1)
@@ -251,17 +251,19 @@ def _of_items(listing: TextListing, seed: int) -> tuple[Rows, Rows]:
             f"--eval-texts {listing.root}: half of them are for calibration and half for the gate; "
             f"expected at least {2 * ITEMS} texts, got {len(listing)}"
         )
-    one_class = Listing(listing.root, ("",), listing.paths, np.zeros(len(listing), np.int64))
-    (every,) = by_digest(one_class, seed)
+    one_class = ImageListing(listing.root, ("",), listing.paths, np.zeros(len(listing), np.int64))
+    (every,) = order_by_digest(one_class, seed)
     return np.sort(every[::2]), np.sort(every[1::2])
 
 
-def _check_enough(listing: Listing, half: Rows) -> None:
+def _check_enough(listing: ImageListing, half: Rows) -> None:
     counts = np.bincount(listing.labels[half], minlength=len(listing.class_names))
     if (counts >= IMAGES).sum() >= CLASSES:
         return
     totals = np.bincount(listing.labels, minlength=len(listing.class_names))
-    examples = few(f"{n}: {count}" for n, count in zip(listing.class_names, totals, strict=True))
+    examples = join_few(
+        f"{n}: {count}" for n, count in zip(listing.class_names, totals, strict=True)
+    )
     raise InvalidInputError(
         f"--eval {listing.root}: half of it is for calibration and half for the gate, and each "
         f"needs {CLASSES} classes with {IMAGES} images; expected {CLASSES} classes of "

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nobackfill.class_folders import Listing
+from nobackfill.class_folders import ImageListing
 from nobackfill.errors import InvalidInputError
 from nobackfill.gallery.search import hnsw
 from nobackfill.gallery.search.index import Index, Neighbours
@@ -21,12 +21,12 @@ from nobackfill.metrics.retrieval import (
     average_precision,
     average_precision_at,
     cmc,
-    figures,
+    compute_figures,
     mean,
 )
 from nobackfill.metrics.verification import tar_at_far
 from nobackfill.quality.cells import CellName
-from nobackfill.quality.embedded import Embedded, Published, cell_vectors
+from nobackfill.quality.embedded import EmbeddedListing, PublishedListing, cell_vectors
 from nobackfill.vectors import Vectors
 
 # Hits that are requested from the index for mAP; relevant items beyond count as not found.
@@ -60,8 +60,8 @@ class CellFigures:
 
 def measure_cell(
     cell: CellName,
-    queries: Embedded,
-    gallery: Embedded,
+    queries: EmbeddedListing,
+    gallery: EmbeddedListing,
     relevance: Relevance,
     *,
     neighbours: int = 0,
@@ -86,10 +86,12 @@ def measure_cell(
         ValueError: Relevance for another number of queries, or vectors that are not finite.
     """
     vectors = cell_vectors(cell, queries, gallery, int8=int8)
-    return measure(*vectors, relevance, queries.metric(cell.query), neighbours=neighbours)
+    return search_and_measure(
+        *vectors, relevance, queries.metric(cell.query), neighbours=neighbours
+    )
 
 
-def measure(
+def search_and_measure(
     queries: Vectors,
     gallery: Vectors,
     relevance: Relevance,
@@ -123,7 +125,10 @@ def measure(
             nearest_items, near_distances, relevance, neighbours
         )
     return CellFigures(
-        **figures(ranking), ranking=ranking, neighbours=nearest_items, distances=near_distances
+        **compute_figures(ranking),
+        ranking=ranking,
+        neighbours=nearest_items,
+        distances=near_distances,
     )
 
 
@@ -143,8 +148,8 @@ def _without_ignored(
 
 def search_cell(
     cell: CellName,
-    queries: Published,
-    gallery: Published,
+    queries: PublishedListing,
+    gallery: PublishedListing,
     relevance: Relevance,
     *,
     int8: bool = False,
@@ -178,7 +183,7 @@ def search_cell(
             "route"
         )
     # One thread: the same graph, and so the same verdict, each time.
-    index = hnsw.build(spec, np.arange(len(gallery_vectors)), gallery_vectors)
+    index = hnsw.build_index(spec, np.arange(len(gallery_vectors)), gallery_vectors)
     answers = _search(index, query_vectors, DEPTH)
     first = rank_neighbours(_search(index, query_vectors, SERVED).labels, relevance)
     ranking = rank_neighbours(answers.labels, relevance)
@@ -238,8 +243,8 @@ class MatrixCell:
 
 def evaluate_cells(
     cells: Sequence[CellName],
-    queries: Embedded,
-    gallery: Embedded,
+    queries: EmbeddedListing,
+    gallery: EmbeddedListing,
     relevance: Relevance,
     *,
     neighbours: int,
@@ -270,15 +275,17 @@ def evaluate_cells(
 
 def _evaluate(
     name: CellName,
-    queries: Embedded,
-    gallery: Embedded,
+    queries: EmbeddedListing,
+    gallery: EmbeddedListing,
     relevance: Relevance,
     *,
     neighbours: int,
     int8: bool,
 ) -> MatrixCell:
     vectors, metric = cell_vectors(name, queries, gallery, int8=int8), queries.metric(name.query)
-    cell = measure(*vectors, relevance, metric, neighbours=max(neighbours, HUB_NEIGHBOURS))
+    cell = search_and_measure(
+        *vectors, relevance, metric, neighbours=max(neighbours, HUB_NEIGHBOURS)
+    )
     worst, worst_map = worst_class(cell.map, queries.listing.labels)
     items = len(gallery.listing)
     figures = {
@@ -328,7 +335,7 @@ def _recognition(
 
 
 def neighbour_paths(
-    cell: MatrixCell, queries: Listing, gallery: Listing
+    cell: MatrixCell, queries: ImageListing, gallery: ImageListing
 ) -> Iterator[tuple[str, list[str]]]:
     """Yield each query's path with the paths of its nearest gallery images, nearest first.
 

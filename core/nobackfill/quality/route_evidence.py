@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nobackfill.metrics.backfill import (
-    AS_THEY_ARE,
+    IDENTITY_LINE,
     BackfillCurve,
-    Line,
-    Order,
+    DistanceLine,
+    ReembeddingOrder,
     class_order,
     class_shares,
     curves_by_order,
@@ -24,13 +24,18 @@ from nobackfill.metrics.backfill import (
     uncertainty_order,
 )
 from nobackfill.metrics.bootstrap import Difference, paired_bootstrap
-from nobackfill.metrics.distances import Metric, distances, unit
+from nobackfill.metrics.distances import Metric, distances, to_unit_norm
 from nobackfill.metrics.ranking import Ints, Relevance
 from nobackfill.metrics.retrieval import PerQuery, mean
 from nobackfill.quality.cells import CellName, own_cell
-from nobackfill.quality.embedded import Embedded, Published, cell_vectors, query_vectors
-from nobackfill.quality.retrieval import CellFigures, measure
-from nobackfill.release.calibration import Joint, find
+from nobackfill.quality.embedded import (
+    EmbeddedListing,
+    PublishedListing,
+    cell_vectors,
+    query_vectors,
+)
+from nobackfill.quality.retrieval import CellFigures, search_and_measure
+from nobackfill.release.calibration import JointDistance, find_curve
 from nobackfill.release.manifest import BothEvidence, Calibration, HealingEvidence
 from nobackfill.vectors import Origin, Vectors
 
@@ -128,7 +133,9 @@ def _strict(
     return tuple(map(float, x)), tuple(map(float, y))
 
 
-def same_scale(carried: CellFigures, embedded: CellFigures, relevance: Relevance) -> Line:
+def fit_distance_line(
+    carried: CellFigures, embedded: CellFigures, relevance: Relevance
+) -> DistanceLine:
     """Fit the line that converts migrated items' distances to those of re-embedded items.
 
     A converted distance means the same match probability for the same query. The fit is one
@@ -148,7 +155,7 @@ def same_scale(carried: CellFigures, embedded: CellFigures, relevance: Relevance
     """
     pairs = [retrieved_pairs(m.neighbours, m.distances, relevance) for m in (carried, embedded)]
     if any(len(np.unique(matches)) < 2 for _, matches, _ in pairs):
-        return AS_THEY_ARE
+        return IDENTITY_LINE
     means = [_means(distances, rows, len(relevance.relevant)) for distances, _, rows in pairs]
     columns = []
     for origin, (origin_distances, _, rows) in enumerate(pairs):
@@ -162,9 +169,9 @@ def same_scale(carried: CellFigures, embedded: CellFigures, relevance: Relevance
         np.concatenate(columns), np.concatenate([matches for _, matches, _ in pairs])
     )
     return (
-        Line(slope / native_slope, offset / native_slope)
+        DistanceLine(slope / native_slope, offset / native_slope)
         if max(slope, native_slope) < 0
-        else AS_THEY_ARE
+        else IDENTITY_LINE
     )
 
 
@@ -239,8 +246,8 @@ class QuerySet:
         classes: Class of each query, [q]; None if unknown.
     """
 
-    queries: Embedded
-    items: Embedded
+    queries: EmbeddedListing
+    items: EmbeddedListing
     relevance: Relevance
     classes: Ints | None = None
 
@@ -281,10 +288,10 @@ class _Space:
         return _Space(root * self.queries, root * self.items)
 
     def measure(self, relevance: Relevance) -> CellFigures:
-        return measure(self.queries, self.items, relevance, neighbours=PAIRS_A_QUERY)
+        return search_and_measure(self.queries, self.items, relevance, neighbours=PAIRS_A_QUERY)
 
 
-def both_evidence(
+def measure_rank_fusion(
     cell: CellName, fitting: QuerySet, judging: QuerySet, *, int8: bool
 ) -> BothEvidence | None:
     """Measure rank fusion by both models on a migrated gallery.
@@ -333,7 +340,7 @@ def both_evidence(
     )
 
 
-def _fit_joint(cell: CellName, half: QuerySet, *, int8: bool) -> Joint | None:
+def _fit_joint(cell: CellName, half: QuerySet, *, int8: bool) -> JointDistance | None:
     """Fit the weights; None if the new model alone finds most."""
     carried, stayed = _spaces(cell, half, int8=int8)
     # Scaled by the spread of each model, so that a weight means the same for any two models.
@@ -347,8 +354,8 @@ def _fit_joint(cell: CellName, half: QuerySet, *, int8: bool) -> Joint | None:
     if share == 1.0:
         return None
     native = _space(own_cell(cell.query), half, int8=int8).measure(half.relevance)
-    line: Line = same_scale(best, native, half.relevance)
-    return Joint(line.slope * share, line.slope * (1 - share) * unlike, line.offset)
+    line: DistanceLine = fit_distance_line(best, native, half.relevance)
+    return JointDistance(line.slope * share, line.slope * (1 - share) * unlike, line.offset)
 
 
 def _objective(cell: CellFigures) -> float:
@@ -370,7 +377,7 @@ def _squared(vectors: Vectors, metric: Metric) -> Vectors:
     """Scale unit vectors so that their squared distance is 1 - cosine."""
     if metric == "l2":
         return vectors
-    return np.asarray(unit(vectors) * np.sqrt(0.5), np.float32)
+    return np.asarray(to_unit_norm(vectors) * np.sqrt(0.5), np.float32)
 
 
 def _some(rows: Vectors) -> Vectors:
@@ -393,13 +400,13 @@ MOST_BELOW = 0.01
 
 def backfill_curves(
     cell: CellName,
-    queries: Embedded,
-    gallery: Embedded,
+    queries: EmbeddedListing,
+    gallery: EmbeddedListing,
     relevance: Relevance,
     orders: Sequence[str] = ORDERS,
     *,
     int8: bool = False,
-    line: Line | None = None,
+    line: DistanceLine | None = None,
 ) -> dict[str, BackfillCurve]:
     """Measure the backfill curves of a cell of an older gallery, by order.
 
@@ -442,7 +449,9 @@ def backfill_curves(
             order = makers[name]()
             labels = gallery.listing.labels
             selected[name] = (
-                Order(order, class_shares(labels, order)) if name == "class" else Order(order)
+                ReembeddingOrder(order, class_shares(labels, order))
+                if name == "class"
+                else ReembeddingOrder(order)
             )
     return curves_by_order(
         queries.native(cell.query),
@@ -456,7 +465,7 @@ def backfill_curves(
     )
 
 
-def served_line(cell: CellName, queries: Embedded) -> Line:
+def served_line(cell: CellName, queries: EmbeddedListing) -> DistanceLine:
     """Return the line by which a release ranks the cell's migrated vectors among native ones.
 
     Args:
@@ -466,14 +475,16 @@ def served_line(cell: CellName, queries: Embedded) -> Line:
     Returns:
         AS_THEY_ARE if the cell has no migrated vectors, or its release declares no line.
     """
-    if len(cell.gallery) == 1 or not isinstance(queries, Published):
-        return AS_THEY_ARE
+    if len(cell.gallery) == 1 or not isinstance(queries, PublishedListing):
+        return IDENTITY_LINE
     manifest = queries.manifest(cell.query)
-    curve = find(manifest, manifest.space, manifest.space, "upgraded")
-    return AS_THEY_ARE if curve is None or curve.scale is None else Line(*curve.scale)
+    curve = find_curve(manifest, manifest.space, manifest.space, "upgraded")
+    return IDENTITY_LINE if curve is None or curve.scale is None else DistanceLine(*curve.scale)
 
 
-def choose_line(healing: HealingEvidence, gains: Sequence[Difference], line: Line) -> Line:
+def choose_line(
+    healing: HealingEvidence, gains: Sequence[Difference], line: DistanceLine
+) -> DistanceLine:
     """Choose the line by which a release ranks migrated vectors.
 
     Args:
@@ -487,12 +498,12 @@ def choose_line(healing: HealingEvidence, gains: Sequence[Difference], line: Lin
     """
     closes = healing.valley > MOST_BELOW and healing.scaled_valley < healing.valley
     # A few queries may fall by more than a point without any valley.
-    return line if closes and any(gain.low > 0 for gain in gains) else AS_THEY_ARE
+    return line if closes and any(gain.low > 0 for gain in gains) else IDENTITY_LINE
 
 
-def healing_evidence(
-    cell: CellName, half: QuerySet, line: Line, *, int8: bool
-) -> tuple[HealingEvidence, Line]:
+def measure_lazy_reembedding(
+    cell: CellName, half: QuerySet, line: DistanceLine, *, int8: bool
+) -> tuple[HealingEvidence, DistanceLine]:
     """Measure quality during lazy re-embedding, in random order, with and without a line.
 
     Args:
@@ -512,7 +523,7 @@ def healing_evidence(
         backfill_curves(
             cell, half.queries, half.items, half.relevance, ("random",), int8=int8, line=one
         )["random"]
-        for one in (AS_THEY_ARE, line)
+        for one in (IDENTITY_LINE, line)
     )
     evidence = HealingEvidence(
         map=tuple(raw.map.tolist()),

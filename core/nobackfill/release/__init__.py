@@ -16,7 +16,7 @@ True
 
 from typing import TYPE_CHECKING
 
-from nobackfill.faces import offer
+from nobackfill.faces import export_lazily
 
 if TYPE_CHECKING:
     from nobackfill.release.calibration import Scorer as Scorer, scores as scores
@@ -44,12 +44,12 @@ if TYPE_CHECKING:
     from nobackfill.release.routes import (
         Route as Route,
         RouteRunner as RouteRunner,
-        every_route as every_route,
+        iterate_routes as iterate_routes,
         open_route as open_route,
         plan_route as plan_route,
     )
 else:
-    __getattr__ = offer(
+    __getattr__ = export_lazily(
         __name__,
         {
             "calibration": "Scorer scores",
@@ -57,7 +57,7 @@ else:
             "models": "ImageEmbedder SideEncoder UpgradeModel "
             "Upgraded open_embedder open_side_encoder open_upgrade",
             "probes": "check_probes check_release",
-            "routes": "Route RouteRunner every_route open_route plan_route",
+            "routes": "Route RouteRunner iterate_routes open_route plan_route",
             "text_models": "TextModel open_text_encoder",
         },
     )

@@ -52,7 +52,7 @@ class Scale(NamedTuple):
         return np.asarray(self.slope * values + self.offset, np.float64)
 
 
-class Joint(NamedTuple):
+class JointDistance(NamedTuple):
     """Combine both models' distances to a migrated item into the distance of an equally likely
     native one.
 
@@ -134,7 +134,7 @@ def scores(calibration: Curve, distances: ArrayLike) -> NDArray[np.float64]:
     return Scorer(calibration).scores(distances)
 
 
-def beyond(calibration: Curve, distances: ArrayLike) -> NDArray[np.bool_]:
+def is_beyond_calibration(calibration: Curve, distances: ArrayLike) -> NDArray[np.bool_]:
     """Return which distances lie outside of those that the calibration saw.
 
     Their scores are the end values of the curve. A model may place all pictures that differ from
@@ -150,7 +150,7 @@ def beyond(calibration: Curve, distances: ArrayLike) -> NDArray[np.bool_]:
     return Scorer(calibration).beyond(distances)
 
 
-def find(
+def find_curve(
     manifest: "Manifest", query_space: str, gallery_space: str, origin: Origin
 ) -> "Calibration | None":
     """Find the curve of a manifest for a pair of spaces.

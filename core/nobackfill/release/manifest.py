@@ -17,7 +17,7 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from nobackfill.digests import sha256_bytes, side_space_id, space_id
-from nobackfill.errors import NoEncoderError, UnfitError, few
+from nobackfill.errors import NoEncoderError, UnfitError, join_few
 from nobackfill.framing import Fit, Frame, Interpolation
 from nobackfill.release.paths import NEWEST_FORMAT
 from nobackfill.vectors import Metric, Origin
@@ -25,7 +25,7 @@ from nobackfill.vectors import Metric, Origin
 _PLAIN = re.compile(r"[a-z0-9][a-z0-9_.-]*(/[a-z0-9][a-z0-9_.-]*)*")
 
 
-def is_plain(path: str) -> bool:
+def is_plain_path(path: str) -> bool:
     """Check whether a path may be that of a published file: relative, not hidden, without `..`."""
     return _PLAIN.fullmatch(path) is not None and ".." not in path
 
@@ -112,19 +112,19 @@ Format = Literal[1, 2, 3, 4]
 # batch axis comes first.
 Tensor = tuple[str, str, tuple[int | None, ...]]
 # The inputs and outputs of a model.
-Ends = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
+ModelInterface = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
 # Triton's largest batch.
 _LARGEST_BATCH = 256
 _TRITON_TYPES = {"uint8": "TYPE_UINT8", "int64": "TYPE_INT64", "float32": "TYPE_FP32"}
 
 
 def _plain_path(path: str) -> str:
-    if not is_plain(path):
+    if not is_plain_path(path):
         raise ValueError(f"expected a plain relative path of a-z, 0-9, '_', '-', '.', got {path!r}")
     return path
 
 
-class Strict(BaseModel):
+class ManifestPart(BaseModel):
     """A part of a manifest; unknown keys are refused."""
 
     # NaN would pass every comparison that checks a bound.
@@ -133,7 +133,7 @@ class Strict(BaseModel):
     )
 
 
-class PublishedFile(Strict):
+class PublishedFile(ManifestPart):
     """A file of the publication folder."""
 
     path: Annotated[str, AfterValidator(_plain_path)]
@@ -141,7 +141,7 @@ class PublishedFile(Strict):
     length: int = Field(ge=1)
 
 
-class PublishedEmbedder(Strict):
+class PublishedEmbedder(ManifestPart):
     """The space of a release, and its image embedder phi_N if it has one.
 
     The ONNX file has the input `image` uint8 [n,H,W,3] and the output `embedding` float32 [n,dim].
@@ -166,7 +166,7 @@ class PublishedEmbedder(Strict):
     )
 
 
-class TextEncoder(Strict):
+class TextEncoder(ManifestPart):
     """The text encoder of a release, into the embedder's space.
 
     The ONNX file has the inputs `inputs` int64 [n,t] and the output `embedding` float32 [n,dim];
@@ -203,7 +203,7 @@ class TextEncoder(Strict):
         return self.query_file if role == "query" and self.query_file else self.file
 
 
-class PublishedSideEncoder(Strict):
+class PublishedSideEncoder(ManifestPart):
     """The side-information encoder psi_N of a release.
 
     The ONNX file has the input `image` uint8 [n,H,W,3] of the embedder's size and the output `side`
@@ -221,7 +221,7 @@ class PublishedSideEncoder(Strict):
     origin_release: ReleaseNumber
 
 
-def space_of(embedder: PublishedEmbedder, text: TextEncoder | None = None) -> str:
+def release_space_id(embedder: PublishedEmbedder, text: TextEncoder | None = None) -> str:
     """Return the id of the space of a release.
 
     Args:
@@ -242,7 +242,7 @@ def space_of(embedder: PublishedEmbedder, text: TextEncoder | None = None) -> st
     )
 
 
-def contradiction(embedder: PublishedEmbedder, text: TextEncoder | None) -> str | None:
+def explain_contradiction(embedder: PublishedEmbedder, text: TextEncoder | None) -> str | None:
     """Explain why an embedder and a text encoder cannot belong to one release; None if they can.
 
     The checks cover which fields stand together and the crop; files are not read.
@@ -269,7 +269,7 @@ def contradiction(embedder: PublishedEmbedder, text: TextEncoder | None) -> str 
     return None
 
 
-def format_of(embedder: PublishedEmbedder, text: TextEncoder | None) -> Format:
+def lowest_format(embedder: PublishedEmbedder, text: TextEncoder | None) -> Format:
     """Return the lowest format whose readers understand a release.
 
     2: texts, a fit other than stretch, or no image embedder. 3: a separate model for queries. 4: an
@@ -312,7 +312,7 @@ def _space_fields(
         yield "document_prefix", sha256_bytes(text.document_prefix.encode())
 
 
-class HealingEvidence(Strict):
+class HealingEvidence(ManifestPart):
     """Quality while 0, 10 ... 100 % of the items are re-embedded, in random order.
 
     Attributes:
@@ -343,12 +343,12 @@ def _depth(curve: tuple[float, ...]) -> float:
     return max(0.0, min(curve[0], curve[-1]) - min(curve))
 
 
-class BothEvidence(Strict):
+class BothEvidence(ManifestPart):
     """Quality of rank fusion, where both models rank what a route has migrated.
 
-    The weights of `nobackfill.release.calibration.Joint` are fitted on one half of the held-out
-    items. The figures are measured on the other half; rank fusion is kept only where it is worse
-    than neither model.
+    The weights of `nobackfill.release.calibration.JointDistance` are fitted on one half of the
+    held-out items. The figures are measured on the other half; rank fusion is kept only where it is
+    worse than neither model.
 
     Attributes:
         new: Weight of the new model's distance.
@@ -369,7 +369,7 @@ class BothEvidence(Strict):
     cmc1_gain_low: float
 
 
-class RouteEvidence(Strict):
+class RouteEvidence(ManifestPart):
     """Quality of a route into this release, measured on the exported files.
 
     Attributes:
@@ -391,7 +391,7 @@ class RouteEvidence(Strict):
     both: BothEvidence | None = Field(None, exclude_if=lambda both: both is None)
 
 
-class Unlabelled(Strict):
+class Unlabelled(ManifestPart):
     """A cell of the compatibility matrix, measured without labels, and the figures of staying with
     the old model.
 
@@ -432,7 +432,7 @@ class Unlabelled(Strict):
         return f"{self.query}/{self.gallery}"
 
 
-class Cell(Strict):
+class Cell(ManifestPart):
     """A cell of the compatibility matrix; its figures are shares between 0 and 1."""
 
     query: str
@@ -453,7 +453,7 @@ SpaceId = Annotated[str, Field(pattern=r"^sp-[0-9a-f]{64}$")]
 SideSpaceId = Annotated[str, Field(pattern=r"^ss-[0-9a-f]{64}$")]
 
 
-class Upgrade(Strict):
+class Upgrade(ManifestPart):
     """An upgrade into this release.
 
     The ONNX file has the inputs `embedding` float32 [n,from_dim] and, if it reads side-information,
@@ -483,7 +483,7 @@ class Upgrade(Strict):
         return self.from_side_space is not None
 
 
-class Calibration(Strict):
+class Calibration(ManifestPart):
     """The curve from distance to probability of a match, for (query space, gallery space, origin).
 
     Attributes:
@@ -523,7 +523,7 @@ class Calibration(Strict):
         return self
 
 
-class GateVerdict(Strict):
+class GateVerdict(ManifestPart):
     """The verdict of the gate: whether M(new, served old) > M(old, old) held (BCT Eq. 2).
 
     It is measured on the exported files.
@@ -543,7 +543,7 @@ class GateVerdict(Strict):
     detail: str = ""
 
 
-class Probes(Strict):
+class Probes(ManifestPart):
     """The golden probes of a release: inputs, and the outputs that they must give on every machine.
 
     The file is `probes-N.npz`. Its arrays: `image` uint8 [p,H,W,3], `embedding` [p,dim], `side`
@@ -560,14 +560,14 @@ class Probes(Strict):
     int8_tolerance: float = Field(gt=0, le=10)
 
 
-class Manifest(Strict):
+class Manifest(ManifestPart):
     """The manifest of a release; `parse_manifest` reads its file.
 
     Raises:
         pydantic.ValidationError: A rule is broken.
     """
 
-    # See `format_of`.
+    # See `lowest_format`.
     format: Format = 1
     release: ReleaseNumber
     space: SpaceId
@@ -598,16 +598,18 @@ class Manifest(Strict):
             raise ValueError("expected side_space and side_encoder together, or neither")
         if self.side_encoder is not None and self.embedder.file is None:
             raise ValueError("expected no side encoder without an embedder of images")
-        if problem := contradiction(self.embedder, self.text_encoder):
+        if problem := explain_contradiction(self.embedder, self.text_encoder):
             raise ValueError(problem)
-        if self.format != (lowest := format_of(self.embedder, self.text_encoder)):
+        if self.format != (lowest := lowest_format(self.embedder, self.text_encoder)):
             raise ValueError(
                 f"expected format {lowest}, the lowest that has the features of this release, got "
                 f"{self.format}"
             )
         sources = [upgrade.from_release for upgrade in self.upgrades]
         if len(set(sources)) != len(sources) or any(m >= self.release for m in sources):
-            raise ValueError(f"expected upgrades from distinct older releases, got {few(sources)}")
+            raise ValueError(
+                f"expected upgrades from distinct older releases, got {join_few(sources)}"
+            )
         if any(route.releases[-1] != self.release for route in self.routes):
             raise ValueError(f"expected routes that end in release {self.release}")
         return self
@@ -618,7 +620,7 @@ class Manifest(Strict):
 
         So no two releases share a name, and no file replaces one with another role.
         """
-        expected = space_of(self.embedder, self.text_encoder)
+        expected = release_space_id(self.embedder, self.text_encoder)
         if self.space != expected:
             raise ValueError(f"expected space {expected}, got {self.space}")
         encoder = self.side_encoder
@@ -732,7 +734,7 @@ class Manifest(Strict):
         """
         return tuple(file for _, file in self._places())
 
-    def embedder_ends(self) -> Ends:
+    def embedder_ends(self) -> ModelInterface:
         """Return the ONNX inputs and outputs of the image embedder.
 
         Raises:
@@ -740,12 +742,12 @@ class Manifest(Strict):
         """
         return (self._image(),), (_vector("embedding", self.embedder.dim),)
 
-    def text_encoder_ends(self, encoder: TextEncoder) -> Ends:
+    def text_encoder_ends(self, encoder: TextEncoder) -> ModelInterface:
         """Return the ONNX inputs and outputs of the text encoder."""
         tokens = tuple((name, "int64", (None,)) for name in encoder.inputs)
         return tokens, (_vector("embedding", self.embedder.dim),)
 
-    def side_encoder_ends(self, encoder: PublishedSideEncoder) -> Ends:
+    def side_encoder_ends(self, encoder: PublishedSideEncoder) -> ModelInterface:
         """Return the ONNX inputs and outputs of the side-information encoder.
 
         Raises:
@@ -753,7 +755,7 @@ class Manifest(Strict):
         """
         return (self._image(),), (_vector("side", encoder.dim),)
 
-    def upgrade_ends(self, upgrade: Upgrade) -> Ends:
+    def upgrade_ends(self, upgrade: Upgrade) -> ModelInterface:
         """Return the ONNX inputs and outputs of an upgrade of this release."""
         inputs = [_vector("embedding", upgrade.from_dim)]
         outputs = [_vector("upgraded", self.embedder.dim)]
@@ -768,7 +770,7 @@ class Manifest(Strict):
     def triton_configs(self) -> dict[str, str]:
         """Return the Triton configuration of each model that this release publishes, by published
         path."""
-        models: dict[str, Ends] = {}
+        models: dict[str, ModelInterface] = {}
         if self.embedder.file is not None:
             models[embedder_model(self.release)] = self.embedder_ends()
         if (text := self.text_encoder) is not None:
@@ -826,10 +828,10 @@ def _refusal(name: str, error: ValidationError) -> str:
     if all(problem["type"] == "extra_forbidden" for problem in problems):
         return (
             f"{name} needs a newer nobackfill: its manifest has keys that this version does not "
-            f"know, {few(keys)}"
+            f"know, {join_few(keys)}"
         )
     wrong = (f"{key}: {problem['msg']}".removeprefix(": ") for key, problem in keys.items())
-    return f"{name}: its manifest cannot be used ({few(wrong)})"
+    return f"{name}: its manifest cannot be used ({join_few(wrong)})"
 
 
 # The manifest `converter-N.json`: a signed map between the spaces of two models that others
@@ -842,7 +844,7 @@ _MANIFEST = re.compile(r"converter-([1-9][0-9]{0,6})\.json")
 _Share = Annotated[float, Field(ge=0, le=1)]
 
 
-class ModelCard(Strict):
+class ModelCard(ManifestPart):
     """One of the two models of a converter.
 
     Attributes:
@@ -865,7 +867,7 @@ class ModelCard(Strict):
     declared: dict[str, str] = Field(default_factory=dict)
 
 
-class ConverterEvidence(Strict):
+class ConverterEvidence(ManifestPart):
     """Quality of a converter, measured on pairs that the map was not fitted on.
 
     Attributes:
@@ -892,7 +894,7 @@ class ConverterEvidence(Strict):
     raw: dict[str, tuple[_Share, ...]]
 
 
-class Converter(Strict):
+class Converter(ManifestPart):
     """The manifest of a converter; `parse_converter` reads its file.
 
     Raises:
@@ -950,8 +952,8 @@ def parse_converter(text: str | bytes, number: int) -> Converter:
         problems = error.errors(include_url=False, include_context=False)
         wrong = (f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in problems)
         raise UnfitError(
-            f"converter {number}: its manifest cannot be used ({few(wrong)}); it may need a newer "
-            "nobackfill"
+            f"converter {number}: its manifest cannot be used ({join_few(wrong)}); it may need a "
+            "newer nobackfill"
         ) from error
     if manifest.converter != number:
         raise UnfitError(
@@ -961,7 +963,7 @@ def parse_converter(text: str | bytes, number: int) -> Converter:
     return manifest
 
 
-def _config(name: str, ends: Ends) -> str:
+def _config(name: str, ends: ModelInterface) -> str:
     lines = [f'name: "{name}"', 'backend: "onnxruntime"', f"max_batch_size: {_LARGEST_BATCH}"]
     for direction, tensors in zip(("input", "output"), ends, strict=True):
         for tensor, dtype, shape in tensors:

@@ -159,7 +159,7 @@ class UpgradeModel:
         return side if self.upgrade.side == "carries" else None
 
 
-def cores() -> int:
+def count_cores() -> int:
     """Return the number of processor cores that this process may use, for `threads`; at least 1.
 
     It is the process's affinity; limits of containers on processor time are not counted.
@@ -242,7 +242,7 @@ def open_upgrade(
     return UpgradeModel(open_session(files, file, threads), manifest, upgrade)
 
 
-def no_vector(manifest: "Manifest | ImageModel") -> InvalidInputError:
+def no_vector_error(manifest: "Manifest | ImageModel") -> InvalidInputError:
     """Return, without raising it, the error for an image of which the release's model makes no
     usable vector."""
     return InvalidInputError(
@@ -251,7 +251,7 @@ def no_vector(manifest: "Manifest | ImageModel") -> InvalidInputError:
     )
 
 
-def locate(files: Files, path: str) -> Path:
+def locate_file(files: Files, path: str) -> Path:
     """Return the local file of a published path.
 
     Args:
@@ -283,7 +283,7 @@ def read_verified(files: Files, file: File) -> bytes:
     Raises:
         VerificationError: It is missing, cannot be read, or differs from the entry.
     """
-    path = locate(files, file.path)
+    path = locate_file(files, file.path)
     try:
         with path.open("rb") as handle:
             data = handle.read(file.length + 1)

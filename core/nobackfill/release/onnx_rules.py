@@ -60,7 +60,7 @@ class RefusedError(Exception):
     """The file breaks a rule; the message names the rule."""
 
 
-def inspect(
+def check_onnx_file(
     path: Path, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], tokens: int = 1
 ) -> None:
     """Check a file against all rules.

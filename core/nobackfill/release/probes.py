@@ -26,8 +26,8 @@ from nobackfill.errors import (
 )
 from nobackfill.release.manifest import (
     TEXT_ROLES,
-    Ends,
     Manifest,
+    ModelInterface,
     PublishedFile,
     Tensor,
     TextRole,
@@ -36,7 +36,7 @@ from nobackfill.release.manifest import (
 from nobackfill.release.models import (
     Files,
     Images,
-    locate,
+    locate_file,
     open_embedder,
     open_side_encoder,
     open_upgrade,
@@ -153,7 +153,7 @@ def check_encoders(
             )
 
 
-def text_probes(texts: Sequence[str], read: EncodeTexts) -> Arrays:
+def make_text_probes(texts: Sequence[str], read: EncodeTexts) -> Arrays:
     """Make the golden probes of a text encoder: test texts with the vectors that it gives.
 
     Args:
@@ -336,11 +336,11 @@ def check_onnx(files: Mapping[str, OnnxFile]) -> None:
         VerificationError: The first broken rule, or a file that is missing or cannot be read.
     """
     # Importing onnx is slow, and most users of this module check no file.
-    from nobackfill.release.onnx_rules import RefusedError, inspect
+    from nobackfill.release.onnx_rules import RefusedError, check_onnx_file
 
     for name, file in files.items():
         try:
-            inspect(file.path, file.inputs, file.outputs, file.longest)
+            check_onnx_file(file.path, file.inputs, file.outputs, file.longest)
         except RefusedError as error:
             raise VerificationError(f"{name}: the ONNX file is refused: {error}") from error
         except (OSError, MemoryError, RecursionError) as error:
@@ -360,7 +360,7 @@ def check_release(files: Files, manifest: Manifest) -> None:
     Raises:
         VerificationError: A file breaks a rule; the message names it.
     """
-    checks: list[tuple[PublishedFile, Ends]] = []
+    checks: list[tuple[PublishedFile, ModelInterface]] = []
     if (images := manifest.embedder.file) is not None:
         checks.append((images, manifest.embedder_ends()))
     if (text := manifest.text_encoder) is not None:
@@ -376,7 +376,7 @@ def check_release(files: Files, manifest: Manifest) -> None:
     longest = 1 if text is None else text.length
     check_onnx(
         {
-            file.path: OnnxFile(locate(files, file.path), *ends, longest)
+            file.path: OnnxFile(locate_file(files, file.path), *ends, longest)
             for file, ends in checks
             if _is_there(files, file)
         }

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from nobackfill.errors import InvalidInputError, NotFoundError, few
+from nobackfill.errors import InvalidInputError, NotFoundError, join_few
 from nobackfill.release.manifest import Manifest, SpaceId, Upgrade
 from nobackfill.release.models import Files, Upgraded, UpgradeModel, open_upgrade
 from nobackfill.vectors import Vectors
@@ -123,7 +123,7 @@ def plan_route(
     if to_release not in manifests:
         raise NotFoundError(
             f"release {to_release} is not among the published releases "
-            f"({few(sorted(manifests, reverse=True)) or 'there are none'})"
+            f"({join_few(sorted(manifests, reverse=True)) or 'there are none'})"
         )
     if from_release == to_release:
         return _STAY
@@ -136,7 +136,7 @@ def plan_route(
     return route
 
 
-def every_route(
+def iterate_routes(
     manifests: Mapping[int, Manifest], from_release: int, to_release: int, side: str | None
 ) -> Iterator[Route]:
     """Yield all routes whose upgrades have the side-information that they read, the shortest first.
@@ -337,7 +337,7 @@ class _Search:
             yield _Way(chain, (*way.steps, step), side, retention)
 
 
-def twin_of(manifest: Manifest, others: Iterable[Manifest]) -> str | None:
+def explain_shared_space(manifest: Manifest, others: Iterable[Manifest]) -> str | None:
     """Explain why a release cannot be used: an older release has the same space. None if none has.
 
     Stored data of a space belong to one release; the older one wins.

@@ -8,7 +8,7 @@ import numpy as np
 from nobackfill.errors import InvalidInputError, VerificationError
 from nobackfill.release.manifest import Manifest, TextRole
 from nobackfill.release.models import Files, Session, check_output, open_session, read_verified
-from nobackfill.text import Tokenizing, Tokens
+from nobackfill.text import BatchTokenizer, Tokens
 from nobackfill.vectors import Vectors
 
 
@@ -26,7 +26,7 @@ class TextReader:
         self._spec = manifest.reads_text
         path = self._spec.tokenizer.path
         try:
-            self._tokenizing = Tokenizing(
+            self._tokenizing = BatchTokenizer(
                 read_verified(files, self._spec.tokenizer), self._spec.length, path
             )
         except InvalidInputError as error:
@@ -128,7 +128,7 @@ def open_text_encoder(files: Files, manifest: Manifest, threads: int = 1) -> Tex
     return TextModel({"document": documents, "query": queries}, reader, manifest)
 
 
-def no_text_vector(manifest: Manifest) -> InvalidInputError:
+def no_text_vector_error(manifest: Manifest) -> InvalidInputError:
     """Return, without raising it, the error for a text of which the release's model makes no usable
     vector."""
     return InvalidInputError(

@@ -89,13 +89,13 @@ def try_release(
         memory_bytes=MEMORY_BYTES,
         cpu_seconds=CPU_SECONDS,
     )
-    reason = refusal_in_child(request, poll)
+    reason = explain_refusal_in_child(request, poll)
     if reason is not None:
         raise VerificationError(reason)
 
 
-def refusal_in_child(request: _Request, poll: Callable[[], None]) -> str | None:
-    """Run `refusal` in a child with limits; if the child dies, return the cause.
+def explain_refusal_in_child(request: _Request, poll: Callable[[], None]) -> str | None:
+    """Run `explain_refusal` in a child with limits; if the child dies, return the cause.
 
     Args:
         request: The request.
@@ -149,7 +149,7 @@ def _cause(status: int) -> str:
     return f"exit status {status}, within {MEMORY_BYTES >> 30} GiB of memory"
 
 
-def refusal(request: _Request) -> str | None:
+def explain_refusal(request: _Request) -> str | None:
     """Run the models of a release in this process, and explain why the release is refused; None if
     it is valid. A model that crashes ends the process."""
     from nobackfill.release.probes import check_probes, check_release
@@ -186,7 +186,7 @@ def main() -> None:
     JSON."""
     request = _Request.model_validate_json(sys.stdin.read())
     _limit(request.memory_bytes, request.cpu_seconds)
-    print(json.dumps({"refused": refusal(request)}))
+    print(json.dumps({"refused": explain_refusal(request)}))
 
 
 if __name__ == "__main__":

@@ -8,8 +8,8 @@ import typer
 
 from nobackfill.durable import write_file
 from nobackfill.errors import NobackfillError
-from nobackfill.extras import extra
-from nobackfill.terminal import visible
+from nobackfill.extras import require_extra
+from nobackfill.terminal import escape_hidden
 
 
 def command(
@@ -28,10 +28,10 @@ def command(
     ] = "",
 ) -> None:
     """Write one HTML file that shows what an upgrade does to a gallery."""
-    with extra("training"):
-        from nobackfill.report.page import Served, upgrade_page
+    with require_extra("training"):
+        from nobackfill.report.page import RunningPages, upgrade_page
 
-    page = upgrade_page(model_repo, release, images, Served(console, browse))
+    page = upgrade_page(model_repo, release, images, RunningPages(console, browse))
     # The addresses of these pages contain their secret.
     write_file(output, page.encode(), 0o600 if console or browse else 0o644)
     print(f"report: wrote {output}", file=sys.stderr)
@@ -41,5 +41,5 @@ if __name__ == "__main__":
     try:
         typer.run(command)
     except NobackfillError as error:
-        print(visible(f"report: {error}"), file=sys.stderr)
+        print(escape_hidden(f"report: {error}"), file=sys.stderr)
         sys.exit(error.exit_code)

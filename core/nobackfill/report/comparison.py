@@ -12,13 +12,13 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from nobackfill.class_folders import Listing
+from nobackfill.class_folders import ImageListing
 from nobackfill.metrics.backfill import BackfillCurve
 from nobackfill.metrics.compatibility import negative_flips, share_kept
 from nobackfill.metrics.retrieval import PerQuery, mean
 from nobackfill.quality.cells import upgrade_cells
-from nobackfill.quality.embedded import Published
-from nobackfill.quality.listing import among_others
+from nobackfill.quality.embedded import PublishedListing
+from nobackfill.quality.listing import relevance_among_others
 from nobackfill.quality.retrieval import CellFigures, measure_cell
 from nobackfill.quality.route_evidence import backfill_curves
 from nobackfill.release.manifest import Manifest
@@ -67,7 +67,7 @@ class Comparison:
     old: Manifest
     new: Manifest
     route: tuple[int, ...]
-    pictures: Listing
+    pictures: ImageListing
     cells: Mapping[str, CellFigures]
     old_vectors: Vectors
     served_vectors: Vectors
@@ -117,7 +117,7 @@ def predecessor(manifests: Mapping[int, Manifest], release: int) -> int | None:
 
 
 def compare(
-    folder: Path, manifests: Mapping[int, Manifest], old: int, new: int, pictures: Listing
+    folder: Path, manifests: Mapping[int, Manifest], old: int, new: int, pictures: ImageListing
 ) -> Comparison:
     """Measure an upgrade on pictures, with int8 files where they are published.
 
@@ -142,8 +142,8 @@ def compare(
     best = best_route(manifests, old, new)
     route = () if best is None else best.releases
     names = upgrade_cells(old, new, route)
-    images = Published(pictures, folder, manifests, threads=1)
-    relevance = among_others(pictures)
+    images = PublishedListing(pictures, folder, manifests, threads=1)
+    relevance = relevance_among_others(pictures)
     old_vectors, native = images.native(old), images.native(new)
     served = images.along(names["new/served"].gallery, int8=True)
     comparable = {
@@ -202,7 +202,7 @@ def matrix_of_pictures(cells: Mapping[str, CellFigures]) -> Matrix:
     """
     return _shade(
         {
-            name: (percent(cell.map), percent(cell.cmc1), percent(cell.cmc5))
+            name: (mean_percent(cell.map), mean_percent(cell.cmc1), mean_percent(cell.cmc5))
             for name, cell in cells.items()
         }
     )
@@ -254,7 +254,7 @@ def _int8_map(new: Manifest, route: tuple[int, ...]) -> float | None:
     return next((known.int8_map for known in new.routes if known.releases == route), None)
 
 
-def percent(values: PerQuery) -> float:
+def mean_percent(values: PerQuery) -> float:
     """Return the mean in percent over answerable queries.
 
     Args:
@@ -305,7 +305,7 @@ class Flips:
     worsened_percent: float
 
 
-def flips(comparison: Comparison) -> Flips:
+def find_flips(comparison: Comparison) -> Flips:
     """Compare the first hit of each picture after the upgrade with that of the old model.
 
     Raises:

@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from nobackfill.class_folders import Listing, list_filled
-from nobackfill.errors import InvalidInputError, NotFoundError, few
+from nobackfill.class_folders import ImageListing, list_nonempty_classes
+from nobackfill.errors import InvalidInputError, NotFoundError, join_few
 from nobackfill.images import decode_file
 from nobackfill.metrics.backfill import uncertainty_order
 from nobackfill.pages.templates import environment
@@ -32,7 +32,7 @@ from nobackfill.report.comparison import (
     basis_of_evidence,
     best_route,
     compare,
-    flips,
+    find_flips,
     matrix_of_evidence,
     matrix_of_pictures,
     predecessor,
@@ -41,7 +41,7 @@ from nobackfill.report.comparison import (
 
 
 @dataclass(frozen=True)
-class Served:
+class RunningPages:
     """Addresses of running pages as their commands print them; empty if none run.
 
     Attributes:
@@ -84,7 +84,7 @@ THUMBNAIL = 64
 JPEG_QUALITY = 80
 
 
-def read_folder(folder: Path, seed: int) -> tuple[Listing, int]:
+def read_folder(folder: Path, seed: int) -> tuple[ImageListing, int]:
     """List the pictures of class folders; draw MOST_IMAGES if there are more.
 
     Args:
@@ -102,7 +102,7 @@ def read_folder(folder: Path, seed: int) -> tuple[Listing, int]:
         raise NotFoundError(
             f"{folder}: there is no such folder; --images expects a folder of class folders"
         )
-    listing = list_filled(folder)
+    listing = list_nonempty_classes(folder)
     if (np.bincount(listing.labels) >= 2).sum() < 2:
         raise InvalidInputError(
             f"--images {folder}: expected at least two class folders with two images each, got "
@@ -131,7 +131,7 @@ def thumbnail(file: Path) -> str:
 SOFTWARE = ("nobackfill", "onnxruntime", "numpy", "pillow")
 
 
-def downloads(
+def download_sizes(
     manifests: Mapping[int, Manifest], old: int, release: int, route: tuple[int, ...]
 ) -> dict[str, int]:
     """Return the bytes that a device downloads to follow a release, by part.
@@ -166,7 +166,7 @@ def downloads(
     return {part: length for part, length in lengths.items() if length}
 
 
-def facts(manifest: Manifest) -> list[tuple[str, str]]:
+def manifest_facts(manifest: Manifest) -> list[tuple[str, str]]:
     """Return version, method, digests and recipe of a release, as rows of name and value; empty
     values are left out."""
     embedder = manifest.embedder
@@ -208,7 +208,7 @@ def _input(manifest: Manifest) -> str:
     return ", ".join(kinds)
 
 
-def software() -> str:
+def software_versions() -> str:
     """Return the versions of the packages that computed the figures, as one line."""
     versions = ", ".join(f"{name} {version(name)}" for name in SOFTWARE)
     return f"{versions}, Python {platform.python_version()}"
@@ -269,7 +269,7 @@ class QueryHits:
 
 
 @dataclass(frozen=True)
-class Group:
+class QueryGroup:
     """A titled group of queries."""
 
     title: str
@@ -277,7 +277,7 @@ class Group:
     queries: list[QueryHits]
 
 
-def render(
+def render_page(
     manifests: Mapping[int, Manifest],
     release: int,
     old: int | None,
@@ -330,36 +330,36 @@ def render(
             marks=MARKS,
             kept=quality_kept(matrix),
             basis=basis or basis_of_evidence(new, route),
-            downloads={} if old is None else downloads(manifests, old, release, route),
+            downloads={} if old is None else download_sizes(manifests, old, release, route),
             cost=comparison.cost if comparison else None,
             backfill=backfill_chart(comparison) if comparison and comparison.curves else None,
             map=gallery_map(comparison) if comparison else None,
             groups=_groups(comparison) if comparison else [],
             least=_least_certain(comparison) if comparison else [],
-            facts=facts,
+            facts=manifest_facts,
             seconds=_seconds,
             bytes=_bytes,
-            software=software(),
+            software=software_versions(),
             seed=seed,
             links=links,
         )
     )
 
 
-def _groups(comparison: Comparison) -> list[Group]:
-    changed = flips(comparison)
+def _groups(comparison: Comparison) -> list[QueryGroup]:
+    changed = find_flips(comparison)
     total = f"of {changed.answerable} searches"
     lonely = len(comparison.pictures) - changed.answerable
     if lonely:
         total += f" (and {lonely} with nothing to find, alone in their class)"
     return [
-        Group(
+        QueryGroup(
             "Searches that improved",
             f"{len(changed.improved)} {total} now find the right class first, where the old model "
             "did not. Green is right, dotted red wrong.",
             [_query_hits(comparison, query) for query in changed.improved[:EXAMPLES]],
         ),
-        Group(
+        QueryGroup(
             "Searches that worsened",
             f"{len(changed.worsened)} {total}, {changed.worsened_percent:.1f} %, found the right "
             "class first before and do not any more.",
@@ -406,7 +406,7 @@ SEED = 0
 
 
 def upgrade_page(
-    model_repo: Path, release: int, images: Path | None, served: Served | None = None
+    model_repo: Path, release: int, images: Path | None, served: RunningPages | None = None
 ) -> str:
     """Return the page of a release from a publication folder, which is verified first.
 
@@ -438,7 +438,7 @@ def upgrade_page(
             raise NotFoundError(
                 f"release {release} of {model_repo} cannot be shown: it is not published, was "
                 "withdrawn, or this version cannot use it; usable releases: "
-                f"{few(sorted(manifests, reverse=True)) or 'none'}"
+                f"{join_few(sorted(manifests, reverse=True)) or 'none'}"
             )
         old = predecessor(manifests, release)
         comparison = basis = None
@@ -452,4 +452,4 @@ def upgrade_page(
                 "is a query, all others are the gallery. Upgraded as gateways and devices do, by "
                 "int8 transforms where they are published."
             )
-        return render(manifests, release, old, comparison, basis, SEED, links)
+        return render_page(manifests, release, old, comparison, basis, SEED, links)

@@ -11,7 +11,7 @@
 
 from typing import TYPE_CHECKING
 
-from nobackfill.faces import offer
+from nobackfill.faces import export_lazily
 
 if TYPE_CHECKING:
     from nobackfill.wire.answers import Answer as Answer
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from nobackfill.wire.answers import Status as Status
     from nobackfill.wire.gateway import Gateway as Gateway
 else:
-    __getattr__ = offer(
+    __getattr__ = export_lazily(
         __name__,
         {
             # These need no gRPC.

@@ -18,7 +18,7 @@ import grpc
 
 from nobackfill.errors import ConfigurationError
 from nobackfill.wire.limits import LARGEST_ANSWER, LARGEST_REQUEST
-from nobackfill.wire.statuses import error_of, transient
+from nobackfill.wire.statuses import error_of, is_transient
 
 T = TypeVar("T")
 
@@ -40,7 +40,7 @@ def translate_errors(server: str) -> Iterator[None]:
         raise error_of(error, server) from error
 
 
-def retry(
+def call_until_success(
     attempt: Callable[[float], T], server: str, *, seconds: float = 30.0, each: float = 10.0
 ) -> T:
     """Call a function until it succeeds; for idempotent calls only.
@@ -72,7 +72,7 @@ def retry(
         except grpc.RpcError as error:
             wait = pause * random.uniform(0.5, 1.5)  # noqa: S311
             failure = error_of(error, server)
-            if not (transient(failure) or _cut(error)) or time.monotonic() + wait >= deadline:
+            if not (is_transient(failure) or _cut(error)) or time.monotonic() + wait >= deadline:
                 raise failure from error
         time.sleep(wait)
         pause = min(2 * pause, 2.0)
@@ -95,7 +95,7 @@ _LEAVE = (
 )
 
 
-def one_of(channels: Sequence[grpc.Channel]) -> grpc.Channel:
+def combine_channels(channels: Sequence[grpc.Channel]) -> grpc.Channel:
     """Combine several channels into one that fails over; closing it closes all.
 
     Args:
@@ -217,7 +217,7 @@ def open_channel(address: str, *, tls: bool = False) -> grpc.Channel:
                 "expected TLS for a bearer token: write the address as grpcs://HOST:PORT, "
                 "or unset NOBACKFILL_TOKEN_FILE"
             )
-        return one_of([grpc.insecure_channel(host, options) for host in hosts])
+        return combine_channels([grpc.insecure_channel(host, options) for host in hosts])
     authority = _read("NOBACKFILL_CA_FILE")
     if authority is not None and b"CERTIFICATE-----" not in authority:
         raise ConfigurationError(
@@ -234,7 +234,7 @@ def open_channel(address: str, *, tls: bool = False) -> grpc.Channel:
             raise ConfigurationError("NOBACKFILL_TOKEN_FILE: expected one token of printable ASCII")
         bearer = grpc.access_token_call_credentials(token.decode().strip())
         credentials = grpc.composite_channel_credentials(credentials, bearer)
-    return one_of([grpc.secure_channel(host, credentials, options) for host in hosts])
+    return combine_channels([grpc.secure_channel(host, credentials, options) for host in hosts])
 
 
 def _read(variable: str) -> bytes | None:
@@ -292,7 +292,7 @@ class Connection:
         """Make an idempotent call with `attempt(timeout)`, with retries if they are on."""
         if not self._retries:
             return self._call_once(attempt)
-        return retry(attempt, self.address, seconds=self.seconds, each=each)
+        return call_until_success(attempt, self.address, seconds=self.seconds, each=each)
 
     def _call_once(self, attempt: Callable[[float], T], *, seconds: float | None = None) -> T:
         """Make a call that must not be made twice."""

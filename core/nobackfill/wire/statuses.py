@@ -100,7 +100,7 @@ def row_of(error: type[BaseException]) -> StatusRow | None:
     return next((_BY_ERROR[kind] for kind in error.__mro__ if kind in _BY_ERROR), None)
 
 
-def transient(error: errors.NobackfillError) -> bool:
+def is_transient(error: errors.NobackfillError) -> bool:
     """Tell whether a retry of the same call may succeed.
 
     It may after BusyError, OverloadedError, UnavailableError, DeadlineError and CannotWriteError.
@@ -123,9 +123,9 @@ def error_of(error: grpc.RpcError, server: str) -> errors.NobackfillError:
     code = error.code()
     row = _BY_STATUS.get((code, _reason(error))) or _BY_CODE.get(code)
     if _is_broken(error):
-        return errors.UnavailableError(f"{server}: {sentence(error)}")
+        return errors.UnavailableError(f"{server}: {explain_failure(error)}")
     kind = errors.NobackfillError if row is None else row.error
-    return kind(f"{server}: {sentence(error)}")
+    return kind(f"{server}: {explain_failure(error)}")
 
 
 def _is_broken(error: grpc.RpcError) -> bool:
@@ -134,7 +134,7 @@ def _is_broken(error: grpc.RpcError) -> bool:
     return error.code() in codes and (error.details() or "").startswith(_BROKEN)
 
 
-def sentence(error: grpc.RpcError) -> str:
+def explain_failure(error: grpc.RpcError) -> str:
     """Explain a failed call to a person.
 
     Returns:

@@ -18,7 +18,7 @@ from nobackfill.gallery.filters import (
     Range,
     Scalar,
     TimeRange,
-    check,
+    check_filter,
 )
 from nobackfill.gallery.spec import Metadata, MetadataValue
 from nobackfill.v1 import types_pb2 as types
@@ -141,7 +141,7 @@ def to_filter(where: Mapping[str, Scalar] | Filter | None) -> types.Filter:
         for key, value in where.items():
             message.conditions.add(key=key, equals=to_value(value))
     elif where is not None:
-        check(where)
+        check_filter(where)
         message.expression.CopyFrom(to_expression(where))
         message.conditions.add(key=NEWER, exists=False)
     return message

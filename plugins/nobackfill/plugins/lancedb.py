@@ -34,12 +34,12 @@ from nobackfill.errors import (
     ConfigurationError,
     InvalidInputError,
     NotFoundError,
-    few,
+    join_few,
 )
-from nobackfill.extras import extra
+from nobackfill.extras import require_extra
 from nobackfill.vectors import Vectors
 
-with extra("lancedb"):
+with require_extra("lancedb"):
     import lancedb
     import pyarrow as pa
     from lancedb import index as indexes
@@ -96,14 +96,14 @@ class LanceSource:
             names = database.list_tables().tables
             if table not in names:
                 raise NotFoundError(
-                    f"{table}: no such table; there are {few(names) or 'none'} in {folder}"
+                    f"{table}: no such table; there are {join_few(names) or 'none'} in {folder}"
                 )
             self._opened = database.open_table(table)
         schema = self.schema
         self.key = key or "id"
         if self.key not in schema.names:
             raise InvalidInputError(
-                f"{table}: expected a column of keys {self.key!r}, found {few(schema.names)}; "
+                f"{table}: expected a column of keys {self.key!r}, found {join_few(schema.names)}; "
                 "name one with --key"
             )
         kind = schema.field(self.key).type
@@ -120,11 +120,11 @@ class LanceSource:
         ]
         if (vector is None and len(names) != 1) or (vector is not None and vector not in names):
             others = [one.name for one in schema if _is_list(one.type) and not _dim(one)]
-            unknown = f" ({few(others)} are lists of another kind)" if others else ""
+            unknown = f" ({join_few(others)} are lists of another kind)" if others else ""
             raise InvalidInputError(
                 f"{table}: expected {'one column' if vector is None else repr(vector)} of vectors "
-                f"of fixed size and of floats, found {few(names) or 'none'}{unknown}; name one "
-                "with --vector"
+                f"of fixed size and of floats, found {join_few(names) or 'none'}{unknown}; name "
+                "one with --vector"
             )
         self.vector = vector or names[0]
 
@@ -186,7 +186,7 @@ class LanceSource:
         if len(metrics) > 1:
             raise InvalidInputError(
                 f"{self._name}.{self.vector}: expected indexes of one metric, found "
-                f"{few(sorted(metrics))}; drop those that no query uses"
+                f"{join_few(sorted(metrics))}; drop those that no query uses"
             )
         return metric_of(next(iter(metrics), ""), _METRICS, self._name)
 
@@ -228,8 +228,8 @@ class LanceSource:
         if duplicates:
             raise InvalidInputError(
                 f"{self._name}.{self.key}: expected unique keys, found "
-                f"{few(map(repr, duplicates))} twice; delete one of each, or name another column "
-                "with --key"
+                f"{join_few(map(repr, duplicates))} twice; delete one of each, or name another "
+                "column with --key"
             )
         lower = None
         for last in keys[rows - 1 : -1 : rows]:
@@ -308,7 +308,7 @@ class LanceSource:
     def _check_column(self, name: str) -> None:
         if name not in self.schema.names:
             raise InvalidInputError(
-                f"table {self._name}: no column {name!r}; it has {few(self.schema.names)}"
+                f"table {self._name}: no column {name!r}; it has {join_few(self.schema.names)}"
             )
 
     def nearest(self, vector: Vectors, count: int, new_name: str | None = None) -> list[str]:
@@ -387,8 +387,8 @@ class LanceSource:
             computed = [str(name) for name in self.table.embedding_functions]
         if computed:
             sentences.append(
-                f"LanceDB embeds {few(computed)} itself, by a function in the table's metadata: "
-                "copy the rows into a table without it"
+                f"LanceDB embeds {join_few(computed)} itself, by a function in the table's "
+                "metadata: copy the rows into a table without it"
             )
         sentences += [
             f"index {name!r} has the type {kind}, which nobackfill cannot build for the new "

@@ -10,10 +10,10 @@ import grpc
 import structlog
 
 from nobackfill.errors import ConfigurationError
-from nobackfill.extras import extra
+from nobackfill.extras import require_extra
 from nobackfill.processes import DaemonThreads
 
-with extra("otel"):
+with require_extra("otel"):
     from opentelemetry.sdk.resources import SERVICE_NAME, Resource
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor

@@ -35,12 +35,12 @@ from nobackfill.errors import (
     InvalidInputError,
     NotFoundError,
     UnavailableError,
-    few,
+    join_few,
 )
-from nobackfill.extras import extra
+from nobackfill.extras import require_extra
 from nobackfill.vectors import Vectors, normalise
 
-with extra("qdrant"):
+with require_extra("qdrant"):
     from qdrant_client import QdrantClient, models
     from qdrant_client.http.exceptions import ResponseHandlingException, UnexpectedResponse
 
@@ -128,7 +128,7 @@ def _folder(path: Path) -> QdrantClient:
     return client
 
 
-def id_of(name: str) -> int | str | None:
+def point_id(name: str) -> int | str | None:
     """Convert a text to a point's id.
 
     Returns:
@@ -221,7 +221,7 @@ class QdrantSource:
         self._clients = Clients(place)
         with translated_errors(collection):
             if not self._client.collection_exists(collection):
-                others = few(one.name for one in self._client.get_collections().collections)
+                others = join_few(one.name for one in self._client.get_collections().collections)
                 raise NotFoundError(
                     f"{collection}: no such collection; there are {others or 'none'} in this Qdrant"
                 )
@@ -231,7 +231,7 @@ class QdrantSource:
         if (vector is None and len(names) != 1) or (vector is not None and vector not in names):
             raise InvalidInputError(
                 f"{collection}: expected {'one vector' if vector is None else repr(vector)}, found "
-                f"{few(map(repr, names)) or 'none'}; name one with --vector"
+                f"{join_few(map(repr, names)) or 'none'}; name one with --vector"
             )
         self.vector = vector or names[0]
         self._params = vectors[self.vector]
@@ -353,7 +353,7 @@ class QdrantSource:
         name = self.vector if vector is None else vector
         with translated_errors(self._name):
             points = self._client.retrieve(
-                self._name, [key for n in dict.fromkeys(ids) if (key := id_of(n)) is not None],
+                self._name, [key for n in dict.fromkeys(ids) if (key := point_id(n)) is not None],
                 with_payload=False, with_vectors=[name] if name else True,
             )  # fmt: skip
         return self._rows(points, name)
@@ -367,7 +367,9 @@ class QdrantSource:
         """
         with translated_errors(self._name):
             points = self._client.retrieve(
-                self._name, [k for n in ids if (k := id_of(n)) is not None], with_payload=[column]
+                self._name,
+                [k for n in ids if (k := point_id(n)) is not None],
+                with_payload=[column],
             )
         values = {str(point.id): (point.payload or {}).get(column) for point in points}
         return {name: str(value) for name, value in values.items() if value not in (None, "")}

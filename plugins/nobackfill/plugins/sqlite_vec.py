@@ -40,12 +40,12 @@ from nobackfill.errors import (
     InvalidInputError,
     NobackfillError,
     NotFoundError,
-    few,
+    join_few,
 )
-from nobackfill.extras import extra
+from nobackfill.extras import require_extra
 from nobackfill.vectors import Vectors
 
-with extra("sqlite-vec"):
+with require_extra("sqlite-vec"):
     import apsw
     import sqlite_vec
 
@@ -281,7 +281,7 @@ class VecTable:
         self.database, self.name = database, name
         tables = database.tables()
         if name not in tables:
-            there = few(one for one, sql in tables.items() if _CREATE.fullmatch(sql or ""))
+            there = join_few(one for one, sql in tables.items() if _CREATE.fullmatch(sql or ""))
             raise NotFoundError(f"{name}: no such table; vec0 tables are {there or 'none'}")
         result = _CREATE.fullmatch(tables[name] or "")
         if result is None:
@@ -305,8 +305,8 @@ class VecTable:
             others = [f"{one.name} {one.type}" for one in vectors if not one.floats]
             raise InvalidInputError(
                 f"{name}: expected {'one column' if vector is None else repr(vector)} of float "
-                f"vectors, found {few(floats) or 'none'}; name one with --vector"
-                + (f" ({few(others)} cannot be migrated)" if others else "")
+                f"vectors, found {join_few(floats) or 'none'}; name one with --vector"
+                + (f" ({join_few(others)} cannot be migrated)" if others else "")
             )
         self.vector = floats[vector or next(iter(floats))]
         self._vectors = vectors
@@ -635,8 +635,9 @@ class SqliteVecSource:
         if not writers:
             return []
         return [
-            f"{self._table.name}: the triggers {few(writers)} name this table; after the flip they "
-            "work on the new vectors, so a trigger that inserts a vector must take the new model's"
+            f"{self._table.name}: the triggers {join_few(writers)} name this table; after the flip "
+            "they work on the new vectors, so a trigger that inserts a vector must take the new "
+            "model's"
         ]
 
     def obstacles(self, target: Target) -> list[str]:
@@ -1010,7 +1011,7 @@ class NewVecTable:
             if self._pending:
                 raise InvalidInputError(
                     f"table {name}: {len(self._pending)} rows have no new vector, so that "
-                    f"it cannot flip: {few(self._pending)}; run `carry` again"
+                    f"it cannot flip: {join_few(self._pending)}; run `carry` again"
                 )
             if before in database.tables():
                 raise InvalidInputError(

@@ -9,7 +9,7 @@ It contains presets, rows of the table, cells and claims. It runs in a checkout;
 
 from typing import TYPE_CHECKING
 
-from nobackfill.faces import offer
+from nobackfill.faces import export_lazily
 
 if TYPE_CHECKING:
     from nobackfill.research.catalogue import rows_of as rows_of
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from nobackfill.research.results import Results as Results
     from nobackfill.research.rows import MethodRow as MethodRow
 else:
-    __getattr__ = offer(
+    __getattr__ = export_lazily(
         __name__,
         {
             "catalogue": "rows_of",

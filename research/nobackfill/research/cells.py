@@ -15,9 +15,9 @@ from zipfile import BadZipFile
 import numpy as np
 from numpy.typing import NDArray
 
-from nobackfill.class_folders import Listing, list_images
+from nobackfill.class_folders import ImageListing, list_images
 from nobackfill.durable import write_file
-from nobackfill.metrics.backfill import AS_THEY_ARE, BackfillCurve, Line
+from nobackfill.metrics.backfill import IDENTITY_LINE, BackfillCurve, DistanceLine
 from nobackfill.metrics.cka import linear_cka
 from nobackfill.metrics.distances import Metric
 from nobackfill.metrics.hubness import hubness
@@ -26,9 +26,9 @@ from nobackfill.metrics.ranking import Relevance
 from nobackfill.metrics.retrieval import PerQuery
 from nobackfill.quality.cells import CellName, own_cell, upgrade_cells
 from nobackfill.quality.embedded import query_vectors
-from nobackfill.quality.listing import among_others
-from nobackfill.quality.retrieval import CellFigures, measure, measure_cell
-from nobackfill.quality.route_evidence import PAIRS_A_QUERY, backfill_curves, same_scale
+from nobackfill.quality.listing import relevance_among_others
+from nobackfill.quality.retrieval import CellFigures, measure_cell, search_and_measure
+from nobackfill.quality.route_evidence import PAIRS_A_QUERY, backfill_curves, fit_distance_line
 from nobackfill.research.rows import MethodRow
 from nobackfill.research.serve import NEW, OLD, Trained
 from nobackfill.training.config import load_config
@@ -47,7 +47,7 @@ CLASSES = "classes"
 class Evaluation:
     """Test images with their classes; every image is a query for all others."""
 
-    listing: Listing
+    listing: ImageListing
     relevance: Relevance
     metric: Metric
     cache: Path
@@ -59,9 +59,9 @@ class Evaluation:
         return features(encoder, images, self.cache)
 
 
-def evaluation(listing: Listing, metric: Metric, cache: Path) -> Evaluation:
+def evaluation(listing: ImageListing, metric: Metric, cache: Path) -> Evaluation:
     """Use the images as queries and as gallery, without the query itself (fct.txt section 4.2)."""
-    return Evaluation(listing, among_others(listing), metric, cache)
+    return Evaluation(listing, relevance_among_others(listing), metric, cache)
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,9 @@ def row_cells(row: MethodRow, test: Evaluation) -> Cells:
     cells = {name: measured[cell] for name, cell in names.items() if cell in measured}
     served = images.along(names["new/served"].gallery, int8=row.int8)
     if row.route:
-        carried = measure(served.embedding, served.embedding, test.relevance, test.metric)
+        carried = search_and_measure(
+            served.embedding, served.embedding, test.relevance, test.metric
+        )
         cells["served/served"] = by_query(carried)
     for name, curve in _curves(row, names["new/served"], images, test).items():
         cells[f"backfill {name}"] = {"cmc1": curve.cmc1_areas, "map": curve.map_areas}
@@ -126,7 +128,9 @@ def _curves(
     Curves use plain distances, and for a migrated gallery also calibrated scores by origin (`…,
     calibrated`)."""
 
-    def curves(orders: Sequence[str], line: Line = AS_THEY_ARE) -> dict[str, BackfillCurve]:
+    def curves(
+        orders: Sequence[str], line: DistanceLine = IDENTITY_LINE
+    ) -> dict[str, BackfillCurve]:
         return backfill_curves(
             served, images, images, test.relevance, orders, int8=row.int8, line=line
         )
@@ -139,7 +143,7 @@ def _curves(
     }
 
 
-def _line(row: MethodRow, served: CellName, test: Evaluation) -> Line:
+def _line(row: MethodRow, served: CellName, test: Evaluation) -> DistanceLine:
     """Fit what migrated distances are worth, on images that no model of the row was trained on."""
     config = load_config(row.route[-1].folder / CONFIG)
     held_out = _held_out(
@@ -147,7 +151,7 @@ def _line(row: MethodRow, served: CellName, test: Evaluation) -> Line:
         test.metric, test.cache,
     )  # fmt: skip
     if held_out is None:
-        return AS_THEY_ARE
+        return IDENTITY_LINE
     images = _embedded(row, held_out)
     carried, embedded = (
         measure_cell(
@@ -155,7 +159,7 @@ def _line(row: MethodRow, served: CellName, test: Evaluation) -> Line:
         )
         for cell in (served, own_cell(NEW))
     )
-    return same_scale(carried, embedded, held_out.relevance)
+    return fit_distance_line(carried, embedded, held_out.relevance)
 
 
 @lru_cache(maxsize=2)
@@ -232,7 +236,7 @@ KNOWN_CLASSES, NEW_CLASSES = "known classes", "new classes"
 RANGED = ("new/new", "new/served")
 
 
-def known_to_old(row: MethodRow, tested: Listing) -> NDArray[np.bool_]:
+def known_to_old(row: MethodRow, tested: ImageListing) -> NDArray[np.bool_]:
     """Return for each tested image [n] whether the row's old model was trained on its class."""
     images, classes = row.old.values["images"], row.old.values["classes"]
     assert isinstance(images, Path) and (classes is None or isinstance(classes, int))

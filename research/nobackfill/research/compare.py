@@ -16,7 +16,7 @@ import typer
 from numpy.typing import NDArray
 
 from nobackfill.class_folders import list_images
-from nobackfill.durable import lock, write_file
+from nobackfill.durable import lock_file, write_file
 from nobackfill.errors import BusyError, ConfigurationError
 from nobackfill.research.catalogue import digest_of_rows, rows_of
 from nobackfill.research.cells import by_range, known_to_old, read_cells
@@ -324,7 +324,7 @@ def _output_lock(root: Path) -> Iterator[None]:
     """Lock the folder: two comparisons would overwrite each other's runs."""
     with ExitStack() as held:
         try:
-            held.enter_context(lock(root / "lock"))
+            held.enter_context(lock_file(root / "lock"))
         except BusyError as error:
             raise BusyError(
                 f"another compare.py works in {root}; wait for it, or choose another --out"

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageFilter, ImageOps
 
-from nobackfill.class_folders import Listing, digest, list_images
+from nobackfill.class_folders import ImageListing, hash_file, list_images
 from nobackfill.durable import make_dir, write_file
 from nobackfill.errors import ConfigurationError, InvalidInputError, NotFoundError
 from nobackfill.research.presets import Preset, Split
@@ -67,7 +67,7 @@ def train_and_test(images: Path, into: Path, share: float | None, seed: int) -> 
 _PARTS = ("train", "test")
 
 
-def _listed(images: Path, share: float | None) -> list[Listing]:
+def _listed(images: Path, share: float | None) -> list[ImageListing]:
     """List all images; without a share, those of `train` and of `test`."""
     if share is not None:
         return [list_images(images)]
@@ -95,7 +95,7 @@ def require_same_images(images: Path, share: float | None, root: Path) -> None:
         )
 
 
-def _identity(listing: Listing) -> dict[str, int | str]:
+def _identity(listing: ImageListing) -> dict[str, int | str]:
     """Identify images independently of their folder: all names and lengths, and one content per
     class, because small images of equal length are common.
 
@@ -105,7 +105,7 @@ def _identity(listing: Listing) -> dict[str, int | str]:
     before = -1
     for path, label in zip(listing.paths, listing.labels.tolist(), strict=True):
         file = listing.root / path
-        content = digest(file) if label != before else ""
+        content = hash_file(file) if label != before else ""
         before = label
         try:
             line = f"{path}\0{file.stat().st_size}\0{content}\n"
@@ -147,7 +147,7 @@ def later_classes(images: Path, into: Path, first: int) -> None:
     link(chosen, _class_of(chosen), into)
 
 
-def link(listing: Listing, class_names: Iterable[str], into: Path) -> None:
+def link(listing: ImageListing, class_names: Iterable[str], into: Path) -> None:
     """Make the folder INTO with a link to each image below its class's name."""
     if into.is_dir():
         return
@@ -159,7 +159,7 @@ def link(listing: Listing, class_names: Iterable[str], into: Path) -> None:
     whole.rename(into)
 
 
-def _class_of(listing: Listing) -> list[str]:
+def _class_of(listing: ImageListing) -> list[str]:
     return [listing.class_names[label] for label in listing.labels]
 
 

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nobackfill.class_folders import Listing
+from nobackfill.class_folders import ImageListing
 from nobackfill.metrics.distances import Metric
 from nobackfill.onnx_runtime import onnxruntime
-from nobackfill.quality.embedded import Embedded
+from nobackfill.quality.embedded import EmbeddedListing
 from nobackfill.release.models import Upgraded
 from nobackfill.research.rows import MethodRow, TrainingRun
 from nobackfill.training.config import EmbedderConfig
@@ -61,13 +61,13 @@ def exported(
 OLD, NEW = 1, 2
 
 
-class Trained(Embedded):
+class Trained(EmbeddedListing):
     """Test images in the spaces of a row's models, and those of OLD carried along its route."""
 
     def __init__(
         self,
         row: MethodRow,
-        listing: Listing,
+        listing: ImageListing,
         metric: Metric,
         vectors: Mapping[int, Vectors],
         side: Vectors | None,

@@ -18,12 +18,12 @@ from pathlib import Path
 import torch
 from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
-from nobackfill.class_folders import Listing, list_images
+from nobackfill.class_folders import ImageListing, list_images
 from nobackfill.digests import sha256_file
 from nobackfill.errors import NobackfillError
-from nobackfill.extras import extra
+from nobackfill.extras import require_extra
 from nobackfill.metrics.distances import Metric
-from nobackfill.plugins.ray.cluster import join
+from nobackfill.plugins.ray.cluster import join_cluster
 from nobackfill.processes import end_with_parent
 from nobackfill.research.cells import (
     Evaluation,
@@ -199,12 +199,12 @@ def _test(images: Path, tested: str, split: Split, metric: Metric, cache: Path) 
     return evaluation(_listing(images, tested, split), metric, cache)
 
 
-def images_of(place: ComparisonPlace, row: MethodRow) -> Listing:
+def images_of(place: ComparisonPlace, row: MethodRow) -> ImageListing:
     """Return queries and gallery of a row: the split's classes, or the row's own folder."""
     return _listing(place.images, row.tested, place.split)
 
 
-def _listing(images: Path, tested: str, split: Split) -> Listing:
+def _listing(images: Path, tested: str, split: Split) -> ImageListing:
     listing = list_images(images / tested)
     if tested != TEST:
         return listing
@@ -303,9 +303,9 @@ def _nodes(address: str) -> Iterator[tuple[Submit, int]]:
     """Yield a function that submits tasks to a cluster, and its number of processors.
 
     Ray runs a task again if its node dies; the task then resumes."""
-    with extra("ray"):
+    with require_extra("ray"):
         import ray
-    join(address)
+    join_cluster(address)
 
     def submit(work: Callable[..., None], *arguments: object) -> Future[None]:
         task: Future[None] = ray.remote(num_cpus=1)(work).remote(*arguments).future()

@@ -14,13 +14,13 @@ True
 
 from typing import TYPE_CHECKING
 
-from nobackfill.faces import offer
+from nobackfill.faces import export_lazily
 
 if TYPE_CHECKING:
     from nobackfill.server.gateway import GatewayServer as GatewayServer
     from nobackfill.server.settings import Settings as Settings, load_settings as load_settings
 else:
-    __getattr__ = offer(
+    __getattr__ = export_lazily(
         __name__,
         {
             "gateway": "GatewayServer",

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ValidationError
 
 from nobackfill import durable
 from nobackfill.digests import sha256_file
-from nobackfill.durable import refusal
+from nobackfill.durable import error_from_sqlite
 from nobackfill.errors import (
     AlreadyExistsError,
     BusyError,
@@ -30,19 +30,19 @@ from nobackfill.errors import (
     NobackfillError,
     NotFoundError,
     VerificationError,
-    writer_of,
+    describe_writer,
 )
 from nobackfill.gallery.sqlite_file import (
     BUSY_TIMEOUT_MS,
-    Access,
+    FileAccess,
     all_vectors,
-    connect,
     count_rows,
-    format_of,
+    explain_unwritable,
+    free_bytes,
+    open_connection,
+    read_format,
     read_spaces,
     reading_access,
-    room,
-    unwritable,
 )
 from nobackfill.release.trust.trust import TrustedState
 from nobackfill.server.state import AUDIT, UNFINISHED_RESTORE, WRITER, StateFile
@@ -100,9 +100,9 @@ def backup(data: Path, target: Path) -> Summary:
     _refuse_taken(target)
     durable.refuse_inside(target, data)
     _sweep(target.absolute().parent)
-    unfinished = target.with_name(f"{durable.TEMPORARY}{target.name}")
+    unfinished = target.with_name(f"{durable.TEMPORARY_PREFIX}{target.name}")
     durable.make_dir(unfinished, 0o700)
-    with durable.lock(unfinished / _LOCK), _undone(unfinished):
+    with durable.lock_file(unfinished / _LOCK), _undone(unfinished):
         for path in unfinished.iterdir():
             if path.name != _LOCK:
                 durable.remove_tree(path)
@@ -138,8 +138,8 @@ def _refuse_taken(target: Path) -> None:
 
 def _sweep(folder: Path) -> None:
     """Remove the unfinished backups in a folder whose makers are gone."""
-    for lock in folder.glob(f"{durable.TEMPORARY}*/{_LOCK}"):
-        with suppress(BusyError), durable.lock(lock):
+    for lock in folder.glob(f"{durable.TEMPORARY_PREFIX}*/{_LOCK}"):
+        with suppress(BusyError), durable.lock_file(lock):
             durable.remove_tree(lock.parent)
 
 
@@ -163,7 +163,7 @@ def _need_room(folder: Path, needed: int) -> None:
     """Raises CannotWriteError unless `needed` bytes can be written and the reserve stays free."""
     disk = os.statvfs(folder)
     reserve = min(RESERVE, disk.f_blocks * disk.f_frsize // 10)
-    if (free := room(folder)) < needed + reserve:
+    if (free := free_bytes(folder)) < needed + reserve:
         raise CannotWriteError(
             f"{folder}: expected room for {needed} bytes and a reserve of {reserve}, found {free} "
             "bytes free; free some space or choose another disk, and run it again"
@@ -202,7 +202,7 @@ def _copy_audit(source: Path, target: Path) -> None:
 
 def _copy_tree(source: Path, target: Path) -> None:
     """Copy a folder, without what is unfinished. Raises CannotWriteError."""
-    ignore = shutil.ignore_patterns("*.part", f"{durable.TEMPORARY}*")
+    ignore = shutil.ignore_patterns("*.part", f"{durable.TEMPORARY_PREFIX}*")
     try:
         shutil.copytree(source, target, ignore=ignore, copy_function=_copy_if_there)
     except shutil.Error as error:
@@ -246,7 +246,7 @@ def restore(source: Path, data: Path) -> Summary:
     if not data.exists():
         made = [data]
         durable.make_dir(data, 0o700)
-    with durable.lock(data / "lock"), _undone(*made):
+    with durable.lock_file(data / "lock"), _undone(*made):
         _refuse_full(data)
         # Left by a restore that was killed.
         for name in _names(data):
@@ -258,7 +258,7 @@ def restore(source: Path, data: Path) -> Summary:
             (unfinished / path).chmod(0o600)
         # The state is the last: a folder without it is no data folder yet.
         for top in sorted(unfinished.iterdir(), key=lambda path: path.name == _STATE):
-            publish = durable.publish_dir if top.is_dir() else durable.replace
+            publish = durable.publish_dir if top.is_dir() else durable.replace_file
             publish(top, data / top.name)
         durable.remove_tree(unfinished)
     return summary
@@ -318,7 +318,7 @@ def _listing(folder: Path) -> _Listing:
     if found.format != _FORMAT:
         raise VerificationError(
             f"{path}: expected a backup of format {_FORMAT}, got format {found.format}; use "
-            f"{writer_of(found.written_by)}"
+            f"{describe_writer(found.written_by)}"
         )
     return found
 
@@ -360,20 +360,20 @@ def _read_once(
     """`patient`: not where the log's last changes could only be read by making files."""
     try:
         access = reading_access(path, "")
-        if access.unlocked is None and unwritable(path) is None:
+        if access.unlocked is None and explain_unwritable(path) is None:
             # The gateway has it open: SQLite's shared memory is there, for us to read by as well.
-            access = Access("mode=ro")
+            access = FileAccess("mode=ro")
     except CannotWriteError as error:
         if patient:
             raise _MovedError from error
-        access = Access("mode=rw")
+        access = FileAccess("mode=rw")
     try:
-        with closing(connect(path, access)) as connection:
+        with closing(open_connection(path, access)) as connection:
             connection.execute("BEGIN")
-            format_of(connection, path)
+            read_format(connection, path)
             return work(connection)
     except sqlite3.Error as error:
-        raise refusal(path, error) or error from error
+        raise error_from_sqlite(path, error) or error from error
     finally:
         # Reads without a lock may mix two states: no verdict follows from it.
         access.check_unchanged(path)
@@ -413,7 +413,7 @@ def _check_gallery(path: Path) -> int | None:
 
 def _check_blob(path: Path) -> int:
     """How many blobs of a vault it is: none is an upload that has not ended, or is gone."""
-    if path.suffix == ".part" or path.name.startswith(durable.TEMPORARY):
+    if path.suffix == ".part" or path.name.startswith(durable.TEMPORARY_PREFIX):
         return 0
     try:
         digest = sha256_file(path)
@@ -432,7 +432,7 @@ def _files(folder: Path) -> list[Path]:
         folders[:] = [
             name
             for name in folders
-            if name != _LOST_AND_FOUND and not name.startswith(durable.TEMPORARY)
+            if name != _LOST_AND_FOUND and not name.startswith(durable.TEMPORARY_PREFIX)
         ]
         paths = (Path(top, name) for name in names if not name.endswith(side_files))
         found += [path.relative_to(folder) for path in paths if path.is_file()]

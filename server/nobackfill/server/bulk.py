@@ -22,11 +22,11 @@ from nobackfill.errors import (
     UnavailableError,
     UnusableOutputError,
 )
-from nobackfill.extras import extra, load_plugin
+from nobackfill.extras import load_plugin, require_extra
 from nobackfill.images import LARGEST_BYTES, Pixels, read_file
-from nobackfill.picture_files import HEIF_SUFFIXES, SUFFIXES, is_clutter, is_picture, suffix_refusal
+from nobackfill.picture_files import HEIF_SUFFIXES, SUFFIXES, explain_suffix, is_clutter, is_picture
 from nobackfill.release.manifest import Manifest, parse_manifest
-from nobackfill.release.models import no_vector, read_verified
+from nobackfill.release.models import no_vector_error, read_verified
 from nobackfill.server.embedding.embedding import Embedding, InProcessModels
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.upgrades.workers.cache import OpenCache, write_files
@@ -110,7 +110,7 @@ class ObjectStore:
     """
 
     def __init__(self, uri: str) -> None:
-        with extra("export"):
+        with require_extra("export"):
             from pyarrow import fs, lib
 
         if _SECRET.search(uri):
@@ -320,7 +320,7 @@ class _OpenBatch:
                 sides = self._embedding.sides(manifest, pixels)
                 break
             except UnusableOutputError as error:
-                refusals |= {pictures[row][0]: str(no_vector(manifest)) for row in error.rows}
+                refusals |= {pictures[row][0]: str(no_vector_error(manifest)) for row in error.rows}
                 pictures = [picture for n, picture in enumerate(pictures) if n not in error.rows]
         items = []
         for row, (name, _) in enumerate(pictures):
@@ -509,7 +509,7 @@ def _pictures(names: Iterable[str], refusals: dict[str, str]) -> Iterator[str]:
         try:
             picture = _check_name(name)
             if not is_picture(picture):
-                raise InvalidInputError(suffix_refusal(picture))
+                raise InvalidInputError(explain_suffix(picture))
             yield picture
         except InvalidInputError as error:
             refusals[_printable(name)] = str(error)

@@ -19,10 +19,10 @@ from nobackfill.errors import (
     UnavailableError,
     UnfitError,
     VerificationError,
-    few,
+    join_few,
 )
-from nobackfill.release.manifest import Manifest, is_plain
-from nobackfill.release.routes import twin_of
+from nobackfill.release.manifest import Manifest, is_plain_path
+from nobackfill.release.routes import explain_shared_space
 from nobackfill.release.trust.trust import TrustedFolder
 from nobackfill.server.grpc.context import error_boundary
 from nobackfill.server.grpc.metrics import Metrics
@@ -57,7 +57,7 @@ def fetch(repo: Path, path: str, offset: int, signed: Callable[[str], bool]) -> 
         NotFoundError: the file is not published.
         OutOfRangeError: the offset is above the file's size.
     """
-    if not is_plain(path):
+    if not is_plain_path(path):
         raise InvalidInputError("path: expected the path of a file in the publication folder")
     if not _METADATA.fullmatch(path) and not signed(path):
         raise NotFoundError(f"{path} is not published here")
@@ -142,7 +142,7 @@ class Catalog:
         for number in releases:
             try:
                 manifest = trust.manifest(number)
-                if (twin := twin_of(manifest, manifests.values())) is not None:
+                if (twin := explain_shared_space(manifest, manifests.values())) is not None:
                     raise UnfitError(twin)
                 manifests[number] = manifest
             except (VerificationError, UnavailableError) as error:
@@ -186,7 +186,7 @@ class Catalog:
         try:
             return self.manifests[release]
         except KeyError:
-            published = few(sorted(self.manifests, reverse=True)) or "none"
+            published = join_few(sorted(self.manifests, reverse=True)) or "none"
             if release in self._refusals:
                 raise VerificationError(self._refusals[release]) from None
             raise NotFoundError(

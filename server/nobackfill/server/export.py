@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 
 from nobackfill import durable
-from nobackfill.errors import AlreadyExistsError, CannotWriteError, NotFoundError, few
-from nobackfill.extras import extra
+from nobackfill.errors import AlreadyExistsError, CannotWriteError, NotFoundError, join_few
+from nobackfill.extras import require_extra
 from nobackfill.gallery.gallery_store import GalleryStore
 from nobackfill.gallery.spec import SpaceInfo, SpaceSpec
 from nobackfill.gallery.sqlite_file import StoredItem, StoredVectors
 
-with extra("export"):
+with require_extra("export"):
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -84,8 +84,8 @@ def _select_spaces(store: GalleryStore, releases: Sequence[int]) -> list[SpaceIn
     infos = {info.spec.release: info for info in store.spaces()}
     if missing := set(releases) - set(infos):
         raise NotFoundError(
-            f"the gallery has no vectors of release {few(sorted(missing))}; it has "
-            f"{few(sorted(infos))}"
+            f"the gallery has no vectors of release {join_few(sorted(missing))}; it has "
+            f"{join_few(sorted(infos))}"
         )
     return [infos[release] for release in sorted(set(releases) or infos)]
 

@@ -197,7 +197,7 @@ class GatewayServer:
         raise_limit()
         durable.make_dir(settings.data, 0o700)
         try:
-            closing.enter_context(durable.lock(settings.data / "lock"))
+            closing.enter_context(durable.lock_file(settings.data / "lock"))
         except BusyError as error:
             raise BusyError(
                 f"{settings.data}: another gateway uses this data folder; stop it, or name another "

@@ -37,8 +37,8 @@ from nobackfill.release.manifest import (
     embedder_path,
     parse_manifest,
     probes_path,
+    release_space_id,
     side_encoder_path,
-    space_of,
     upgrade_path,
 )
 from nobackfill.release.models import open_embedder, open_side_encoder, open_upgrade
@@ -268,7 +268,7 @@ def _draft(
     else:
         assert old.side_encoder is not None, "release 1 of the sample has one"
         side = old.side_encoder
-    space = space_of(embedder)
+    space = release_space_id(embedder)
     values: dict[str, Any] = {
         "release": release, "space": space, "embedder": embedder,
         "side_space": side_space_id(side.file.sha256), "side_encoder": side,

@@ -22,8 +22,8 @@ from nobackfill.errors import (
     PreconditionError,
     UnavailableError,
     VerificationError,
-    few,
-    writer_of,
+    describe_writer,
+    join_few,
 )
 
 log = structlog.get_logger("server.state")
@@ -38,7 +38,7 @@ AUDIT = "audit.jsonl"
 WRITER = "written-by.json"
 # Marker of an unfinished restore, next to the state file. No gallery is served while it exists
 # without a state file.
-UNFINISHED_RESTORE = f"{durable.TEMPORARY}restore"
+UNFINISHED_RESTORE = f"{durable.TEMPORARY_PREFIX}restore"
 # pydantic's error type for a field that the model does not have.
 _EXTRA = "extra_forbidden"
 # Spare bytes for a failure's reason and for galleries that are paused during the activation.
@@ -138,8 +138,8 @@ def read_state(content: bytes | str, place: str, writer: object = None) -> State
         ]
         if len(unknown) == len(problems):
             raise VerificationError(
-                f"{place} was written by a newer nobackfill: {few(unknown)} is not known to "
-                f"{version('nobackfill')}, which reads format 1; start {writer_of(writer)}"
+                f"{place} was written by a newer nobackfill: {join_few(unknown)} is not known to "
+                f"{version('nobackfill')}, which reads format 1; start {describe_writer(writer)}"
             ) from error
         raise VerificationError(
             f"{place} is damaged ({error}); restore it from a backup"
@@ -386,7 +386,7 @@ class StateFile(GatewayState):
             if _is_cut(self._deeds):
                 # Start a new line: appended to a cut line, this entry would be lost with it.
                 line = b"\n" + line
-            durable.append(self._deeds, line, 0o600)
+            durable.append_bytes(self._deeds, line, 0o600)
 
     def deeds(self) -> list[Deed]:
         if not self._deeds.exists():
@@ -437,7 +437,7 @@ class StateFile(GatewayState):
         except CannotWriteError:
             if begins or not self._spare.exists():
                 raise
-            durable.write_into(self._spare, self._path, content)
+            durable.write_into_spare(self._spare, self._path, content)
         if not begins:
             durable.remove_tree(self._spare)
 

@@ -14,8 +14,8 @@ from nobackfill.errors import (
     PreconditionError,
     VerificationError,
 )
-from nobackfill.extras import extra, load_plugin
-from nobackfill.gallery.sqlite_file import Residents
+from nobackfill.extras import load_plugin, require_extra
+from nobackfill.gallery.sqlite_file import SuspendablePool
 from nobackfill.server.galleries.hosted import Home
 from nobackfill.server.galleries.hosted_file import FileHome
 from nobackfill.server.grpc import context
@@ -147,7 +147,7 @@ def migrate_database(url: str, to: int | None) -> tuple[int, int]:
         ConfigurationError: the format is unknown.
         UnavailableError: the database does not answer.
     """
-    with extra("postgres"):
+    with require_extra("postgres"):
         from nobackfill.server.stores.postgresql.database import Connection, Database, run
         from nobackfill.server.stores.postgresql.schema import FORMAT, migrate
     formats: list[int] = []
@@ -195,12 +195,12 @@ class Storage:
                 folder = Path(store.removeprefix(SQLITE))
                 durable.make_dir(folder, 0o700)
                 if lock is not None:
-                    closing.enter_context(durable.lock(folder / "lock"))
+                    closing.enter_context(durable.lock_file(folder / "lock"))
                 if (folder / UNFINISHED_RESTORE).exists() and not (folder / "state.json").exists():
                     raise VerificationError(
                         f"{folder}: a restore did not finish; run `gateway data restore` again"
                     )
-                self.home = FileHome(folder / "galleries", Residents(open_galleries()))
+                self.home = FileHome(folder / "galleries", SuspendablePool(open_galleries()))
                 self.state = StateFile(folder / "state.json")
             elif store.startswith(DATABASES):
                 self._open_database(store, data, closing, lock)
@@ -211,7 +211,7 @@ class Storage:
     def _open_database(
         self, store: str, data: Path, closing: ExitStack, lock: Literal["alone", "shared"] | None
     ) -> None:
-        with extra("postgres"):
+        with require_extra("postgres"):
             from nobackfill.server.galleries.hosted_database import DatabaseHome
             from nobackfill.server.stores.postgresql import schema
             from nobackfill.server.stores.postgresql.database import Database

@@ -19,7 +19,7 @@ from nobackfill.errors import (
     ConfigurationError,
     PreconditionError,
     VerificationError,
-    few,
+    join_few,
 )
 from nobackfill.gallery.gallery_store import GalleryStore
 from nobackfill.gallery.listing import ListingPlace
@@ -193,7 +193,7 @@ def blobs_of(vault: Path) -> dict[Path, int]:
     """Return the size of each complete blob of a vault, by its path in the vault."""
     sizes = {}
     for path in vault.glob("*/??/*"):
-        if path.suffix != PART and not path.name.startswith(durable.TEMPORARY):
+        if path.suffix != PART and not path.name.startswith(durable.TEMPORARY_PREFIX):
             with suppress(FileNotFoundError):
                 sizes[path.relative_to(vault)] = path.stat().st_size
     return sizes
@@ -260,18 +260,18 @@ def transfer_vault(source: Path, target: Path) -> Transferred:
 
 
 def _copy_blob(source: Path, target: Path) -> None:
-    part = target.with_name(f"{durable.TEMPORARY}{target.name}")
+    part = target.with_name(f"{durable.TEMPORARY_PREFIX}{target.name}")
     with source.open("rb") as handle:
         durable.make_dir(target.parent, 0o700)
         durable.remove_tree(part)
         while chunk := handle.read(_CHUNK):
-            durable.append(part, chunk, 0o600)
+            durable.append_bytes(part, chunk, 0o600)
     if sha256_file(part) != target.suffix[1:]:
         durable.remove_tree(part)
         raise VerificationError(
             f"{source}: the blob is damaged; delete the file, and push it from its device again"
         )
-    durable.replace(part, target)
+    durable.replace_file(part, target)
 
 
 def transfer_all(
@@ -322,7 +322,7 @@ def transfer_all(
             different.append("the vault")
         if different:
             raise VerificationError(
-                f"{few(different)}: not equal in both stores; run the command again"
+                f"{join_few(different)}: not equal in both stores; run the command again"
             )
         target.state.change(**dict(source.state.current))
     return reports, vault

@@ -22,7 +22,7 @@ from nobackfill.errors import (
     OutOfRangeError,
     QuotaExceededError,
     TooLargeError,
-    few,
+    join_few,
 )
 from nobackfill.wire.limits import LARGEST_BLOB
 
@@ -201,7 +201,7 @@ class VaultBlobs:
             if chunk[: len(expected)] != expected:
                 raise InvalidInputError("expected age ciphertext; encrypt on the device first")
         durable.make_dir(part.parent, 0o700)
-        durable.append(part, chunk, 0o600)
+        durable.append_bytes(part, chunk, 0o600)
         return size + len(chunk)
 
     def _finish(self, part: Path, blob: Blob) -> None:
@@ -210,7 +210,7 @@ class VaultBlobs:
             raise InvalidInputError(
                 "the bytes have a different SHA-256 than announced; upload the blob again"
             )
-        durable.replace(part, part.with_suffix(""))
+        durable.replace_file(part, part.with_suffix(""))
 
     @contextmanager
     def _room(self, owner: str, part: Path, blob: Blob) -> Iterator[None]:
@@ -243,7 +243,7 @@ class VaultBlobs:
         parts = [path for path in self._owner(owner).glob(f"??/*{PART}") if path != but]
         if not parts:
             return ""
-        names = few(path.name.partition(".")[0] for path in sorted(parts))
+        names = join_few(path.name.partition(".")[0] for path in sorted(parts))
         return (
             f". {sum(map(_cost, parts))} bytes belong to {len(parts)} unfinished uploads "
             f"({names}): finish or delete them, or wait a day"

@@ -14,14 +14,14 @@ again, bounded in time, in bytes and by a daily budget.
 
 from typing import TYPE_CHECKING
 
-from nobackfill.faces import offer
+from nobackfill.faces import export_lazily
 
 if TYPE_CHECKING:
     from nobackfill.serve.dual import (
         DualAnswer as DualAnswer,
         Dual as Dual,
         DualHit as DualHit,
-        Progress as Progress,
+        ReembeddingProgress as ReembeddingProgress,
     )
     from nobackfill.serving.natives import Natives as Natives
     from nobackfill.serve.reembedding import (
@@ -36,10 +36,10 @@ if TYPE_CHECKING:
         UrlItems as UrlItems,
     )
 else:
-    __getattr__ = offer(
+    __getattr__ = export_lazily(
         "nobackfill",
         {
-            "serve.dual": "Dual DualAnswer DualHit Progress",
+            "serve.dual": "Dual DualAnswer DualHit ReembeddingProgress",
             "serving.natives": "Natives",
             "serve.reembedding": "ColumnItems SourceReembedding",
             "serving.reembedding": "Limits",

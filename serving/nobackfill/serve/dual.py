@@ -19,10 +19,10 @@ from nobackfill.adopt.maps import NEW_MODEL, Map, load_map
 from nobackfill.adopt.pairs import judged_by
 from nobackfill.adopt.sources.source import QUERIES, Rows, Searchable, same_model
 from nobackfill.errors import IncompatibleSpaceError, InvalidInputError
-from nobackfill.serve.reembedding import SourceReembedding, versions
-from nobackfill.serving.fusion import HITS, Block, Joining, candidates
+from nobackfill.serve.reembedding import SourceReembedding, item_versions
+from nobackfill.serving.fusion import HITS, Block, Joining, collect_candidates
 from nobackfill.serving.ledger import today
-from nobackfill.serving.natives import Natives, digest
+from nobackfill.serving.natives import Natives, digest_vector
 from nobackfill.serving.reembedding import EmbeddingCost, Limits
 from nobackfill.serving.sources import Items
 from nobackfill.vectors import Vectors, check_vectors
@@ -62,7 +62,7 @@ class DualAnswer:
 
 
 @dataclass(frozen=True)
-class Progress:
+class ReembeddingProgress:
     """The progress of re-embedding over all processes, and the cost of this process.
 
     Attributes:
@@ -220,7 +220,7 @@ class Dual:
         rows = self._candidates(by_old, by_new)
         rows, odds, native = self._rank(rows, by_old, by_new)
         if self._reembedder is not None and len(rows):
-            self._reembedder.ask(versions(exclude(rows, native)))
+            self._reembedder.ask(item_versions(exclude_rows(rows, native)))
             # The second lookup drops items that were deleted while the query waited.
             rows, odds, native = self._rank(self._source.lookup(rows.ids), by_old, by_new)
         probabilities = 1 / (1 + np.exp(-odds.astype(np.float64).clip(-500, 500)))
@@ -240,7 +240,9 @@ class Dual:
             # old vector. The norm of the migrated vector is lost.
             searches.append(partial(self._source.nearest, by_new[0] @ self._mapping.weight))
         nearest_native = self._natives.nearest(by_new, HITS, self._joining.metric)
-        rows = self._source.lookup(candidates(*searches, lambda count: nearest_native[:count]))
+        rows = self._source.lookup(
+            collect_candidates(*searches, lambda count: nearest_native[:count])
+        )
         existing = set(rows.ids)
         # Native vectors of deleted items are removed.
         self._natives.forget([name for name in nearest_native if name not in existing])
@@ -255,7 +257,7 @@ class Dual:
         stale = {
             name: one.old_digest
             for name, one in native_vectors.items()
-            if one.old_digest != digest(rows.vectors[row_of[name]])
+            if one.old_digest != digest_vector(rows.vectors[row_of[name]])
         }
         self._natives.delete_outdated(stale)
         native = {
@@ -292,7 +294,7 @@ class Dual:
         for rows in self._without_native():
             # Only stored vectors count: items that fail must not block the others.
             part = slice(count - count_new)
-            self._reembedder.finish(versions(Rows(rows.ids[part], rows.vectors[part])))
+            self._reembedder.finish(item_versions(Rows(rows.ids[part], rows.vectors[part])))
             count_new = len(self._natives) - count_before
             if count_new >= count or self._natives.spent(today()) >= self._reembedder.limits.a_day:
                 break
@@ -311,7 +313,7 @@ class Dual:
         earlier = set(queue)
         for window in self._source.windows(_BATCH):
             rows = self._source.read(window)
-            others = exclude(rows, set(self._natives.get(rows.ids)) | earlier)
+            others = exclude_rows(rows, set(self._natives.get(rows.ids)) | earlier)
             if len(others):
                 yield others
 
@@ -337,13 +339,13 @@ class Dual:
         """
         removed, last_id = 0, ""
         while page := self._natives.ids(last_id, _WINDOW):
-            current = versions(self._source.lookup([name for name, _ in page]))
+            current = item_versions(self._source.lookup([name for name, _ in page]))
             outdated = dict(one for one in page if one not in current)
             self._natives.delete_outdated(outdated)
             removed, last_id = removed + len(outdated), page[-1][0]
         return removed
 
-    def progress(self) -> Progress:
+    def progress(self) -> ReembeddingProgress:
         """Count the items of the store and their native vectors.
 
         Raises:
@@ -351,7 +353,7 @@ class Dual:
             BusyError, CannotWriteError, DamagedError: the file of native vectors cannot be used.
         """
         reembedder = self._reembedder
-        return Progress(
+        return ReembeddingProgress(
             self._source.count(),
             len(self._natives),
             self._natives.spent(today()),
@@ -360,7 +362,7 @@ class Dual:
         )
 
 
-def exclude(rows: Rows, ids: set[str]) -> Rows:
+def exclude_rows(rows: Rows, ids: set[str]) -> Rows:
     """Leave out the rows of some items.
 
     Args:

@@ -7,9 +7,9 @@ import numpy as np
 from nobackfill.adopt.embedding.embedder import Embedder
 from nobackfill.adopt.sources.source import Rows, Searchable
 from nobackfill.errors import BusyError, InvalidInputError, NotPermittedError, UnavailableError
-from nobackfill.serving.natives import ItemVersion, Natives, digest
+from nobackfill.serving.natives import ItemVersion, Natives, digest_vector
 from nobackfill.serving.reembedding import Limits, Reembedding
-from nobackfill.serving.sources import Items, check_size
+from nobackfill.serving.sources import Items, check_item_size
 from nobackfill.vectors import Kind, Vectors
 
 
@@ -43,7 +43,7 @@ class ColumnItems:
         """
         contents = self._source.texts([name], self._column).get(name)
         if contents is not None:
-            check_size(contents.encode("utf-8", "surrogatepass"), name, most_bytes)
+            check_item_size(contents.encode("utf-8", "surrogatepass"), name, most_bytes)
         return contents
 
 
@@ -98,7 +98,7 @@ class SourceReembedding(Reembedding[ItemVersion]):
         if vectors:
             ids, digests = zip(*vectors, strict=True)
             self._natives.keep(ids, digests, np.stack(list(vectors.values())))
-            current = versions(self._source.lookup(ids))
+            current = item_versions(self._source.lookup(ids))
             self._natives.delete_outdated(dict(one for one in vectors if one not in current))
         self._natives.forget([name for name, _ in missing])
         return vectors
@@ -124,7 +124,7 @@ class SourceReembedding(Reembedding[ItemVersion]):
         }
 
 
-def versions(rows: Rows) -> dict[ItemVersion, str]:
+def item_versions(rows: Rows) -> dict[ItemVersion, str]:
     """Return the names of items in their source, by item version.
 
     Args:
@@ -133,4 +133,4 @@ def versions(rows: Rows) -> dict[ItemVersion, str]:
     Returns:
         The id, by (id, digest of the old vector).
     """
-    return {(name, digest(rows.vectors[row])): name for row, name in enumerate(rows.ids)}
+    return {(name, digest_vector(rows.vectors[row])): name for row, name in enumerate(rows.ids)}

@@ -4,8 +4,8 @@ It chooses candidates, fuses ranks, re-embeds items from their source, and keeps
 work. `nobackfill.serve` uses it for galleries in their own database, the gateway for its galleries,
 and `nobackfill fit` to predict what a search finds.
 
->>> from nobackfill.serving import FolderItems, LedgerFile, candidates
->>> candidates(lambda count: ["a", "b"], lambda count: ["b", "c"])
+>>> from nobackfill.serving import FolderItems, LedgerFile, collect_candidates
+>>> collect_candidates(lambda count: ["a", "b"], lambda count: ["b", "c"])
 ['a', 'b', 'c']
 >>> FolderItems(folder).read("no such.png", most_bytes=1000)
 >>> ledger = LedgerFile(folder / "ledger.sqlite")
@@ -18,13 +18,13 @@ and `nobackfill fit` to predict what a search finds.
 
 from typing import TYPE_CHECKING
 
-from nobackfill.faces import offer
+from nobackfill.faces import export_lazily
 
 if TYPE_CHECKING:
     from nobackfill.serving.fusion import (
         Joining as Joining,
         OddsLine as OddsLine,
-        candidates as candidates,
+        collect_candidates as collect_candidates,
     )
     from nobackfill.serving.ledger import Ledger as Ledger, LedgerFile as LedgerFile
     from nobackfill.serving.reembedding import (
@@ -41,10 +41,10 @@ if TYPE_CHECKING:
         UrlItems as UrlItems,
     )
 else:
-    __getattr__ = offer(
+    __getattr__ = export_lazily(
         __name__,
         {
-            "fusion": "Joining OddsLine candidates",
+            "fusion": "Joining OddsLine collect_candidates",
             "ledger": "Ledger LedgerFile",
             "reembedding": "Backoff EmbeddingCost Limits Reembedding",
             "sources": "FolderItems FunctionItems Items LineItems UrlItems",

@@ -90,9 +90,9 @@ class Joining:
             float32 [q, n], in standard deviations over the anchors; larger is nearer.
         """
         near_old = nearness(by_old, old, self.old, metric=self.metric)
-        less = (hubs(carried, self.crowd), self._hubs)
+        less = (measure_hubs(carried, self.crowd), self._hubs)
         near_new = nearness(by_new, carried, self.carried, less, self.metric)
-        return fuse(self.weight, near_old, near_new)
+        return fuse_nearness(self.weight, near_old, near_new)
 
     def odds(
         self, by_old: Vectors, by_new: Vectors, old: Vectors, carried: Vectors,
@@ -121,10 +121,10 @@ class Joining:
 
     @cached_property
     def _hubs(self) -> Block:
-        return hubs(self.carried, self.crowd)
+        return measure_hubs(self.carried, self.crowd)
 
 
-def candidates(*searches: Callable[[int], Iterable[Key]], count: int = HITS) -> list[Key]:
+def collect_candidates(*searches: Callable[[int], Iterable[Key]], count: int = HITS) -> list[Key]:
     """Collect the candidates of a query, each once: the `count` nearest of each search.
 
     `nobackfill.serve.Dual`, the gateway and `fit` all use this rule, so `fit` predicts what
@@ -141,7 +141,7 @@ def candidates(*searches: Callable[[int], Iterable[Key]], count: int = HITS) -> 
     return list(dict.fromkeys(key for search in searches for key in search(count)))
 
 
-def fuse(weight: float, near_old: Block, near_new: Block) -> Block:
+def fuse_nearness(weight: float, near_old: Block, near_new: Block) -> Block:
     """Return the weighted mean of both models' nearness.
 
     Args:
@@ -155,7 +155,7 @@ def fuse(weight: float, near_old: Block, near_new: Block) -> Block:
     return np.asarray(weight * near_new + (1 - weight) * near_old, np.float32)
 
 
-def hubs(vectors: Vectors, crowd: Vectors) -> Block:
+def measure_hubs(vectors: Vectors, crowd: Vectors) -> Block:
     """Measure how near each vector is to queries: half the mean cosine to its 10 nearest ones.
 
     Subtracting this from a cosine removes the advantage of hubs (CSLS: Conneau et al. 2018, Eq. 3,

@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
-from nobackfill.durable import refusal, transaction, translate_sqlite_errors
+from nobackfill.durable import error_from_sqlite, transaction, translate_sqlite_errors
 from nobackfill.errors import CannotWriteError
 
 # A claim expires after this many seconds, or when its process has ended.
@@ -254,7 +254,7 @@ CREATE TABLE IF NOT EXISTS spent (day TEXT PRIMARY KEY, items INTEGER NOT NULL) 
         except sqlite3.Error as error:
             if connection is not None:
                 connection.close()
-            raise refusal(self._path, error) or error from error
+            raise error_from_sqlite(self._path, error) or error from error
 
 
 def _spent(connection: sqlite3.Connection, day: str) -> int:

@@ -16,14 +16,14 @@ from nobackfill import processes
 from nobackfill.durable import make_dir
 from nobackfill.errors import IncompatibleSpaceError, InvalidInputError, VerificationError
 from nobackfill.serving.ledger import LedgerFile
-from nobackfill.vectors import Vectors, check_vectors, from_bytes
+from nobackfill.vectors import Vectors, check_vectors, vector_from_bytes
 
 _ROOM = 1024
 # An item's id and the digest of its old vector: the key of a claim and of a native vector.
 ItemVersion = tuple[str, bytes]
 
 
-def digest(vector: Vectors) -> bytes:
+def digest_vector(vector: Vectors) -> bytes:
     """Return the digest of an old vector; another digest later means that the item has changed.
 
     Args:
@@ -155,7 +155,7 @@ CREATE TABLE IF NOT EXISTS native (
         Args:
             ids: n ids; existing vectors are replaced. Of an id that is given twice, the last vector
                 stays.
-            old_digest: the n digests of the old vectors, as `digest` returns them.
+            old_digest: the n digests of the old vectors, as `digest_vector` returns them.
             vectors: float32 [n, dim]; n may be 0.
 
         Raises:
@@ -253,7 +253,7 @@ CREATE TABLE IF NOT EXISTS native (
             ).fetchall()
         for number, name, old_digest, blob in rows:
             try:
-                vector = from_bytes(blob, self._dim, what=f"{self._path}: {name!r}")[0]
+                vector = vector_from_bytes(blob, self._dim, what=f"{self._path}: {name!r}")[0]
             except (InvalidInputError, TypeError) as error:
                 raise VerificationError(
                     f"{error}; the file of native vectors is damaged: delete {self._path}, and "

@@ -23,7 +23,7 @@ from nobackfill.errors import (
 )
 from nobackfill.loopback import is_loopback
 from nobackfill.pace import pool_manager, read_paced
-from nobackfill.text import LARGEST_BYTES, read_line
+from nobackfill.text import LARGEST_BYTES, parse_text_line
 from nobackfill.vectors import Kind
 
 _PIECE = 1 << 16
@@ -96,7 +96,7 @@ class FolderItems:
                 return None
             with path.open("rb") as file:
                 return _decode(
-                    self.kind, check_size(file.read(most_bytes + 1), name, most_bytes), name
+                    self.kind, check_item_size(file.read(most_bytes + 1), name, most_bytes), name
                 )
         except OSError as error:
             raise UnavailableError(
@@ -136,7 +136,9 @@ class FunctionItems:
         """
         content = self._function(name)
         if content is not None:
-            check_size(content.encode() if isinstance(content, str) else content, name, most_bytes)
+            check_item_size(
+                content.encode() if isinstance(content, str) else content, name, most_bytes
+            )
         return content
 
 
@@ -213,7 +215,7 @@ class UrlItems:
             return None
         except _TROUBLE as error:
             raise UnavailableError(f"item {name!r}: its host does not answer ({error})") from error
-        return _decode(self.kind, check_size(bytes(data), name, most_bytes), name)
+        return _decode(self.kind, check_item_size(bytes(data), name, most_bytes), name)
 
     def _pieces(self, url: str, name: str) -> Iterator[bytes]:
         """Yield the body. Raises NotFoundError, UnavailableError for another status, or any error
@@ -248,7 +250,7 @@ def _decode(kind: Kind, data: bytes, name: str) -> str | bytes:
         ) from error
 
 
-def check_size(data: bytes, name: str, most_bytes: int) -> bytes:
+def check_item_size(data: bytes, name: str, most_bytes: int) -> bytes:
     """Check the size of an item, and return it unchanged.
 
     Args:
@@ -334,7 +336,7 @@ class LineItems:
         if not line.endswith(b"\n") and len(line) == _longest(most_bytes):
             raise TooLargeError(f"item {name!r}: expected at most {most_bytes} bytes, got more")
         try:
-            entry = read_line(line, repr(name))
+            entry = parse_text_line(line, repr(name))
         except InvalidInputError:
             self._index_again()
             raise
@@ -345,7 +347,7 @@ class LineItems:
                 f"item {name!r}: {self._file} changed while it was read; try again"
             )
         try:
-            check_size(entry.text.encode(), name, most_bytes)
+            check_item_size(entry.text.encode(), name, most_bytes)
         except UnicodeEncodeError as error:
             raise InvalidInputError(
                 f"item {name!r}: expected a text of valid Unicode, got an unpaired surrogate"
@@ -384,7 +386,7 @@ class LineItems:
         for line in file:
             if line.strip():
                 try:
-                    entry = read_line(line, f"{self._file}:{number}")
+                    entry = parse_text_line(line, f"{self._file}:{number}")
                 except InvalidInputError:
                     if appended and not line.endswith(b"\n"):
                         # A writer is still appending: index this line when it is complete.

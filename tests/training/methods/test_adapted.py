@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nobackfill.errors import ConfigurationError
-from nobackfill.metrics.distances import unit
+from nobackfill.metrics.distances import to_unit_norm
 from nobackfill.training.export.onnx_export import export_onnx, run_onnx
 from nobackfill.training.loop.loop import ProgressBars, fit
 from nobackfill.training.loop.run import Checkpoint, read_finished
@@ -92,7 +92,7 @@ def features_of(run_dir: Path) -> NDArray[np.float64]:
 
 def meets(vectors: NDArray[np.float64], then: NDArray[np.float64]) -> float:
     """Mean cosine between the first elements and the old vectors of the same images."""
-    return float((unit(vectors[:, :OLD]) * then).sum(1).mean())
+    return float((to_unit_norm(vectors[:, :OLD]) * then).sum(1).mean())
 
 
 @pytest.mark.parametrize("name", tiny.ADAPTED)

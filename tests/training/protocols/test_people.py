@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nobackfill.class_folders import Listing
+from nobackfill.class_folders import ImageListing
 from nobackfill.errors import InvalidInputError, NotFoundError
 from nobackfill.metrics.ranking import rank
 from nobackfill.metrics.retrieval import average_precision, cmc
@@ -67,11 +67,11 @@ def test_other_names_are_refused(market: Path) -> None:
         read_sightings(market / "empty")
 
 
-def faces(counts: list[int]) -> Listing:
+def faces(counts: list[int]) -> ImageListing:
     labels = np.repeat(np.arange(len(counts)), counts)
     names = tuple(f"n{i:06d}" for i in range(len(counts)))
     paths = tuple(f"{names[label]}/{i:04d}_01.jpg" for i, label in enumerate(labels))
-    return Listing(Path("test"), names, paths, labels)
+    return ImageListing(Path("test"), names, paths, labels)
 
 
 def test_the_subsample_has_fifty_of_each_subject_and_is_fixed() -> None:

@@ -13,7 +13,7 @@ so on. `nobackfill.research`, which only a checkout has, compares methods.
 
 from typing import TYPE_CHECKING
 
-from nobackfill.faces import offer
+from nobackfill.faces import export_lazily
 
 if TYPE_CHECKING:
     from nobackfill.training.config import (
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
         UpgradeShape as UpgradeShape,
     )
 else:
-    __getattr__ = offer(
+    __getattr__ = export_lazily(
         __name__,
         {
             "config": "Config EmbedderConfig SideEncoderConfig UpgradeConfig load_config "

@@ -7,7 +7,7 @@
 
 from typing import TYPE_CHECKING
 
-from nobackfill.faces import offer
+from nobackfill.faces import export_lazily
 
 if TYPE_CHECKING:
     from nobackfill.adopt.embedding.embedder import (
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
         open_embedder as open_embedder,
     )
 else:
-    __getattr__ = offer(
+    __getattr__ = export_lazily(
         __name__,
         {
             "embedder": "Embedder open_embedder",

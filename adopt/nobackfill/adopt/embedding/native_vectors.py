@@ -30,8 +30,8 @@ from nobackfill.adopt.sources.source import (
     Window,
     same_model,
 )
-from nobackfill.errors import InvalidInputError, few
-from nobackfill.serving.natives import Natives, digest
+from nobackfill.errors import InvalidInputError, join_few
+from nobackfill.serving.natives import Natives, digest_vector
 from nobackfill.vectors import Kind, Vectors, normalise
 
 # Rows of one step: a kill loses the model's work on so many at most.
@@ -119,7 +119,7 @@ def open_contents(source: Source, column: str | None, items: str | None) -> Cont
     assert column is not None
     if column not in (known := source.facts().columns):
         raise InvalidInputError(
-            f"{source.facts().name}: no column {column!r}; others are {few(known) or 'none'}"
+            f"{source.facts().name}: no column {column!r}; others are {join_few(known) or 'none'}"
         )
     return ColumnTexts(source, column)
 
@@ -295,8 +295,8 @@ class NativeVectorMaker:
         dims = {len(vector) for vector in vectors.values()}
         if len(dims) > 1:
             raise InvalidInputError(
-                f"expected vectors of one dimension, got {few(sorted(dims))} from one model; did "
-                "it change since the first vectors were made?"
+                f"expected vectors of one dimension, got {join_few(sorted(dims))} from one model; "
+                "did it change since the first vectors were made?"
             )
         made = np.stack([vectors[rows.ids[row]] for row in places]).astype(np.float32)
         return _taken(rows, places), normalise(made) if self._directions else made
@@ -312,7 +312,7 @@ class NativeVectorMaker:
         if self._natives is not None and places:
             self._natives.keep(
                 [rows.ids[row] for row in places],
-                [digest(rows.vectors[row]) for row in places],
+                [digest_vector(rows.vectors[row]) for row in places],
                 np.stack([vectors[rows.ids[row]] for row in places]).astype(np.float32),
             )
 
@@ -321,7 +321,7 @@ class NativeVectorMaker:
         if self._natives is not None:
             known = self._natives.get(rows.ids)
             for row, name in enumerate(rows.ids):
-                if name in known and known[name].old_digest == digest(rows.vectors[row]):
+                if name in known and known[name].old_digest == digest_vector(rows.vectors[row]):
                     vectors[name] = known[name].vector
         if self._folder is not None:
             digests = {name: content_digest(value) for name, value in values.items()}

@@ -15,17 +15,17 @@ from nobackfill.errors import (
     UnusableRowsError,
 )
 from nobackfill.framing import Frame
-from nobackfill.images import decode, decode_file
+from nobackfill.images import decode_file, decode_image
 from nobackfill.release.publishing.declaration import (
     Declaration,
-    fingerprint,
-    guess,
+    describe_assumptions,
+    fingerprint_model,
     read_declaration,
     read_pixels,
     tokenizer_file,
     weight_files,
 )
-from nobackfill.text import Tokenizing
+from nobackfill.text import BatchTokenizer
 from nobackfill.vectors import Kind, Vectors, check_vectors, normalise
 
 _TYPES = {"tensor(uint8)": np.uint8, "tensor(float16)": np.float16, "tensor(float)": np.float32}
@@ -133,7 +133,7 @@ class ImageInput:
 
 def _pixels(item: str | Path | bytes, frame: Frame) -> Any:
     if isinstance(item, bytes):
-        return decode(item, *frame)
+        return decode_image(item, *frame)
     return decode_file(Path(item), *frame)
 
 
@@ -170,7 +170,7 @@ class OnnxModel:
         self._declared, self._pixels = self._reading(pixels or {})
         file = tokenizer_file(path, self._declared) if self.kind == "text" else None
         self._tokenizer = None if file is None else self._tokenizing(file)
-        self.fingerprint = fingerprint(weights, self._declared, file)
+        self.fingerprint = fingerprint_model(weights, self._declared, file)
         self._prefix = self._declared.prefix_of_queries if queries else self._declared.prefix
         alike = self.kind == "image" or self._declared.prefix_of_queries == self._declared.prefix
         self.reads = "" if alike else QUERIES if queries else DOCUMENTS
@@ -184,7 +184,9 @@ class OnnxModel:
     def description(self) -> str:
         """Say how the model reads pictures, or texts without a declaration."""
         return (
-            guess(self._path, self._declared) if self._pixels is None else self._pixels.description
+            describe_assumptions(self._path, self._declared)
+            if self._pixels is None
+            else self._pixels.description
         )
 
     def embed(self, items: list[str] | list[Path] | list[bytes]) -> Vectors:
@@ -222,8 +224,8 @@ class OnnxModel:
             raise InvalidInputError(f"{self._path}: {error}") from error
         return declared, ImageInput(self._path, list(self._inputs.values()), declared, said_by)
 
-    def _tokenizing(self, file: Path) -> Tokenizing:
-        return Tokenizing(file.read_bytes(), self._declared.max_length, str(file))
+    def _tokenizing(self, file: Path) -> BatchTokenizer:
+        return BatchTokenizer(file.read_bytes(), self._declared.max_length, str(file))
 
     def _texts(self, items: list[str] | list[Path] | list[bytes]) -> tuple[dict[str, Any], Any]:
         assert self._tokenizer is not None

@@ -24,19 +24,19 @@ from nobackfill.adopt.sources.parquet import (
     table_bytes,
 )
 from nobackfill.adopt.sources.source import Source, repeated
-from nobackfill.durable import make_dir, sweep, write_file
+from nobackfill.durable import make_dir, remove_temporary_files, write_file
 from nobackfill.errors import (
     IncompatibleSpaceError,
     InvalidInputError,
     NotFoundError,
     UnusableItemsError,
 )
-from nobackfill.extras import extra
+from nobackfill.extras import require_extra
 from nobackfill.picture_files import is_clutter, is_picture
 from nobackfill.text import read_texts
 from nobackfill.vectors import Kind, Vectors
 
-with extra("adopt"):
+with require_extra("adopt"):
     import pyarrow as pa
 
 
@@ -193,7 +193,7 @@ def embed_into(
     if embedder.kind not in (None, items.kind):
         raise InvalidInputError(f"this model reads {embedder.kind}s, the items are {items.kind}s")
     make_dir(folder)
-    sweep(folder)
+    remove_temporary_files(folder)
     done, files = _done(folder, items, embedder)
     rest = [row for row, name in enumerate(items.ids) if name not in done]
     run = EmbeddingRun(items, embedder, batch, refuse)

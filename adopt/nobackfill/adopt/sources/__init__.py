@@ -10,7 +10,7 @@
 
 from typing import TYPE_CHECKING
 
-from nobackfill.faces import offer
+from nobackfill.faces import export_lazily
 
 if TYPE_CHECKING:
     from nobackfill.adopt.sources.opening import (
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         Window as Window,
     )
 else:
-    __getattr__ = offer(
+    __getattr__ = export_lazily(
         __name__,
         {
             "opening": "open_searchable open_source",

@@ -27,13 +27,19 @@ from nobackfill.adopt.sources.source import (
     read_mark,
     text_of,
 )
-from nobackfill.durable import make_dir, remove_tree, replace, sweep, write_file
+from nobackfill.durable import (
+    make_dir,
+    remove_temporary_files,
+    remove_tree,
+    replace_file,
+    write_file,
+)
 from nobackfill.errors import (
     AlreadyExistsError,
     InvalidInputError,
     NotFoundError,
     VerificationError,
-    few,
+    join_few,
 )
 from nobackfill.vectors import Vectors, normalise
 
@@ -66,7 +72,7 @@ class ArraySource:
         if (vector is None and len(names) != 1) or (vector is not None and vector not in names):
             raise InvalidInputError(
                 f"{folder}: expected {'one array' if vector is None else repr(vector)} of vectors "
-                f"[n, dim], found {few(names) or 'none'}; name one with --vector"
+                f"[n, dim], found {join_few(names) or 'none'}; name one with --vector"
             )
         self._name = vector or names[0]
         self.path = folder / f"{self._name}.npy"
@@ -119,7 +125,7 @@ class ArraySource:
                 "another --to, or remove it with --rollback"
             )
         make_dir(parts)
-        sweep(parts)
+        remove_temporary_files(parts)
         named = {"model": target.model} if target.model else {}
         write_file(_mark_path(self._folder, target.name), json.dumps(mark | named).encode())
         return NewArray(self, self._folder, parts, final, target)
@@ -190,7 +196,7 @@ class NewArray:
             joined.flush()
             del joined
             self._check(merged)
-            replace(merged, self._final)
+            replace_file(merged, self._final)
         remove_tree(self._parts)
         return [f"read {self._final} in place of the old vectors; rows have the same order"]
 

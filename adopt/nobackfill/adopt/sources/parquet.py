@@ -31,12 +31,12 @@ from nobackfill.adopt.sources.source import (
     same_model,
     text_of,
 )
-from nobackfill.durable import make_dir, remove_tree, sweep, write_file
-from nobackfill.errors import AlreadyExistsError, InvalidInputError, NotFoundError, few
-from nobackfill.extras import extra
+from nobackfill.durable import make_dir, remove_temporary_files, remove_tree, write_file
+from nobackfill.errors import AlreadyExistsError, InvalidInputError, NotFoundError, join_few
+from nobackfill.extras import require_extra
 from nobackfill.vectors import Vectors
 
-with extra("adopt"):
+with require_extra("adopt"):
     import pyarrow as pa
     import pyarrow.compute as pc
     import pyarrow.parquet as pq
@@ -78,11 +78,11 @@ class ParquetSource:
         self._wanted = vector
         names = self._schema.names
         if len(set(names)) != len(names):
-            raise InvalidInputError(f"{path}: expected each column once, got {few(names)}")
+            raise InvalidInputError(f"{path}: expected each column once, got {join_few(names)}")
         if key not in names:
             raise InvalidInputError(
                 f"{path}: expected a column {key!r} of unique keys, got "
-                f"{few(self._schema.names)}; name it with --key"
+                f"{join_few(self._schema.names)}; name it with --key"
             )
         self._key = key
 
@@ -96,7 +96,7 @@ class ParquetSource:
             return str(wanted)
         raise InvalidInputError(
             f"{self._path}: expected {'a' if wanted is None else f'{wanted!r} as'} column of "
-            f"vectors (lists of floats), found {few(lists) or 'none'}; name one with --vector"
+            f"vectors (lists of floats), found {join_few(lists) or 'none'}; name one with --vector"
         )
 
     def facts(self) -> Facts:
@@ -148,8 +148,8 @@ class ParquetSource:
             _is_vector(self._schema.field(column).type) and not _is_vector(kinds[column])
         ):
             raise InvalidInputError(
-                f"{file}: expected columns {few(columns)} as in {self._files[0].name}, found "
-                f"{few(f'{name} ({kind})' for name, kind in kinds.items()) or 'none'}"
+                f"{file}: expected columns {join_few(columns)} as in {self._files[0].name}, found "
+                f"{join_few(f'{name} ({kind})' for name, kind in kinds.items()) or 'none'}"
             )
         try:
             return opened.read_row_group(window.upper, columns=columns)
@@ -188,7 +188,7 @@ class ParquetSource:
                     f"{self._path.name}; choose another --to, or remove it with --rollback"
                 )
             for inside in (folder, *filter(Path.is_dir, folder.rglob("*"))):
-                sweep(inside)
+                remove_temporary_files(inside)
         else:
             make_dir(folder)
             write_file(folder / _MARK, json.dumps(mark).encode())

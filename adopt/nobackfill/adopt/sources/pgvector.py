@@ -23,11 +23,11 @@ from nobackfill.adopt.sources.source import (
     even,
     name_before,
 )
-from nobackfill.errors import AlreadyExistsError, InvalidInputError, NotFoundError, few
-from nobackfill.extras import extra
+from nobackfill.errors import AlreadyExistsError, InvalidInputError, NotFoundError, join_few
+from nobackfill.extras import require_extra
 from nobackfill.vectors import Vectors
 
-with extra("adopt"):
+with require_extra("adopt"):
     from psycopg import sql
 
     from nobackfill.adopt.sources import pgvector_target
@@ -105,8 +105,8 @@ class PgvectorSource:
             what_next = "name one with --vector"
             if others:
                 what_next = (
-                    f"vectors of type {few(sorted(set(others.values())))} (in {few(others)}) are "
-                    "not carried"
+                    f"vectors of type {join_few(sorted(set(others.values())))} (in "
+                    f"{join_few(others)}) are not carried"
                 )
             elif not vectors:
                 what_next = (
@@ -114,7 +114,7 @@ class PgvectorSource:
                 )
             raise InvalidInputError(
                 f"{table}: expected {'one column' if vector is None else repr(vector)} of type "
-                f"vector or halfvec, found {few(vectors) or 'none'}; {what_next}"
+                f"vector or halfvec, found {join_few(vectors) or 'none'}; {what_next}"
             )
         self.vector = vector or vectors[0]
         self._expressions: dict[str, tuple[str, sql.Composable]] = {}
@@ -141,7 +141,7 @@ class PgvectorSource:
         if len(metrics) > 1:
             raise InvalidInputError(
                 f"{self._table.name}.{self.vector}: expected indexes of one metric, found "
-                f"{few(sorted(metrics))}; drop those that no query uses"
+                f"{join_few(sorted(metrics))}; drop those that no query uses"
             )
         return next(iter(metrics), None)
 
@@ -465,7 +465,7 @@ class PgvectorSource:
             if moved.immovable:
                 raise InvalidInputError(
                     f"{table.name}: these depend on the new vectors and cannot be moved: "
-                    f"{few(moved.immovable)}; drop them and try again"
+                    f"{join_few(moved.immovable)}; drop them and try again"
                 )
             rename = "ALTER TABLE {table} RENAME COLUMN {old} TO {name}"
             return [

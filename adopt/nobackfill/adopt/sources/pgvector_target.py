@@ -35,12 +35,12 @@ from nobackfill.errors import (
     BusyError,
     InvalidInputError,
     NotFoundError,
-    few,
+    join_few,
 )
-from nobackfill.extras import extra
+from nobackfill.extras import require_extra
 from nobackfill.vectors import Vectors
 
-with extra("adopt"):
+with require_extra("adopt"):
     from psycopg import errors as states
     from psycopg import sql
 
@@ -258,7 +258,7 @@ def _check_columns(table: SourceTable, vector: str, place: FoundTable) -> None:
     if not {table.key, vector} <= set(place.columns):
         raise InvalidInputError(
             f"{table.name}: expected the columns {table.key!r} and {vector!r} in the table of the "
-            f"new vectors, as in the source, found {few(place.columns)}; run "
+            f"new vectors, as in the source, found {join_few(place.columns)}; run "
             f"{'; '.join(_renames(table, vector, place))}"
         )
 
@@ -659,16 +659,17 @@ def column_obstacles(table: SourceTable, column: str, target: Target) -> list[st
     if indexes := row_indexes(table):
         obstacles.append(
             f"these indexes read whole rows, and would keep what they read of the old vectors: "
-            f"{few(indexes)}; drop them, and build them again after the flip"
+            f"{join_few(indexes)}; drop them, and build them again after the flip"
         )
     moved = moves(table, column, (table.dim(column), target.dim))
     if moved.immovable:
         obstacles.append(
-            f"a flip would leave these with the old vectors of {column}: {few(moved.immovable)}; "
-            "drop them, carry again and flip, and make them anew for the new vectors"
+            f"a flip would leave these with the old vectors of {column}: "
+            f"{join_few(moved.immovable)}; drop them, carry again and flip, and make them anew for "
+            "the new vectors"
         )
     if moved.hindrances:
-        obstacles.append(f"these objects prevent a flip: {few(moved.hindrances)}")
+        obstacles.append(f"these objects prevent a flip: {join_few(moved.hindrances)}")
     return obstacles
 
 
@@ -936,7 +937,9 @@ class PgvectorTable:
 
     def owner_tasks(self) -> list[str]:
         old = [name for _, name in dependents(self._table, self._source.vector)]
-        return self._security()[1] + [f"the old vectors are still read by {few(old)}"][: len(old)]
+        return (
+            self._security()[1] + [f"the old vectors are still read by {join_few(old)}"][: len(old)]
+        )
 
     def _security(self) -> tuple[list[str], list[str]]:
         both = (self._table.key, self._source.vector)

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any, LiteralString
 
 from nobackfill.errors import NobackfillError
-from nobackfill.extras import extra
+from nobackfill.extras import require_extra
 
-with extra("adopt"):
+with require_extra("adopt"):
     from psycopg import sql
 
     from nobackfill.adopt.sources.postgres_table import SourceTable, definition_of

@@ -23,11 +23,11 @@ from nobackfill.errors import (
     NotFoundError,
     NotPermittedError,
     UnavailableError,
-    few,
+    join_few,
 )
-from nobackfill.extras import extra
+from nobackfill.extras import require_extra
 
-with extra("adopt"):
+with require_extra("adopt"):
     import psycopg
     from psycopg import errors as states
     from psycopg import sql
@@ -348,7 +348,7 @@ class SourceTable:
                 "AND refobjid <> ev_class ORDER BY 1",
                 oid=self.oid,
             )
-            of = f" (of {few(name for (name,) in read)})" if read else ""
+            of = f" (of {join_few(name for (name,) in read)})" if read else ""
             raise InvalidInputError(
                 f"{self.name}: is a {_NO_TABLES[kind]}{of}; expected a table, as new vectors go "
                 "beside its rows"
@@ -360,8 +360,8 @@ class SourceTable:
         if heirs and not self.partitioned:
             raise InvalidInputError(
                 f"{self.name}: has rows of tables that inherit from it "
-                f"({few(name for (name,) in heirs)}), where a key may come twice; expected one "
-                "table with a key of its own: name each of these"
+                f"({join_few(name for (name,) in heirs)}), where a key may come twice; expected "
+                "one table with a key of its own: name each of these"
             )
 
     def _key_column(self, column: str | None) -> str:
@@ -519,7 +519,7 @@ class SourceTable:
             return sql.Composed([])
         if column not in self.columns:
             raise InvalidInputError(
-                f"{self.name}: no column {column!r}; its columns are {few(self.columns)}"
+                f"{self.name}: no column {column!r}; its columns are {join_few(self.columns)}"
             )
         return sql.SQL(
             " OR (OLD.{0} IS NULL) <> (NEW.{0} IS NULL) OR NOT "

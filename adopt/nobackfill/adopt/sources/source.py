@@ -13,7 +13,7 @@ from urllib.parse import SplitResult, urlsplit
 
 import numpy as np
 
-from nobackfill.digests import SPACE
+from nobackfill.digests import SPACE_PREFIX
 from nobackfill.errors import (
     BusyError,
     ConfigurationError,
@@ -23,7 +23,7 @@ from nobackfill.errors import (
     NotFoundError,
     NotPermittedError,
     UnavailableError,
-    few,
+    join_few,
 )
 from nobackfill.loopback import is_loopback
 from nobackfill.vectors import Vectors
@@ -364,7 +364,9 @@ class Searchable(Source, Protocol):
 
 def fingerprint_of(*models: str | None) -> str | None:
     """The first that is a model's fingerprint, and no release's space."""
-    return next((one for one in models if one is not None and not one.startswith(SPACE)), None)
+    return next(
+        (one for one in models if one is not None and not one.startswith(SPACE_PREFIX)), None
+    )
 
 
 def same_model(first: str | None, second: str | None, what: str) -> None:
@@ -381,7 +383,11 @@ def same_model(first: str | None, second: str | None, what: str) -> None:
     Raises:
         IncompatibleSpaceError: Both are fingerprints, or both are spaces, and they differ.
     """
-    if first is None or second is None or first.startswith(SPACE) != second.startswith(SPACE):
+    if (
+        first is None
+        or second is None
+        or first.startswith(SPACE_PREFIX) != second.startswith(SPACE_PREFIX)
+    ):
         return
     if first != second:
         raise IncompatibleSpaceError(
@@ -398,8 +404,8 @@ def metric_of(name: str, metrics: Mapping[str, SearchMetric], where: str) -> Sea
     """
     if name and name not in metrics:
         raise InvalidInputError(
-            f"{where}: its vectors are searched by {name}; expected {few(metrics)}, which are what "
-            "nobackfill judges and serves"
+            f"{where}: its vectors are searched by {name}; expected {join_few(metrics)}, which are "
+            "what nobackfill judges and serves"
         )
     return metrics.get(name)
 
@@ -424,7 +430,8 @@ def checked(rows: Rows, dim: int | None, where: str) -> Rows:
     if len(bad):
         raise InvalidInputError(
             f"{where}: expected finite vectors, got NaN or infinity in "
-            f"{few(repr(rows.ids[row]) for row in bad.tolist())}; correct or delete these items"
+            f"{join_few(repr(rows.ids[row]) for row in bad.tolist())}; correct or delete these "
+            "items"
         )
     return rows
 

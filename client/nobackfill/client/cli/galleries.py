@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from nobackfill.client.cli.options import Command, Commands, integer, named_path, no_options
 from nobackfill.client.output import Output, size
-from nobackfill.errors import ConfigurationError, DamagedError, InvalidInputError, few
+from nobackfill.errors import ConfigurationError, DamagedError, InvalidInputError, join_few
 from nobackfill.extras import load_plugin
 
 if TYPE_CHECKING:
@@ -110,8 +110,8 @@ def add(arguments: Namespace) -> None:
     output.reasons(report.refusals)
     if report.system_files:
         output.note(
-            f"{few(report.system_files)}: skipped, because hidden or part of a system, program or "
-            "gallery"
+            f"{join_few(report.system_files)}: skipped, because hidden or part of a system, "
+            "program or gallery"
         )
     if notes and report.duplicates:
         output.note(

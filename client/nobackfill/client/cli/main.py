@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from nobackfill.client.cli import galleries, releases
 from nobackfill.client.cli.options import Command, Parser, named_path
 from nobackfill.errors import CannotWriteError, InvalidInputError, NobackfillError
-from nobackfill.terminal import visible
+from nobackfill.terminal import escape_hidden
 
 _CLOSING = """\
 Examples:
@@ -218,5 +218,5 @@ def _refusing() -> Iterator[None]:
 
 
 def _refuse(error: NobackfillError) -> NoReturn:
-    print(visible(f"edge-client: {error}"), file=sys.stderr)
+    print(escape_hidden(f"edge-client: {error}"), file=sys.stderr)
     sys.exit(error.exit_code)

@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
-from nobackfill.terminal import visible
+from nobackfill.terminal import escape_hidden
 
 
 class _Help(argparse.HelpFormatter):
@@ -53,7 +53,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print an error as one sentence on stderr and end the process with exit code 2."""
-        self.exit(2, visible(f"{self.prog}: {message}; see `{self.prog} --help`") + "\n")
+        self.exit(2, escape_hidden(f"{self.prog}: {message}; see `{self.prog} --help`") + "\n")
 
 
 class Command(Parser):

@@ -4,7 +4,7 @@ from argparse import Namespace
 
 from nobackfill.client.cli.options import Command, Commands, Switch, integer, named_path, no_options
 from nobackfill.client.output import Output, size
-from nobackfill.errors import VerificationError, few
+from nobackfill.errors import VerificationError, join_few
 
 
 def sync(arguments: Namespace) -> None:
@@ -94,13 +94,13 @@ def push(arguments: Namespace) -> None:
         output.note(f"{item}: its file is gone or was changed after it was added; not pushed")
     if report.unreadable:
         output.note(
-            f"{few(report.unreadable)}: only the lost key opens the copies in the vault, and the "
-            "files are gone; the copies stay there, in case the key is found"
+            f"{join_few(report.unreadable)}: only the lost key opens the copies in the vault, and "
+            "the files are gone; the copies stay there, in case the key is found"
         )
     if report.lost_copies:
         output.note(
-            f"{few(report.lost_copies)}: the vault has lost the pushed copies, and the files are "
-            "gone here; the gateway may run on an older backup: restore its newest one"
+            f"{join_few(report.lost_copies)}: the vault has lost the pushed copies, and the files "
+            "are gone here; the gateway may run on an older backup: restore its newest one"
         )
     output.result(
         report.as_json(),

@@ -121,7 +121,7 @@ def push(
             identity = identity_for_push(device, queue, new_key)
             outbox = sidecar(device.path, "outbox")
             durable.make_dir(outbox, 0o700)
-            durable.sweep(outbox)
+            durable.remove_temporary_files(outbox)
             _sweep(queue, outbox)
             _remove(gateway, queue, outbox, report)
             total = device.store.count()
@@ -478,7 +478,7 @@ def _write(target: Path | None, image: Callable[[], bytes], report: PullReport) 
         report.duplicates += 1
         return
     # The folder is the user's: delete only temporary files of this very target.
-    durable.sweep(target.parent, f"{target.name}-")
+    durable.remove_temporary_files(target.parent, f"{target.name}-")
     durable.write_file(target, image(), 0o600)
     report.restored.append(str(target))
 

@@ -21,7 +21,7 @@ from nobackfill.errors import (
 from nobackfill.v1 import vault_pb2
 from nobackfill.wire.gateway import Gateway
 from nobackfill.wire.limits import LARGEST_BLOB
-from nobackfill.wire.statuses import transient
+from nobackfill.wire.statuses import is_transient
 
 _CHUNK = 256 * 1024
 # Deadline of one stream, so that a silent gateway cannot block a transfer. A broken transfer
@@ -61,7 +61,7 @@ def upload_blob(gateway: Gateway, blob: vault_pb2.Blob, source: Path) -> int:
                 blob, _chunks(source, position), position, seconds=STREAM_SECONDS
             )
         except NobackfillError as error:
-            if not transient(error):
+            if not is_transient(error):
                 raise
             received = gateway.received_bytes(blob)
         standstills = 0 if received > position else standstills + 1
@@ -98,7 +98,7 @@ def download_blob(gateway: Gateway, blob: vault_pb2.Blob, target: Path) -> None:
         try:
             _download(gateway, blob, position, part)
         except NobackfillError as error:
-            if not transient(error):
+            if not is_transient(error):
                 raise
         size = part.stat().st_size if part.exists() else 0
         standstills = 0 if size > position else standstills + 1
@@ -115,7 +115,7 @@ def download_blob(gateway: Gateway, blob: vault_pb2.Blob, target: Path) -> None:
             f"blob {blob.id}: the digest differs from the ciphertext that was pushed; the vault "
             "at this address changed it"
         )
-    durable.replace(part, target)
+    durable.replace_file(part, target)
 
 
 def _download(gateway: Gateway, blob: vault_pb2.Blob, position: int, part: Path) -> None:
@@ -126,7 +126,7 @@ def _download(gateway: Gateway, blob: vault_pb2.Blob, position: int, part: Path)
             raise VerificationError(
                 f"blob {blob.id}: expected {blob.size} bytes, the vault sends more"
             )
-        durable.append(part, chunk, 0o600)
+        durable.append_bytes(part, chunk, 0o600)
     if position < blob.size:
         durable.remove_tree(part)
         raise VerificationError(

@@ -13,7 +13,7 @@ An index is immutable; a `LiveView` adds changes in a second index.
 
 from typing import TYPE_CHECKING
 
-from nobackfill.faces import offer
+from nobackfill.faces import export_lazily
 
 if TYPE_CHECKING:
     from nobackfill.gallery.search.exact import ExactIndex as ExactIndex
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
         Snapshot as Snapshot,
     )
 else:
-    __getattr__ = offer(
+    __getattr__ = export_lazily(
         __name__,
         {
             "exact": "ExactIndex",

@@ -10,10 +10,10 @@ from nobackfill.gallery.search.index import (
     Mask,
     Neighbours,
     Rows,
-    best,
-    merge,
+    merge_neighbours,
+    nearest_candidates,
     pair_distances,
-    prepare,
+    prepare_vectors,
 )
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.vectors import Vectors
@@ -48,8 +48,8 @@ class ExactIndex:
             labels: int64 [n], strictly increasing.
             vectors: float32 [n, dim], checked.
         """
-        prepared = prepare(spec.metric, np.asarray(vectors))
-        self._set(spec, labels, prepared, offsets(spec, prepared))
+        prepared = prepare_vectors(spec.metric, np.asarray(vectors))
+        self._set(spec, labels, prepared, distance_offsets(spec, prepared))
 
     def _set(
         self, spec: SpaceSpec, labels: Labels, prepared: Vectors, offsets_: NDArray[np.float32]
@@ -64,13 +64,13 @@ class ExactIndex:
     def of_prepared(
         cls, spec: SpaceSpec, labels: Labels, prepared: Vectors, offsets_: NDArray[np.float32]
     ) -> "ExactIndex":
-        """Build an index from prepared vectors and their `offsets`, without computing anything.
+        """Build an index from prepared vectors and their offsets, without computing anything.
 
         Args:
             spec: The space.
             labels: int64 [n]. They need not increase if the index is only searched.
-            prepared: float32 [n, dim], as `prepare` returns them; not copied.
-            offsets_: float32 [n], as `offsets` returns them.
+            prepared: float32 [n, dim], as `prepare_vectors` returns them; not copied.
+            offsets_: float32 [n], as `distance_offsets` returns them.
         """
         index = cls.__new__(cls)
         index._set(spec, labels, prepared, offsets_)
@@ -86,14 +86,14 @@ class ExactIndex:
             labels: int64 [n], increasing, all larger than the present ones; this is not checked.
             vectors: float32 [n, dim], checked; copied.
         """
-        prepared = prepare(self.spec.metric, vectors)
+        prepared = prepare_vectors(self.spec.metric, vectors)
         old, count = len(self.labels), len(self.labels) + len(labels)
         spare = self._spare
         if spare is None or spare.used != old or count > len(spare.labels):
             spare = _Spare(self, room=count + max(count, LEAST_ROOM))
         spare.labels[old:count] = labels
         spare.vectors[old:count] = prepared
-        spare.offsets[old:count] = offsets(self.spec, prepared)
+        spare.offsets[old:count] = distance_offsets(self.spec, prepared)
         spare.used = count
         index = self.of_prepared(
             self.spec, spare.labels[:count], spare.vectors[:count], spare.offsets[:count]
@@ -145,7 +145,7 @@ class ExactIndex:
     def _search(
         self, queries: Vectors, k: int, barred: Mask | None, among: Rows | None
     ) -> Neighbours:
-        queries = prepare(self.spec.metric, queries)
+        queries = prepare_vectors(self.spec.metric, queries)
         block = max(1, BLOCK_ELEMENTS // max(1, len(self.labels if among is None else among)))
         parts = [
             self._search_block(queries[start : start + block], k, barred, among)
@@ -171,15 +171,15 @@ class ExactIndex:
         """
         k = hits.labels.shape[1]
         if len(queries) * len(self.labels) > BLOCK_ELEMENTS:
-            return merge([hits, self.search(queries, k, mask)], k)
-        prepared = prepare(self.spec.metric, queries)
+            return merge_neighbours([hits, self.search(queries, k, mask)], k)
+        prepared = prepare_vectors(self.spec.metric, queries)
         rough = self._rough(prepared, None if mask is None else ~mask)
         last = hits.distances[:, -1].astype(np.float64)
         squares = np.vecdot(prepared, prepared, dtype=np.float64)
         limit = (last - squares) / 2 if self.spec.metric == "squared_l2" else last - 1
         query, row = np.nonzero(rough <= (limit + self._error(prepared))[:, None])
         if len(row) > len(queries) * MOST_IMPROVING * k:
-            return merge([hits, self.search(queries, k, mask)], k)
+            return merge_neighbours([hits, self.search(queries, k, mask)], k)
         if not len(row):
             return hits
         distances = pair_distances(self.spec.metric, prepared[query], self.vectors[row][:, None, :])
@@ -249,7 +249,7 @@ class ExactIndex:
             rows = np.broadcast_to(np.arange(count), (len(queries), count))
         places = among[rows]
         distances = pair_distances(self.spec.metric, queries, self._rows(places))
-        hits = best(self.labels[places], distances, k)
+        hits = nearest_candidates(self.labels[places], distances, k)
         if candidates < unbarred:
             self._settle(queries, k, rough, rows, among, hits)
         return hits
@@ -276,7 +276,9 @@ class ExactIndex:
             nearby = [
                 pair_distances(self.spec.metric, one, self.vectors[piece][None]) for piece in pieces
             ]
-            settled = best(self.labels[doubtful][None], np.concatenate(nearby, axis=1), k)
+            settled = nearest_candidates(
+                self.labels[doubtful][None], np.concatenate(nearby, axis=1), k
+            )
             hits.labels[query] = settled.labels[0]
             hits.distances[query] = settled.distances[0]
 
@@ -294,12 +296,12 @@ class _Spare:
         self.offsets[: self.used] = index._offsets
 
 
-def offsets(spec: SpaceSpec, prepared: Vectors) -> NDArray[np.float32]:
+def distance_offsets(spec: SpaceSpec, prepared: Vectors) -> NDArray[np.float32]:
     """Return the term that, minus the product of row and query, orders the rows by distance.
 
     Args:
         spec: The space.
-        prepared: float32 [n, dim], as `prepare` returns them.
+        prepared: float32 [n, dim], as `prepare_vectors` returns them.
 
     Returns:
         float32 [n]: half the squared norm, or 0 with the cosine metric.

@@ -65,7 +65,7 @@ def write_index(
         CannotWriteError: The file cannot be written; an earlier file stays.
         KeyError: `arrays` has no `labels`.
     """
-    for stale in path.parent.glob(f"{durable.TEMPORARY}{path.name}-*"):
+    for stale in path.parent.glob(f"{durable.TEMPORARY_PREFIX}{path.name}-*"):
         durable.remove_tree(stale)
     labels = arrays["labels"]
     header = json.dumps(
@@ -82,13 +82,13 @@ def write_index(
     digest = hashlib.sha256(struct.pack("<I", len(header)) + header)
     for body in bodies:
         digest.update(body)
-    temporary = path.parent / f"{durable.TEMPORARY}{path.name}-{uuid.uuid4().hex}"
+    temporary = path.parent / f"{durable.TEMPORARY_PREFIX}{path.name}-{uuid.uuid4().hex}"
     try:
         fixed = _FIXED.pack(MAGIC, digest.digest(), len(header))
-        durable.append(temporary, fixed + header, mode=0o600)
+        durable.append_bytes(temporary, fixed + header, mode=0o600)
         for body in bodies:
-            durable.append(temporary, body)
-        durable.replace(temporary, path)
+            durable.append_bytes(temporary, body)
+        durable.replace_file(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -164,7 +164,7 @@ _LISTS = 1 << 16
 
 
 @dataclass(frozen=True)
-class Layout:
+class RecordLayout:
     """Offsets in a record: links up to `vector`, the vector up to `label`, the label up to `size`.
 
     `upper` is the size of a list of links above the ground level.
@@ -176,14 +176,14 @@ class Layout:
     upper: int
 
     @classmethod
-    def of(cls, dim: int, m: int) -> "Layout":
+    def of(cls, dim: int, m: int) -> "RecordLayout":
         """Return the layout of hnswlib's records for a dimension and for M links per element."""
         vector = 4 + 4 * 2 * m
         return cls(vector, vector + 4 * dim, vector + 4 * dim + _LABEL_BYTES, 4 + 4 * m)
 
 
 @dataclass(frozen=True)
-class Links:
+class GraphLinks:
     """The links of a graph.
 
     Attributes:
@@ -202,7 +202,7 @@ class Links:
         return len(self.ground)
 
 
-def check_links(links: Links) -> None:
+def check_links(links: GraphLinks) -> None:
     """Check that a walk along the links stays in the graph's memory; neither engine checks that.
 
     Raises:
@@ -210,9 +210,9 @@ def check_links(links: Links) -> None:
     """
     m, count, levels = links.parameters["M"], len(links), links.levels
     top, entry = links.parameters["max_level"], links.parameters["enterpoint_node"]
-    upper = Layout.of(1, m).upper
+    upper = RecordLayout.of(1, m).upper
     sound = (
-        links.ground.shape == (count, Layout.of(1, m).vector)
+        links.ground.shape == (count, RecordLayout.of(1, m).vector)
         and levels.shape == (count,)
         and (levels >= 0).all()
         and links.upper.size == upper * int(levels.sum(dtype=np.int64))
@@ -244,32 +244,32 @@ def _lead(lists: Bytes, at: NDArray[np.int64], levels: NDArray[np.int32]) -> boo
     return True
 
 
-def links_of(graph: Hnsw) -> Links:
+def copy_links(graph: Hnsw) -> GraphLinks:
     """Copy the links of a graph, which must not change during the call."""
     parameters = {
         "space": graph.space, "M": graph.m, "ef_construction": graph.ef_construction,
         "max_level": graph.max_level, "enterpoint_node": graph.entry, "mult": graph.mult,
     }  # fmt: skip
-    ground = graph.records[:, : Layout.of(graph.dim, graph.m).vector].copy()
-    return Links(parameters, ground, graph.levels, graph.upper)
+    ground = graph.records[:, : RecordLayout.of(graph.dim, graph.m).vector].copy()
+    return GraphLinks(parameters, ground, graph.levels, graph.upper)
 
 
-def names_of(graph: Hnsw) -> Labels:
+def graph_labels(graph: Hnsw) -> Labels:
     """Return the graph's label of each element, int64 [count]."""
     part = np.ascontiguousarray(graph.records[:, -_LABEL_BYTES:])
     return part.view(np.int64)[:, 0]
 
 
-def vectors_of(graph: Hnsw) -> Vectors:
+def graph_vectors(graph: Hnsw) -> Vectors:
     """Return the vector of each element, float32 [count, dim], in the graph's own memory.
 
     The array is valid until the graph is resized. A graph of the package hnswlib gives a copy.
     """
-    layout = Layout.of(graph.dim, graph.m)
+    layout = RecordLayout.of(graph.dim, graph.m)
     return graph.records[:, layout.vector : layout.label].view(np.float32)
 
 
-def graph_of(links: Links, dim: int, fill: Callable[[Vectors], Mask]) -> Hnsw:
+def build_graph(links: GraphLinks, dim: int, fill: Callable[[Vectors], Mask]) -> Hnsw:
     """Build a graph with given links.
 
     Args:
@@ -287,7 +287,7 @@ def graph_of(links: Links, dim: int, fill: Callable[[Vectors], Mask]) -> Hnsw:
         values["space"], dim, values["M"], values["ef_construction"], values["max_level"],
         values["enterpoint_node"], links.ground, links.levels, links.upper,
     )  # fmt: skip
-    vectors = vectors_of(graph)
+    vectors = graph_vectors(graph)
     deleted = fill(vectors)
     _place_deleted(links.ground, vectors, deleted)
     graph.mark(deleted)
@@ -314,7 +314,7 @@ Sums = NDArray[np.uint64]
 
 
 @dataclass(frozen=True)
-class Skeleton:
+class GraphSkeleton:
     """A graph without its vectors.
 
     Attributes:
@@ -330,7 +330,7 @@ class Skeleton:
     spec: SpaceSpec
     labels: Labels
     rows: Rows
-    links: Links
+    links: GraphLinks
     sums: Sums | None
     own_links: bool
     ef: int
@@ -350,7 +350,7 @@ class Skeleton:
         write_index(path, self.spec, ENGINE, parameters, arrays)
 
 
-def read_skeleton(path: Path, spec: SpaceSpec) -> Skeleton:
+def read_skeleton(path: Path, spec: SpaceSpec) -> GraphSkeleton:
     """Read and check an index file.
 
     Raises:
@@ -360,17 +360,19 @@ def read_skeleton(path: Path, spec: SpaceSpec) -> Skeleton:
     file = read_index(path, spec, ENGINE)
     arrays, parameters = file.arrays, dict(file.parameters)
     own_links, ef = bool(parameters.pop("fresh")), int(parameters.pop("ef", 0))
-    links = Links(parameters, arrays["ground"], arrays["levels"], arrays["upper"])
+    links = GraphLinks(parameters, arrays["ground"], arrays["levels"], arrays["upper"])
     check_links(links)
     if not len(links) == len(arrays["rows"]) == len(arrays["sums"]):
         raise VerificationError(
             f"{path}: the index file must have a row and a sum for each element; build the index "
             "again"
         )
-    return Skeleton(spec, arrays["labels"], arrays["rows"], links, arrays["sums"], own_links, ef)
+    return GraphSkeleton(
+        spec, arrays["labels"], arrays["rows"], links, arrays["sums"], own_links, ef
+    )
 
 
-def sums_of(vectors: Content) -> Sums:
+def hash_rows(vectors: Content) -> Sums:
     """Return a sum of each row's bits, uint64 [n]; different vectors have the same with probability
     2^-64.
 
@@ -393,8 +395,8 @@ def _factors(dim: int) -> Sums:
     return 2 * np.random.default_rng(5).integers(1, 2**63, dim, np.uint64) + 1
 
 
-def rebuild(
-    skeleton: Skeleton,
+def rebuild_graph(
+    skeleton: GraphSkeleton,
     spec: SpaceSpec,
     labels: Labels,
     vectors: Content,
@@ -424,20 +426,20 @@ def rebuild(
     def fill(memory: Vectors) -> Mask:
         for start in range(0, len(labels), _READ_ROWS):
             present = np.flatnonzero(element[start : start + _READ_ROWS] >= 0)
-            piece = index.prepare(spec.metric, vectors[start : start + _READ_ROWS])[present]
+            piece = index.prepare_vectors(spec.metric, vectors[start : start + _READ_ROWS])[present]
             places = element[start + present]
             memory[places] = piece
             if sums is not None:
                 # A replaced vector has other neighbours: it cannot stay there.
-                rows[places[sums_of(piece) != sums[places]]] = -1
+                rows[places[hash_rows(piece) != sums[places]]] = -1
             after_piece()
         no_row: Mask = rows < 0
         return no_row
 
-    return graph_of(skeleton.links, spec.dim, fill), rows
+    return build_graph(skeleton.links, spec.dim, fill), rows
 
 
-def _rows_in(skeleton: Skeleton, labels: Labels) -> Rows:
+def _rows_in(skeleton: GraphSkeleton, labels: Labels) -> Rows:
     """Return the row in `labels` of each element; -1 if it has none."""
     if not len(labels):
         return np.full(len(skeleton.rows), -1, np.intp)

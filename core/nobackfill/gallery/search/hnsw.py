@@ -14,25 +14,25 @@ import numpy as np
 
 from nobackfill.errors import VerificationError
 from nobackfill.gallery.search import graph_file, view
-from nobackfill.gallery.search.exact import PICKED_SHARE, ExactIndex, offsets
+from nobackfill.gallery.search.exact import PICKED_SHARE, ExactIndex, distance_offsets
 from nobackfill.gallery.search.graph_file import (
+    GraphSkeleton,
     Hnsw,
-    Layout,
-    Skeleton,
+    RecordLayout,
+    hash_rows,
     read_skeleton,
-    rebuild,
-    sums_of,
+    rebuild_graph,
 )
 from nobackfill.gallery.search.index import (
     Content,
     Labels,
     Mask,
     Neighbours,
-    Picked,
     Rows,
-    best,
-    give_way,
-    prepare,
+    SelectedRows,
+    lower_thread_priority,
+    nearest_candidates,
+    prepare_vectors,
 )
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.vectors import Vectors
@@ -78,10 +78,10 @@ class HnswIndex:
         self.labels = labels
         self.graph = graph
         self._rows = rows
-        names = graph_file.names_of(graph)
+        names = graph_file.graph_labels(graph)
         # Row of each element in the order of the graph's memory, and element of each row.
         self._held = names if rows is None else rows[names]
-        memory = graph_file.vectors_of(graph)
+        memory = graph_file.graph_vectors(graph)
         self.vectors: Content = memory
         self._elements: Rows | None = None
         element_labels = labels
@@ -89,11 +89,13 @@ class HnswIndex:
             alive = np.flatnonzero(self._held >= 0)
             self._elements = np.empty(len(labels), np.intp)
             self._elements[self._held[alive]] = alive
-            self.vectors = Picked(memory, self._elements)
+            self.vectors = SelectedRows(memory, self._elements)
             element_labels = np.append(labels, -1)[self._held]
         _move_to_large_pages(graph)
-        self._exact = ExactIndex.of_prepared(spec, element_labels, memory, offsets(spec, memory))
-        self.compiled = view.graph_of(graph, self._held, labels, self._elements)
+        self._exact = ExactIndex.of_prepared(
+            spec, element_labels, memory, distance_offsets(spec, memory)
+        )
+        self.compiled = view.compiled_graph(graph, self._held, labels, self._elements)
 
     @property
     def ef(self) -> int:
@@ -164,7 +166,7 @@ class HnswIndex:
         if mask is None:
             near_rows = None
             if not _exact_is_cheaper(len(self.labels), len(queries), candidates):
-                near_rows = self._near(prepare(self.spec.metric, queries), candidates)
+                near_rows = self._near(prepare_vectors(self.spec.metric, queries), candidates)
             if near_rows is None:
                 return self.exact(queries, k)
             return _answer(self.labels[near_rows[0][:, :k]], near_rows[1][:, :k], k)
@@ -230,7 +232,7 @@ class HnswIndex:
         every = np.arange(len(queries))
         if _exact_is_cheaper(passing, len(queries), candidates):
             return every
-        result = self._near(prepare(self.spec.metric, queries), candidates)
+        result = self._near(prepare_vectors(self.spec.metric, queries), candidates)
         if result is None:
             return every
         rows, distances = result
@@ -257,16 +259,18 @@ class HnswIndex:
         np.maximum(distances, 0, out=distances)
         return rows, distances
 
-    def skeleton(self, *, sums: bool = True) -> Skeleton:
+    def skeleton(self, *, sums: bool = True) -> GraphSkeleton:
         """Return a copy of the graph without its vectors.
 
         Args:
             sums: Compute a sum of each vector, which an index file needs; it reads every vector.
         """
-        links = graph_file.links_of(self.graph)
-        vector_sums = sums_of(graph_file.vectors_of(self.graph)) if sums else None
+        links = graph_file.copy_links(self.graph)
+        vector_sums = hash_rows(graph_file.graph_vectors(self.graph)) if sums else None
         ef = self.graph.ef
-        return Skeleton(self.spec, self.labels, self._held, links, vector_sums, self.own_links, ef)
+        return GraphSkeleton(
+            self.spec, self.labels, self._held, links, vector_sums, self.own_links, ef
+        )
 
     def save(self, path: Path) -> None:
         """Write an index file without the vectors, atomically, in place of any file there.
@@ -287,7 +291,7 @@ _MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25
 
 def _is_large(graph: Hnsw) -> bool:
     """Tell whether the records are a memory block of their own, in which large pages help."""
-    return graph.capacity * Layout.of(graph.dim, graph.m).size > _MAPPED_BYTES
+    return graph.capacity * RecordLayout.of(graph.dim, graph.m).size > _MAPPED_BYTES
 
 
 def _move_to_large_pages(graph: Hnsw) -> None:
@@ -298,7 +302,7 @@ def _move_to_large_pages(graph: Hnsw) -> None:
     """
 
     def move() -> None:
-        give_way()
+        lower_thread_priority()
         if not graph.advise(_MADV_COLLAPSE):
             # An older kernel, or no free page: the kernel does it gradually.
             graph.advise(_MADV_HUGEPAGE)
@@ -315,7 +319,7 @@ def _exact_is_cheaper(passing: int, queries: int, candidates: int) -> bool:
 def _answer(labels: Labels, distances: Vectors, k: int) -> Neighbours:
     """Return sorted candidates as an answer: equal distances by label, padded to k."""
     if labels.shape[1] < k or (distances[:, 1:] == distances[:, :-1]).any():
-        return best(labels, distances, k)
+        return nearest_candidates(labels, distances, k)
     return Neighbours(labels, distances)
 
 
@@ -345,7 +349,7 @@ def one_thread() -> int:
     return 1
 
 
-def build(
+def build_index(
     spec: SpaceSpec,
     labels: Labels,
     vectors: Content,
@@ -391,13 +395,13 @@ def _add(
     """Add rows of vectors under given names, in pieces."""
     for start in range(0, len(rows), PIECE):
         piece = slice(start, start + PIECE)
-        prepared = prepare(spec.metric, vectors[rows[piece]])
+        prepared = prepare_vectors(spec.metric, vectors[rows[piece]])
         graph.add(prepared, names[piece], threads())
         after_piece()
 
 
-def revive(
-    old: Skeleton,
+def rebuild_from_skeleton(
+    old: GraphSkeleton,
     spec: SpaceSpec,
     labels: Labels,
     vectors: Content,
@@ -421,7 +425,7 @@ def revive(
     """
     _refuse_metric(old.spec, spec)
     _refuse_distant(len(old.links), old.labels, labels)
-    graph, rows = rebuild(old, spec, labels, vectors, after_piece)
+    graph, rows = rebuild_graph(old, spec, labels, vectors, after_piece)
     present = np.zeros(len(labels), np.bool_)
     present[rows[rows >= 0]] = True
     rows_among_present = np.append(np.cumsum(present) - 1, -1)[rows]
@@ -435,7 +439,7 @@ def revive(
     return index, np.flatnonzero(~present)
 
 
-def _unchanged(old: Skeleton, spec: SpaceSpec, labels: Labels, rows: Rows) -> bool:
+def _unchanged(old: GraphSkeleton, spec: SpaceSpec, labels: Labels, rows: Rows) -> bool:
     """Tell whether each element has the same vector as when the graph was tuned."""
     return (
         old.ef in TRIED_EF
@@ -473,7 +477,9 @@ def _accept(index: HnswIndex, after_piece: Callable[[], None]) -> None:
         )
 
 
-def load(path: Path, spec: SpaceSpec, labels: Labels, vectors: Content) -> tuple[HnswIndex, Rows]:
+def load_index(
+    path: Path, spec: SpaceSpec, labels: Labels, vectors: Content
+) -> tuple[HnswIndex, Rows]:
     """Read an index file, and rebuild its graph over a gallery's vectors, which are read once.
 
     Args:
@@ -490,10 +496,10 @@ def load(path: Path, spec: SpaceSpec, labels: Labels, vectors: Content) -> tuple
         VerificationError: The file is damaged or of another space, too much has changed, or the
             graph would find less than LEAST_RECALL: build a new one.
     """
-    return revive(read_skeleton(path, spec), spec, labels, vectors)
+    return rebuild_from_skeleton(read_skeleton(path, spec), spec, labels, vectors)
 
 
-def carry(
+def transfer_index(
     old: HnswIndex,
     spec: SpaceSpec,
     labels: Labels,
@@ -522,7 +528,7 @@ def carry(
     """
     _refuse_metric(old.spec, spec)
     skeleton = old.skeleton(sums=old.spec.space == spec.space)
-    graph, rows = rebuild(skeleton, spec, labels, vectors, after_piece)
+    graph, rows = rebuild_graph(skeleton, spec, labels, vectors, after_piece)
     added = np.setdiff1d(np.arange(len(labels)), rows)
     if len(added):
         # No thread searches it yet.
@@ -536,7 +542,7 @@ def carry(
     return index
 
 
-def renew(
+def renew_index(
     spec: SpaceSpec,
     labels: Labels,
     vectors: Content,
@@ -564,8 +570,10 @@ def renew(
             return old
         with contextlib.suppress(VerificationError):
             _refuse_distant(len(old.graph), old.labels, labels)
-            return carry(old, spec, labels, vectors, threads=threads, after_piece=after_piece)
-    return build(spec, labels, vectors, threads=threads, after_piece=after_piece)
+            return transfer_index(
+                old, spec, labels, vectors, threads=threads, after_piece=after_piece
+            )
+    return build_index(spec, labels, vectors, threads=threads, after_piece=after_piece)
 
 
 def _alike(old: HnswIndex, spec: SpaceSpec, labels: Labels, vectors: Content) -> bool:
@@ -575,14 +583,14 @@ def _alike(old: HnswIndex, spec: SpaceSpec, labels: Labels, vectors: Content) ->
         and all(
             np.array_equal(
                 old.vectors[start : start + PIECE],
-                prepare(spec.metric, vectors[start : start + PIECE]),
+                prepare_vectors(spec.metric, vectors[start : start + PIECE]),
             )
             for start in range(0, len(labels), PIECE)
         )
     )
 
 
-def tuned(
+def tune_index(
     index: HnswIndex, queries: Vectors, after_piece: Callable[[], None] = lambda: None
 ) -> HnswIndex:
     """Return the index with enough candidates to find LEAST_RECALL of real queries' neighbours, or

@@ -39,7 +39,7 @@ class Content(Protocol):
         ...
 
 
-class Picked:
+class SelectedRows:
     """Some rows of another content, in another order, read on access."""
 
     def __init__(self, content: Content, rows: Rows) -> None:
@@ -56,7 +56,7 @@ class Picked:
         return np.asarray(self[:], dtype)
 
 
-class Concatenation:
+class ConcatenatedContent:
     """Two contents, one after the other."""
 
     def __init__(self, first: Content, second: Content) -> None:
@@ -111,7 +111,7 @@ class Index(Protocol):
 
     @property
     def vectors(self) -> Content:
-        """Return the rows, float32 [n, dim], as `prepare` leaves them."""
+        """Return the rows, float32 [n, dim], as `prepare_vectors` leaves them."""
         ...
 
     def search(
@@ -164,7 +164,7 @@ def mask_of(labels: Labels, subset: Labels) -> Mask:
     return mask
 
 
-def best(labels: Labels, distances: Vectors, k: int) -> Neighbours:
+def nearest_candidates(labels: Labels, distances: Vectors, k: int) -> Neighbours:
     """Return the k nearest of candidates [q, c], padded to k.
 
     Args:
@@ -184,7 +184,7 @@ def best(labels: Labels, distances: Vectors, k: int) -> Neighbours:
     return Neighbours(labels[query, order], distances[query, order])
 
 
-def merge(parts: list[Neighbours], k: int) -> Neighbours:
+def merge_neighbours(parts: list[Neighbours], k: int) -> Neighbours:
     """Merge the answers [q, any] of indexes that share no label into one ranking [q, k].
 
     Args:
@@ -193,7 +193,7 @@ def merge(parts: list[Neighbours], k: int) -> Neighbours:
     """
     if len(parts) == 1:
         return parts[0]
-    return best(
+    return nearest_candidates(
         np.concatenate([part.labels for part in parts], axis=1),
         np.concatenate([part.distances for part in parts], axis=1),
         k,
@@ -207,7 +207,7 @@ def merge(parts: list[Neighbours], k: int) -> Neighbours:
 UNIT_TOLERANCE = 2.5e-7
 
 
-def prepare(metric: Metric, vectors: Vectors) -> Vectors:
+def prepare_vectors(metric: Metric, vectors: Vectors) -> Vectors:
     """Return vectors as engines store them: with the cosine metric scaled to norm 1.
 
     Zero stays zero. Vectors that were prepared before stay the same, bit for bit. If none changes,
@@ -249,11 +249,11 @@ def pair_distances(metric: Metric, queries: Vectors, candidates: Vectors) -> Vec
     return rounded
 
 
-def to_one(metric: Metric, query: Vectors, vectors: Vectors) -> Vectors:
+def distances_to_query(metric: Metric, query: Vectors, vectors: Vectors) -> Vectors:
     """Compute distances float32 [n] from one query float32 [1, dim] to vectors float32 [n, dim],
     neither of them prepared."""
     distances: Vectors = pair_distances(
-        metric, prepare(metric, query), prepare(metric, vectors)[None]
+        metric, prepare_vectors(metric, query), prepare_vectors(metric, vectors)[None]
     )[0]
     return distances
 
@@ -342,7 +342,7 @@ def rank_origins(hits: Neighbours, carried: Mask, scale: Scale) -> Neighbours:
 _NICE = 10
 
 
-def give_way() -> None:
+def lower_thread_priority() -> None:
     """Lower the priority of this thread below that of searches (nice 10); processes that it starts
     inherit it.
 

@@ -16,17 +16,17 @@ import numpy as np
 from nobackfill.errors import NotFoundError, VerificationError
 from nobackfill.gallery.search.exact import ExactIndex
 from nobackfill.gallery.search.index import (
-    Concatenation,
+    ConcatenatedContent,
     Content,
     Index,
     LabelFilter,
     Labels,
     Mask,
     Neighbours,
-    Picked,
     Rows,
-    merge,
-    prepare,
+    SelectedRows,
+    merge_neighbours,
+    prepare_vectors,
     rows_of,
 )  # fmt: skip
 from nobackfill.gallery.spec import SpaceSpec
@@ -55,12 +55,13 @@ else:
 # none). For an image, the space is None and the values are its bytes. Returns None for any other
 # query. It is None itself if nothing is compiled.
 parse = None if _native is None else _native.parse
-# Ranks labels and vectors in PostgreSQL's binary form by distance to a query, as index.best does;
-# both are checked. Returns None if Python must do it. It is None itself if nothing is compiled.
+# Ranks labels and vectors in PostgreSQL's binary form by distance to a query, as
+# index.nearest_candidates does; both are checked. Returns None if Python must do it. It is None
+# itself if nothing is compiled.
 ranked = None if _native is None else _native.ranked
 
 
-def graph_of(
+def compiled_graph(
     graph: Any, rows: Rows, labels: Labels, elements: Rows | None
 ) -> "_native.Graph | None":
     """Return a graph for compiled searches; None if nothing is compiled, or the graph is empty.
@@ -223,7 +224,9 @@ class CompiledSearch:
         return self._candidates_by_k[k]
 
 
-def curves_of(curves: Mapping[int, tuple[Sequence[float], Sequence[float]]]) -> "Curves | None":
+def compiled_curves(
+    curves: Mapping[int, tuple[Sequence[float], Sequence[float]]],
+) -> "Curves | None":
     """Return calibrations for compiled searches; None if nothing is compiled.
 
     Args:
@@ -300,7 +303,7 @@ class QuerySample:
             return self._vectors[: self._size].copy()
 
 
-# Builds a base from live vectors, such as nobackfill.gallery.search.hnsw.build or ExactIndex.
+# Builds a base from live vectors, such as nobackfill.gallery.search.hnsw.build_index or ExactIndex.
 Builder = Callable[[SpaceSpec, Labels, Content], Index]
 # Opens the first base of a view, and returns the rows that are not in it.
 Opener = Callable[[SpaceSpec, Labels, Content], tuple[Index, Rows]]
@@ -376,7 +379,7 @@ class IndexPart:
         if self.live is None:
             return self.index.labels, self.index.vectors
         rows = np.flatnonzero(self.live)
-        return self.index.labels[rows], Picked(self.index.vectors, rows)
+        return self.index.labels[rows], SelectedRows(self.index.vectors, rows)
 
 
 @dataclass(frozen=True)
@@ -441,7 +444,7 @@ class Snapshot:
         if not len(self.delta):
             return hits
         if np.isinf(hits.distances[:, -1]).any():
-            return merge([hits, self.delta.search(checked, k, label_filter)], k)
+            return merge_neighbours([hits, self.delta.search(checked, k, label_filter)], k)
         assert isinstance(self.delta.index, ExactIndex), "a delta is searched exactly"
         return self.delta.index.improve(checked, hits, self.delta.mask(label_filter))
 
@@ -461,7 +464,7 @@ class Snapshot:
         (old, old_vectors), (new, new_vectors) = self.base.content(), self.delta.content()
         labels = np.concatenate([old, new])
         order = np.argsort(labels)
-        return labels[order], Picked(Concatenation(old_vectors, new_vectors), order)
+        return labels[order], SelectedRows(ConcatenatedContent(old_vectors, new_vectors), order)
 
     def labels(self) -> Labels:
         """Return every live label, int64, increasing."""
@@ -469,14 +472,14 @@ class Snapshot:
         return np.sort(np.concatenate(parts)) if len(parts[1]) else parts[0]
 
 
-def snapshot_of(spec: SpaceSpec, base: Index) -> Snapshot:
+def new_snapshot(spec: SpaceSpec, base: Index) -> Snapshot:
     """Return a snapshot with an index as its base and an empty delta."""
     nothing = ExactIndex(spec, np.empty(0, np.int64), np.empty((0, spec.dim), np.float32))
     return Snapshot(spec, IndexPart(base), IndexPart(nothing))
 
 
 def _exact(store: Store, spec: SpaceSpec) -> Snapshot:
-    return snapshot_of(spec, ExactIndex(spec, *store.load(spec.space)))
+    return new_snapshot(spec, ExactIndex(spec, *store.load(spec.space)))
 
 
 def _open_base(store: Store, spec: SpaceSpec, begin: Opener | None) -> Snapshot | None:
@@ -489,11 +492,11 @@ def _open_base(store: Store, spec: SpaceSpec, begin: Opener | None) -> Snapshot 
         stored = VectorsOnDisk(connection, find_space(connection, spec.space))
         base, others = begin(spec, stored.labels, stored)
         delta = ExactIndex(spec, stored.labels[others], stored[others])
-        return replace(snapshot_of(spec, base), delta=IndexPart(delta))
+        return replace(new_snapshot(spec, base), delta=IndexPart(delta))
     return None
 
 
-def changed(snapshot: Snapshot, change: Change) -> Snapshot:
+def apply_change(snapshot: Snapshot, change: Change) -> Snapshot:
     """Return a snapshot's successor after a commit; the snapshot itself does not change.
 
     Deleted labels are removed. A new or replaced vector of the snapshot's space is found in the
@@ -519,7 +522,7 @@ def _extend(delta: IndexPart, labels: Labels, vectors: Vectors) -> IndexPart:
         return IndexPart(index.extended(labels, vectors), live, delta.deleted)
     old_labels, old_vectors = delta.content()
     labels = np.concatenate([old_labels, labels])
-    vectors = np.concatenate([np.asarray(old_vectors), prepare(index.spec.metric, vectors)])
+    vectors = np.concatenate([np.asarray(old_vectors), prepare_vectors(index.spec.metric, vectors)])
     order = np.argsort(labels)
     return IndexPart(ExactIndex(index.spec, labels[order], vectors[order]))
 
@@ -586,7 +589,7 @@ class LiveView:
                 self._log = []
                 snapshot = self.snapshot()
             try:
-                self._swap(snapshot_of(self.spec, build(self.spec, *snapshot.content())))
+                self._swap(new_snapshot(self.spec, build(self.spec, *snapshot.content())))
             finally:
                 with self._changing:
                     self._log = None
@@ -611,11 +614,11 @@ class LiveView:
             if self._log is not None:
                 self._log.append(change)
             if self._snapshot is not None:
-                self._snapshot = changed(self._snapshot, change)
+                self._snapshot = apply_change(self._snapshot, change)
 
     def _swap(self, snapshot: Snapshot) -> None:
         with self._changing:
             for change in self._log or []:
-                snapshot = changed(snapshot, change)
+                snapshot = apply_change(snapshot, change)
             self._log = None
             self._snapshot = snapshot

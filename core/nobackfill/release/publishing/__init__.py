@@ -3,40 +3,40 @@
 The functions `publish` and `withdraw` are in the modules `publish` and `renew`; the command is
 `publication`.
 
->>> from nobackfill.release.publishing import list_releases, verify
+>>> from nobackfill.release.publishing import list_releases, verify_publication
 >>> [entry.release for entry in list_releases(model_repo)]
 [1, 2]
->>> verify(model_repo, release=2).releases
+>>> verify_publication(model_repo, release=2).releases
 (2,)
 """
 
 from typing import TYPE_CHECKING
 
-from nobackfill.faces import offer
+from nobackfill.faces import export_lazily
 
 if TYPE_CHECKING:
     from nobackfill.release.publishing.draft import Draft as Draft, describe_file as describe_file
     from nobackfill.release.publishing.inspection import (
         PublicationEntry as PublicationEntry,
-        Health as Health,
+        PublicationHealth as PublicationHealth,
         list_releases as list_releases,
-        verify as verify,
+        verify_publication as verify_publication,
     )
-    from nobackfill.release.publishing.metadata import Keys as Keys
+    from nobackfill.release.publishing.metadata import SigningKeys as SigningKeys
     from nobackfill.release.publishing.renew import (
         Renewal as Renewal,
         resign as resign,
         rotate as rotate,
     )
-    from nobackfill.release.publishing.publish import drafting as drafting
+    from nobackfill.release.publishing.publish import draft_folder as draft_folder
 else:
-    __getattr__ = offer(
+    __getattr__ = export_lazily(
         __name__,
         {
             "draft": "Draft describe_file",
-            "inspection": "Health PublicationEntry list_releases verify",
-            "metadata": "Keys",
-            "publish": "drafting",
+            "inspection": "PublicationHealth PublicationEntry list_releases verify_publication",
+            "metadata": "SigningKeys",
+            "publish": "draft_folder",
             "renew": "Renewal resign rotate",
         },
     )

@@ -10,14 +10,14 @@ from typing import Annotated, cast
 
 import typer
 
-from nobackfill.digests import percent
+from nobackfill.digests import parse_percent
 from nobackfill.errors import ConfigurationError, NobackfillError
 from nobackfill.release.publishing import publish, renew
 from nobackfill.release.publishing.inspection import list_releases
-from nobackfill.release.publishing.inspection import verify as verify_publication
-from nobackfill.release.publishing.metadata import ROLES, Keys, Role
+from nobackfill.release.publishing.inspection import verify_publication as verify_publication
+from nobackfill.release.publishing.metadata import ROLES, Role, SigningKeys
 from nobackfill.release.trust.trust import fingerprint
-from nobackfill.terminal import visible
+from nobackfill.terminal import escape_hidden
 from nobackfill.version_option import Version
 
 _EPILOG = """
@@ -145,7 +145,7 @@ def rotate(
 @app.command()
 def rollout(
     release: Annotated[int, typer.Argument(help="Number of the release.")],
-    share: Annotated[str, typer.Option(help="Share of the devices in percent, such as 10%.")],
+    share: Annotated[str, typer.Option(help="Share of the devices in parse_percent, such as 10%.")],
     model_repo: Repo = DEFAULT_REPO,
     targets_key: TargetsKey = None,
     dry_run: DryRun = False,
@@ -156,7 +156,7 @@ def rollout(
     The share can only grow; `publication withdraw` withdraws a release. A device hashes a random id
     of its own, which never leaves it, to find out whether it belongs to the share.
     """
-    part = percent(share)
+    part = parse_percent(share)
     key_files = _keys(model_repo, None, targets_key)
     news = renew.roll_out(model_repo, release, part, key_files, dry_run)
     answer = {"release": release, "share": part, "news": news, "written": news and not dry_run}
@@ -239,9 +239,9 @@ def list_command(model_repo: Repo = DEFAULT_REPO, as_json: Json = False) -> None
     _answer(as_json, {"releases": [dataclasses.asdict(e) for e in entries]}, lines)
 
 
-def _keys(repo: Path, root_key: Path | None, targets_key: Path | None) -> Keys:
+def _keys(repo: Path, root_key: Path | None, targets_key: Path | None) -> SigningKeys:
     files: dict[Role, Path | None] = {"root": root_key, "targets": targets_key}
-    return Keys.of(repo, {role: path for role, path in files.items() if path is not None})
+    return SigningKeys.of(repo, {role: path for role, path in files.items() if path is not None})
 
 
 def _print_renewal(what: str, renewal: renew.Renewal, dry_run: bool, as_json: bool) -> None:
@@ -265,7 +265,7 @@ def _day(date: datetime) -> str:
 
 
 def _answer(as_json: bool, answer: Mapping[str, object], lines: list[str]) -> None:
-    print(json.dumps(answer) if as_json else "\n".join(map(visible, lines)))
+    print(json.dumps(answer) if as_json else "\n".join(map(escape_hidden, lines)))
 
 
 def main() -> None:
@@ -273,7 +273,7 @@ def main() -> None:
     try:
         app()
     except NobackfillError as error:
-        print(visible(f"publication: {error}"), file=sys.stderr)
+        print(escape_hidden(f"publication: {error}"), file=sys.stderr)
         sys.exit(error.exit_code)
 
 

@@ -158,7 +158,7 @@ def _locations(part: Message) -> Iterator[str]:
                 yield from _locations(child)
 
 
-def digest(files: Sequence[Path]) -> str:
+def hash_model_files(files: Sequence[Path]) -> str:
     """Return the SHA-256 of a file, or of the digests of several in this order, as 64 hex digits.
 
     Args:
@@ -171,7 +171,7 @@ def digest(files: Sequence[Path]) -> str:
     return digests[0] if len(digests) == 1 else sha256_bytes("\n".join(digests).encode())
 
 
-def fingerprint(
+def fingerprint_model(
     weights: Sequence[Path], declaration: Declaration, tokenizer: Path | None = None
 ) -> str:
     """Return a SHA-256 in hex that names a model by everything that determines its vectors.
@@ -192,7 +192,7 @@ def fingerprint(
     return sha256_bytes("\n".join(parts).encode())
 
 
-def guess(path: Path, declaration: Declaration) -> str:
+def describe_assumptions(path: Path, declaration: Declaration) -> str:
     """Describe, for a person, the assumptions about a text model without a declaration.
 
     Args:

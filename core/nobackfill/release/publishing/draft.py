@@ -8,10 +8,10 @@ from tuf.api.exceptions import LengthOrHashMismatchError
 from tuf.api.metadata import TargetFile
 
 from nobackfill.digests import sha256_file
-from nobackfill.errors import GateFailedError, VerificationError, few
+from nobackfill.errors import GateFailedError, VerificationError, join_few
 from nobackfill.release.manifest import Manifest, PublishedFile, Upgrade, parse_manifest
 from nobackfill.release.paths import release_of_manifest
-from nobackfill.release.routes import twin_of
+from nobackfill.release.routes import explain_shared_space
 from nobackfill.release.trial import try_release
 
 
@@ -72,13 +72,13 @@ def check_draft(draft: Draft, repo: Path, published: Mapping[str, TargetFile]) -
     for upgrade in manifest.upgrades:
         _check_source(upgrade, predecessors)
     _check_side_spaces(manifest, predecessors)
-    if (twin := twin_of(manifest, predecessors.values())) is not None:
+    if (twin := explain_shared_space(manifest, predecessors.values())) is not None:
         raise VerificationError(twin)
     spaces = {predecessor.space for predecessor in predecessors.values()}
     if strangers := set(manifest.searches_directly) - spaces:
         raise VerificationError(
             f"release {manifest.release}: its manifest lists in searches_directly spaces that no "
-            f"published release has: {few(sorted(strangers))}"
+            f"published release has: {join_few(sorted(strangers))}"
         )
     try_release(draft.files, manifest)
 

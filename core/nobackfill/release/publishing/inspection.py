@@ -8,15 +8,20 @@ from pathlib import Path
 from nobackfill.errors import UnfitError, VerificationError
 from nobackfill.release.paths import release_of_manifest
 from nobackfill.release.publishing.draft import read_manifest
-from nobackfill.release.publishing.metadata import MetadataLedger, Role, leftovers, require_ledger
-from nobackfill.release.publishing.renew import expiries
+from nobackfill.release.publishing.metadata import (
+    MetadataLedger,
+    Role,
+    list_leftovers,
+    require_ledger,
+)
+from nobackfill.release.publishing.renew import metadata_expiries
 from nobackfill.release.trial import try_release
 from nobackfill.release.trust.trust import (
     TrustedFolder,
     converter_file,
     converter_numbers,
     read_converter,
-    share_of,
+    read_share,
     withdrawal_reason,
 )
 
@@ -52,7 +57,7 @@ class PublicationEntry:
 
 
 @dataclass(frozen=True)
-class Health:
+class PublicationHealth:
     """The result of checking a publication without finding an error.
 
     Attributes:
@@ -84,7 +89,9 @@ def list_releases(repo: Path) -> list[PublicationEntry]:
     return sorted((e for e in entries if e is not None), key=lambda entry: entry.release)
 
 
-def verify(repo: Path, root: bytes | None = None, release: int | None = None) -> Health:
+def verify_publication(
+    repo: Path, root: bytes | None = None, release: int | None = None
+) -> PublicationHealth:
     """Check a publication as a new device would, and run the golden probes of every model.
 
     Args:
@@ -117,8 +124,8 @@ def verify(repo: Path, root: bytes | None = None, release: int | None = None) ->
             folder = Path(temporary) / "converters"
             converter_file(trust, read_converter(trust, number, folder), folder)
     ledger = require_ledger(repo)
-    unpublished = tuple(path.name for path in leftovers(repo, ledger))
-    return Health(numbers, expiries(ledger), unpublished)
+    unpublished = tuple(path.name for path in list_leftovers(repo, ledger))
+    return PublicationHealth(numbers, metadata_expiries(ledger), unpublished)
 
 
 def _entry(repo: Path, ledger: MetadataLedger, path: str) -> PublicationEntry | None:
@@ -134,7 +141,7 @@ def _entry(repo: Path, ledger: MetadataLedger, path: str) -> PublicationEntry | 
             withdrawn=withdrawal_reason(target),
             size=target.length,
             unfit=str(error),
-            share=share_of(target),
+            share=read_share(target),
         )
     own = {file.path: file.length for file in manifest.files()}
     encoder = manifest.side_encoder
@@ -149,5 +156,5 @@ def _entry(repo: Path, ledger: MetadataLedger, path: str) -> PublicationEntry | 
         upgrades_from=tuple(upgrade.from_release for upgrade in manifest.upgrades),
         space=manifest.space,
         size=sum(own.values()) + target.length,
-        share=share_of(target),
+        share=read_share(target),
     )

@@ -38,7 +38,7 @@ ROLES: tuple[Role, ...] = ("root", "targets", "snapshot", "timestamp")
 
 
 @dataclass(frozen=True)
-class Keys:
+class SigningKeys:
     """The files of the signing keys.
 
     During a rotation, the new key lies next to the old one as ROLE.next.pem; the root metadata
@@ -53,7 +53,7 @@ class Keys:
     files: Mapping[Role, Path] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, repo: Path, files: Mapping[Role, Path] | None = None) -> "Keys":
+    def of(cls, repo: Path, files: Mapping[Role, Path] | None = None) -> "SigningKeys":
         """Return the keys of a publication folder: `<repo>.keys/`, except for `files`.
 
         Args:
@@ -152,11 +152,11 @@ class Keys:
         following = self.next_path(role)
         trusted = root.get_delegated_role(role).keyids
         if following.exists() and trusted == [_load(following).public_key.keyid]:
-            durable.replace(following, self.path(role))
+            durable.replace_file(following, self.path(role))
 
 
 def _load_or_make(path: Path) -> CryptoSigner:
-    durable.sweep(path.parent, path.name)
+    durable.remove_temporary_files(path.parent, path.name)
     if not path.exists():
         if not path.parent.is_dir():
             durable.make_dir(path.parent, mode=0o700)
@@ -367,7 +367,7 @@ def next_metadata(
     return files
 
 
-def leftovers(repo: Path, ledger: MetadataLedger | None) -> list[Path]:
+def list_leftovers(repo: Path, ledger: MetadataLedger | None) -> list[Path]:
     """List the files that an interrupted publish left: files with our names that no metadata lists.
 
     Other files, such as a README, are not listed.

@@ -35,10 +35,10 @@ from nobackfill.release.paths import manifest_path, release_of_manifest
 from nobackfill.release.publishing.draft import Draft, check_draft
 from nobackfill.release.publishing.metadata import (
     ROLES,
-    Keys,
     MetadataLedger,
     Role,
-    leftovers,
+    SigningKeys,
+    list_leftovers,
     new_root,
     next_metadata,
     read_ledger,
@@ -53,7 +53,7 @@ _DRAFT = "draft-"
 _LOCK_SECONDS = 60.0
 
 
-def staging(repo: Path) -> Path:
+def staging_folder(repo: Path) -> Path:
     """Return the folder in which releases are staged; it may not exist."""
     return repo.absolute().parent / f"{repo.absolute().name}.staging"
 
@@ -63,7 +63,7 @@ def lock_path(repo: Path) -> Path:
     return repo.absolute().parent / f"{repo.absolute().name}.lock"
 
 
-def tidy(repo: Path) -> None:
+def clear_staging(repo: Path) -> None:
     """Remove everything from the staging folder except drafts in use. Call it under the lock.
 
     The folder itself is removed if it is empty then. Does nothing without the folder.
@@ -71,7 +71,7 @@ def tidy(repo: Path) -> None:
     Raises:
         CannotWriteError: A file cannot be removed.
     """
-    top = staging(repo)
+    top = staging_folder(repo)
     for path in sorted(top.iterdir()) if top.is_dir() else ():
         if not _in_use(path):
             durable.remove_tree(path)
@@ -80,7 +80,7 @@ def tidy(repo: Path) -> None:
 
 
 @contextlib.contextmanager
-def drafting(repo: Path) -> Iterator[Path]:
+def draft_folder(repo: Path) -> Iterator[Path]:
     """Provide a folder in which to build a release; remove it at the end of the block.
 
     The folder of a killed process is removed by the next call, or by the next publish.
@@ -93,18 +93,18 @@ def drafting(repo: Path) -> Iterator[Path]:
         CannotWriteError: The folder cannot be made.
     """
     with contextlib.ExitStack() as locks:
-        with durable.lock(lock_path(repo), _LOCK_SECONDS):
-            tidy(repo)
-            folder = staging(repo) / f"{_DRAFT}{uuid.uuid4().hex}"
+        with durable.lock_file(lock_path(repo), _LOCK_SECONDS):
+            clear_staging(repo)
+            folder = staging_folder(repo) / f"{_DRAFT}{uuid.uuid4().hex}"
             durable.make_dir(folder)
-            locks.enter_context(durable.lock(folder / "lock"))
+            locks.enter_context(durable.lock_file(folder / "lock"))
         try:
             yield folder
         finally:
             durable.remove_tree(folder)
             # A publisher that holds the lock tidies, too.
-            with contextlib.suppress(BusyError), durable.lock(lock_path(repo)):
-                tidy(repo)
+            with contextlib.suppress(BusyError), durable.lock_file(lock_path(repo)):
+                clear_staging(repo)
 
 
 def _in_use(path: Path) -> bool:
@@ -112,7 +112,7 @@ def _in_use(path: Path) -> bool:
     if not path.name.startswith(_DRAFT) or not (path / "lock").exists():
         return False
     try:
-        with durable.lock(path / "lock"):
+        with durable.lock_file(path / "lock"):
             return False
     except BusyError:
         return True
@@ -136,7 +136,11 @@ class PublishedRelease:
 
 
 def publish(
-    repo: Path, draft: Draft, keys: Keys | None = None, dry_run: bool = False, share: float = 1.0
+    repo: Path,
+    draft: Draft,
+    keys: SigningKeys | None = None,
+    dry_run: bool = False,
+    share: float = 1.0,
 ) -> PublishedRelease:
     """Check, sign and publish a release.
 
@@ -163,18 +167,18 @@ def publish(
         BusyError: Another publisher holds the lock.
         CannotWriteError: The disk fails, or the folder is a mount point.
     """
-    keys = keys or Keys.of(repo)
+    keys = keys or SigningKeys.of(repo)
     if dry_run:
         ledger = read_ledger(repo)
         files = _checked_files(repo, draft, ledger)
         check_keys(repo, keys)
         return _published(repo, draft, files, keys, dry_run=True)
     durable.make_dir(repo.absolute())
-    with locked(repo):
-        ledger = clean(repo)
+    with lock_publication(repo):
+        ledger = remove_leftovers(repo)
         files = _checked_files(repo, draft, ledger)
         report = _published(repo, draft, files, keys, dry_run=False)
-        signers = signers_of(keys, begin(repo, keys))
+        signers = signers_of(keys, ensure_root(repo, keys))
         targets = dict(ledger.targets.targets) if ledger else {}
         for path, data in files.items():
             targets[path] = TargetFile.from_data(path, data, ["sha256"])
@@ -187,7 +191,7 @@ def publish(
 
 
 @contextmanager
-def locked(repo: Path) -> Iterator[None]:
+def lock_publication(repo: Path) -> Iterator[None]:
     """Hold the lock of an existing publication folder during the block.
 
     Raises:
@@ -197,7 +201,7 @@ def locked(repo: Path) -> Iterator[None]:
         OSError: The folder is missing.
     """
     folder = repo.absolute()
-    with durable.lock(lock_path(repo)):
+    with durable.lock_file(lock_path(repo)):
         if folder.stat().st_dev != folder.parent.stat().st_dev:
             raise CannotWriteError(
                 f"{folder}: this publication folder is on another file system than its parent, so "
@@ -206,7 +210,7 @@ def locked(repo: Path) -> Iterator[None]:
         yield
 
 
-def clean(repo: Path) -> MetadataLedger | None:
+def remove_leftovers(repo: Path) -> MetadataLedger | None:
     """Remove leftovers of an interrupted publish, and return the committed metadata. Call it under
     the lock.
 
@@ -218,9 +222,9 @@ def clean(repo: Path) -> MetadataLedger | None:
         CannotWriteError: A file cannot be removed.
     """
     ledger = read_ledger(repo)
-    tidy(repo)
-    durable.sweep(repo)
-    for path in leftovers(repo, ledger):
+    clear_staging(repo)
+    durable.remove_temporary_files(repo)
+    for path in list_leftovers(repo, ledger):
         durable.remove_tree(path)
     return ledger
 
@@ -236,12 +240,12 @@ def put_metadata(repo: Path, files: list[tuple[str, bytes]]) -> None:
     Raises:
         CannotWriteError: A file cannot be written.
     """
-    durable.make_dir(staging(repo))
+    durable.make_dir(staging_folder(repo))
     for name, data in files:
-        durable.write_file(staging(repo) / name, data)
+        durable.write_file(staging_folder(repo) / name, data)
     for name, _ in files:
-        durable.replace(staging(repo) / name, repo / name)
-    tidy(repo)
+        durable.replace_file(staging_folder(repo) / name, repo / name)
+    clear_staging(repo)
 
 
 def _checked_files(repo: Path, draft: Draft, ledger: MetadataLedger | None) -> dict[str, bytes]:
@@ -280,14 +284,14 @@ def _is_published(file: PublishedFile, published: Mapping[str, TargetFile]) -> b
 
 
 def _published(
-    repo: Path, draft: Draft, files: Mapping[str, bytes], keys: Keys, *, dry_run: bool
+    repo: Path, draft: Draft, files: Mapping[str, bytes], keys: SigningKeys, *, dry_run: bool
 ) -> PublishedRelease:
     new_keys = keys.folder if read_root(repo) is None and not keys.complete() else None
     sizes = {path: len(data) for path, data in files.items()}
     return PublishedRelease(draft.manifest.release, sizes, new_keys, dry_run)
 
 
-def signers_of(keys: Keys, root: Root) -> dict[Role, Signer]:
+def signers_of(keys: SigningKeys, root: Root) -> dict[Role, Signer]:
     """Return the signers of a release: one for each role except root.
 
     Args:
@@ -301,7 +305,7 @@ def signers_of(keys: Keys, root: Root) -> dict[Role, Signer]:
     return {role: keys.signer(role, root) for role in ROLES if role != "root"}
 
 
-def check_keys(repo: Path, keys: Keys) -> None:
+def check_keys(repo: Path, keys: SigningKeys) -> None:
     """Check that the keys of a publication that has begun are available.
 
     Args:
@@ -330,7 +334,7 @@ def refuse_begun(repo: Path) -> None:
         )
 
 
-def begin_publication(repo: Path, keys: Keys) -> None:
+def begin_publication(repo: Path, keys: SigningKeys) -> None:
     """Make the keys and the root metadata of a publication before its first release.
 
     Args:
@@ -346,12 +350,12 @@ def begin_publication(repo: Path, keys: Keys) -> None:
     """
     refuse_begun(repo)
     durable.make_dir(repo.absolute())
-    with locked(repo):
+    with lock_publication(repo):
         refuse_begun(repo)
-        begin(repo, keys)
+        ensure_root(repo, keys)
 
 
-def begin(repo: Path, keys: Keys) -> Root:
+def ensure_root(repo: Path, keys: SigningKeys) -> Root:
     """Return the root metadata of a publication; make keys and version 1 if missing. Call it under
     the lock.
 
@@ -386,7 +390,7 @@ def put_files(repo: Path, files: Mapping[str, bytes]) -> None:
         CannotWriteError: A file cannot be written.
         AlreadyExistsError: A folder is published already.
     """
-    top = staging(repo)
+    top = staging_folder(repo)
     durable.make_dir(top)
     for path, data in files.items():
         durable.make_dir((top / path).parent)
@@ -395,14 +399,14 @@ def put_files(repo: Path, files: Mapping[str, bytes]) -> None:
         if (top / name).is_dir():
             durable.publish_dir(top / name, repo / name)
         else:
-            durable.replace(top / name, repo / name)
+            durable.replace_file(top / name, repo / name)
 
 
 def publish_converter(
     repo: Path,
     data: bytes,
     describe: Callable[[int, PublishedFile], Converter],
-    keys: Keys | None = None,
+    keys: SigningKeys | None = None,
 ) -> Converter:
     """Sign and publish an ONNX map as a converter under the next number.
 
@@ -425,16 +429,16 @@ def publish_converter(
         VerificationError: The published metadata is invalid.
         AlreadyExistsError: The folder is published already.
     """
-    keys = keys or Keys.of(repo)
+    keys = keys or SigningKeys.of(repo)
     durable.make_dir(repo.absolute())
-    with locked(repo):
-        ledger = clean(repo)
+    with lock_publication(repo):
+        ledger = remove_leftovers(repo)
         targets = dict(ledger.targets.targets) if ledger else {}
         number = 1 + max((number_of_converter(path) or 0 for path in targets), default=0)
         path = converter_path(number)
         file = PublishedFile(path=path, sha256=sha256_bytes(data), length=len(data))
         manifest = describe(number, file)
-        signers = signers_of(keys, begin(repo, keys))
+        signers = signers_of(keys, ensure_root(repo, keys))
         text = (manifest.model_dump_json(indent=1) + "\n").encode()
         files = {path: data, converter_manifest_path(number): text}
         for name, content in files.items():

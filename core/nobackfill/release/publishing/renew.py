@@ -19,20 +19,20 @@ from nobackfill.release.paths import manifest_path
 from nobackfill.release.publishing.metadata import (
     ROLES,
     TERM,
-    Keys,
     MetadataLedger,
     Role,
+    SigningKeys,
     next_metadata,
     next_root,
     require_ledger,
 )
 from nobackfill.release.publishing.publish import (
-    clean,
-    locked,
+    lock_publication,
     put_metadata,
+    remove_leftovers,
     signers_of,
 )
-from nobackfill.release.trust.trust import share_of, with_share, withdrawal_reason
+from nobackfill.release.trust.trust import read_share, with_share, withdrawal_reason
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Renewal:
     expires: Mapping[Role, datetime]
 
 
-def expiries(ledger: MetadataLedger) -> dict[Role, datetime]:
+def metadata_expiries(ledger: MetadataLedger) -> dict[Role, datetime]:
     """Return when the metadata of each role expires, UTC."""
     return {
         "root": ledger.root.expires,
@@ -58,7 +58,7 @@ def expiries(ledger: MetadataLedger) -> dict[Role, datetime]:
     }
 
 
-def resign(repo: Path, keys: Keys | None = None, dry_run: bool = False) -> Renewal:
+def resign(repo: Path, keys: SigningKeys | None = None, dry_run: bool = False) -> Renewal:
     """Sign snapshot and timestamp metadata again.
 
     Root and targets metadata are renewed, too, once half of their term is over, if their keys are
@@ -79,14 +79,14 @@ def resign(repo: Path, keys: Keys | None = None, dry_run: bool = False) -> Renew
         CannotWriteError: A file cannot be written.
         VerificationError: The published metadata is invalid.
     """
-    keys = keys or Keys.of(repo)
+    keys = keys or SigningKeys.of(repo)
     ledger = require_ledger(repo)
     if dry_run:
         roles = _roles_to_sign(ledger, keys)
         for role in roles:
             keys.signer(role, ledger.root)
-        return Renewal(roles, expiries(ledger))
-    with locked(repo):
+        return Renewal(roles, metadata_expiries(ledger))
+    with lock_publication(repo):
         ledger = _clean(repo)
         roles = _roles_to_sign(ledger, keys)
         signers: dict[Role, Signer] = {role: keys.signer(role, ledger.root) for role in roles}
@@ -94,11 +94,11 @@ def resign(repo: Path, keys: Keys | None = None, dry_run: bool = False) -> Renew
             _put_root(repo, ledger, next_root(ledger.root, {}, [signers["root"]]))
         targets = dict(ledger.targets.targets) if "targets" in roles else None
         put_metadata(repo, next_metadata(ledger, targets, signers))
-        return Renewal(roles, expiries(_clean(repo)))
+        return Renewal(roles, metadata_expiries(_clean(repo)))
 
 
 def rotate(
-    repo: Path, roles: Collection[Role], keys: Keys | None = None, dry_run: bool = False
+    repo: Path, roles: Collection[Role], keys: SigningKeys | None = None, dry_run: bool = False
 ) -> Renewal:
     """Replace the keys of roles; readers reject the old keys afterwards. The old keys are not
     needed.
@@ -124,7 +124,7 @@ def rotate(
         CannotWriteError: A file cannot be written.
         VerificationError: The published metadata is invalid.
     """
-    keys = keys or Keys.of(repo)
+    keys = keys or SigningKeys.of(repo)
     if not roles or not set(roles) <= set(ROLES):
         raise ConfigurationError(
             f"expected at least one role of {', '.join(ROLES)}, got {sorted(roles) or 'none'}"
@@ -133,16 +133,18 @@ def rotate(
     ledger = require_ledger(repo)
     if dry_run:
         keys.signer("root", ledger.root)
-        return Renewal(ordered, expiries(ledger))
-    with locked(repo):
+        return Renewal(ordered, metadata_expiries(ledger))
+    with lock_publication(repo):
         ledger = _clean(repo)
         for role in ROLES:
             keys.settle(role, ledger.root)
         _exchange(repo, ledger, ordered, keys)
-        return Renewal(ordered, expiries(_clean(repo)))
+        return Renewal(ordered, metadata_expiries(_clean(repo)))
 
 
-def _exchange(repo: Path, ledger: MetadataLedger, roles: tuple[Role, ...], keys: Keys) -> None:
+def _exchange(
+    repo: Path, ledger: MetadataLedger, roles: tuple[Role, ...], keys: SigningKeys
+) -> None:
     root_signer = keys.signer("root", ledger.root)
     new: dict[Role, Signer] = {role: keys.create_next(role) for role in roles}
     both: dict[Role, list[Key]] = {
@@ -176,11 +178,11 @@ def _put_root(repo: Path, ledger: MetadataLedger, data: bytes) -> None:
 
 
 def _clean(repo: Path) -> MetadataLedger:
-    clean(repo)
+    remove_leftovers(repo)
     return require_ledger(repo)
 
 
-def _roles_to_sign(ledger: MetadataLedger, keys: Keys) -> tuple[Role, ...]:
+def _roles_to_sign(ledger: MetadataLedger, keys: SigningKeys) -> tuple[Role, ...]:
     offline: tuple[Role, ...] = ("root", "targets")
     expiring = [
         role for role in offline if _half_over(ledger, role) and keys.find(role, ledger.root)
@@ -189,11 +191,11 @@ def _roles_to_sign(ledger: MetadataLedger, keys: Keys) -> tuple[Role, ...]:
 
 
 def _half_over(ledger: MetadataLedger, role: Role) -> bool:
-    return expiries(ledger)[role] - datetime.now(UTC) < TERM[role] / 2
+    return metadata_expiries(ledger)[role] - datetime.now(UTC) < TERM[role] / 2
 
 
 def withdraw(
-    repo: Path, number: int, reason: str, keys: Keys | None = None, dry_run: bool = False, *,
+    repo: Path, number: int, reason: str, keys: SigningKeys | None = None, dry_run: bool = False, *,
     converter: bool = False,
 ) -> bool:  # fmt: skip
     """Withdraw a release or a converter, by new metadata that devices and users follow.
@@ -235,7 +237,7 @@ def withdraw(
 
 
 def roll_out(
-    repo: Path, release: int, share: float, keys: Keys | None = None, dry_run: bool = False
+    repo: Path, release: int, share: float, keys: SigningKeys | None = None, dry_run: bool = False
 ) -> bool:
     """Offer a release to a share of the devices, by new metadata.
 
@@ -274,19 +276,19 @@ def _mark(
     repo: Path,
     path: str,
     mark: Callable[[str, TargetFile], TargetFile | None],
-    keys: Keys | None,
+    keys: SigningKeys | None,
     dry_run: bool,
 ) -> bool:
     """Publish the entry that `mark` makes of a manifest's entry; return False where it returns
     None."""
-    keys = keys or Keys.of(repo)
+    keys = keys or SigningKeys.of(repo)
     ledger = require_ledger(repo)
     news = mark(path, _target(ledger, path))
     if dry_run:
         signers_of(keys, ledger.root)
         return news is not None
-    with locked(repo):
-        clean(repo)
+    with lock_publication(repo):
+        remove_leftovers(repo)
         ledger = require_ledger(repo)
         news = mark(path, _target(ledger, path))
         if news is None:
@@ -313,7 +315,7 @@ def _grows(target: TargetFile, release: int, share: float) -> bool:
             f"release {release} was withdrawn ({reason}) and cannot be offered again; publish a "
             "new release"
         )
-    present, share = share_of(target), round(share, 6)
+    present, share = read_share(target), round(share, 6)
     if target.custom is not None and share < present:
         raise PreconditionError(
             f"release {release} is offered to the share {present:.3g} of the devices and shares "

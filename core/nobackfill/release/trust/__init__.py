@@ -11,7 +11,7 @@ True
 
 from typing import TYPE_CHECKING
 
-from nobackfill.faces import offer
+from nobackfill.faces import export_lazily
 
 if TYPE_CHECKING:
     from nobackfill.release.trust.trust import (
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
         require_release as require_release,
     )
 else:
-    __getattr__ = offer(
+    __getattr__ = export_lazily(
         __name__,
         {
             "trust": (

@@ -36,7 +36,7 @@ from tuf.ngclient import Updater, UpdaterConfig
 from tuf.ngclient.fetcher import FetcherInterface
 
 from nobackfill import durable
-from nobackfill.digests import in_share, sha256_bytes, sha256_file, share_digest
+from nobackfill.digests import is_in_share, sha256_bytes, sha256_file, share_digest
 from nobackfill.errors import (
     CannotWriteError,
     ConfigurationError,
@@ -46,20 +46,20 @@ from nobackfill.errors import (
     UnavailableError,
     UnfitError,
     VerificationError,
-    few,
+    join_few,
 )
 from nobackfill.pace import pool_manager, read_paced
 from nobackfill.release.manifest import (
     Converter,
     Manifest,
     converter_manifest_path,
-    is_plain,
+    is_plain_path,
     number_of_converter,
     parse_converter,
     parse_manifest,
 )
 from nobackfill.release.paths import manifest_path, release_of_manifest
-from nobackfill.release.routes import twin_of
+from nobackfill.release.routes import explain_shared_space
 
 _CHUNK = 2**16
 # A source that is silent for so long is gone or malicious.
@@ -255,7 +255,7 @@ _SHARE = "share_in_a_million"
 _Signed = TypeVar("_Signed", Root, Targets, Snapshot, Timestamp)
 
 
-class Floor(BaseModel):
+class VersionFloor(BaseModel):
     """Versions below which no metadata is accepted.
 
     A client stores it as small JSON in the database transaction that installs a release. So an
@@ -382,9 +382,9 @@ class TrustedState:
             "targets": self.targets.expires,
         }
 
-    def floor(self) -> Floor:
+    def floor(self) -> VersionFloor:
         """Return the versions of this state, with the digests of the keys that signed it."""
-        return Floor(
+        return VersionFloor(
             root=self.root.version,
             timestamp=self.timestamp.version,
             snapshot=self.snapshot.version,
@@ -395,7 +395,7 @@ class TrustedState:
             },
         )
 
-    def check_floor(self, floor: Floor) -> None:
+    def check_floor(self, floor: VersionFloor) -> None:
         """Check that no metadata is older than a floor.
 
         Raises:
@@ -599,7 +599,7 @@ def download(fetcher: Fetcher, base_url: str, target: TargetFile, destination: P
                 f"{target.path}: the host sends a file that differs from the signed one; "
                 "nothing was changed"
             )
-    durable.replace(part, destination)
+    durable.replace_file(part, destination)
 
 
 def _fetch(fetcher: Fetcher, base_url: str, target: TargetFile, part: Path) -> None:
@@ -618,14 +618,14 @@ def _fetch(fetcher: Fetcher, base_url: str, target: TargetFile, part: Path) -> N
                     "signed; nothing was changed"
                 )
             if len(block) >= _BLOCK:
-                durable.append(part, bytes(block))
+                durable.append_bytes(part, bytes(block))
                 size += len(block)
                 block.clear()
     except DownloadError as error:
         raise translate_tuf_errors(error, target.path) from error
     finally:
         if block and size + len(block) <= target.length:
-            durable.append(part, bytes(block))
+            durable.append_bytes(part, bytes(block))
             size += len(block)
     if size < target.length:
         raise UnavailableError(
@@ -693,7 +693,7 @@ class Trust:
         fetcher: Fetcher,
         base_url: str,
         root: bytes | None = None,
-        floor: Floor | None = None,
+        floor: VersionFloor | None = None,
     ) -> None:
         """Open the trusted state.
 
@@ -741,8 +741,8 @@ class Trust:
             NobackfillError: An error that the fetcher itself raises, such as NotPermittedError.
         """
         durable.make_dir(self._folder, mode=0o700)
-        with durable.lock(self._folder / "lock", _LOCK_SECONDS):
-            durable.sweep(self._folder)
+        with durable.lock_file(self._folder / "lock", _LOCK_SECONDS):
+            durable.remove_temporary_files(self._folder)
             old = self._load()
             trusted = old.texts if old else {}
             root = trusted.get("root", self._root or b"")
@@ -760,7 +760,7 @@ class Trust:
             self._state = new
             return news
 
-    def floor(self) -> Floor:
+    def floor(self) -> VersionFloor:
         """Return the trusted versions, for the caller to store with its installed release.
 
         Raises:
@@ -808,7 +808,7 @@ class Trust:
         Raises:
             NotFoundError: No such release, or nothing was fetched yet.
         """
-        return in_share(share_digest(release, device), self.share(release))
+        return is_in_share(share_digest(release, device), self.share(release))
 
     def share(self, release: int) -> float:
         """Return the share of devices that a release is offered to, 0 to 1.
@@ -816,7 +816,7 @@ class Trust:
         Raises:
             NotFoundError: No such release, or nothing was fetched yet.
         """
-        return share_of(self.target(manifest_path(release)))
+        return read_share(self.target(manifest_path(release)))
 
     def newest(self, device: str | None = None) -> int | None:
         """Return the newest usable release: not withdrawn, and this program can use it.
@@ -898,7 +898,7 @@ class Trust:
             if reason is None:
                 with contextlib.suppress(UnfitError):
                     manifest = self.manifest(release)
-                    if twin_of(manifest, manifests.values()) is None:
+                    if explain_shared_space(manifest, manifests.values()) is None:
                         manifests[release] = manifest
         return manifests
 
@@ -916,7 +916,7 @@ class Trust:
         Raises:
             NotFoundError: No such file, or nothing was fetched yet.
         """
-        target = self._trusted().targets.targets.get(path) if is_plain(path) else None
+        target = self._trusted().targets.targets.get(path) if is_plain_path(path) else None
         if target is None:
             raise NotFoundError(
                 f"{path}: the publication has no such file; refresh the metadata, or check the "
@@ -1203,7 +1203,7 @@ def require_release(number: int, published: Mapping[int, Manifest]) -> Manifest:
     if number not in published:
         raise ConfigurationError(
             f"release {number} is not published; the publication has "
-            f"{few(sorted(published, reverse=True)) or 'no release'}"
+            f"{join_few(sorted(published, reverse=True)) or 'no release'}"
         )
     return published[number]
 
@@ -1215,7 +1215,7 @@ def withdrawal_reason(target: TargetFile) -> str | None:
     return None if reason is None else str(reason)
 
 
-def share_of(target: TargetFile) -> float:
+def read_share(target: TargetFile) -> float:
     """Return the share of devices from the signed entry of a manifest, 0 to 1; 1 if it has none."""
     custom = target.custom
     parts = custom.get(_SHARE, MILLION) if isinstance(custom, dict) else MILLION

@@ -20,7 +20,7 @@ from nobackfill.gallery.filters import (
 from nobackfill.gallery.spec import SpaceInfo
 from nobackfill.plugins.milvus import journal
 from nobackfill.plugins.milvus.collections import MOST, Collections
-from nobackfill.plugins.milvus.columns import name_of
+from nobackfill.plugins.milvus.columns import collection_name
 from nobackfill.plugins.milvus.expressions import EVERYTHING, expression_of
 from nobackfill.server.stores.postgresql.conditions import EVERYTHING as EVERY_ITEM
 from nobackfill.server.stores.postgresql.conditions import FEW_VALUES, Condition, condition_of
@@ -79,12 +79,12 @@ class Candidates:
         """
         if not self._is_large(connection, table):
             return None
-        new = journal.pending(
+        new = journal.pending_labels(
             connection, table.schema, table.number, SMALL, described=condition is not EVERY_ITEM
         )
         if len(new) > SMALL or self._few_pass(connection, table, condition):
             return None
-        name = name_of(self._database, table.schema, table.number)
+        name = collection_name(self._database, table.schema, table.number)
         since = journal.fed_until(connection, table.schema, table.number)
         try:
             for labels, is_all in self._growing(name, table, query, limit, condition, ef, since):
@@ -153,7 +153,7 @@ class Candidates:
         Raises:
             UnavailableError: Milvus does not answer.
         """
-        name = name_of(self._database, schema, info.number)
+        name = collection_name(self._database, schema, info.number)
         if not self._collections.loaded(name):
             return None
         return self._collections.search(name, info.spec, query, k, EF)
@@ -194,7 +194,7 @@ def too_many_pending(database: Database, schema: str, info: SpaceInfo) -> bool:
     Raises:
         UnavailableError: the database does not answer.
     """
-    labels = database.read(lambda one: journal.pending(one, schema, info.number, SMALL))
+    labels = database.read(lambda one: journal.pending_labels(one, schema, info.number, SMALL))
     return len(labels) > SMALL
 
 

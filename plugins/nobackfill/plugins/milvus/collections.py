@@ -9,14 +9,14 @@ from urllib.parse import unquote, urlsplit
 import grpc
 
 from nobackfill.errors import ConfigurationError, UnavailableError
-from nobackfill.extras import extra
+from nobackfill.extras import require_extra
 from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.loopback import is_loopback
 from nobackfill.plugins.milvus.columns import Columns, columns_of
 from nobackfill.vectors import Vectors
 
-with extra("milvus"):
+with require_extra("milvus"):
     from pymilvus import DataType, MilvusClient
     from pymilvus.exceptions import MilvusException
 

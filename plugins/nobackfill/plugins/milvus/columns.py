@@ -39,7 +39,7 @@ class Mark(NamedTuple):
     number: float = 0.0
 
 
-def token(*parts: str) -> int:
+def hash_texts(*parts: str) -> int:
     """Hash texts to an integer from 1 to 2**63 - 2; the same texts always give the same hash.
 
     Args:
@@ -59,31 +59,31 @@ _cached_hash = lru_cache(1 << 16)(_hash)
 
 def key_token(key: str) -> int:
     """Return the hash of the fact that a key has texts; keys are stored in the order of it."""
-    return token("key", key)
+    return hash_texts("key", key)
 
 
 def text_token(key: str, text: str) -> int:
     """Return the hash of the fact that a key has a text."""
-    return token("text", key, text)
+    return hash_texts("text", key, text)
 
 
 def flag_token(key: str, flag: bool) -> int:
     """Return the hash of the fact that a key has a flag."""
-    return token("flag", key, str(flag))
+    return hash_texts("flag", key, str(flag))
 
 
 def number_token(key: str) -> int:
     """Return the hash that stands before each number of a key."""
-    return token("number", key)
+    return hash_texts("number", key)
 
 
 def time_token(key: str) -> int:
     """Return the hash that stands before each time of a key, in microseconds since 1970."""
-    return token("time", key)
+    return hash_texts("time", key)
 
 
 @lru_cache(1 << 16)
-def places(hashed: int, width: int) -> Sequence[int]:
+def possible_columns(hashed: int, width: int) -> Sequence[int]:
     """Return the three columns that may hold a hash.
 
     Args:
@@ -151,7 +151,7 @@ class _Row:
         return all(self._take(mark, set()) for mark in dict.fromkeys(marks))
 
     def _take(self, mark: Mark, visited: set[int]) -> bool:
-        for place in places(mark.token, len(self.marks)):
+        for place in possible_columns(mark.token, len(self.marks)):
             if place in visited:
                 continue
             visited.add(place)
@@ -188,12 +188,12 @@ def database_id(database: Database) -> str:
     return hashlib.sha256(str(identity).encode()).hexdigest()[:12]
 
 
-def prefix_of(database: str) -> str:
+def collection_prefix(database: str) -> str:
     """Return the prefix of the names of all collections of a database, from its id."""
     return f"{_OURS}{database}_"
 
 
-def name_of(database: str, schema: str, number: int) -> str:
+def collection_name(database: str, schema: str, number: int) -> str:
     """Return the name of the collection of a space.
 
     Args:
@@ -201,4 +201,4 @@ def name_of(database: str, schema: str, number: int) -> str:
         schema: the gallery's schema, nobackfill_<number>.
         number: the number of the space, which is never reused.
     """
-    return f"{prefix_of(database)}{schema.removeprefix(_OURS)}_{number:d}_{_LAYOUT}"
+    return f"{collection_prefix(database)}{schema.removeprefix(_OURS)}_{number:d}_{_LAYOUT}"

@@ -24,14 +24,14 @@ from nobackfill.gallery.filters import (
     Test,
     TimeRange,
 )
-from nobackfill.gallery.store import storable
+from nobackfill.gallery.store import is_storable
 from nobackfill.plugins.milvus.columns import (
     FACTS,
     NUMBERS,
     flag_token,
     key_token,
     number_token,
-    places,
+    possible_columns,
     text_token,
     time_token,
 )
@@ -65,7 +65,7 @@ def _translate(filtered: Filter, *, wide: bool) -> str:
         return _conjunction([_translate(part, wide=wide) for part in filtered.of])
     if isinstance(filtered, AnyOf):
         return _disjunction([_translate(part, wide=wide) for part in filtered.of])
-    if not storable(filtered.key):
+    if not is_storable(filtered.key):
         return _NOTHING
     passes, order = _test(filtered, wide=wide), key_token(filtered.key)
     # Rows whose columns have no room for the key, or only for a part of it.
@@ -115,7 +115,7 @@ def _facts(tokens: Sequence[int]) -> str:
     """Match rows that have one of these facts."""
     at: dict[int, list[str]] = {}
     for token in tokens:
-        for place in places(token, FACTS):
+        for place in possible_columns(token, FACTS):
             at.setdefault(place, []).append(str(token))
     return _disjunction([_equals(f"t{place}", some) for place, some in sorted(at.items())])
 
@@ -125,7 +125,7 @@ def _number(token: int, inside: Callable[[str], list[str]]) -> str:
     return _disjunction(
         [
             _conjunction([f"k{place} == {token}", *inside(f"n{place}")])
-            for place in places(token, NUMBERS)
+            for place in possible_columns(token, NUMBERS)
         ]
     )
 
@@ -140,7 +140,7 @@ def _one_of(test: OneOf, *, wide: bool) -> str:
         if isinstance(value, bool):
             facts.add(flag_token(test.key, value))
         elif isinstance(value, str):
-            if storable(value):
+            if is_storable(value):
                 facts.add(text_token(test.key, value))
         elif not math.isinf(value) and (wide or _is_exact(value)):
             numbers.add(_float(value))

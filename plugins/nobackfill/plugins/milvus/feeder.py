@@ -15,7 +15,7 @@ from nobackfill.gallery.store import Change
 from nobackfill.plugins.milvus import journal
 from nobackfill.plugins.milvus.candidates import too_many_pending
 from nobackfill.plugins.milvus.collections import Collections
-from nobackfill.plugins.milvus.columns import columns_of, name_of, prefix_of
+from nobackfill.plugins.milvus.columns import collection_name, collection_prefix, columns_of
 from nobackfill.server.stores.postgresql.database import Connection, Database, run
 from nobackfill.server.stores.postgresql.rows import among, copy_out, facets_of, read_spaces
 from nobackfill.server.stores.postgresql.schema import schema_of, table_of
@@ -105,7 +105,7 @@ class Feeder:
                 return 0
             infos = {info.number: info for info in read_spaces(connection, schema)}
             fed = 0
-            for number, labels in journal.take(connection, schema, _BATCH):
+            for number, labels in journal.take_pending(connection, schema, _BATCH):
                 fed += len(labels)
                 if number in infos:
                     self._send(connection, schema, infos[number], labels)
@@ -130,7 +130,7 @@ class Feeder:
             NotFoundError: the gallery was deleted meanwhile.
             CannotWriteError: the database cannot write.
         """
-        name = name_of(self._database_id, schema, info.number)
+        name = collection_name(self._database_id, schema, info.number)
         sealed, last_answer = False, time.monotonic()
         while True:
             check_stop()
@@ -155,7 +155,7 @@ class Feeder:
     def _send(
         self, connection: Connection, schema: str, info: SpaceInfo, labels: np.ndarray
     ) -> None:
-        name = name_of(self._database_id, schema, info.number)
+        name = collection_name(self._database_id, schema, info.number)
         was_fed = journal.fed_until(connection, schema, info.number) is not None
         if was_fed and not self._collections.exists(name):
             # The collection was lost: mark all of the space as pending before creating it again.
@@ -265,12 +265,12 @@ class Feeder:
         present = set(self._collections.names())
         spaces = self._database.read(_spaces)
         owners = {
-            name_of(self._database_id, schema, info.number): (schema, info)
+            collection_name(self._database_id, schema, info.number): (schema, info)
             for schema, infos in spaces.items()
             for info in infos
         }
         for name in present - set(owners):
-            if name.startswith(prefix_of(self._database_id)):
+            if name.startswith(collection_prefix(self._database_id)):
                 with self._isolate(name):
                     self._collections.drop(name)
         self._loaded &= present
@@ -281,7 +281,9 @@ class Feeder:
         for name in set(owners) - present:
             with self._isolate(name):
                 self._note_again(*owners[name])
-        return self._database.read(lambda connection: journal.waiting(connection, [*spaces]))
+        return self._database.read(
+            lambda connection: journal.galleries_with_pending(connection, [*spaces])
+        )
 
     def _note_again(self, schema: str, info: SpaceInfo) -> None:
         """Mark all of a space as pending; the next batch creates its collection."""
@@ -300,5 +302,5 @@ def _spaces(connection: Connection) -> Mapping[str, list[SpaceInfo]]:
     return {
         schema: read_spaces(connection, schema)
         for schema in schemas
-        if journal.exists(connection, schema)
+        if journal.has_journal(connection, schema)
     }

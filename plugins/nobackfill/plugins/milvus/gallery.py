@@ -56,8 +56,8 @@ class MilvusGallery(PostgresqlGallery):
             CannotWriteError: the database cannot write.
         """
         super().__init__(database, number)
-        if not database.read(lambda connection: journal.complete(connection, self.schema)):
-            database.write(lambda connection: journal.begin(connection, self.schema))
+        if not database.read(lambda connection: journal.covers_all_spaces(connection, self.schema)):
+            database.write(lambda connection: journal.begin_journal(connection, self.schema))
             log.info("Milvus gets all vectors of a gallery", gallery=number)
 
     @staticmethod
@@ -77,7 +77,7 @@ class MilvusGallery(PostgresqlGallery):
                     connection,
                     f"DROP INDEX IF EXISTS {gallery.schema}.vectors_{info.number:d}_graph",
                 )
-            journal.begin(connection, gallery.schema)
+            journal.begin_journal(connection, gallery.schema)
 
         gallery.database.write(work)
 
@@ -93,7 +93,7 @@ class MilvusGallery(PostgresqlGallery):
         def work(connection: Connection) -> None:
             if writing.begin(connection, self.schema, spec):
                 info = rows.find_space(connection, self.schema, spec.space)
-                journal.watch(connection, self.schema, info)
+                journal.watch_space(connection, self.schema, info)
 
         self._exclusive(work)
 
@@ -158,7 +158,7 @@ def _search(
     """Search as a query does: Milvus' candidates and pending labels, ranked in the database."""
     # Read before Milvus is searched: labels that are fed since are then in both.
     new = gallery.database.read(
-        lambda one: journal.pending(one, gallery.schema, info.number, limits.SMALL)
+        lambda one: journal.pending_labels(one, gallery.schema, info.number, limits.SMALL)
     )
     nearest = candidates.nearest_labels(gallery.schema, info, query, K)
     labels = [] if nearest is None else [*nearest, *new.tolist()]

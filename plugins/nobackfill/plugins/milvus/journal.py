@@ -54,7 +54,7 @@ _TRIGGER = (
 )
 
 
-def begin(connection: Connection, schema: str) -> None:
+def begin_journal(connection: Connection, schema: str) -> None:
     """Start the journal of a gallery, with all its vectors pending.
 
     Spaces that have a journal already stay as they are.
@@ -67,14 +67,14 @@ def begin(connection: Connection, schema: str) -> None:
         UnavailableError: the database does not answer.
     """
     hold_gate(connection, schema)
-    if not exists(connection, schema):
+    if not has_journal(connection, schema):
         for statement in (_TABLE, _FED, _INDEX, _FUNCTION, _DESCRIBED, _DESCRIBING):
             run(connection, statement.format(schema))
     for info in read_spaces(connection, schema):
-        watch(connection, schema, info)
+        watch_space(connection, schema, info)
 
 
-def exists(connection: Connection, schema: str) -> bool:
+def has_journal(connection: Connection, schema: str) -> bool:
     """Return whether a gallery has a journal; False for an unknown schema.
 
     Args:
@@ -92,7 +92,7 @@ def exists(connection: Connection, schema: str) -> bool:
     return bool(rows.fetchone()[0])
 
 
-def complete(connection: Connection, schema: str) -> bool:
+def covers_all_spaces(connection: Connection, schema: str) -> bool:
     """Return whether a gallery's journal covers each of its spaces.
 
     A gateway without Milvus adds spaces that it does not cover.
@@ -107,7 +107,7 @@ def complete(connection: Connection, schema: str) -> bool:
     Raises:
         UnavailableError: the database does not answer.
     """
-    return exists(connection, schema) and all(
+    return has_journal(connection, schema) and all(
         _watched(connection, table_of(schema, info.number))
         for info in read_spaces(connection, schema)
     )
@@ -122,7 +122,7 @@ def _watched(connection: Connection, table: str) -> bool:
     return triggers.fetchone() is not None
 
 
-def watch(connection: Connection, schema: str, info: SpaceInfo) -> None:
+def watch_space(connection: Connection, schema: str, info: SpaceInfo) -> None:
     """Start the journal of one space, with all its vectors pending, unless it has one.
 
     Args:
@@ -179,7 +179,7 @@ def try_lock(connection: Connection, schema: str) -> bool:
     return bool(lock.fetchone()[0])
 
 
-def take(connection: Connection, schema: str, count: int) -> list[tuple[int, Labels]]:
+def take_pending(connection: Connection, schema: str, count: int) -> list[tuple[int, Labels]]:
     """Take pending labels of a gallery out of its journal; the commit makes it durable.
 
     Args:
@@ -250,7 +250,7 @@ def fed_until(connection: Connection, schema: str, number: int) -> int | None:
     return None if row is None else int(row[0])
 
 
-def pending(
+def pending_labels(
     connection: Connection, schema: str, number: int, most: int, *, described: bool = False
 ) -> Labels:
     """Return pending labels of a space.
@@ -273,7 +273,7 @@ def pending(
     return label_column(run(connection, query, [number, most + 1]))
 
 
-def waiting(connection: Connection, schemas: Sequence[str]) -> list[str]:
+def galleries_with_pending(connection: Connection, schemas: Sequence[str]) -> list[str]:
     """Return the galleries that have pending labels.
 
     Args:

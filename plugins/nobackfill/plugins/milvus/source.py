@@ -30,12 +30,12 @@ from nobackfill.errors import (
     NotFoundError,
     NotPermittedError,
     UnavailableError,
-    few,
+    join_few,
 )
-from nobackfill.extras import extra
+from nobackfill.extras import require_extra
 from nobackfill.vectors import Vectors
 
-with extra("milvus"):
+with require_extra("milvus"):
     import grpc
     from pymilvus import DataType, MilvusClient
     from pymilvus.exceptions import MilvusException
@@ -283,7 +283,7 @@ class MilvusStore:
                 or NotPermittedError.
         """
         if not self.exists(name):
-            names = few(call_milvus(name, self._client.list_collections))
+            names = join_few(call_milvus(name, self._client.list_collections))
             raise NotFoundError(
                 f"{name}: no such collection; there are {names or 'none'} in this Milvus"
             )
@@ -337,8 +337,8 @@ class MilvusStore:
         """
         if aliases := call_milvus(name, lambda: self._client.list_aliases(name))["aliases"]:
             raise InvalidInputError(
-                f"{name}: cannot be dropped while the alias {few(aliases)} leads to it; let the "
-                "alias lead to another collection first"
+                f"{name}: cannot be dropped while the alias {join_few(aliases)} leads to it; let "
+                "the alias lead to another collection first"
             )
         call_milvus(name, lambda: self._client.drop_collection(name))
 
@@ -402,7 +402,8 @@ class MilvusCollection:
         if (vector is None and len(dense) != 1) or (vector is not None and vector not in dense):
             raise InvalidInputError(
                 f"{name}: expected {'one field' if vector is None else repr(vector)} of type "
-                f"FLOAT_VECTOR, found {few(map(repr, dense)) or 'none'}; name one with --vector"
+                f"FLOAT_VECTOR, found {join_few(map(repr, dense)) or 'none'}; name one with "
+                "--vector"
             )
         self._vector = vector or dense[0]
         if results.get("functions"):

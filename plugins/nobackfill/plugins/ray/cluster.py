@@ -4,7 +4,7 @@ import os
 import socket
 
 from nobackfill.errors import ConfigurationError, UnavailableError
-from nobackfill.extras import extra
+from nobackfill.extras import require_extra
 
 # How long a head may take to accept a connection. Ray's own check takes 40 s per try; it tries for
 # many minutes by default, and once here.
@@ -12,7 +12,7 @@ _WAIT_S = 5.0
 _TRIES, _TRIES_VARIABLE = "1", "RAY_gcs_server_port_wait_time_s"
 
 
-def join(address: str) -> None:
+def join_cluster(address: str) -> None:
     """Make this process a driver of a Ray cluster; this machine must be a node of it.
 
     `ray.shutdown` leaves the cluster. Ray's usage statistics are turned off, unless the environment
@@ -27,7 +27,7 @@ def join(address: str) -> None:
     """
     # Send no usage statistics to Ray's makers.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    with extra("ray"):
+    with require_extra("ray"):
         import ray
         from ray._private.services import canonicalize_bootstrap_address as resolve
     previous = os.environ.get(_TRIES_VARIABLE)

@@ -12,9 +12,9 @@ from typing import Any
 import structlog
 
 from nobackfill.errors import UnavailableError
-from nobackfill.extras import extra
+from nobackfill.extras import require_extra
 from nobackfill.gallery.search.index import Labels
-from nobackfill.plugins.ray.cluster import join
+from nobackfill.plugins.ray.cluster import join_cluster
 from nobackfill.server.upgrades.workers.cache import OpenCache
 from nobackfill.server.upgrades.workers.workers import (
     AHEAD,
@@ -28,7 +28,7 @@ from nobackfill.server.upgrades.workers.workers import (
     files_of,
 )
 
-with extra("ray"):
+with require_extra("ray"):
     import ray
     from ray.exceptions import RayError, RayTaskError
 
@@ -51,7 +51,7 @@ class RayCluster:
             ConfigurationError: the address has another form.
             UnavailableError: no cluster answers there.
         """
-        join(address)
+        join_cluster(address)
 
     def carry(self, work: UpgradeWork, pieces: Iterable[Piece]) -> Iterator[Labels]:
         """Migrate pieces of a gallery; each task reads and writes the gallery's database itself.

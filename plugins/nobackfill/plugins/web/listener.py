@@ -39,7 +39,7 @@ ENDING = "nobackfill.ending"
 Tls = tuple[Path, Path, Path | None]
 
 
-def ending(request: Request) -> bool:
+def is_ending(request: Request) -> bool:
     """Return whether the server stops, so that a stream must end; False for other servers."""
     event = request.scope.get(ENDING)
     return event is not None and event.is_set()

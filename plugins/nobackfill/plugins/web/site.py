@@ -186,7 +186,7 @@ class Site:
         return self.show(request, template, status, sentence=sentence)
 
 
-def fields(body: bytes) -> dict[str, str]:
+def parse_form(body: bytes) -> dict[str, str]:
     """Parse the body of a form; of several equal names, the last one counts.
 
     Empty fields are left out.

@@ -15,7 +15,7 @@ beside all others.
 
 from typing import TYPE_CHECKING
 
-from nobackfill.faces import offer
+from nobackfill.faces import export_lazily
 
 if TYPE_CHECKING:
     from nobackfill.research.rivals.rival import (
@@ -24,4 +24,4 @@ if TYPE_CHECKING:
     )
     from nobackfill.research.rivals.rows import rivals as rivals
 else:
-    __getattr__ = offer(__name__, {"rival": "Rival TrainingVectors", "rows": "rivals"})
+    __getattr__ = export_lazily(__name__, {"rival": "Rival TrainingVectors", "rows": "rivals"})

@@ -12,7 +12,7 @@ from typing import TypeVar
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from nobackfill.digests import in_share, share_digest
+from nobackfill.digests import is_in_share, share_digest
 from nobackfill.errors import (
     BusyError,
     CancelledError,
@@ -21,7 +21,7 @@ from nobackfill.errors import (
     NobackfillError,
     NoEncoderError,
 )
-from nobackfill.gallery.search.index import give_way
+from nobackfill.gallery.search.index import lower_thread_priority
 from nobackfill.server.canary.comparison import (
     NOTHING,
     Caller,
@@ -61,7 +61,7 @@ class Mirror:
         self._lock = threading.Lock()
         self._waiting = 0
         self._bytes = 0
-        self._pool = ThreadPoolExecutor(1, "canary", initializer=give_way)
+        self._pool = ThreadPoolExecutor(1, "canary", initializer=lower_thread_priority)
 
     def offer(self, work: Callable[[], None], size: int) -> bool:
         """Queue work, without waiting.
@@ -241,7 +241,7 @@ class CanaryAnswerer:
         if canary is None:
             return self.old.answer(hosted, request)
         key = share_digest(self._new_release.release, context.current().key)
-        is_chosen = in_share(key, canary.share)
+        is_chosen = is_in_share(key, canary.share)
         if request.single:
             return [self._single(hosted, request, canary, key, is_chosen=is_chosen)]
         if not is_chosen or canary.shadow:

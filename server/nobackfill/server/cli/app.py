@@ -15,8 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from nobackfill.errors import ConfigurationError, NobackfillError
-from nobackfill.extras import extra
-from nobackfill.terminal import visible
+from nobackfill.extras import require_extra
+from nobackfill.terminal import escape_hidden
 
 _EPILOG = """\b
 Examples:
@@ -155,10 +155,10 @@ def exit_codes() -> Iterator[None]:
     # gRPC's core prints lines of its own; the errors carry the same information.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
-        with extra("server"):
+        with require_extra("server"):
             yield
     except NobackfillError as error:
-        typer.echo(visible(f"gateway: {error}"), err=True)
+        typer.echo(escape_hidden(f"gateway: {error}"), err=True)
         raise typer.Exit(error.exit_code) from error
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
@@ -180,7 +180,7 @@ def show(as_json: bool, result: dict[str, Any], rows: list[list[str]]) -> None:
         # A narrow terminal breaks a long cell; rich's default would cut it off.
         table.add_column(head, overflow="fold")
     for row in rows[1:]:
-        table.add_row(*(Text(visible(cell)) for cell in row))
+        table.add_row(*(Text(escape_hidden(cell)) for cell in row))
     Console().print(table)
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from nobackfill.digests import percent
+from nobackfill.digests import parse_percent
 from nobackfill.errors import InvalidInputError, PreconditionError
 from nobackfill.server.cli.app import (
     CANARY,
@@ -22,7 +22,7 @@ from nobackfill.server.cli.app import (
     tuning,
 )
 from nobackfill.server.cli.operations import connect, plain, report, show_rollback
-from nobackfill.terminal import visible
+from nobackfill.terminal import escape_hidden
 from nobackfill.v1 import release_pb2 as pb
 from nobackfill.wire.gateway import Gateway
 
@@ -144,7 +144,7 @@ def watch(server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
     """
     with exit_codes(), connect(server) as gateway:
         for snapshot in gateway.watch_canary():
-            typer.echo(json.dumps(plain(snapshot)) if as_json else visible(line(snapshot)))
+            typer.echo(json.dumps(plain(snapshot)) if as_json else escape_hidden(line(snapshot)))
 
 
 def _canary_of(share: str | None, steps: str | None, every: str | None) -> pb.Canary:
@@ -216,7 +216,7 @@ def _pair(pair: pb.CanaryPair) -> str:
 
 def _share(text: str, option: str) -> float:
     try:
-        return percent(text)
+        return parse_percent(text)
     except InvalidInputError as error:
         raise typer.BadParameter(f"{option}: {error}") from error
 

@@ -104,7 +104,7 @@ def export(
     A gateway may serve the store at the same time.
     """
     with exit_codes():
-        from nobackfill.errors import NotFoundError, few
+        from nobackfill.errors import NotFoundError, join_few
         from nobackfill.server import export as exporting
         from nobackfill.server.storage import Storage, folder_of, need_store
 
@@ -117,7 +117,7 @@ def export(
             closing(Storage(store, Path(scratch), lock=None)) as storage,
         ):
             if gallery not in storage.home.names():
-                names = few(storage.home.names()) or "none"
+                names = join_few(storage.home.names()) or "none"
                 raise NotFoundError(f"the store has no gallery {gallery!r}; it has {names}")
             with closing(storage.home.open(gallery)) as hosted:
                 exported = exporting.export(

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from google.protobuf.duration_pb2 import Duration
 
-from nobackfill.errors import few
+from nobackfill.errors import join_few
 from nobackfill.server.cli.app import (
     DEFAULT_SERVER,
     HEALING,
@@ -22,7 +22,7 @@ from nobackfill.server.cli.app import (
     tuning,
 )
 from nobackfill.server.cli.operations import connect, plain
-from nobackfill.terminal import visible
+from nobackfill.terminal import escape_hidden
 from nobackfill.v1 import gallery_pb2
 from nobackfill.wire.gateway import Gateway
 
@@ -246,8 +246,8 @@ def put(
         rows = [["stored", "refused"], [str(summary.stored), str(len(summary.refused))]]
         show(as_json, {"stored": summary.stored, "refused": dict(summary.refused)}, rows)
         for name, why in summary.refused.items():
-            typer.echo(visible(f"{name}: {why}"), err=True)
+            typer.echo(escape_hidden(f"{name}: {why}"), err=True)
         if summary.refused:
             raise InvalidInputError(
-                f"refused: {few(summary.refused)}; correct them and run the command again"
+                f"refused: {join_few(summary.refused)}; correct them and run the command again"
             )

@@ -24,7 +24,7 @@ from nobackfill.server.cli.app import (
     show,
     tuning,
 )
-from nobackfill.terminal import visible
+from nobackfill.terminal import escape_hidden
 from nobackfill.v1 import gallery_pb2, release_pb2, upgrade_pb2
 from nobackfill.v1 import release_pb2 as pb
 from nobackfill.wire.gateway import ROLLOUTS, Gateway
@@ -175,7 +175,7 @@ def report(
     for event in events:
         progress = f" {event.done}/{event.total}" if event.total else ""
         text = f"{_word(_PHASE(event.phase))}{progress} {event.message}"
-        typer.echo(visible(text.rstrip()), err=True)
+        typer.echo(escape_hidden(text.rstrip()), err=True)
         if canary and event.phase == pb.PHASE_CANARY:
             break
     outcome = "canary" if event.phase == pb.PHASE_CANARY else "galleries left behind"
@@ -287,11 +287,11 @@ def watch(
             if as_json:
                 typer.echo(json.dumps(plain(job)))
                 continue
-            typer.echo(visible(progress(job)))
+            typer.echo(escape_hidden(progress(job)))
             if job.HasField("healing"):
-                typer.echo(visible(healing_line(job.healing)))
+                typer.echo(escape_hidden(healing_line(job.healing)))
             for group in job.quality.subgroups if job.quality != quality else ():
-                typer.echo(visible(_subgroup(group)))
+                typer.echo(escape_hidden(_subgroup(group)))
             quality = job.quality
 
 

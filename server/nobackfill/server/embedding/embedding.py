@@ -31,17 +31,17 @@ from nobackfill.errors import (
     UnusableOutputError,
 )
 from nobackfill.framing import Frame
-from nobackfill.images import Pixels, check_header, decode_picture
+from nobackfill.images import Pixels, check_header, decode_after_header
 from nobackfill.release.manifest import Manifest, TextRole
 from nobackfill.release.models import (
     ImageEmbedder,
     Images,
     SideEncoder,
-    no_vector,
+    no_vector_error,
     open_embedder,
     open_side_encoder,
 )
-from nobackfill.release.text_models import TextModel, no_text_vector, open_text_encoder
+from nobackfill.release.text_models import TextModel, no_text_vector_error, open_text_encoder
 from nobackfill.server.grpc import context
 from nobackfill.server.grpc.context import error_boundary
 from nobackfill.server.grpc.metrics import Metrics
@@ -97,7 +97,7 @@ class Decoding:
                 header = check_header(image)
                 spent += header.cost * len(sizes)
                 with self._turns.turn(began + _SECONDS_PER_PIXEL * spent, header.cost):
-                    results.append({size: decode_picture(header, *size) for size in sizes})
+                    results.append({size: decode_after_header(header, *size) for size in sizes})
             except InvalidInputError as error:
                 results.append(error)
         return results
@@ -137,7 +137,7 @@ def decode_if_cheap(image: bytes, size: Size) -> Pixels | None:
         InvalidInputError: the image is not valid.
     """
     header = check_header(image)
-    return decode_picture(header, *size) if header.cost <= CHEAP else None
+    return decode_after_header(header, *size) if header.cost <= CHEAP else None
 
 
 def affordable(images: Sequence[bytes]) -> list[bool]:
@@ -650,7 +650,7 @@ class Embedding:
             UnavailableError: the model server does not answer.
             DeadlineError: the call's time is over.
         """
-        rows: list[Row] = [no_vector(manifest)] * len(images)
+        rows: list[Row] = [no_vector_error(manifest)] * len(images)
         places = list(range(len(images)))
         while places:
             try:
@@ -719,7 +719,7 @@ class Embedding:
         """
         if manifest.text_encoder is None:
             raise manifest.no_texts()
-        rows: list[Row] = [no_text_vector(manifest)] * len(texts)
+        rows: list[Row] = [no_text_vector_error(manifest)] * len(texts)
         valid_places = []
         for place, text in enumerate(texts):
             try:

@@ -30,7 +30,7 @@ from nobackfill.errors import (
 from nobackfill.gallery.filters import Filter, Matches
 from nobackfill.gallery.search import index
 from nobackfill.gallery.search.index import Labels, Mask, Neighbours
-from nobackfill.gallery.search.view import LiveView, Snapshot, curves_of, parse
+from nobackfill.gallery.search.view import LiveView, Snapshot, compiled_curves, parse
 from nobackfill.gallery.spec import Origin
 from nobackfill.gallery.sqlite_file import StoredItem
 from nobackfill.release.calibration import Scale, Scorer
@@ -63,7 +63,7 @@ from nobackfill.server.grpc import context
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.grpc.rpc import Later, Unanswered
 from nobackfill.server.state import GatewayState, OutdatedError, State
-from nobackfill.serving.fusion import HITS, candidates
+from nobackfill.serving.fusion import HITS, collect_candidates
 from nobackfill.v1 import search_pb2 as pb
 from nobackfill.vectors import Vectors
 from nobackfill.wire.values import ORIGINS, origin_name
@@ -831,7 +831,7 @@ def rank_by_both(
         InvalidInputError: a vector is not valid.
     """
     hosted, part, new = question.hosted, question.parts[0], question.vectors[0]
-    labels = candidates(
+    labels = collect_candidates(
         partial(_labels, question, part, new, matches),
         partial(_labels, question, both.part, old, matches),
         count=max(question.k, HITS),
@@ -872,7 +872,7 @@ def _distances(
         The labels that have a vector there, their distances, and whether each was migrated.
     """
     stored = hosted.store.stored_vectors(labels, part.space)
-    distances = index.to_one(part.query.embedder.metric, query, stored.embedding)
+    distances = index.distances_to_query(part.query.embedder.metric, query, stored.embedding)
     return (
         stored.labels,
         distances,
@@ -1155,7 +1155,7 @@ def _prepare(hosted: HostedInFile, part: PlanPart, ends: float | None) -> _Prepa
         partial(encode_hit, release=part.release),
         ends,
         end.SerializeToString(),
-        curves_of(curves),
+        compiled_curves(curves),
     )
 
 

@@ -28,7 +28,7 @@ from nobackfill.errors import (
     NotFoundError,
     UnavailableError,
     VerificationError,
-    few,
+    join_few,
 )
 from nobackfill.gallery.filters import Filtering, Matches
 from nobackfill.gallery.gallery_store import GalleryStore
@@ -243,8 +243,8 @@ class Allowance:
         """
         if new and present + new > self.items:
             raise ItemQuotaError(
-                f"expected at most {self.items} items in {few(sorted(self.galleries))} for this "
-                f"token, found {present} and {new} new ones; delete some items, or ask the "
+                f"expected at most {self.items} items in {join_few(sorted(self.galleries))} for "
+                f"this token, found {present} and {new} new ones; delete some items, or ask the "
                 "operator for a larger quota"
             )
 

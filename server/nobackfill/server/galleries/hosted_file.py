@@ -22,16 +22,16 @@ from nobackfill import durable
 from nobackfill.errors import CannotWriteError, NotFoundError, VerificationError
 from nobackfill.gallery.filter_engine import FilterEngine
 from nobackfill.gallery.filters import Matches
-from nobackfill.gallery.listing import CarriedLabels
+from nobackfill.gallery.listing import MigratedLabels
 from nobackfill.gallery.search import hnsw
 from nobackfill.gallery.search.exact import ExactIndex
 from nobackfill.gallery.search.hnsw import HnswIndex
 from nobackfill.gallery.search.index import Content, Index, Labels, Neighbours, Rows, search_origins
 from nobackfill.gallery.search.view import LiveView, Opener, Snapshot
 from nobackfill.gallery.spec import SpaceSpec
-from nobackfill.gallery.sqlite_file import Residents, StoredItem
+from nobackfill.gallery.sqlite_file import StoredItem, SuspendablePool
 from nobackfill.gallery.sqlite_gallery import SqliteGallery
-from nobackfill.gallery.staging import Carrying
+from nobackfill.gallery.staging import UpgradableStore
 from nobackfill.gallery.store import Change
 from nobackfill.server.galleries.hosted import NAME, Hosted, Level, check_lock_order, hold_level
 from nobackfill.server.galleries.plan import Plan, PlanPart, Score
@@ -140,7 +140,7 @@ class ItemCache:
     that the cache has no stale entry.
     """
 
-    def __init__(self, store: Carrying, space: str) -> None:
+    def __init__(self, store: UpgradableStore, space: str) -> None:
         self._store = store
         self._space = space
         self._lock = threading.Lock()
@@ -465,7 +465,7 @@ class HostedInFile(Hosted):
             space: id of the space.
             view: the view of the space.
             check_stop: called often; it may raise to stop.
-            threads: number of threads, as in hnsw.build.
+            threads: number of threads, as in hnsw.build_index.
         """
         base = view.snapshot().base.index
         old = base if isinstance(base, HnswIndex) and base.own_links else None
@@ -496,7 +496,7 @@ class HostedInFile(Hosted):
         began = time.monotonic()
 
         def build(spec: SpaceSpec, labels: Labels, vectors: Content) -> Index:
-            base = hnsw.renew(
+            base = hnsw.renew_index(
                 spec, labels, vectors, old=old, threads=threads, after_piece=check_stop
             )
             return tune(base, view, check_stop)
@@ -545,7 +545,7 @@ def tune(base: Index, view: LiveView, check_stop: Callable[[], None]) -> Index:
     queries = view.query_sample.sample()
     if not isinstance(base, HnswIndex) or not len(queries):
         return base
-    index = hnsw.tuned(base, queries, check_stop)
+    index = hnsw.tune_index(base, queries, check_stop)
     if index.ef != base.ef:
         log.info("tuned", ef=index.ef, before=base.ef)
     return index
@@ -573,14 +573,16 @@ def index_opener(
             raise NotFoundError("too few vectors for a graph; they are searched exactly")
         with contextlib.suppress(NotFoundError):
             try:
-                return hnsw.load(path, spec, labels, vectors)
+                return hnsw.load_index(path, spec, labels, vectors)
             except VerificationError as error:
                 log.warning("index file is damaged; the index is built again", error=str(error))
                 path.unlink(missing_ok=True)
         base = None if source is None else source.snapshot().base.index
         if not isinstance(base, HnswIndex):
             raise NotFoundError("there is no graph to inherit")
-        return hnsw.revive(base.skeleton(sums=False), spec, labels, vectors, check_stop)
+        return hnsw.rebuild_from_skeleton(
+            base.skeleton(sums=False), spec, labels, vectors, check_stop
+        )
 
     return begin
 
@@ -591,13 +593,13 @@ class Origins:
     def __init__(self, store: SqliteGallery) -> None:
         self._store = store
         self._lock = threading.Lock()
-        self._migrated: Mapping[str, CarriedLabels] = {}
+        self._migrated: Mapping[str, MigratedLabels] = {}
 
     def is_loaded(self, part: PlanPart) -> bool:
         """Tell whether `migrated_labels` answers without reading the file."""
         return part.scale is None or part.space in self._migrated
 
-    def migrated_labels(self, part: PlanPart, snapshot: Snapshot) -> CarriedLabels | None:
+    def migrated_labels(self, part: PlanPart, snapshot: Snapshot) -> MigratedLabels | None:
         """Return the migrated labels of a part.
 
         Returns None if distances alone rank the part: without a scale, or if all vectors have one
@@ -610,11 +612,11 @@ class Origins:
             migrated = self._read(part.space)
         return migrated if 0 < len(migrated) < len(snapshot) else None
 
-    def _read(self, space: str) -> CarriedLabels:
+    def _read(self, space: str) -> MigratedLabels:
         with self._lock:
             migrated = self._migrated.get(space)
             if migrated is None:
-                migrated = CarriedLabels(self._store, space)
+                migrated = MigratedLabels(self._store, space)
                 try:
                     migrated.load()
                 except BaseException:
@@ -642,7 +644,7 @@ _UNFINISHED = ".tmp-"
 class FileHome:
     """Store each gallery in a folder of its own; it is created and removed by a rename."""
 
-    def __init__(self, folder: Path, residents: Residents) -> None:
+    def __init__(self, folder: Path, residents: SuspendablePool) -> None:
         """Use a folder.
 
         Args:
@@ -654,7 +656,7 @@ class FileHome:
 
     def sweep(self) -> None:
         durable.make_dir(self._folder, 0o700)
-        durable.sweep(self._folder)
+        durable.remove_temporary_files(self._folder)
 
     def names(self) -> list[str]:
         if not self._folder.is_dir():

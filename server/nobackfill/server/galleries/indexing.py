@@ -13,7 +13,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from nobackfill.gallery.search.hnsw import HnswIndex
-from nobackfill.gallery.search.index import Index, give_way
+from nobackfill.gallery.search.index import Index, lower_thread_priority
 from nobackfill.gallery.search.view import LiveView, Snapshot
 from nobackfill.server.galleries.hosted import Hosted
 from nobackfill.server.galleries.hosted_file import HostedInFile, needs_index, tune
@@ -94,7 +94,7 @@ class Indexing:
 
     def _give_way(self) -> None:
         with error_boundary(self._metrics, "indexing"):
-            give_way()
+            lower_thread_priority()
 
     def _work(self) -> None:
         self._give_way()

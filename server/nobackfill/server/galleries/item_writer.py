@@ -20,7 +20,7 @@ from nobackfill.errors import (
 from nobackfill.gallery.spec import Metadata
 from nobackfill.gallery.store import MAX_ID_CHARACTERS, NewVectors, check_batch
 from nobackfill.release.manifest import Manifest
-from nobackfill.release.models import no_vector
+from nobackfill.release.models import no_vector_error
 from nobackfill.release.routes import RouteRunner
 from nobackfill.server.embedding.embedding import (
     Decoded,
@@ -33,7 +33,7 @@ from nobackfill.server.galleries.plan import Plan
 from nobackfill.server.grpc import context
 from nobackfill.server.grpc.context import Principal
 from nobackfill.server.state import OutdatedError
-from nobackfill.vectors import from_bytes
+from nobackfill.vectors import vector_from_bytes
 
 
 @dataclass(frozen=True)
@@ -220,7 +220,7 @@ class ItemWriter:
                 return ready + self._embed(plan, decoded)
             except UnusableOutputError as error:
                 for row in error.rows:
-                    refuse(decoded[row][0], no_vector(plan.query))
+                    refuse(decoded[row][0], no_vector_error(plan.query))
                 decoded = [one for row, one in enumerate(decoded) if row not in error.rows]
         return ready
 
@@ -282,7 +282,7 @@ class ItemWriter:
             )
         spec, encoder = manifest.embedder, manifest.side_encoder
         name = f"embedding of release {manifest.release}"
-        embedding = from_bytes(bare.embedding, spec.dim, what=name, unit=spec.unit)
+        embedding = vector_from_bytes(bare.embedding, spec.dim, what=name, unit=spec.unit)
         side = None
         if bare.side is not None:
             if encoder is None or bare.side_space != manifest.side_space:
@@ -291,7 +291,7 @@ class ItemWriter:
                     "another space"
                 )
             name = f"side-information of release {manifest.release}"
-            side = from_bytes(bare.side, encoder.dim, what=name)
+            side = vector_from_bytes(bare.side, encoder.dim, what=name)
         native = NewVectors(bare.space, embedding, side)
         if any(part.space == bare.space for part in plan.parts):
             return (native,)

@@ -11,7 +11,7 @@ from nobackfill.errors import InvalidInputError
 from nobackfill.gallery.filters import Filter
 from nobackfill.gallery.spec import Origin, SpaceInfo
 from nobackfill.gallery.sqlite_file import StoredItem
-from nobackfill.release.calibration import Joint, Scale, Scorer, find
+from nobackfill.release.calibration import JointDistance, Scale, Scorer, find_curve
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.state import RolloutName, State
 
@@ -157,7 +157,7 @@ class Both:
     """Hold the previous space, and the weights by which both models rank migrated items."""
 
     part: PlanPart
-    joint: Joint
+    joint: JointDistance
 
 
 @dataclass(frozen=True, eq=False)
@@ -215,7 +215,7 @@ def own_part(manifest: Manifest) -> PlanPart:
     """Make the part for a release's queries in its own space."""
     space, curves, scale = manifest.space, dict[Origin, Scorer](), None
     for origin in ("native", "upgraded", "re-embedded"):
-        if curve := find(manifest, space, space, origin):
+        if curve := find_curve(manifest, space, space, origin):
             curves[origin] = Scorer(curve)
             scale = Scale(*curve.scale) if curve.scale else scale
     # A re-embedded vector is as good as a native one.
@@ -230,7 +230,7 @@ def direct_part(new: Manifest, old: Manifest) -> PlanPart:
     `new` must declare this space searchable. Hits have a score only if `new` publishes a
     calibration for them.
     """
-    curve = find(new, new.space, old.space, "direct")
+    curve = find_curve(new, new.space, old.space, "direct")
     curves: dict[Origin, Scorer] = {"direct": Scorer(curve)} if curve else {}
     return PlanPart(old.space, old.release, new, "direct", curves)
 
@@ -243,7 +243,7 @@ def old_model_part(new: Manifest, old: Manifest) -> PlanPart:
     they have no score.
     """
     own = own_part(old).curves
-    published = find(new, old.space, old.space, "old-model")
+    published = find_curve(new, old.space, old.space, "old-model")
     curve = Scorer(published) if published else own.get("native")
     curves: dict[Origin, Scorer] = {"old-model": curve} if curve else {}
     return PlanPart(old.space, old.release, old, "old-model", curves)
@@ -322,7 +322,7 @@ def _both(new: Manifest, previous: Sequence[PlanPart]) -> Both | None:
         routes = [route for route in new.routes if route.releases[0] == part.release]
         for route in sorted(routes, key=lambda route: -route.retention):
             if weights := route.both:
-                return Both(part, Joint(weights.new, weights.old, weights.offset))
+                return Both(part, JointDistance(weights.new, weights.old, weights.offset))
     return None
 
 

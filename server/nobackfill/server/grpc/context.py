@@ -34,7 +34,7 @@ from nobackfill.errors import (
     NotPermittedError,
     OverloadedError,
     UnauthenticatedError,
-    few,
+    join_few,
 )
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.grpc.traces import CallTrace
@@ -423,8 +423,8 @@ def check_gallery(method: str, principal: Principal, request: Any) -> None:
     # In a stream only the first message names it; no gallery has an empty name.
     if gallery is None or (gallery and not principal.may_use(gallery)):
         raise NotPermittedError(
-            f"the token is for {few(sorted(principal.galleries))} only, not for the gallery of "
-            f"this {method} request"
+            f"the token is for {join_few(sorted(principal.galleries))} only, not for the gallery "
+            f"of this {method} request"
         )
 
 

@@ -28,7 +28,7 @@ from nobackfill.errors import (
 )
 from nobackfill.gallery.filters import Matches
 from nobackfill.gallery.search import index
-from nobackfill.gallery.search.index import Labels, Neighbours, give_way
+from nobackfill.gallery.search.index import Labels, Neighbours, lower_thread_priority
 from nobackfill.gallery.spec import space_of
 from nobackfill.gallery.sqlite_file import StoredItem
 from nobackfill.processes import DaemonThreads
@@ -60,7 +60,7 @@ from nobackfill.server.healing.healer import Healer, HealingProgress
 from nobackfill.server.healing.ledger import FileLedger, HealingLedger
 from nobackfill.server.healing.registration import HealingSource, Places
 from nobackfill.server.settings import Settings
-from nobackfill.serving.fusion import candidates
+from nobackfill.serving.fusion import collect_candidates
 from nobackfill.serving.reembedding import EmbeddingCost
 from nobackfill.serving.sources import Items
 
@@ -109,7 +109,7 @@ def _labels(question: Question, nearest: Labels, native: Matches | None) -> list
         labels: Labels = question.hosted.search(*search)[0].labels[0]
         return labels
 
-    selection = candidates(lambda _: nearest, nearest_native, count=question.k)
+    selection = collect_candidates(lambda _: nearest, nearest_native, count=question.k)
     return [int(label) for label in selection if label >= 0]
 
 
@@ -162,7 +162,7 @@ def _rank_candidates(pairs: Sequence[Candidates]) -> list[list[RankedHit]]:
     ranked = []
     for question, candidates_of in pairs:
         rows = np.flatnonzero(np.isin(stored.labels, candidates_of))
-        distances = index.to_one(metric, question.vectors[0], stored.embedding[rows])
+        distances = index.distances_to_query(metric, question.vectors[0], stored.embedding[rows])
         order = np.lexsort((stored.labels[rows], distances))
         neighbours = Neighbours(stored.labels[rows][order][None], distances[order][None])
         # Ranked by score, as distances to migrated and to native vectors do not compare.
@@ -505,7 +505,7 @@ class Healing:
 
     def _run(self) -> None:
         with error_boundary(self._metrics, "healing"):
-            give_way()
+            lower_thread_priority()
         while not self._stopping.is_set():
             worked = 0.0
             with error_boundary(self._metrics, "healing"):

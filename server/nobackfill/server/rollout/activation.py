@@ -18,7 +18,7 @@ from nobackfill.errors import (
     UnavailableError,
     VerificationError,
 )
-from nobackfill.gallery.search.index import give_way
+from nobackfill.gallery.search.index import lower_thread_priority
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.canary.comparison import CanaryState
 from nobackfill.server.catalog import Catalog
@@ -606,7 +606,7 @@ class Activations:
         """
         release = run.record.release
         try:
-            give_way()
+            lower_thread_priority()
             self._run_with_retries(run)
         except (RolloutCancelledError, LeadLostError) as error:
             return Phase.FAILED, str(error)

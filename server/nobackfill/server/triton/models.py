@@ -21,7 +21,7 @@ from nobackfill.errors import (
     UnusableOutputError,
     UnusableRowsError,
     VerificationError,
-    few,
+    join_few,
 )
 from nobackfill.release.manifest import (
     TEXT_ROLES,
@@ -74,7 +74,7 @@ def model_config(repo: Path, name: str) -> str:
     if config.name != name or config.backend != _BACKEND or unknown:
         raise VerificationError(
             f"{path}: expected {name!r} for the backend {_BACKEND!r} and nothing else, got "
-            f"{config.name!r} for {config.backend!r}, with {few(unknown) or 'no more'}; "
+            f"{config.name!r} for {config.backend!r}, with {join_few(unknown) or 'no more'}; "
             "publish the release again"
         )
     return json_format.MessageToJson(config, preserving_proto_field_name=True, indent=None)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from nobackfill.errors import InvalidInputError, PreconditionError, few
+from nobackfill.errors import InvalidInputError, PreconditionError, join_few
 from nobackfill.gallery.sqlite_file import StoredItem
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.embedding.embedding import LARGEST_BATCH, Embedding
@@ -59,7 +59,7 @@ def backfill(
                 )
     if reasons:
         raise InvalidInputError(
-            f"{len(reasons)} of {len(items)} images are refused: {few(reasons)}"
+            f"{len(reasons)} of {len(items)} images are refused: {join_few(reasons)}"
         )
 
 

@@ -17,7 +17,7 @@ import structlog
 from nobackfill.errors import PreconditionError
 from nobackfill.gallery.search import hnsw
 from nobackfill.gallery.search.hnsw import HnswIndex
-from nobackfill.gallery.search.index import give_way
+from nobackfill.gallery.search.index import lower_thread_priority
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.gallery.staging import (
     Runner,
@@ -206,7 +206,7 @@ def _index_seconds(hosted: Hosted, target: SpaceSpec, count: int) -> tuple[float
         return 0.0, 0.0
     spec = hosted.spec()
     labels, vectors, _ = hosted.store.sample(spec.space, spec.space, _SAMPLE)
-    _, seconds = _timed(lambda: hnsw.build(spec, labels, vectors))
+    _, seconds = _timed(lambda: hnsw.build_index(spec, labels, vectors))
     # The depth of a graph grows with the logarithm of its size, and each insertion walks down.
     growth = count / len(labels) * math.log(count) / math.log(len(labels))
     build_seconds = seconds * growth * (1 + target.dim / spec.dim) / 2
@@ -349,7 +349,7 @@ class Upgrading:
             return self._open(route, throttle.threads)
 
         # The probe has a low priority, as an upgrade has.
-        with ThreadPoolExecutor(1, "estimate", initializer=give_way) as pool:
+        with ThreadPoolExecutor(1, "estimate", initializer=lower_thread_priority) as pool:
             probe = pool.submit(estimate_cost, hosted, open_runner, SpaceSpec.of(target), throttle)
             return probe.result(), route
 

@@ -16,10 +16,10 @@ from nobackfill.durable import write_file
 from nobackfill.errors import ConfigurationError
 from nobackfill.metrics.backfill import BackfillCurve
 from nobackfill.metrics.ranking import Relevance
-from nobackfill.quality.cells import CellName, every_cell, parse_cell
-from nobackfill.quality.criterion import criterion
-from nobackfill.quality.embedded import Embedded, Published
-from nobackfill.quality.listing import same_class
+from nobackfill.quality.cells import CellName, list_cells, parse_cell
+from nobackfill.quality.criterion import compute_criteria
+from nobackfill.quality.embedded import EmbeddedListing, PublishedListing
+from nobackfill.quality.listing import relevance_without_copies
 from nobackfill.quality.retrieval import MatrixCell, evaluate_cells, neighbour_paths
 from nobackfill.quality.route_evidence import backfill_curves
 from nobackfill.release.manifest import Manifest
@@ -273,7 +273,7 @@ def main(
         )
     sets = _sets(queries, gallery, model_repo, manifests)
     matrix = evaluate_cells(names, *sets.sides, neighbours=neighbours, int8=int8)
-    criteria = criterion(matrix, *sets.sides, independent)
+    criteria = compute_criteria(matrix, *sets.sides, independent)
     print(matrix_table(matrix, criteria))
     if picture is not None:
         write_picture(matrix, picture)
@@ -302,7 +302,7 @@ class _Sets:
     """Query and gallery images with their relevance; `left_out` counts the queries whose own
     picture is left out of their answers."""
 
-    sides: tuple[Published, Published, Relevance]
+    sides: tuple[PublishedListing, PublishedListing, Relevance]
     left_out: int
 
 
@@ -310,17 +310,19 @@ def _sets(
     queries: Path, gallery: Path, model_repo: Path, manifests: Mapping[int, Manifest]
 ) -> _Sets:
     query_images, gallery_images = list_images(queries), list_images(gallery)
-    relevance, own = same_class(query_images, gallery_images)
+    relevance, own = relevance_without_copies(query_images, gallery_images)
     if own:
         print(
             f"{own} of {len(query_images)} query images are in the gallery too; the gallery's copy "
             "of a query is left out of the answers to that query",
             file=sys.stderr,
         )
-    embedded = Published(query_images, model_repo, manifests)
+    embedded = PublishedListing(query_images, model_repo, manifests)
     if queries.resolve() == gallery.resolve():
         return _Sets((embedded, embedded, relevance), own)
-    return _Sets((embedded, Published(gallery_images, model_repo, manifests), relevance), own)
+    return _Sets(
+        (embedded, PublishedListing(gallery_images, model_repo, manifests), relevance), own
+    )
 
 
 def _report(
@@ -359,13 +361,16 @@ def _names(
     cells: str | None, manifests: Mapping[int, Manifest], independent: int | None
 ) -> list[CellName]:
     """Return the requested cells, or all, and the cell of the independent release."""
-    names = every_cell(manifests) if cells is None else [parse_cell(c) for c in cells.split(",")]
+    names = list_cells(manifests) if cells is None else [parse_cell(c) for c in cells.split(",")]
     own = [] if independent is None else [CellName(independent, (independent,))]
     return list(dict.fromkeys([*names, *own]))
 
 
 def _curves(
-    cells: Sequence[MatrixCell], queries: Embedded, gallery: Embedded, relevance: Relevance
+    cells: Sequence[MatrixCell],
+    queries: EmbeddedListing,
+    gallery: EmbeddedListing,
+    relevance: Relevance,
 ) -> Curves:
     return {
         str(cell.name): backfill_curves(cell.name, queries, gallery, relevance)

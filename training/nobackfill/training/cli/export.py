@@ -9,18 +9,18 @@ from typing import Annotated
 
 import typer
 
-from nobackfill.class_folders import Listing, list_images
-from nobackfill.digests import percent
-from nobackfill.errors import AlreadyExistsError, ConfigurationError, GateFailedError, few
+from nobackfill.class_folders import ImageListing, list_images
+from nobackfill.digests import parse_percent
+from nobackfill.errors import AlreadyExistsError, ConfigurationError, GateFailedError, join_few
 from nobackfill.framing import Fit, Interpolation
-from nobackfill.quality.gate import Evidence, measure_release
-from nobackfill.quality.listing import TextListing, halves, list_texts
+from nobackfill.quality.gate import ReleaseEvidence, measure_release
+from nobackfill.quality.listing import TextListing, list_texts, split_halves
 from nobackfill.release.manifest import GateVerdict, Manifest
-from nobackfill.release.publishing.metadata import Keys
+from nobackfill.release.publishing.metadata import SigningKeys
 from nobackfill.release.publishing.publish import (
     PublishedRelease,
     check_keys,
-    drafting,
+    draft_folder,
     publish,
 )
 from nobackfill.release.trust.trust import Publication, read_publication
@@ -144,11 +144,11 @@ class EvaluationData:
     `images` come from --eval, `texts` from --eval-texts; `seed` divides them into halves.
     """
 
-    images: Listing | None
+    images: ImageListing | None
     texts: TextListing | None
     seed: int
 
-    def listing(self) -> Listing | None:
+    def listing(self) -> ImageListing | None:
         """Return the items of the galleries: images, or texts if there are no images; else None."""
         return self.texts if self.images is None else self.images
 
@@ -170,7 +170,7 @@ class EvaluationData:
         ):
             if wanted is not None and blind:
                 raise ConfigurationError(
-                    f"{option} measures {kind}, but release {few(blind)} embeds none; publish "
+                    f"{option} measures {kind}, but release {join_few(blind)} embeds none; publish "
                     f"without {option}, and with --force if no other option measures it"
                 )
 
@@ -328,12 +328,12 @@ def main(
     ] = False,
 ) -> None:
     """Publish an embedder, its side encoder and upgrades into it as release N."""
-    devices = percent(share)
+    devices = parse_percent(share)
     runs = Runs(embedder, text_encoder, query_encoder, side_encoder, tuple(upgrade or ()))
     check_models(runs, onnx, weights, vectors_of)
     if side_encoder is not None and keep_side_encoder:
         raise ConfigurationError("expected --side-encoder or --keep-side-encoder, not both")
-    with drafting(model_repo) as folder:
+    with draft_folder(model_repo) as folder:
         published = read_publication(model_repo, folder / "trusted")
         keys, first = _keys(model_repo, targets_key), not published.manifests
         _check_number(release, published, has_evaluation=bool(evaluate or eval_texts), force=force)
@@ -366,23 +366,23 @@ def _add_foreign(
         add_vectors(draft, *named_vectors(vectors_of))
 
 
-def _keys(model_repo: Path, targets_key: Path | None) -> Keys:
+def _keys(model_repo: Path, targets_key: Path | None) -> SigningKeys:
     """Read the signing keys now: an error must not follow minutes of measuring."""
-    keys = Keys.of(model_repo, {"targets": targets_key} if targets_key else None)
+    keys = SigningKeys.of(model_repo, {"targets": targets_key} if targets_key else None)
     check_keys(model_repo, keys)
     return keys
 
 
 def _evaluation(
     folder: Path | None, split_seed: int, runs: list[Path], *, force: bool
-) -> tuple[Listing | None, int]:
+) -> tuple[ImageListing | None, int]:
     """Return the images to measure on, and how many of them were trained on.
 
     Refuses too few or trained-on images now, before minutes of exporting."""
     if folder is None:
         return None, 0
     listing = list_images(folder)
-    halves(listing, split_seed)
+    split_halves(listing, split_seed)
     return unseen(listing, runs, force=force)
 
 
@@ -405,7 +405,7 @@ def _check_number(
 
 def _measure(
     draft: Release, published: Publication, evaluation: EvaluationData, int8_loss: float
-) -> tuple[Manifest, Evidence | None]:
+) -> tuple[Manifest, ReleaseEvidence | None]:
     """Return the manifest with probes and, if there are images, with calibration and evidence."""
     manifest = draft.manifest(make_probes(draft))
     for sentence in plain_trouble(manifest, draft.all_files()):
@@ -441,7 +441,12 @@ def _measure(
 
 
 def _judge(
-    manifest: Manifest, evidence: Evidence | None, count_trained: int, *, force: bool, first: bool
+    manifest: Manifest,
+    evidence: ReleaseEvidence | None,
+    count_trained: int,
+    *,
+    force: bool,
+    first: bool,
 ) -> Manifest:
     """Return the manifest with the gate's verdict.
 
@@ -468,7 +473,7 @@ def _judge(
 
 
 def _report(
-    manifest: Manifest, evidence: Evidence | None, result: PublishedRelease, as_json: bool
+    manifest: Manifest, evidence: ReleaseEvidence | None, result: PublishedRelease, as_json: bool
 ) -> None:
     if result.new_keys is not None:
         print(

@@ -9,12 +9,12 @@ from rich.console import Console
 from rich.table import Table
 
 from nobackfill.metrics.backfill import TENTHS, BackfillCurve
-from nobackfill.quality.gate import Evidence, GainRow
+from nobackfill.quality.gate import GainRow, ReleaseEvidence
 from nobackfill.quality.retrieval import MatrixCell
 from nobackfill.release.manifest import Unlabelled
 
 
-def gate_table(evidence: Evidence) -> str:
+def gate_table(evidence: ReleaseEvidence) -> str:
     """Format every measured cell, with its gains over old/old."""
     known = any(row.agreement_gain is not None for row in evidence.rows)
     first, fifth, mean = ("R@1", "R@5", "MRR") if known else ("CMC-1", "CMC-5", "mAP")

@@ -9,7 +9,7 @@
 
 from typing import TYPE_CHECKING
 
-from nobackfill.faces import offer
+from nobackfill.faces import export_lazily
 
 if TYPE_CHECKING:
     from nobackfill.training.data.allocations import Allocation as Allocation, allocate as allocate
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     )
     from nobackfill.training.data.folders import read_stored as read_stored
 else:
-    __getattr__ = offer(
+    __getattr__ = export_lazily(
         __name__,
         {
             "allocations": "Allocation allocate",

@@ -17,9 +17,9 @@ from tokenize import TokenError
 import numpy as np
 from numpy.typing import NDArray
 
-from nobackfill.class_folders import Listing, by_digest
+from nobackfill.class_folders import ImageListing, order_by_digest
 from nobackfill.durable import make_dir, write_file
-from nobackfill.errors import ConfigurationError, InvalidInputError, few
+from nobackfill.errors import ConfigurationError, InvalidInputError, join_few
 from nobackfill.images import decode_file
 from nobackfill.training.config import StoredVectorFiles
 from nobackfill.vectors import Vectors, check_vectors
@@ -27,17 +27,17 @@ from nobackfill.vectors import Vectors, check_vectors
 _PART = 10_000
 
 
-def require_classes(listing: Listing, least: int = 2) -> None:
+def require_classes(listing: ImageListing, least: int = 2) -> None:
     """Raise InvalidInputError if there are fewer than `least` classes."""
     if len(listing.class_names) < least:
         raise InvalidInputError(
             f"{listing.root}: expected at least {least} class folders, got "
-            f"{len(listing.class_names)} ({few(listing.class_names)})"
+            f"{len(listing.class_names)} ({join_few(listing.class_names)})"
         )
 
 
 def hold_out(
-    listing: Listing, share: float, seed: int
+    listing: ImageListing, share: float, seed: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the rows to train on and the rows to hold out, int64.
 
@@ -45,12 +45,12 @@ def hold_out(
     rounded down, so a class of one image is trained on.
     """
     held = np.zeros(len(listing), bool)
-    for rows in by_digest(listing, seed):
+    for rows in order_by_digest(listing, seed):
         held[rows[: int(share * len(rows))]] = True
     return np.flatnonzero(~held), np.flatnonzero(held)
 
 
-def readable(listing: Listing, remembered: Path) -> tuple[Listing, Sequence[str]]:
+def readable(listing: ImageListing, remembered: Path) -> tuple[ImageListing, Sequence[str]]:
     """Return the images that can be decoded, and the paths of the others.
 
     The folder `remembered` caches the result for unchanged files.
@@ -73,7 +73,7 @@ def readable(listing: Listing, remembered: Path) -> tuple[Listing, Sequence[str]
     return left, [listing.paths[row] for row in bad]
 
 
-def _unreadable(listing: Listing) -> NDArray[np.int64]:
+def _unreadable(listing: ImageListing) -> NDArray[np.int64]:
     def can(path: str) -> bool:
         try:
             decode_file(listing.root / path, 8, 8)
@@ -89,7 +89,7 @@ def _unreadable(listing: Listing) -> NDArray[np.int64]:
     return np.flatnonzero(~good)
 
 
-def identity(listing: Listing) -> str:
+def identity(listing: ImageListing) -> str:
     """Return a digest of the files' folder, names, lengths and modification times.
 
     Raises:
@@ -107,7 +107,7 @@ def identity(listing: Listing) -> str:
     return told.hexdigest()
 
 
-def read_stored(stored: StoredVectorFiles, listing: Listing) -> Vectors:
+def read_stored(stored: StoredVectorFiles, listing: ImageListing) -> Vectors:
     """Return the stored vectors of the listing's images, float32 [n,dim] in its order.
 
     Raises:
@@ -123,8 +123,8 @@ def read_stored(stored: StoredVectorFiles, listing: Listing) -> Vectors:
     zero = [paths[row] for row in np.flatnonzero(~vectors.any(axis=1)).tolist()]
     if zero:
         raise InvalidInputError(
-            f"{stored.vectors}: {len(zero)} vectors are zero and have no direction: {few(zero)}; "
-            "leave their rows out"
+            f"{stored.vectors}: {len(zero)} vectors are zero and have no direction: "
+            f"{join_few(zero)}; leave their rows out"
         )
     row_of = {path: row for row, path in enumerate(paths)}
     missing = [path for path in listing.paths if path not in row_of]
@@ -165,7 +165,7 @@ def _paths(stored: StoredVectorFiles, count: int) -> Sequence[str]:
     twice = [path for path, times in Counter(paths).items() if times > 1]
     if twice:
         raise InvalidInputError(
-            f"{stored.paths}: {len(twice)} paths occur more than once: {few(twice)}; expected "
+            f"{stored.paths}: {len(twice)} paths occur more than once: {join_few(twice)}; expected "
             "one vector per image"
         )
     return paths

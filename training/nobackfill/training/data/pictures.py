@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from nobackfill.class_folders import Listing, decode
+from nobackfill.class_folders import ImageListing, decode_listing
 from nobackfill.errors import InvalidInputError, NobackfillError
 from nobackfill.training.config import Config
 from nobackfill.training.data.folders import identity
@@ -130,7 +130,7 @@ class Listed:
 
     Callers that find cached features never open them. Errors are those of `open_pictures`."""
 
-    listing: Listing
+    listing: ImageListing
     size: int
     reading: Reading
 
@@ -153,7 +153,7 @@ class Listed:
         return chunks(self.opened)
 
 
-def open_pictures(listing: Listing, size: int, reading: Reading) -> Images:
+def open_pictures(listing: ImageListing, size: int, reading: Reading) -> Images:
     """Open images at size x size.
 
     Raises:
@@ -161,7 +161,7 @@ def open_pictures(listing: Listing, size: int, reading: Reading) -> Images:
         CannotWriteError: the cache cannot be created.
     """
     if not streams(listing, size, reading):
-        return torch.from_numpy(decode(listing, size))
+        return torch.from_numpy(decode_listing(listing, size))
     cache = None if reading.pixel_cache is None else PixelCache(reading.pixel_cache)
     if cache is not None:
         cache.open()
@@ -171,7 +171,7 @@ def open_pictures(listing: Listing, size: int, reading: Reading) -> Images:
     return Pictures(files, np.arange(len(listing)), workers)
 
 
-def streams(listing: Listing, size: int, reading: Reading) -> bool:
+def streams(listing: ImageListing, size: int, reading: Reading) -> bool:
     """Return whether the images are too large to be held in memory."""
     return _bytes(listing, size) > reading.in_memory_mib * _MIB
 
@@ -206,7 +206,7 @@ def _as_it_is(found: Any) -> Any:
     return found
 
 
-def _bytes(listing: Listing, size: int) -> int:
+def _bytes(listing: ImageListing, size: int) -> int:
     return len(listing) * size * size * 3
 
 

@@ -8,7 +8,7 @@
 
 from typing import TYPE_CHECKING
 
-from nobackfill.faces import offer
+from nobackfill.faces import export_lazily
 
 if TYPE_CHECKING:
     from nobackfill.training.export.assembly import (
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     )
     from nobackfill.training.export.probes import make_probes as make_probes
 else:
-    __getattr__ = offer(
+    __getattr__ = export_lazily(
         __name__,
         {
             "assembly": "add_embedder_run add_side_run add_upgrade_run",

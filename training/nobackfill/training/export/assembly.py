@@ -15,9 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nobackfill.class_folders import Listing, digest, digests, list_images
+from nobackfill.class_folders import ImageListing, hash_file, hash_files, list_images
 from nobackfill.digests import sha256_file
-from nobackfill.errors import ConfigurationError, InvalidInputError, few
+from nobackfill.errors import ConfigurationError, InvalidInputError, join_few
 from nobackfill.release.manifest import Manifest
 from nobackfill.release.trust.trust import require_release
 from nobackfill.training.config import EmbedderConfig, UpgradeConfig
@@ -37,7 +37,7 @@ from nobackfill.training.networks.weights import public_name
 _CHANCE = 0.01
 
 
-def unseen(listing: Listing, runs: Sequence[Path], *, force: bool) -> tuple[Listing, int]:
+def unseen(listing: ImageListing, runs: Sequence[Path], *, force: bool) -> tuple[ImageListing, int]:
     """Leave out evaluation images that a run was trained on.
 
     Args:
@@ -57,18 +57,20 @@ def unseen(listing: Listing, runs: Sequence[Path], *, force: bool) -> tuple[List
         return listing, 0
     found = f"{len(rows)} of the {len(listing)} images of {listing.root} were trained on"
     if len(rows) <= _CHANCE * len(listing):
-        print(f"{found} (the same content: {few(example)}); they are left out", file=sys.stderr)
+        print(
+            f"{found} (the same content: {join_few(example)}); they are left out", file=sys.stderr
+        )
         return listing.select(np.setdiff1d(np.arange(len(listing)), rows)), 0
     if force:
         print(f"{found}: the gate measures memorised images", file=sys.stderr)
         return listing, len(rows)
     raise InvalidInputError(
-        f"{found} (the same content: {few(example)}), so measuring on them predicts nothing. "
+        f"{found} (the same content: {join_few(example)}), so measuring on them predicts nothing. "
         "Give --eval a folder of images that no run was trained on, or publish with --force"
     )
 
 
-def _trained_on(listing: Listing, runs: Sequence[Path]) -> tuple[NDArray[np.int64], list[str]]:
+def _trained_on(listing: ImageListing, runs: Sequence[Path]) -> tuple[NDArray[np.int64], list[str]]:
     """Return the rows of `listing` whose content a run was trained on, and their paths."""
     sizes = {(listing.root / path).stat().st_size for path in listing.paths}
     trained: dict[Path, str] = {}
@@ -76,9 +78,9 @@ def _trained_on(listing: Listing, runs: Sequence[Path]) -> tuple[NDArray[np.int6
         for path in _training_files(run):
             # Only files of equal length can have equal content.
             if path not in trained and path.stat().st_size in sizes:
-                trained[path] = digest(path)
+                trained[path] = hash_file(path)
     known = set(trained.values())
-    shared = [row for row, own in enumerate(digests(listing)) if own in known]
+    shared = [row for row, own in enumerate(hash_files(listing)) if own in known]
     return np.array(shared, np.int64), [listing.paths[row] for row in shared]
 
 
@@ -295,7 +297,7 @@ def _flat(prefix: str, values: Mapping[str, object]) -> Recipe:
 
 
 def _numbers(published: Mapping[int, Manifest]) -> str:
-    return few(sorted(published, reverse=True)) or "none"
+    return join_few(sorted(published, reverse=True)) or "none"
 
 
 class Runs(NamedTuple):

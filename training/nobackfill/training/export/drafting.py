@@ -27,9 +27,9 @@ from nobackfill.release.manifest import (
     TextEncoder,
     Upgrade,
     embedder_path,
-    format_of,
+    lowest_format,
+    release_space_id,
     side_encoder_path,
-    space_of,
     upgrade_int8_path,
     upgrade_path,
 )
@@ -180,9 +180,9 @@ class Release:
         """Return the manifest so far, without measurements."""
         assert self.embedder is not None
         return Manifest(
-            format=format_of(self.embedder, self.text_encoder),
+            format=lowest_format(self.embedder, self.text_encoder),
             release=self.number,
-            space=space_of(self.embedder, self.text_encoder),
+            space=release_space_id(self.embedder, self.text_encoder),
             embedder=self.embedder,
             text_encoder=self.text_encoder,
             side_space=side_space_id(self.side_encoder.file.sha256) if self.side_encoder else None,

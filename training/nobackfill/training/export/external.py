@@ -21,7 +21,7 @@ from google.protobuf.message import DecodeError
 from onnx import TensorProto, compose, helper, numpy_helper
 from torch import nn
 
-from nobackfill.digests import SPACE
+from nobackfill.digests import SPACE_PREFIX
 from nobackfill.errors import ConfigurationError, InvalidInputError, VerificationError
 from nobackfill.framing import Fit, Interpolation
 from nobackfill.release.manifest import (
@@ -29,11 +29,11 @@ from nobackfill.release.manifest import (
     PublishedEmbedder,
     Upgrade,
     embedder_path,
-    space_of,
+    release_space_id,
     upgrade_int8_path,
     upgrade_path,
 )
-from nobackfill.release.publishing.declaration import digest, weight_files
+from nobackfill.release.publishing.declaration import hash_model_files, weight_files
 from nobackfill.release.publishing.preprocessing import Preprocessing
 from nobackfill.training.export.drafting import Recipe, Release, probe_images
 from nobackfill.training.export.onnx_export import quantise, run_onnx, strip
@@ -104,7 +104,7 @@ def add_onnx_embedder(release: Release, source: Path, pixels: Pixels) -> None:
         interpolation=pixels.interpolation,
     )
     release.method = "brought"
-    release.recipe["onnx_sha256"] = digest(weight_files(source))
+    release.recipe["onnx_sha256"] = hash_model_files(weight_files(source))
 
 
 def _load(source: Path) -> onnx.ModelProto:
@@ -283,7 +283,7 @@ def add_onnx_upgrade(release: Release, source: Path) -> None:
     model = _loaded(source)
     facts = {one.key: one.value for one in model.metadata_props}
     dims = _dims(model, source)
-    space = space_of(release.embedder, release.text_encoder)
+    space = release_space_id(release.embedder, release.text_encoder)
     made = _model_name(space, release.embedder, release.recipe, facts.get("new_model"))
     if made is not None and facts.get("new_model", made) != made:
         raise ConfigurationError(
@@ -315,7 +315,7 @@ def add_onnx_upgrade(release: Release, source: Path) -> None:
         )
     )
     name = f"upgrade_{old.release}"
-    release.recipe[f"{name}.onnx_sha256"] = digest(weight_files(source))
+    release.recipe[f"{name}.onnx_sha256"] = hash_model_files(weight_files(source))
     for key in ("pairs", "penalty"):
         if key in facts:
             release.recipe[f"{name}.{key}"] = facts[key]
@@ -351,7 +351,7 @@ def _model_name(
     """Return a release's own name of the model of its vectors, in the form of `model`.
 
     This is the space, or the text model's fingerprint; None if that is unknown, as for images."""
-    if model is not None and model.startswith(SPACE):
+    if model is not None and model.startswith(SPACE_PREFIX):
         return space
     made = recipe.get(TEXT_MODEL)
     return made if isinstance(made, str) and embedder.file is None else None

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nobackfill.class_folders import Images
-from nobackfill.errors import UnusableOutputError, few
+from nobackfill.errors import UnusableOutputError, join_few
 from nobackfill.release.manifest import Manifest, Probes, PublishedFile, probes_path
 from nobackfill.release.models import (
     ImageEmbedder,
@@ -17,7 +17,7 @@ from nobackfill.release.models import (
     open_side_encoder,
     open_upgrade,
 )
-from nobackfill.release.probes import text_probes
+from nobackfill.release.probes import make_text_probes
 from nobackfill.release.text_models import open_text_encoder
 from nobackfill.training.export.drafting import Release, probe_images
 from nobackfill.vectors import Vectors
@@ -56,7 +56,7 @@ def make_probes(release: Release) -> Probes:
         if manifest.side_encoder is not None:
             arrays["side"] = open_side_encoder(files, manifest).run(images)
     if manifest.text_encoder is not None:
-        arrays |= text_probes(PROBE_TEXTS, open_text_encoder(files, manifest).run)
+        arrays |= make_text_probes(PROBE_TEXTS, open_text_encoder(files, manifest).run)
     widest = 0.0
     for upgrade in manifest.upgrades:
         source = release.published[upgrade.from_release]
@@ -133,8 +133,8 @@ def plain_trouble(manifest: Manifest, files: Mapping[str, Path]) -> list[str]:
     trouble = []
     if without:
         trouble.append(
-            f"the embedder makes no vector (zero, or not finite) for pictures all {few(without)}; "
-            "galleries and searches will refuse such pictures"
+            "the embedder makes no vector (zero, or not finite) for pictures all "
+            f"{join_few(without)}; galleries and searches will refuse such pictures"
         )
     near = _SAME * _usual(embedder, probe_images(*size))
     same = [
@@ -144,8 +144,8 @@ def plain_trouble(manifest: Manifest, files: Mapping[str, Path]) -> list[str]:
     ]
     if same:
         trouble.append(
-            f"the embedder gives nearly equal vectors for plain pictures ({few(same)}); searches "
-            "will confuse them"
+            f"the embedder gives nearly equal vectors for plain pictures ({join_few(same)}); "
+            "searches will confuse them"
         )
     return trouble
 

@@ -26,15 +26,15 @@ from nobackfill.release.manifest import (
 )
 from nobackfill.release.publishing.declaration import (
     Declaration,
-    digest,
-    fingerprint,
-    guess,
+    describe_assumptions,
+    fingerprint_model,
+    hash_model_files,
     read_declaration,
     tokenizer_file,
     weight_files,
 )
-from nobackfill.terminal import visible
-from nobackfill.text import Tokenizing
+from nobackfill.terminal import escape_hidden
+from nobackfill.text import BatchTokenizer
 from nobackfill.training.export.drafting import Release
 from nobackfill.training.export.external import TEXT_MODEL
 from nobackfill.training.export.onnx_export import run_onnx, strip
@@ -209,12 +209,12 @@ def add_text_encoder(release: Release, source: Path, queries: Path | None = None
         _check_asking(query_model, made)
         said["query_file"] = release.file(query_encoder_path(release.number))
         said["query_prefix"] = query_model.declared.prefix_of_queries
-        release.recipe["query_encoder_sha256"] = digest(query_model.weights)
+        release.recipe["query_encoder_sha256"] = hash_model_files(query_model.weights)
     release.local(tokenizer_path(release.number)).write_bytes(made.tokenizer.read_bytes())
     said["tokenizer"] = release.file(tokenizer_path(release.number))
     release.text_encoder = TextEncoder.model_validate(said)
-    release.recipe["text_encoder_sha256"] = digest(made.weights)
-    release.recipe[TEXT_MODEL] = fingerprint(made.weights, declared, made.tokenizer)
+    release.recipe["text_encoder_sha256"] = hash_model_files(made.weights)
+    release.recipe[TEXT_MODEL] = fingerprint_model(made.weights, declared, made.tokenizer)
 
 
 class _ForeignModel(NamedTuple):
@@ -247,8 +247,8 @@ def _put(release: Release, source: Path, option: str, published: str) -> _Foreig
         raise InvalidInputError(f"{option} {file}: cannot be read as ONNX ({error})") from error
     except (InvalidInputError, VerificationError) as error:
         raise InvalidInputError(f"{option} {file}: {error}") from error
-    if told := guess(file, declared):
-        print(visible(told), file=sys.stderr)
+    if told := describe_assumptions(file, declared):
+        print(escape_hidden(told), file=sys.stderr)
     return _ForeignModel(file, weights, declared, tokenizer, inputs, vectors)
 
 
@@ -289,7 +289,7 @@ def _run(
     inputs: tuple[str, ...],
 ) -> Vectors:  # fmt: skip
     """Write the graph with its output's dimension; return the vectors of the probes."""
-    tokens = Tokenizing(tokenizer.read_bytes(), declared.max_length, str(tokenizer)).tokens(
+    tokens = BatchTokenizer(tokenizer.read_bytes(), declared.max_length, str(tokenizer)).tokens(
         [declared.prefix + text for text in PROBE_TEXTS]
     )
     feed = {name: tokens[name] for name in inputs}

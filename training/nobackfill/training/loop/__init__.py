@@ -10,7 +10,7 @@ True
 
 from typing import TYPE_CHECKING
 
-from nobackfill.faces import offer
+from nobackfill.faces import export_lazily
 
 if TYPE_CHECKING:
     from nobackfill.training.loop.loop import (
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
         train_upgrade as train_upgrade,
     )
 else:
-    __getattr__ = offer(
+    __getattr__ = export_lazily(
         __name__,
         {
             "loop": "DivergedError fit learning_rate",

@@ -21,8 +21,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as RichProgress
 from torch import Tensor, nn
 
-from nobackfill.durable import append, make_dir, write_file
-from nobackfill.errors import ConfigurationError, NobackfillError, few
+from nobackfill.durable import append_bytes, make_dir, write_file
+from nobackfill.errors import ConfigurationError, NobackfillError, join_few
 from nobackfill.training.config import Config
 from nobackfill.training.data.pictures import Images, in_batches
 from nobackfill.training.loop.objective import Batch, Objective
@@ -337,7 +337,7 @@ def _check_finite(figures: Mapping[str, float], step: int, config: Config) -> No
 
 def _log(config: Config, epoch: int, step: int, lr: float, figures: Mapping[str, float]) -> None:
     line = {"epoch": epoch, "step": step, "lr": lr, **figures}
-    append(config.run_dir / STATS, (json.dumps(line) + "\n").encode())
+    append_bytes(config.run_dir / STATS, (json.dumps(line) + "\n").encode())
 
 
 def _trim_stats(path: Path, step: int) -> None:
@@ -377,8 +377,8 @@ def _begin(
     if done is not None:
         if done.class_names != class_names:
             raise ConfigurationError(
-                f"{config.run_dir} was begun on other classes ({few(done.class_names)}); restore "
-                "the images, or remove that folder"
+                f"{config.run_dir} was begun on other classes ({join_few(done.class_names)}); "
+                "restore the images, or remove that folder"
             )
         weights = {k: v for k, v in done.tensors.items() if not k.startswith("optimizer.")}
         trained.load_state_dict(weights)

@@ -16,7 +16,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from nobackfill.durable import write_file
-from nobackfill.errors import ConfigurationError, VerificationError, few
+from nobackfill.errors import ConfigurationError, VerificationError, join_few
 from nobackfill.training.config import HOW_IMAGES_ARE_READ, Config, parse_config
 
 CHECKPOINT, CONFIG, STATS = "checkpoint.safetensors", "config.yaml", "stats.jsonl"
@@ -141,8 +141,8 @@ def resumable(config: Config, facts: Facts | None = None) -> Checkpoint | None:
         others = [name for name in names if done.facts.get(name) != facts.get(name)]
         raise ConfigurationError(
             f"{config.run_dir} holds a training begun with another model or other vectors "
-            f"(different: {few(sorted(others))}); remove that folder to start again, or restore "
-            "the files"
+            f"(different: {join_few(sorted(others))}); remove that folder to start again, or "
+            "restore the files"
         )
     return done
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 
-from nobackfill.class_folders import Listing, list_images
+from nobackfill.class_folders import ImageListing, list_images
 from nobackfill.digests import sha256_file
-from nobackfill.durable import lock, remove_tree
-from nobackfill.errors import BusyError, InvalidInputError, few
+from nobackfill.durable import lock_file, remove_tree
+from nobackfill.errors import BusyError, InvalidInputError, join_few
 from nobackfill.training.config import (
     Config,
     EmbedderConfig,
@@ -62,7 +62,7 @@ def _run_lock(run_dir: Path) -> Iterator[None]:
     with ExitStack() as held:
         if _leads():
             try:
-                held.enter_context(lock(path))
+                held.enter_context(lock_file(path))
             except BusyError as error:
                 raise BusyError(
                     f"another training works in {run_dir}; wait for it, or choose another run_dir"
@@ -87,7 +87,7 @@ def _leads() -> bool:
     return next((rank for rank in ranks if rank is not None), "0") == "0"
 
 
-def split_images(config: Config) -> tuple[Listing, Listing]:
+def split_images(config: Config) -> tuple[ImageListing, ImageListing]:
     """Return the images to train on and the held-out images. Raises ConfigurationError and
     InvalidInputError."""
     listing = _usable(list_images(config.images, config.classes, config.class_list), config)
@@ -107,7 +107,7 @@ def _normalised(config: Config) -> Config:
     return config.model_copy(update={"pixel_mean": expected.mean, "pixel_std": expected.std})
 
 
-def _usable(listing: Listing, config: Config) -> Listing:
+def _usable(listing: ImageListing, config: Config) -> ImageListing:
     """Return the images; with skip_corrupt, without files that are no images.
 
     Images that are read on demand are checked now, so that a training does not fail after hours.
@@ -121,7 +121,7 @@ def _usable(listing: Listing, config: Config) -> Listing:
     if skipped and not config.skip_corrupt:
         raise InvalidInputError(
             f"{len(skipped)} of the {len(listing)} files of {listing.root} are no images: "
-            f"{few(skipped)}; remove them, or train with skip_corrupt: true"
+            f"{join_few(skipped)}; remove them, or train with skip_corrupt: true"
         )
     for path in skipped:
         print(f"skipped, no image: {listing.root / path}", file=sys.stderr)
@@ -137,7 +137,7 @@ def _check_names(config: Config) -> None:
 
 
 def _train_network(
-    config: EmbedderConfig | SideEncoderConfig, listing: Listing, progress: ProgressBars
+    config: EmbedderConfig | SideEncoderConfig, listing: ImageListing, progress: ProgressBars
 ) -> Checkpoint:
     torch.manual_seed(config.seed)
     labels = torch.from_numpy(listing.labels)

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nobackfill.class_folders import Listing
+from nobackfill.class_folders import ImageListing
 from nobackfill.digests import sha256_file
 from nobackfill.errors import ConfigurationError, InvalidInputError
 from nobackfill.metrics.ranking import rank, same_label
@@ -262,7 +262,7 @@ def open_sources(config: UpgradeConfig) -> Sources:
 
 
 def upgrade_rows(
-    sources: Sources, listing: Listing, config: UpgradeConfig, views: int, mixed_views: int = 0
+    sources: Sources, listing: ImageListing, config: UpgradeConfig, views: int, mixed_views: int = 0
 ) -> dict[str, Tensor]:
     """Compute the features that an upgrade is trained on.
 
@@ -282,7 +282,7 @@ def upgrade_rows(
 
 def _views_read(
     encoders: Mapping[str, FrozenEncoder],
-    listing: Listing,
+    listing: ImageListing,
     config: UpgradeConfig,
     views: int,
     mixed_views: int = 0,
@@ -301,7 +301,9 @@ def _views_read(
         yield read
 
 
-def keep_features(configs: Sequence[UpgradeConfig], train: Listing, held_out: Listing) -> None:
+def keep_features(
+    configs: Sequence[UpgradeConfig], train: ImageListing, held_out: ImageListing
+) -> None:
     """Compute the features of `train_upgrade` into the cache.
 
     Each view is made once for all configurations, which must differ only in models and methods."""
@@ -355,7 +357,7 @@ _FEATURES = ("old", "side", "new", "new_side")
 
 
 def train_upgrade(
-    config: UpgradeConfig, train: Listing, held_out: Listing, progress: ProgressBars
+    config: UpgradeConfig, train: ImageListing, held_out: ImageListing, progress: ProgressBars
 ) -> Checkpoint:
     """Train the upgrade of a configuration; a finished run is returned unchanged.
 
@@ -414,7 +416,7 @@ def train_upgrade(
 
 def _rows_of(
     sources: Sources,
-    some: Listing,
+    some: ImageListing,
     config: UpgradeConfig,
     rows: Mapping[str, Tensor],
     picked: NDArray[np.int64],

@@ -11,7 +11,7 @@ torch.Size([2, 64])
 
 from typing import TYPE_CHECKING
 
-from nobackfill.faces import offer
+from nobackfill.faces import export_lazily
 
 if TYPE_CHECKING:
     from nobackfill.training.networks.backbones import (
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
         UpgradeOutput as UpgradeOutput,
     )
 else:
-    __getattr__ = offer(
+    __getattr__ = export_lazily(
         __name__,
         {
             "backbones": "backbone_names build_backbone",

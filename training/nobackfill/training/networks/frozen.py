@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nobackfill.class_folders import Listing
+from nobackfill.class_folders import ImageListing
 from nobackfill.digests import sha256_file
 from nobackfill.durable import make_dir, write_file
 from nobackfill.errors import ConfigurationError, InvalidInputError
@@ -243,7 +243,7 @@ class AugmentedView:
 
 
 def augmented_views(
-    listing: Listing,
+    listing: ImageListing,
     sizes: tuple[int, ...],
     views: int,
     config: Augmentation,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nobackfill.ridge import fit, in_blocks
+from nobackfill.ridge import fit_ridge, split_into_blocks
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ def affine(x: Tensor, y: Tensor, ridge: float | None = None, together: int = 1) 
     """
     if ridge is None:
         _check_paired(x, y)
-        rows = in_blocks(x.double().cpu().numpy(), y.double().cpu().numpy())
-        found = fit(rows, group=together)
+        rows = split_into_blocks(x.double().cpu().numpy(), y.double().cpu().numpy())
+        found = fit_ridge(rows, group=together)
         parts = [torch.from_numpy(part).to(x.device) for part in (found.weight, found.bias)]
         return AffineMap(*parts)
     xc, yc, shift_x, shift_y = _centred(x, y)

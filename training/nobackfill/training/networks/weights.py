@@ -31,7 +31,7 @@ from nobackfill.errors import (
     NotFoundError,
     UnavailableError,
     VerificationError,
-    few,
+    join_few,
 )
 from nobackfill.training.config import EmbedderConfig, SideEncoderConfig
 from nobackfill.training.networks.backbones import linear_layers
@@ -200,7 +200,7 @@ def _state_dict(saved: object, path: Path) -> dict[str, Tensor]:
     if not tensors or strangers:
         raise VerificationError(
             f"{path}: expected a state dict of tensors by name, got "
-            f"{few(map(str, strangers)) or type(saved).__name__}"
+            f"{join_few(map(str, strangers)) or type(saved).__name__}"
         )
     return {str(key): value for key, value in tensors.items()}
 
@@ -266,7 +266,7 @@ def load_pretrained(
     if problems := _problems(stored, expected, anew, last):
         small_stem = config.image_size <= 64 and problems[0].startswith("conv1.weight")
         raise ConfigurationError(
-            f"{weights.name} does not fit {config.backbone}: {few(problems)}"
+            f"{weights.name} does not fit {config.backbone}: {join_few(problems)}"
             + (_STEM if small_stem else "")
         )
     with torch.no_grad():

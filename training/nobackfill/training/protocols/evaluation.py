@@ -7,7 +7,7 @@ from pathlib import Path
 
 from nobackfill.errors import ConfigurationError
 from nobackfill.quality.cells import CellName
-from nobackfill.quality.embedded import Published, cell_vectors
+from nobackfill.quality.embedded import PublishedListing, cell_vectors
 from nobackfill.release.manifest import Manifest
 from nobackfill.training.protocols import landmarks, persons
 from nobackfill.training.protocols.persons import OperatingPoints
@@ -77,9 +77,9 @@ def evaluate_protocol(
     read = protocol_named(name, points)
     with tempfile.TemporaryDirectory(prefix="nobackfill-protocol-") as folder:
         protocol = read(root, Path(folder))
-        queries = gallery = Published(protocol.queries, model_repo, manifests)
+        queries = gallery = PublishedListing(protocol.queries, model_repo, manifests)
         if protocol.gallery is not protocol.queries:
-            gallery = Published(protocol.gallery, model_repo, manifests)
+            gallery = PublishedListing(protocol.gallery, model_repo, manifests)
         return {
             str(cell): protocol.figures(
                 *cell_vectors(cell, queries, gallery, int8=int8), queries.metric(cell.query)

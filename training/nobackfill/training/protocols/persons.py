@@ -21,9 +21,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from nobackfill.class_folders import Listing, list_images
+from nobackfill.class_folders import ImageListing, list_images
 from nobackfill.errors import InvalidInputError, NotFoundError
-from nobackfill.metrics.distances import Floats, Metric, unit
+from nobackfill.metrics.distances import Floats, Metric, to_unit_norm
 from nobackfill.metrics.identification import open_set_search, tpir_at_fpir
 from nobackfill.metrics.ranking import Ranking, Relevance, rank, same_label
 from nobackfill.metrics.retrieval import average_precision, cmc, mean
@@ -136,7 +136,7 @@ def pool(faces: Faces, vectors: Floats) -> Templates:
     media, place = np.unique(keys, axis=0, return_inverse=True)
     of_media = _group_means(vectors, place.reshape(-1), len(media))
     ids, place = np.unique(media[:, 0], return_inverse=True)
-    return Templates(ids, unit(_group_means(of_media, place.reshape(-1), len(ids))))
+    return Templates(ids, to_unit_norm(_group_means(of_media, place.reshape(-1), len(ids))))
 
 
 def verify_templates(
@@ -223,7 +223,9 @@ def _group_means(vectors: Floats, place: Ints, groups: int) -> Floats:
 SUBSAMPLE = 50
 
 
-def subsample(listing: Listing, per_class: int = SUBSAMPLE, seed: int = 0) -> NDArray[np.int64]:
+def subsample(
+    listing: ImageListing, per_class: int = SUBSAMPLE, seed: int = 0
+) -> NDArray[np.int64]:
     """Draw `per_class` images of every class; return their rows, ascending.
 
     The result depends only on the listing and the seed. The images are both queries and gallery.

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from nobackfill.class_folders import Listing
-from nobackfill.errors import InvalidInputError, NotFoundError, few
+from nobackfill.class_folders import ImageListing
+from nobackfill.errors import InvalidInputError, NotFoundError, join_few
 from nobackfill.metrics.distances import Metric
 from nobackfill.metrics.ranking import Ranking, Relevance, rank
 from nobackfill.vectors import Vectors
@@ -58,7 +58,7 @@ def table(path: Path, columns: Sequence[str]) -> Iterator[dict[str, str]]:
     missing = [name for name in columns if name not in reader.fieldnames]
     if missing:
         raise InvalidInputError(
-            f"{path}: expected the columns {', '.join(columns)}, got {few(reader.fieldnames)}"
+            f"{path}: expected the columns {', '.join(columns)}, got {join_few(reader.fieldnames)}"
         )
     for number, row in enumerate(reader, start=2):
         if any(row[name] is None for name in columns):
@@ -86,12 +86,12 @@ class Protocol:
     and the metric. Queries and gallery may be the same listing.
     """
 
-    queries: Listing
-    gallery: Listing
+    queries: ImageListing
+    gallery: ImageListing
     figures: Callable[[Vectors, Vectors, Metric], Figures]
 
 
-def images(root: Path, paths: Sequence[str]) -> Listing:
+def images(root: Path, paths: Sequence[str]) -> ImageListing:
     """List images below `root`, in this order. Raises NotFoundError for missing ones."""
     missing = [path for path in paths if not (root / path).is_file()]
     if missing:
@@ -99,12 +99,12 @@ def images(root: Path, paths: Sequence[str]) -> Listing:
             f"{len(missing)} of the protocol's {len(paths)} images are missing, the first is "
             f"{root / missing[0]}"
         )
-    return Listing(root, (root.name,), tuple(paths), np.zeros(len(paths), np.int64))
+    return ImageListing(root, (root.name,), tuple(paths), np.zeros(len(paths), np.int64))
 
 
 def ranked(
-    queries: Listing,
-    gallery: Listing,
+    queries: ImageListing,
+    gallery: ImageListing,
     relevance: Relevance,
     figures: Callable[[Ranking], Figures],
 ) -> Protocol:

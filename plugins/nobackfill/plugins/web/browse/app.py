@@ -40,14 +40,14 @@ from nobackfill.errors import (
 )
 from nobackfill.gallery.filter_engine import passing_labels
 from nobackfill.gallery.filters import All
-from nobackfill.gallery.listing import ListingPlace, page
+from nobackfill.gallery.listing import ListingPlace, read_items_page
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.gallery.sqlite_file import StoredItem
 from nobackfill.images import LARGEST_BYTES
 from nobackfill.plugins.web.guard import Guard, new_token
-from nobackfill.plugins.web.listener import Listener, ending
-from nobackfill.plugins.web.site import Site, fields
-from nobackfill.release.models import no_vector
+from nobackfill.plugins.web.listener import Listener, is_ending
+from nobackfill.plugins.web.site import Site, parse_form
+from nobackfill.release.models import no_vector_error
 
 # The most notes of one task.
 _MOST_NOTES = 100
@@ -114,7 +114,7 @@ class _TaskOutput(Output):
         yield advance
 
 
-class Desk:
+class TaskRunner:
     """Runs tasks on threads, one at a time, and remembers the last one.
 
     Attributes:
@@ -167,7 +167,7 @@ class _CachedSearch:
     read_at: float
 
 
-class View:
+class CachedSearches:
     """Cached searches in the active and in the previous space; threads may share it.
 
     A search is read again after any commit to the gallery; during a sync, every two seconds. Every
@@ -235,7 +235,7 @@ class View:
         try:
             vector = encoder.embed([encoder.pixels(image)])[0]
         except UnusableOutputError as error:
-            raise InvalidInputError(f"the picture: {no_vector(encoder.manifest)}") from error
+            raise InvalidInputError(f"the picture: {no_vector_error(encoder.manifest)}") from error
         selection = search if where is None else search.among(where)
         return selection.by_embedding({search.spec.space: vector.tolist()}, k)
 
@@ -310,7 +310,9 @@ class HitTile:
 class ItemPages:
     """Pages of items: the grid, one item, and its pictures."""
 
-    def __init__(self, device: Device, view: View, thumbnails: Thumbnails, site: Site) -> None:
+    def __init__(
+        self, device: Device, view: CachedSearches, thumbnails: Thumbnails, site: Site
+    ) -> None:
         self._device = device
         self._view = view
         self._thumbnails = thumbnails
@@ -346,7 +348,7 @@ class ItemPages:
         passing = passing_labels(store, conditions.read(texts)) if texts else None
         token = request.query_params.get("after")
         place = None if token is None else ListingPlace.read(token, least_certain=least_certain)
-        items, last = page(
+        items, last = read_items_page(
             store, store.active().spec.space, GRID,
             start_after=place, matches=passing, least_certain=least_certain,
         )  # fmt: skip
@@ -521,7 +523,7 @@ def _moment(text: object) -> str | None:
 class SearchPages:
     """Searches by uploaded pictures, which are not stored."""
 
-    def __init__(self, view: View, items: ItemPages, site: Site) -> None:
+    def __init__(self, view: CachedSearches, items: ItemPages, site: Site) -> None:
         self._view = view
         self._items = items
         self._site = site
@@ -564,7 +566,7 @@ _MOST_ITEMS = 10_000
 class ReleasePages:
     """Pages of releases, and the actions that change the active one."""
 
-    def __init__(self, device: Device, desk: Desk, site: Site) -> None:
+    def __init__(self, device: Device, desk: TaskRunner, site: Site) -> None:
         self._device = device
         self._desk = desk
         self._site = site
@@ -601,7 +603,7 @@ class ReleasePages:
             BusyError: another task runs.
             InvalidInputError: the body is no form.
         """
-        options = SyncOptions(retry=fields(body).get("retry") == "yes")
+        options = SyncOptions(retry=parse_form(body).get("retry") == "yes")
 
         def work(output: Output) -> str:
             report = sync(self._device, options, output)
@@ -636,7 +638,7 @@ class ReleasePages:
             BusyError: another task runs.
             VerificationError: a file of the gallery is damaged.
         """
-        form = fields(body)
+        form = parse_form(body)
         if "label" in form:
             label = _number("the picture's label", form["label"], 2**63 - 1)
             (item,) = self._device.store.items([label])
@@ -667,7 +669,7 @@ class ReleasePages:
 
     async def _reports(self, request: Request) -> AsyncIterator[ServerSentEvent]:
         last_text = ""
-        while (task := self._desk.task) is not None and not ending(request):
+        while (task := self._desk.task) is not None and not is_ending(request):
             running = task.running
             text = self._site.text(request, "progress.html.j2", task=task)
             if text != last_text:
@@ -708,12 +710,12 @@ def serve_pages(device: Device, port: int) -> Iterator[str]:
     """
     token = new_token()
     with Listener("127.0.0.1", port) as listener:
-        guard = pages(device, listener.hosts, token)
+        guard = make_site(device, listener.hosts, token)
         listener.serve(guard, guard.has_secret)
         yield f"{listener.address}/{token}/"
 
 
-def pages(device: Device, hosts: Iterable[str], token: str) -> Guard:
+def make_site(device: Device, hosts: Iterable[str], token: str) -> Guard:
     """Make the guarded site of an open gallery.
 
     Args:
@@ -722,7 +724,7 @@ def pages(device: Device, hosts: Iterable[str], token: str) -> Guard:
         token: the secret that the path of every request must begin with.
     """
     site = Site(Path(__file__).parent / "templates", device.path.stem, _LINKS)
-    view, desk = View(device), Desk()
+    view, desk = CachedSearches(device), TaskRunner()
     items = ItemPages(device, view, Thumbnails(device.path), site)
     searches = SearchPages(view, items, site)
     releases = ReleasePages(device, desk, site)

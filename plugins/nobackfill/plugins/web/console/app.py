@@ -15,7 +15,7 @@ from nobackfill.plugins.web.console.playground import Embed, Playground
 from nobackfill.plugins.web.console.sessions import ConsoleSessions, SessionPaths
 from nobackfill.plugins.web.guard import Guard, new_token
 from nobackfill.plugins.web.listener import Listener
-from nobackfill.plugins.web.site import Site, fields
+from nobackfill.plugins.web.site import Site, parse_form
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.settings import Settings, split_address
 
@@ -90,7 +90,7 @@ def _site(sessions: ConsoleSessions, metrics: Metrics, embed: Embed) -> Site:
         return site.show(request, "login.html.j2")
 
     def enter(request: Request, body: bytes) -> Response:
-        token = fields(body).get("token", "").strip()
+        token = parse_form(body).get("token", "").strip()
         return sessions.begin(token, lambda path: RedirectResponse(f"{path}/", 303))
 
     def leave(request: Request, body: bytes) -> Response:

@@ -27,8 +27,8 @@ from nobackfill.plugins.web.console.sessions import (
     Load,
     LoadMeter,
 )
-from nobackfill.plugins.web.listener import ending
-from nobackfill.plugins.web.site import Site, fields
+from nobackfill.plugins.web.listener import is_ending
+from nobackfill.plugins.web.site import Site, parse_form
 from nobackfill.release.manifest import Manifest, parse_manifest
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.v1 import gallery_pb2, release_pb2
@@ -60,7 +60,7 @@ class MatrixCellView:
     shade: float
 
 
-def matrix(manifest: Manifest, old: int) -> Mapping[tuple[str, str], MatrixCellView]:
+def evidence_matrix(manifest: Manifest, old: int) -> Mapping[tuple[str, str], MatrixCellView]:
     """Return the published compatibility matrix of a release against an older one.
 
     Args:
@@ -127,10 +127,10 @@ def canary_view(gateway: Gateway) -> CanaryView | None:
         report = next(gateway.watch_canary())
     except BusyError:
         return None
-    return view_of(report) if report.release else None
+    return canary_to_view(report) if report.release else None
 
 
-def view_of(report: pb.WatchCanaryResponse) -> CanaryView:
+def canary_to_view(report: pb.WatchCanaryResponse) -> CanaryView:
     """Convert a report of a canary to the texts of a page."""
     old, new = report.old_pair, report.new_pair
     return CanaryView(
@@ -346,7 +346,7 @@ class Operations:
         old = max((upgrade.from_release for upgrade in manifest.upgrades), default=None)
         return self._site.show(
             request, "release.html.j2", release=release, manifest=manifest, state=_state, old=old,
-            matrix={} if old is None else matrix(manifest, old),
+            matrix={} if old is None else evidence_matrix(manifest, old),
             axes=(QUERIES, GALLERIES, TITLES, MARKS, BOUNDS),
         )  # fmt: skip
 
@@ -378,7 +378,7 @@ class Operations:
             NotFoundError: there is no such release.
             BusyError: another activation runs.
         """
-        rollout = fields(body).get("rollout", "")
+        rollout = parse_form(body).get("rollout", "")
         if rollout not in ROLLOUTS:
             raise InvalidInputError(
                 f"rollout: expected one of {', '.join(ROLLOUTS)}, got {rollout[:20]!r}"
@@ -407,7 +407,7 @@ class Operations:
             BusyError: another rollback, activation or retirement takes too long. An activation that
                 runs is cancelled.
         """
-        to = fields(body).get("to", "")
+        to = parse_form(body).get("to", "")
         if not _is_number(to):
             raise InvalidInputError(
                 "expected the number of the release to return to; load the page of the rollback "
@@ -453,7 +453,7 @@ class Operations:
 
     async def _reports(self, request: Request, text: str) -> AsyncIterator[ServerSentEvent]:
         with self._sessions.watching(request) as place:
-            while place and not ending(request):
+            while place and not is_ending(request):
                 yield ServerSentEvent(text, event="live")
                 await asyncio.sleep(_REPORT_SECONDS)
                 try:

@@ -8,7 +8,7 @@ import grpc
 from nobackfill.errors import InvalidInputError, NotFoundError, TooLargeError
 from nobackfill.gallery import edits
 from nobackfill.gallery.edits import Selection
-from nobackfill.gallery.filters import check
+from nobackfill.gallery.filters import check_filter
 from nobackfill.gallery.listing import ListingPlace
 from nobackfill.gallery.sqlite_file import StoredItem
 from nobackfill.server.galleries.hosted import CREATED, NOTE, GalleryRegistry, Hosted
@@ -140,7 +140,9 @@ def delete(hosted: Hosted, request: pb.DeleteItemsRequest) -> int:
         InvalidInputError: ids and filter are both given, or both missing.
         TooLargeError: there are too many ids.
     """
-    return edits.delete(hosted.store, _select_items(hosted, request), context.current().check)
+    return edits.delete_selected(
+        hosted.store, _select_items(hosted, request), context.current().check
+    )
 
 
 def set_metadata(hosted: Hosted, request: pb.SetMetadataRequest) -> int:
@@ -167,7 +169,7 @@ def set_metadata(hosted: Hosted, request: pb.SetMetadataRequest) -> int:
             f"key {min(both)[:64]!r}: expected to set or to remove it, got both"
         )
     selection = _select_items(hosted, request)
-    return edits.describe(hosted.store, selection, values, remove, context.current().check)
+    return edits.change_metadata(hosted.store, selection, values, remove, context.current().check)
 
 
 def _select_items(
@@ -180,7 +182,7 @@ def _select_items(
             )
         return edits.select_ids(hosted.store, list(request.ids))
     filtered = from_filter(request.filter)
-    if request.ids or filtered is None or not check(filtered):
+    if request.ids or filtered is None or not check_filter(filtered):
         raise InvalidInputError(
             "expected either ids or a filter with a condition; without one it matches all items"
         )

@@ -9,7 +9,7 @@ from psycopg import sql
 
 from nobackfill.errors import ConfigurationError, InvalidInputError, UnavailableError
 from nobackfill.server.stores.postgresql.database import check_url, is_connection_lost, refusal
-from nobackfill.serving.sources import check_size
+from nobackfill.serving.sources import check_item_size
 from nobackfill.vectors import Kind
 
 _TIMEOUT_SECONDS = 10
@@ -61,7 +61,7 @@ class DatabaseColumnItems:
         if row is None or row[0] is None:
             return None
         value: str | bytes = row[0]
-        check_size(value.encode() if isinstance(value, str) else value, name, most_bytes)
+        check_item_size(value.encode() if isinstance(value, str) else value, name, most_bytes)
         return value
 
     def _fetch(self, name: str, most_bytes: int) -> Any:

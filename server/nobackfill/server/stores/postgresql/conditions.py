@@ -24,11 +24,11 @@ from nobackfill.gallery.filters import (
     Scalar,
     Test,
     TimeRange,
-    check,
-    microseconds,
+    check_filter,
+    parse_microseconds,
 )
 from nobackfill.gallery.spec import Metadata
-from nobackfill.gallery.store import storable
+from nobackfill.gallery.store import is_storable
 
 _LOWER, _UPPER = ("at_least", "greater_than"), ("less_than", "at_most")
 # Up to so many values are searched one by one in an index.
@@ -70,7 +70,7 @@ def _facet(value: Any) -> str:
     texts = [value] if isinstance(value, str) else list(value)
     if not texts:
         return ""
-    times = [time for time in map(microseconds, texts) if time is not None]
+    times = [time for time in map(parse_microseconds, texts) if time is not None]
     values = {"s": texts, "t": times} if times else {"s": texts}
     return json.dumps(values, ensure_ascii=False)
 
@@ -83,11 +83,11 @@ def condition_of(filtered: Filter | None) -> Condition:
     """Translate a filter; None matches all items.
 
     Raises:
-        InvalidInputError: `filters.check` refuses the filter.
+        InvalidInputError: `filters.check_filter` refuses the filter.
     """
     if filtered is None:
         return EVERYTHING
-    check(filtered)
+    check_filter(filtered)
     condition = _of(filtered)
     return condition if condition is EVERYTHING else replace(condition, says=filtered)
 
@@ -100,7 +100,7 @@ def _of(filtered: Filter) -> Condition:
         return _join(" AND ", _of_all(filtered.of), EVERYTHING)
     if isinstance(filtered, AnyOf):
         return _join(" OR ", _of_any(filtered.of), _NOTHING)
-    return _test(filtered) if storable(filtered.key) else _NOTHING
+    return _test(filtered) if is_storable(filtered.key) else _NOTHING
 
 
 def _of_all(parts: Sequence[Filter]) -> list[Condition]:
@@ -155,7 +155,7 @@ def _in_ranges(ranges: Sequence[Range | TimeRange], *, every: bool) -> Condition
     longer.
     """
     key = ranges[0].key
-    if not storable(key):
+    if not is_storable(key):
         return _NOTHING
     texts = tuple(map(_range, ranges))
     combined, bounds = " * ".join(["%s::numrange"] * len(texts)), texts
@@ -210,7 +210,7 @@ def _one_of(test: OneOf) -> Condition:
     if len(test.values) <= FEW_VALUES:
         return _join(" OR ", [_equals(test.key, value) for value in test.values], _NOTHING)
     flags = [_equals(test.key, value) for value in {*test.values} if isinstance(value, bool)]
-    texts = [value for value in test.values if isinstance(value, str) and storable(value)]
+    texts = [value for value in test.values if isinstance(value, str) and is_storable(value)]
     numbers = [
         _exact(value)
         for value in test.values
@@ -242,7 +242,7 @@ def _equals(key: str, value: Scalar) -> Condition:
     if isinstance(value, bool):
         values: Mapping[str, str] = {"b": json.dumps(value)}
     elif isinstance(value, str):
-        if not storable(value):
+        if not is_storable(value):
             return _NOTHING
         values = {"s": json.dumps(value, ensure_ascii=False)}
     elif math.isinf(value):

@@ -13,15 +13,15 @@ from nobackfill.gallery.edits import changed_metadata
 from nobackfill.gallery.filters import Filter
 from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.spec import Metadata, Origin, SpaceInfo, SpaceSpec, space_of
-from nobackfill.gallery.sqlite_file import StoredItem, item_of
-from nobackfill.gallery.staging import check_doubt
+from nobackfill.gallery.sqlite_file import StoredItem, item_from_row
+from nobackfill.gallery.staging import check_uncertainty
 from nobackfill.gallery.store import (
     Change,
     CheckedVectors,
     NewVectors,
     PutResult,
     check_batch,
-    check_new,
+    check_new_vectors,
     put_change,
 )
 from nobackfill.server.state import OutdatedError
@@ -169,7 +169,7 @@ class PostgresqlGallery(Reads):
     ) -> list[CheckedVectors]:
         spaces = self.spaces()
         try:
-            return [check_new(space_of(spaces, new.space), new, count) for new in vectors]
+            return [check_new_vectors(space_of(spaces, new.space), new, count) for new in vectors]
         except IncompatibleSpaceError as error:
             if outdated:
                 raise OutdatedError("another gateway has deleted a space; try again") from error
@@ -205,7 +205,7 @@ class PostgresqlGallery(Reads):
                 f" WHERE i.label = ANY(%s) AND ({condition.text}) ORDER BY i.label FOR UPDATE",
                 [labels.tolist(), *condition.values],
             )
-            items = [item_of(row) for row in cursor]
+            items = [item_from_row(row) for row in cursor]
             present = {item.label: (item.id, item.metadata) for item in items}
             writing.describe(connection, self.schema, changed_metadata(present, values, remove))
             return np.array([*present], np.int64)
@@ -229,8 +229,8 @@ class PostgresqlGallery(Reads):
         uncertainty: ArrayLike | None = None, origin: Origin = "upgraded", replace: bool = False,
     ) -> Labels:  # fmt: skip
         new = NewVectors(space, embedding, side, origin)
-        checked = check_new(self.space(space), new, len(labels))
-        doubt = check_doubt(uncertainty, len(labels))
+        checked = check_new_vectors(self.space(space), new, len(labels))
+        doubt = check_uncertainty(uncertainty, len(labels))
         written, vectors = self._shared(
             lambda connection: writing.write(
                 connection, self.schema, checked, labels, doubt, replace=replace
@@ -293,7 +293,7 @@ class PostgresqlGallery(Reads):
         table = self._table(space)
         return self.database.read(
             lambda connection: [
-                item_of(row)
+                item_from_row(row)
                 for row in run(
                     connection,
                     "SELECT i.label, i.id, i.digest, i.metadata, v.origin, v.uncertainty"

@@ -12,7 +12,7 @@ import structlog
 
 from nobackfill.errors import BusyError, UnavailableError
 from nobackfill.gallery.search.exact import ExactIndex
-from nobackfill.gallery.search.index import Neighbours, merge
+from nobackfill.gallery.search.index import Neighbours, merge_neighbours
 from nobackfill.gallery.spec import SpaceInfo
 from nobackfill.server.stores.postgresql.database import EF, Connection, Database, refusal, run
 from nobackfill.server.stores.postgresql.rows import among, copy_out, random_labels
@@ -99,7 +99,7 @@ def probes_of(
         labels, vectors, _ = copy_out(connection, table, piece, spec.dim)
         if len(labels):
             neighbours = ExactIndex(spec, labels, vectors).search(queries, K)
-            best, count = merge([best, neighbours], K), count + len(labels)
+            best, count = merge_neighbours([best, neighbours], K), count + len(labels)
         check_stop()
     nearest = min(K, count)
     # All squared_l2 distances of short vectors are small, and must not count as rounding.

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 
 from nobackfill.gallery.filters import Matches
-from nobackfill.gallery.listing import ListingPlace, MetadataGroup, group_of
+from nobackfill.gallery.listing import ListingPlace, MetadataGroup, build_group
 from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.spec import SpaceInfo, SpaceSpec, side_passes
 from nobackfill.gallery.sqlite_file import StoredItem, StoredVectors, StoredWindow
 from nobackfill.gallery.staging import Estimate, Order, Runner
-from nobackfill.gallery.store import storable
+from nobackfill.gallery.store import is_storable
 from nobackfill.release.models import CHUNK
 from nobackfill.server.stores.postgresql import rows
 from nobackfill.server.stores.postgresql.conditions import EVERYTHING, Condition
@@ -271,7 +271,7 @@ class Reads:
         return found, places[-1] if len(places) == limit else None
 
     def groups(self, key: str, space: str) -> list[MetadataGroup]:
-        if not storable(key):
+        if not is_storable(key):
             return []
         query = (
             "SELECT f.kind, e.value, v.label, v.origin"
@@ -284,7 +284,7 @@ class Reads:
         )
         found = self.database.read(lambda c: run(c, query, [key, key]).fetchall())
         return [
-            group_of(kind, value, [row[2:] for row in members])
+            build_group(kind, value, [row[2:] for row in members])
             for (kind, value), members in groupby(found, key=lambda row: row[:2])
         ]
 
@@ -355,7 +355,7 @@ class Reads:
 
 def existing(ids: Sequence[str]) -> list[str]:
     """Return the ids that PostgreSQL can store; it refuses to look for others."""
-    return [item_id for item_id in ids if storable(item_id)]
+    return [item_id for item_id in ids if is_storable(item_id)]
 
 
 def _bytes_written(connection: Connection, target: SpaceSpec, labels: Labels, carried: Any) -> int:

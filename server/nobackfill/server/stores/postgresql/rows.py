@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from nobackfill.errors import NotFoundError
 from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.spec import SpaceInfo, SpaceSpec, space_of
-from nobackfill.gallery.sqlite_file import StoredItem, StoredVectors, draw_labels, item_of
+from nobackfill.gallery.sqlite_file import StoredItem, StoredVectors, draw_labels, item_from_row
 from nobackfill.server.stores.postgresql.database import Connection, run
 from nobackfill.server.stores.postgresql.schema import table_of
 from nobackfill.vectors import Vectors
@@ -160,7 +160,7 @@ def items(
         f"SELECT {_ITEM}, {of_vector} FROM {schema}.items i {join} WHERE i.label = ANY(%s)",
         [wanted],
     )
-    found = {item.label: item for item in map(item_of, rows)}
+    found = {item.label: item for item in map(item_from_row, rows)}
     return [found.get(label) for label in wanted]
 
 
@@ -173,7 +173,7 @@ def items_where(
         f"SELECT {_ITEM}, NULL, NULL FROM {schema}.items i WHERE {where} ORDER BY i.label LIMIT %s",
         [*values, limit],
     )
-    return [item_of(row) for row in rows]
+    return [item_from_row(row) for row in rows]
 
 
 def facets_of(connection: Connection, schema: str, labels: Labels) -> Mapping[int, Any]:

@@ -21,7 +21,7 @@ theirs, with the rows locked.
 from dataclasses import dataclass
 from importlib.metadata import version
 
-from nobackfill.errors import BusyError, ConfigurationError, InvalidInputError, writer_of
+from nobackfill.errors import BusyError, ConfigurationError, InvalidInputError, describe_writer
 from nobackfill.gallery.spec import SpaceSpec, State
 from nobackfill.server.stores.postgresql import database
 from nobackfill.server.stores.postgresql.database import Connection, run
@@ -118,7 +118,7 @@ def migrate(connection: Connection, to: int = FORMAT) -> int:
     if not 1 <= to <= FORMAT or not 1 <= found <= FORMAT:
         raise ConfigurationError(
             f"the database is of format {found}, and nobackfill {version('nobackfill')} knows "
-            f"formats 1 to {FORMAT}; use {writer_of(None if row is None else row[1])}: its "
+            f"formats 1 to {FORMAT}; use {describe_writer(None if row is None else row[1])}: its "
             f"`gateway data migrate --to {FORMAT}` takes the database back"
         )
     noted = (

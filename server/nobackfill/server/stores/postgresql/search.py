@@ -15,7 +15,7 @@ from psycopg import errors, pq
 
 from nobackfill.gallery.filters import Filter
 from nobackfill.gallery.search import index, view
-from nobackfill.gallery.search.index import Labels, Mask, Neighbours, best, mask_of
+from nobackfill.gallery.search.index import Labels, Mask, Neighbours, mask_of, nearest_candidates
 from nobackfill.gallery.spec import SpaceInfo, SpaceSpec
 from nobackfill.server.stores.postgresql.conditions import EVERYTHING, Condition, condition_of
 from nobackfill.server.stores.postgresql.database import EF, Connection, Database, run
@@ -373,11 +373,13 @@ def rank_rows(spec: SpaceSpec, query: Vectors, rows: list[Any], k: int) -> Neigh
         if neighbours is not None:
             return Neighbours(*neighbours)
     if not rows:
-        return best(np.empty((1, 0), np.int64), np.empty((1, 0), np.float32), k)
+        return nearest_candidates(np.empty((1, 0), np.int64), np.empty((1, 0), np.float32), k)
     labels = np.array([row[0] for row in rows], np.int64)
-    vectors = index.prepare(spec.metric, from_binary([row[1] for row in rows], spec.dim))
-    prepared = index.prepare(spec.metric, query[None])
-    return best(labels[None], index.pair_distances(spec.metric, prepared, vectors[None]), k)
+    vectors = index.prepare_vectors(spec.metric, from_binary([row[1] for row in rows], spec.dim))
+    prepared = index.prepare_vectors(spec.metric, query[None])
+    return nearest_candidates(
+        labels[None], index.pair_distances(spec.metric, prepared, vectors[None]), k
+    )
 
 
 def _concatenate(rows: list[Neighbours], k: int) -> Neighbours:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from nobackfill.errors import NotFoundError
 from nobackfill.gallery.search.index import Labels, rows_of
 from nobackfill.gallery.spec import SpaceInfo, SpaceSpec
-from nobackfill.gallery.staging import ensure_complete, ensure_not_active, ensure_same
+from nobackfill.gallery.staging import check_same_space, ensure_complete, ensure_not_active
 from nobackfill.gallery.store import Batch, CheckedVectors, PutResult, match_items
 from nobackfill.server.stores.postgresql import rows
 from nobackfill.server.stores.postgresql.conditions import facets
@@ -307,7 +307,7 @@ def begin(connection: Connection, schema: str, spec: SpaceSpec) -> bool:
     """Create a staging space, and return True; return False if it exists."""
     for info in rows.read_spaces(connection, schema):
         if info.spec.space == spec.space:
-            ensure_same(info.spec, spec)
+            check_same_space(info.spec, spec)
             return False
     add_space(connection, schema, spec, "staging")
     make_frontiers(connection, schema)

@@ -13,7 +13,7 @@ import numpy as np
 from nobackfill.gallery.gallery_store import GalleryStore
 from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.spec import SpaceSpec
-from nobackfill.gallery.staging import UpgradeOutcome, UpgradeProgress, carry
+from nobackfill.gallery.staging import UpgradeOutcome, UpgradeProgress, migrate_window
 from nobackfill.release.models import CHUNK
 from nobackfill.release.routes import Route, open_route
 from nobackfill.server.stores.postgresql.database import Database
@@ -97,7 +97,7 @@ class _OpenUpgrade:
         labels, embedding, side = self._windows.read(wanted, with_side)
         if not len(labels):
             return np.empty(0, np.int64)
-        return carry(self._gallery, self._runner, self._target, labels, embedding, side)
+        return migrate_window(self._gallery, self._runner, self._target, labels, embedding, side)
 
 
 _kept = OpenCache(_OpenUpgrade)
