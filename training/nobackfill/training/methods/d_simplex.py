@@ -4,7 +4,7 @@ Biondi et al., Stationary Representations, CVPR 2024. Each model is trained alon
 under the head `simplex`. A class has the same vertex in each model, so the models' spaces agree.
 """
 
-from nobackfill.errors import ConfigurationError, few
+from nobackfill.errors import ConfigurationError, join_few
 from nobackfill.training.method import EmbedderInputs, EmbedderMethod
 from nobackfill.training.networks.embedder import EmbedderObjective
 from nobackfill.training.networks.heads import SimplexHead, labels_in
@@ -37,7 +37,7 @@ def _objective(inputs: EmbedderInputs) -> EmbedderObjective:
         if moved:
             raise ConfigurationError(
                 f"method d_simplex: classes have other vertices than in {config.old}: "
-                f"{few(moved)}; list the old classes first, in their order, with class_list"
+                f"{join_few(moved)}; list the old classes first, in their order, with class_list"
             )
     return EmbedderObjective(config, len(inputs.class_names))
 
