@@ -152,7 +152,7 @@ def test_what_cannot_be_embedded_gets_a_sentence(tmp_path: Path) -> None:
         open_embedder(str(model))
     (tmp_path / "m" / "model.json").unlink()
     (tmp_path / "m" / "tokenizer.json").unlink()
-    with pytest.raises(NotFoundError, match=r"tokenizer\.json beside"):
+    with pytest.raises(NotFoundError, match=r"tokenizer\.json next to"):
         open_embedder(str(model))
     lines = tmp_path / "bad.jsonl"
     lines.write_text('{"id": 1, "text": "a"}\n{"id": 1}\n')

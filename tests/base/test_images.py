@@ -172,7 +172,7 @@ def test_a_thin_image_of_few_pixels_is_fine() -> None:
 @pytest.mark.parametrize("kind", ["GIF", "TIFF", "BMP", "PPM", "ICO", "TGA", "PDF", "EPS"])
 def test_other_formats_are_refused(kind: str) -> None:
     data = encoded(Image.fromarray(pixels(16, 16)), kind)
-    with pytest.raises(InvalidInputError, match="expected JPEG, PNG, WEBP"):
+    with pytest.raises(InvalidInputError, match="expected a JPEG, PNG, WebP"):
         decode_image(data, 8, 8)
 
 

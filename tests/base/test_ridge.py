@@ -158,5 +158,5 @@ def test_what_is_no_pair_is_refused() -> None:
         Moments.of([(good, good), (good * np.nan, good)])
     with pytest.raises(ValueError, match="of dimensions"):
         Moments.of([(good, good), (np.ones((4, 3)), good)])
-    with pytest.raises(ValueError, match="2 groups of 4 rows"):
+    with pytest.raises(ValueError, match="2 whole groups of 4 rows"):
         fit_ridge(split_into_blocks(good, good), group=4)

@@ -34,6 +34,6 @@ def test_no_command_prints_an_error_as_it_came() -> None:
             "core/nobackfill/release/publishing/cli.py",
             "core/nobackfill/report/__main__.py",
         )
-        if 'visible(f"' not in (ROOT / path).read_text("utf-8")
+        if 'escape_hidden(f"' not in (ROOT / path).read_text("utf-8")
     ]
     assert not bare

@@ -79,7 +79,7 @@ def test_it_is_refused(skeleton: GraphSkeleton, tmp_path: Path, number: int) -> 
         ),
     )
     other.write(tmp_path / "index")
-    with pytest.raises(VerificationError, match="build it again"):
+    with pytest.raises(VerificationError, match="build the index again"):
         hnsw.load_index(tmp_path / "index", spec(), LABELS, CONTENT)
 
 

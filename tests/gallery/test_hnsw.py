@@ -101,7 +101,7 @@ def test_what_is_gone_is_forgotten_by_the_memory(old: hnsw.HnswIndex) -> None:
 def test_an_unrelated_space_is_built_afresh(old: hnsw.HnswIndex) -> None:
     rng = np.random.default_rng(8)
     content = rng.standard_normal((COUNT, 64)).astype(np.float32)
-    with pytest.raises(VerificationError, match="build a new one"):
+    with pytest.raises(VerificationError, match="build a new index"):
         hnsw.transfer_index(old, spec(2, dim=64), LABELS, content)
     assert hnsw.renew_index(spec(2, dim=64), LABELS, content, old=old).own_links
     with pytest.raises(VerificationError, match="metric"):

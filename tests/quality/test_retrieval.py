@@ -88,7 +88,7 @@ def test_longer_queries_meet_raw_vectors_by_their_first_elements(life: Life) -> 
     apart, together = (crossed <= before)[~alike], (crossed >= before)[alike]
     assert told["strict_apart"] == pytest.approx(np.mean(apart), abs=1e-3)
     assert told["strict_together"] == pytest.approx(np.mean(together), abs=1e-3)
-    with pytest.raises(InvalidInputError, match="have one dimension, got 16 and 8"):
+    with pytest.raises(InvalidInputError, match="vectors of one dimension, got 16 of"):
         search_cell(parse_cell("2/1"), both, both, relevance)
     with pytest.raises(InvalidInputError, match="dimensions 8 and 16 cannot be compared"):
         cell_vectors(parse_cell("1/2"), both, both)

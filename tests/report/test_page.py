@@ -124,7 +124,7 @@ def test_without_images_it_shows_what_was_published(model_repo: Path, tmp_path: 
 
 def test_a_report_leads_to_pages_alone() -> None:
     for wrong in ("javascript:alert(1)", "127.0.0.1:9465", "file:///etc/passwd", " http://x"):
-        with pytest.raises(InvalidInputError, match="that gateway serve --console"):
+        with pytest.raises(InvalidInputError, match="that `gateway serve --console` or"):
             RunningPages(console=wrong).links(2)
     assert RunningPages().links(2) == []
 
@@ -134,12 +134,12 @@ def test_wrong_input_gets_a_sentence_and_its_exit_code(
 ) -> None:
     output = tmp_path / "none.html"
     unknown = run("--model-repo", model_repo, "--release", "7", "-o", output)
-    assert (unknown.returncode, "holds no release 7" in unknown.stderr) == (66, True)
+    assert (unknown.returncode, "release 7 is not published" in unknown.stderr) == (66, True)
     missing = run(
         *("--model-repo", model_repo, "--release", "2"),
         *("--images", tmp_path / "nowhere", "-o", output),
     )
-    assert (missing.returncode, "no folder" in missing.stderr) == (66, True)
+    assert (missing.returncode, "there is no such folder" in missing.stderr) == (66, True)
     (tmp_path / "broken" / "a").mkdir(parents=True)
     shutil.copytree(images, tmp_path / "broken", dirs_exist_ok=True)
     (tmp_path / "broken" / "a" / "0.png").write_bytes(b"no image")

@@ -62,7 +62,7 @@ def test_in_a_batch_it_is_one_querys_error(blind: Client) -> None:
     assert [ids(answer) for answer in answers] == [["i0"], [], ["i1"], [], ["i2"]]
     assert [bool(answer.error) for answer in answers] == [False, True, False, True, False]
     assert "single colour" in answers[1].error
-    assert "expected JPEG, PNG, WEBP" in answers[3].error
+    assert "expected a JPEG, PNG, WebP" in answers[3].error
     assert [bool(answer.error) for answer in blind.search_batch("g", images=[BLACK])] == [True]
 
 

@@ -210,7 +210,7 @@ def test_no_line_is_taken_for_another(tmp_path: Path, monkeypatch: pytest.Monkey
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "open", late)
-        with pytest.raises(UnavailableError, match="changes while it is read"):
+        with pytest.raises(UnavailableError, match="changed while it was read"):
             items.read("a", 100)
     assert items.read("a", 100) == "one"
 
@@ -222,6 +222,6 @@ def test_lines_that_change_places_under_the_last_are_found_again(tmp_path: Path)
     items = LineItems(file)
     write(tmp_path / "other", {"b": "two", "a": "one", "z": "end", "y": "new"})
     file.write_bytes((tmp_path / "other").read_bytes())
-    with pytest.raises(UnavailableError, match="changes while it is read"):
+    with pytest.raises(UnavailableError, match="changed while it was read"):
         items.read("a", 100)
     assert [items.read(name, 100) for name in "abzy"] == ["one", "two", "end", "new"]

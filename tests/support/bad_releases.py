@@ -222,7 +222,7 @@ BAD: dict[str, tuple[Spoil, str]] = {
     "a space before it that no release has": (
         _set("upgrades", 0, "from_space", to="sp-" + "1" * 64), "no route"),
     "an older side encoder that is none": (_older_encoder, "cannot be used"),
-    "a file that nobody signed": (_unsigned, "not signed"),
+    "a file that nobody signed": (_unsigned, "does not sign"),
     "a file of another digest": (_other_digest, "another digest"),
     "the space of release 2": (_same_space, "the space of release 2"),
     "images of another size": (_embedding_of_images_too_large, "expected [None, 2048, 2048, 3]"),

@@ -118,8 +118,8 @@ def no_pooling(folder: Path) -> None:
     ("spoil", "sentence"),
     [
         (broken_tokenizer, "is no tokenizer.json"),
-        (no_tokenizer, "put the model's tokenizer.json beside"),
-        (ids_outside_the_vocabulary, "tokens that its model does not take"),
+        (no_tokenizer, "put its tokenizer.json next to"),
+        (ids_outside_the_vocabulary, "tokens that its model does not accept"),
         (fixed_batch, "with a free n and t"),
         (vendor_operators, "expected only operators of ONNX"),
         (no_onnx, "cannot be read as ONNX"),
@@ -191,7 +191,7 @@ def test_the_gate_measures_texts(tmp_path: Path) -> None:
         repo, 2, "--text-encoder", weighed(tmp_path / "2", 2, 9.0), "--eval-texts", file
     )
     assert refused.exit_code == 65
-    assert "served by no upgrade" in refused.output
+    assert "no upgrade and no direct search serves" in refused.output
     blind = run_export(repo, 2, "--vectors-of", "gone:16", "--eval-texts", file)
     assert "release 2 embeds none" in blind.output
 

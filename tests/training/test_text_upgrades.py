@@ -106,7 +106,10 @@ def test_texts_of_one_sentence_ask_for_the_rest_of_themselves(tmp_path: Path) ->
     )
     for bad, sentence in (
         ([{"id": 1, "text": "w"}], "at least one visible character"),
-        ([{"id": 1, "text": "a b", "query": "a"}, {"id": 2, "text": "c d"}], "in each or none"),
+        (
+            [{"id": 1, "text": "a b", "query": "a"}, {"id": 2, "text": "c d"}],
+            "in every line or in none",
+        ),
         ([{"id": 1, "text": "a b", "label": "x"}, {"id": 2, "text": "c d"}], "expected a 'label'"),
     ):
         file.write_text("\n".join(map(json.dumps, bad)))
