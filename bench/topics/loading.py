@@ -16,7 +16,7 @@ from torchvision.transforms import v2
 from bench.harness import Bench, Contender, Row, Table, compared, interleave
 from bench.photos import write_photos
 from nobackfill.class_folders import list_images
-from nobackfill.training.data.pictures import Pictures, Reading, in_batches, open_pictures
+from nobackfill.training.data.pictures import Pictures, ReadingOptions, in_batches, open_pictures
 
 SIZE, BATCH, WORKERS = 224, 128, 2
 PHOTO = (375, 500)
@@ -55,7 +55,7 @@ def _speed(bench: Bench, folder: Path, count: int, title: str) -> Table:
     drawn = torch.from_numpy(rng.permutation(len(listing))[:count])
 
     def pictures(cache: Path | None) -> Pictures:
-        opened = open_pictures(listing, SIZE, Reading(0, WORKERS, cache))
+        opened = open_pictures(listing, SIZE, ReadingOptions(0, WORKERS, cache))
         assert isinstance(opened, Pictures)
         return opened
 
@@ -118,7 +118,7 @@ def _memory(folder: Path, count: int) -> Table:
     gc.collect()
     before = _held_bytes()
     listing = list_images(folder)
-    pictures = open_pictures(listing, SIZE, Reading(0, WORKERS))
+    pictures = open_pictures(listing, SIZE, ReadingOptions(0, WORKERS))
     batches = _batches(torch.from_numpy(np.random.default_rng(1).permutation(len(listing))))
     fifths = [round(len(batches) * part / 5) for part in range(1, 6)]
     rows: list[Row] = []

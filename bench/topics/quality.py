@@ -23,7 +23,7 @@ from nobackfill.metrics.retrieval import mean
 from nobackfill.quality.retrieval import search_and_measure
 from nobackfill.training.export.onnx_export import export_onnx, quantise
 from nobackfill.training.loop.upgrade import read_upgrade
-from nobackfill.training.networks.frozen import of_run
+from nobackfill.training.networks.frozen import encoder_of_run
 from nobackfill.training.networks.transform import UpgradeNetwork
 from nobackfill.vectors import Vectors
 
@@ -66,7 +66,7 @@ def run(bench: Bench) -> list[Table]:
     found = {
         (part, name): encoder.run(decode_listing(listing, encoder.image_size))
         for name, kind in SETS.items()
-        for encoder in [of_run(runs / name, kind)]
+        for encoder in [encoder_of_run(runs / name, kind)]
         for part, listing in seen.items()
     }
     rows, rounds = _rows(bench, seen, found, upgrades)

@@ -18,7 +18,7 @@ from nobackfill.research.presets import (
     preset_named,
 )
 from nobackfill.research.rows import ComparisonPlace, Name, TrainingRun, learning_of
-from nobackfill.research.tasks import Views, make_features, tasks, train_run
+from nobackfill.research.tasks import FeatureViews, make_features, tasks, train_run
 from nobackfill.training.config import parse_config
 from nobackfill.training.loop.run import CHECKPOINT
 
@@ -44,9 +44,9 @@ def test_a_run_comes_after_all_that_it_reads(tmp_path: Path) -> None:
     here = place(tmp_path)
     seen: set[object] = set()
     for task in tasks([(here, rows_of(here, tuple(GROUPS)))]):
-        assert task.needs <= seen
-        assert not task.made & seen
-        seen |= task.made
+        assert task.prerequisites <= seen
+        assert not task.outputs & seen
+        seen |= task.outputs
     assert len(seen) > 60
 
 
@@ -56,20 +56,23 @@ def test_features_that_upgrades_share_are_made_once(tmp_path: Path) -> None:
     names = ("affine", "fct_simclr", "residual_none", "residual_simclr", "dmu_residual")
     planned = tasks([(here, rows_of(here, names))])
     upgrades = {
-        task.arguments[0].folder.name.removeprefix("upgrade-"): task.needs
+        task.arguments[0].folder.name.removeprefix("upgrade-"): task.prerequisites
         for task in planned
         if task.work is train_run and isinstance(task.arguments[0], TrainingRun)
         if task.arguments[0].values["kind"] == "upgrade"
     }
     assert set(upgrades) == set(names)
-    read = {name: _features(needs) for name, needs in upgrades.items()}
+    read = {name: _features(prerequisites) for name, prerequisites in upgrades.items()}
     assert all(len(views) == 1 for views in read.values())
     assert read["affine"] == read["fct_simclr"] != read["residual_none"]
     assert read["residual_none"] == read["residual_simclr"] == read["dmu_residual"]
     making = [task for task in planned if task.work is make_features]
-    assert [_features(task.made) for task in making] == [read["affine"], read["residual_none"]]
+    assert [_features(task.outputs) for task in making] == [read["affine"], read["residual_none"]]
     # Of a model that only one of them reads, too.
-    assert here.runs / "dmu" in making[1].needs and here.runs / "side-simclr" in making[0].needs
+    assert (
+        here.runs / "dmu" in making[1].prerequisites
+        and here.runs / "side-simclr" in making[0].prerequisites
+    )
 
 
 def test_features_of_another_place_are_others(tmp_path: Path) -> None:
@@ -87,11 +90,11 @@ def test_what_is_trained_reads_no_features(tmp_path: Path) -> None:
         for run in row.runs:
             run.folder.mkdir(parents=True, exist_ok=True)
             (run.folder / CHECKPOINT).touch()
-    assert all(not _features(task.needs | task.made) for task in tasks([(here, rows)]))
+    assert all(not _features(task.prerequisites | task.outputs) for task in tasks([(here, rows)]))
 
 
-def _features(names: frozenset[Path | Views]) -> set[Views]:
-    return {one for one in names if isinstance(one, Views)}
+def _features(names: frozenset[Path | FeatureViews]) -> set[FeatureViews]:
+    return {one for one in names if isinstance(one, FeatureViews)}
 
 
 def test_rivals_start_from_the_same_seed_and_seeds_differ(tmp_path: Path) -> None:
@@ -169,9 +172,9 @@ def test_presets_are_the_protocols_they_say(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="unknown method 'bcd'; groups: core"):
+    with pytest.raises(ConfigurationError, match=r"unknown method 'bcd'; expected a group .core"):
         rows_of(place(tmp_path), ("bcd",))
-    with pytest.raises(ConfigurationError, match="unknown data 'mnist'; known: digits"):
+    with pytest.raises(ConfigurationError, match="unknown data 'mnist'; expected digits"):
         preset_named("mnist")
     with pytest.raises(ConfigurationError, match="needs --images"):
         compare(CIFAR100_CPU, None, tmp_path, [0], ("core",), 1)

@@ -17,16 +17,16 @@ from nobackfill.research.catalogue import rows_of
 from nobackfill.research.cells import Cells, evaluation, read_cells, write_cells
 from nobackfill.research.compare import compare
 from nobackfill.research.images import (
-    link,
+    link_images,
+    link_with_label_noise,
     train_and_test,
-    with_label_noise,
     write_digits,
 )
-from nobackfill.research.pages import whole
+from nobackfill.research.pages import full_page
 from nobackfill.research.presets import DIGITS
 from nobackfill.research.results import Results, points, read_results, write_results
 from nobackfill.research.rows import ComparisonPlace
-from nobackfill.research.tasks import do, make_features, measure_row, tasks, train_run
+from nobackfill.research.tasks import make_features, measure_row, run_tasks, tasks, train_run
 from nobackfill.training.loop.loop import DivergedError
 
 SHORT: Mapping[str, Mapping[str, object]] = {
@@ -45,10 +45,10 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The first 40 images of each digit."""
     folder = tmp_path_factory.mktemp("digits")
     write_digits(folder / "all")
-    whole = list_images(folder / "all")
-    rows = np.concatenate([np.flatnonzero(whole.labels == c)[:40] for c in range(10)])
-    chosen = whole.select(rows)
-    link(chosen, [path.split("/")[0] for path in chosen.paths], folder / "few")
+    full_page = list_images(folder / "all")
+    rows = np.concatenate([np.flatnonzero(full_page.labels == c)[:40] for c in range(10)])
+    chosen = full_page.select(rows)
+    link_images(chosen, [path.split("/")[0] for path in chosen.paths], folder / "few")
     return folder / "few"
 
 
@@ -124,7 +124,7 @@ def test_every_wanted_row_has_its_cells_on_both_splits(small: tuple[Path, Result
     assert rows["dmu"].extras["weight_spread"] < 1.01
     assert "variance_ratio" in rows["residual_simclr"].extras
     # 32 numbers of the old embedding, 32 of side-information.
-    assert results.costs["residual_simclr"].stored == 256
+    assert results.costs["residual_simclr"].stored_bytes == 256
     for name, cost in results.costs.items():
         assert (cost.microseconds > 0) == (name in ("dmu", "affine", "residual_simclr")), name
 
@@ -137,7 +137,7 @@ def test_the_results_are_read_as_they_were_written(
     (tmp_path / "r.json").write_text('{"data": "digits"}')
     with pytest.raises(InvalidInputError, match="expected results of compare"):
         read_results(tmp_path / "r.json")
-    with pytest.raises(NotFoundError, match="no such file"):
+    with pytest.raises(NotFoundError, match="does not exist"):
         read_results(tmp_path / "none.json")
 
 
@@ -177,9 +177,9 @@ def test_what_is_kept_is_held_to_the_best_new_model_of_the_table(
 
 def test_the_curve_and_the_table_tell_one_share_kept(small: tuple[Path, Results]) -> None:
     _, results = small
-    shown = {point.name: point.kept for point in points(results)}
+    shown = {point.name: point.kept_map for point in points(results)}
     assert set(shown) == set(WANTED)
-    lines = [line.split(" | ") for line in whole(results).splitlines()]
+    lines = [line.split(" | ") for line in full_page(results).splitlines()]
     told = {line[0].removeprefix("| "): line[5] for line in lines if len(line) == 11}
     for name, row in results.main.rows.items():
         assert shown[name] == row.extras["kept_map"]
@@ -197,7 +197,7 @@ def test_one_seed_decides_no_claim(small: tuple[Path, Results]) -> None:
         assert incompatible[figure].verdict == "undecided"
     assert "BCT loses new/new" in results.splits["unseen"].claims
     assert "FCT with SimCLR > the strongest BCT" not in claims
-    text = whole(results)
+    text = full_page(results)
     assert "±" not in text and "One seed (0)" in text
     for name in WANTED:
         assert f"| {name} |" in text
@@ -207,12 +207,14 @@ def test_one_seed_decides_no_claim(small: tuple[Path, Results]) -> None:
 def test_rows_of_one_seed_stand_beside_those_of_two(
     small: tuple[Path, Results], digits: Path
 ) -> None:
-    results = compare(FEW, digits, small[0], [0, 1], ("independent",), 1, SHORT, once=("bct",))
+    results = compare(
+        FEW, digits, small[0], [0, 1], ("independent",), 1, SHORT, first_seed_names=("bct",)
+    )
     rows = results.main.rows
     assert {name: row.seeds for name, row in rows.items()} == {"independent": 2, "bct": 1}
     # Of the first seed, as bct's own figures are.
     assert rows["bct"].held_to["map"].value != rows["independent"].held_to["map"].value
-    text = whole(results)
+    text = full_page(results)
     assert "| bct (1 seed) |" in text and "| independent |" in text
     assert results.main.claims["BCT loses new/new"]["map"].seeds == 1
 
@@ -282,7 +284,7 @@ def test_train_and_test_images_are_apart_and_change_with_the_seed(
 def test_label_noise_moves_a_fifth_of_the_images_to_wrong_classes(
     tmp_path: Path, digits: Path
 ) -> None:
-    with_label_noise(digits, tmp_path / "noisy", 0.2, 0)
+    link_with_label_noise(digits, tmp_path / "noisy", 0.2, 0)
     noisy = list_images(tmp_path / "noisy")
     assert len(noisy) == 400 and len(noisy.class_names) == 10
     wrong = sum(
@@ -296,7 +298,7 @@ def test_methods_that_train_on_made_folders_make_them(tmp_path: Path, digits: Pa
     train_and_test(digits, tmp_path / "data", 0.4, 0)
     short = {kind: dict(values) for kind, values in SHORT.items()}
     here = ComparisonPlace(DIGITS, DIGITS.splits[0], 0, tmp_path / "data", tmp_path / "runs", short)
-    do([(here, rows_of(here, ("noisy_unibct", "open-class:vanilla")))], 1)
+    run_tasks([(here, rows_of(here, ("noisy_unibct", "open-class:vanilla")))], 1)
     old = list_images(tmp_path / "data" / "open-class" / "old")
     new = list_images(tmp_path / "data" / "open-class" / "new")
     assert not set(old.class_names) & set(new.class_names)

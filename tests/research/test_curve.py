@@ -12,9 +12,9 @@ from nobackfill.class_folders import list_images
 from nobackfill.research.catalogue import rows_of
 from nobackfill.research.cells import Cells, by_range, known_to_old
 from nobackfill.research.presets import DIGITS
-from nobackfill.research.results import CostPoint, draw, front
+from nobackfill.research.results import CostPoint, draw, pareto_front
 from nobackfill.research.rows import ComparisonPlace, TrainingRun
-from nobackfill.research.serve import exported, stored
+from nobackfill.research.serve import exported_session, stored_bytes
 from nobackfill.training.networks.transform import FctTransform, UpgradeNetwork
 
 
@@ -27,7 +27,7 @@ def random_points(seed: int, n: int = 40) -> list[CostPoint]:
     ]
 
 
-@pytest.mark.parametrize("cost", ["stored", "microseconds"])
+@pytest.mark.parametrize("cost", ["stored_bytes", "microseconds"])
 @pytest.mark.parametrize("seed", range(5))
 def test_nothing_beats_a_point_of_the_front(seed: int, cost: str) -> None:
     points = random_points(seed)
@@ -35,13 +35,13 @@ def test_nothing_beats_a_point_of_the_front(seed: int, cost: str) -> None:
     def beaten(point: CostPoint) -> bool:
         mine = getattr(point, cost)
         return any(
-            (getattr(o, cost) < mine and o.kept >= point.kept)
-            or (getattr(o, cost) <= mine and o.kept > point.kept)
+            (getattr(o, cost) < mine and o.kept_map >= point.kept_map)
+            or (getattr(o, cost) <= mine and o.kept_map > point.kept_map)
             for o in points
         )
 
-    expected = {(getattr(p, cost), p.kept) for p in points if not beaten(p)}
-    found = [(getattr(p, cost), p.kept) for p in front(points, cost)]
+    expected = {(getattr(p, cost), p.kept_map) for p in points if not beaten(p)}
+    found = [(getattr(p, cost), p.kept_map) for p in pareto_front(points, cost)]
     assert set(found) == expected and len(found) == len(expected)
     assert found == sorted(found)
 
@@ -63,7 +63,7 @@ def test_the_picture_names_the_front_and_is_the_same_each_time() -> None:
 def test_stored_bytes_count_bits_as_bits(tmp_path: Path) -> None:
     place = ComparisonPlace(DIGITS, DIGITS.splits[0], 0, tmp_path / "data", tmp_path / "runs")
     rows = {row.name: row for row in rows_of(place, ("sizes", "fct_none", "fct_doubled"))}
-    sizes = {name: stored(row) for name, row in rows.items()}
+    sizes = {name: stored_bytes(row) for name, row in rows.items()}
     assert sizes == {
         "fct_none": 128,
         "fct_doubled": 256,
@@ -85,7 +85,7 @@ def test_the_exported_upgrade_computes_what_torch_computes(int8: bool) -> None:
     h = FctTransform(6, 5, 7, projection_dim=16, inner_dim=32, unit=True)
     upgrade = UpgradeNetwork(h, reads_side=True).eval()
     old, side = torch.randn(20, 6), torch.randn(20, 5)
-    session = exported(upgrade, 6, 5, int8=int8)
+    session = exported_session(upgrade, 6, 5, int8=int8)
     (found,) = session.run(["upgraded"], {"embedding": old.numpy(), "side": side.numpy()})
     expected = upgrade(old, side).embedding.detach().numpy()
     assert np.abs(found - expected).max() < (0.05 if int8 else 1e-5)

@@ -61,7 +61,7 @@ def test_a_process_that_is_ended_is_a_sentence(comparison: subprocess.Popen[str]
     _, told = comparison.communicate(timeout=60)
     assert "trainings and measurements to do" in told
     assert comparison.returncode == 1
-    assert "a process of the comparison was killed" in told
+    assert "a process of compare.py was killed" in told
     assert "--jobs" in told
     assert "Traceback" not in told
     assert not any(map(alive, trains))

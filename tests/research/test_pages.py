@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from nobackfill.errors import InvalidInputError, NotFoundError
 from nobackfill.research.compare import app
-from nobackfill.research.pages import refresh, rows_shown, shortened
+from nobackfill.research.pages import rewrite_tables, rows_shown, short_table
 from nobackfill.research.results import (
     ClaimOutcome,
     Provenance,
@@ -62,7 +62,7 @@ def test_rows_that_beat_or_tie_ours_anywhere_are_shown() -> None:
 
 def test_the_page_says_what_is_left_out_and_what_fails() -> None:
     told = "\n".join(
-        shortened(results(**{OURS: row(0.9, 0.8, 0.05)}, affine=row(0.8, 0.7, 0.1)), "all.md")
+        short_table(results(**{OURS: row(0.9, 0.8, 0.05)}, affine=row(0.8, 0.7, 0.1)), "all.md")
     )
     assert "1 rows, below ours" in told and "[the whole table](all.md)" in told
     assert "0 of 1 claims hold, 0 are undecided, 1 fail: a > b." in told
@@ -105,26 +105,26 @@ def test_pages_are_as_the_command_writes_them(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     for written in (*shown, *(copy.with_suffix(".md") for copy in copies)):
         assert written.read_text() == (ROOT / written.relative_to(tmp_path)).read_text()
-    assert [len(refresh(page)) for page in shown] == [2]
+    assert [len(rewrite_tables(page)) for page in shown] == [2]
 
 
 def test_in_brief_are_the_rows_always_shown_and_who_beats_ours() -> None:
     measured = results(
         **{OURS: row(0.9, 0.8, 0.05)}, bct=row(0.1, 0.1, 0.5), better=row(0.8, 0.9, 0.1)
     )
-    told = "\n".join(shortened(measured, "all.md", brief=True))
+    told = "\n".join(short_table(measured, "all.md", brief=True))
     assert "| bct |" in told and f"| **{OURS}** |" in told and "| better |" not in told
     assert "beat or tie ours: `better` (main mAP)" in told and "](all.md)" in told
 
 
 def test_a_page_without_marks_or_results_is_refused(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    with pytest.raises(NotFoundError, match="no such page"):
-        refresh(page)
+    with pytest.raises(NotFoundError, match="there is no such file"):
+        rewrite_tables(page)
     page.write_text("<!-- results: none.json -->\n")
     with pytest.raises(InvalidInputError, match="end of results"):
-        refresh(page)
+        rewrite_tables(page)
     page.write_text("<!-- results: none.json -->\n<!-- end of results -->\n")
-    with pytest.raises(NotFoundError, match="no such file"):
-        refresh(page)
+    with pytest.raises(NotFoundError, match="does not exist"):
+        rewrite_tables(page)
     assert page.read_text() == "<!-- results: none.json -->\n<!-- end of results -->\n"

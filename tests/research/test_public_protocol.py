@@ -7,7 +7,7 @@ import pytest
 
 from nobackfill.research.catalogue import rows_of
 from nobackfill.research.compare import compare
-from nobackfill.research.pages import PAPER_FIGURES, paper_table, whole
+from nobackfill.research.pages import PAPER_FIGURES, full_page, paper_table
 from nobackfill.research.presets import CIFAR100_FCT, Split
 from nobackfill.research.results import Results
 from nobackfill.research.rows import ComparisonPlace
@@ -70,7 +70,7 @@ def test_every_row_runs_and_stands_beside_what_papers_print(results: Results) ->
     rows = results.main.rows
     assert {"independent", "bct", "fct_none", "fct_simclr", "fastfill_none"} < set(rows)
     assert {"fastfill_joint_none", "residual_none", "residual_simclr"} < set(rows)
-    page = whole(results)
+    page = full_page(results)
     for figure in PAPER_FIGURES["cifar100-fct"]:
         ours = "-"
         if figure.row in rows:

@@ -13,13 +13,13 @@ from nobackfill.metrics.distances import to_unit_norm
 from nobackfill.metrics.retrieval import mean, search_and_score
 from nobackfill.research.catalogue import PAIRS, rows_of
 from nobackfill.research.cells import evaluation, read_cells
-from nobackfill.research.images import SHIFTS, train_and_test, write_digits, write_foreign
+from nobackfill.research.images import SHIFTS, train_and_test, write_digits, write_shifted
 from nobackfill.research.presets import DIGITS
 from nobackfill.research.results import Provenance
 from nobackfill.research.rows import ComparisonPlace, TrainingRun
 from nobackfill.research.serve import costs
 from nobackfill.research.summary import MeasuredRow, summarise
-from nobackfill.research.tasks import do, images_of
+from nobackfill.research.tasks import images_of, run_tasks
 from nobackfill.training.data.allocations import allocate
 from nobackfill.training.loop.run import CHECKPOINT, read_finished
 
@@ -67,7 +67,7 @@ def test_a_shift_is_what_it_says(tmp_path: Path) -> None:
     Image.fromarray(pixels).save(test / "0.png")
     shifted = {}
     for name in SHIFTS:
-        write_foreign(tmp_path / "test", tmp_path / name)
+        write_shifted(tmp_path / "test", tmp_path / name)
         assert list_images(tmp_path / name).paths == ("ant/0.png",)
         shifted[name] = np.asarray(Image.open(tmp_path / name / "ant" / "0.png")).astype(int)
     assert np.array_equal(shifted["negative"], 255 - pixels.astype(int))
@@ -76,7 +76,7 @@ def test_a_shift_is_what_it_says(tmp_path: Path) -> None:
 
 def test_models_meet_images_of_a_domain_that_they_did_not_train_on(place: ComparisonPlace) -> None:
     rows = {row.name: row for row in rows_of(place, ("foreign", "independent"))}
-    do([(place, [rows["independent"], rows["negative:independent"]])], 1)
+    run_tasks([(place, [rows["independent"], rows["negative:independent"]])], 1)
     plain, shifted = (
         read_cells(place.runs / "cells" / f"{name}.npz")
         for name in ("independent", "negative-independent")
@@ -92,7 +92,7 @@ def test_models_meet_images_of_a_domain_that_they_did_not_train_on(place: Compar
 
 def test_disjoint_objectives_share_no_class(place: ComparisonPlace) -> None:
     row = next(iter(rows_of(place, ("disjoint:fct_simclr",))))
-    do([(place, [row])], 1)
+    run_tasks([(place, [row])], 1)
     assert row.side is not None
     old, side, new, upgrade = (
         set(read_finished(run.folder).class_names)
@@ -109,7 +109,7 @@ def test_lwf_of_the_paper_learns_new_classes_and_knows_the_old_ones_by_soft_labe
     place: ComparisonPlace,
 ) -> None:
     (row,) = rows_of(place, ("lwf_new_data",))
-    do([(place, [row])], 1)
+    run_tasks([(place, [row])], 1)
     assert set(read_finished(row.new.folder).class_names) == set("56789")
     assert row.new.values["old"] == row.old.folder
     assert set(images_of(place, row).labels) == set(range(10))
@@ -119,7 +119,7 @@ def test_lwf_of_the_paper_learns_new_classes_and_knows_the_old_ones_by_soft_labe
 def test_models_of_two_architectures_are_compared(place: ComparisonPlace, pair: str) -> None:
     rows = {row.name: row for row in rows_of(place, ("architectures",))}
     row = rows[f"{pair}:affine_simclr"]
-    do([(place, [row])], 1)
+    run_tasks([(place, [row])], 1)
     trained = [read_finished(run.folder).config for run in (row.old, row.new)]
     assert tuple(config.model_dump()["backbone"] for config in trained) == PAIRS[pair]
     cells = read_cells(place.runs / "cells" / f"{pair}-affine_simclr.npz")
@@ -155,7 +155,7 @@ def test_a_long_chain_hands_each_model_and_side_information_on(place: Comparison
 
 def test_a_chain_of_two_is_measured(place: ComparisonPlace) -> None:
     rows = {row.name: row for row in rows_of(place, ("long_chain",))}
-    do([(place, [rows["long_chain:2"]])], 1)
+    run_tasks([(place, [rows["long_chain:2"]])], 1)
     cells = read_cells(place.runs / "cells" / "long_chain-2.npz")
     assert cells is not None and "served/served" in cells.by_query
     assert read_finished(rows["long_chain:2"].route[0].folder).facts["new_side_dim"] == 32
@@ -181,7 +181,7 @@ def slow_psi(run: TrainingRun, embedding: np.ndarray) -> np.ndarray:
 def test_dmus_gallery_evolves_with_each_update_in_a_row(place: ComparisonPlace) -> None:
     """phi_1's gallery through psi_2 and psi_3 (DMU Figure 3); BCT's stays as it is."""
     (dmu,), (bct,) = rows_of(place, ("dmu_chain",)), rows_of(place, ("bct_chain",))
-    do([(place, [dmu, bct])], 1)
+    run_tasks([(place, [dmu, bct])], 1)
     test = evaluation(images_of(place, dmu), place.preset.metric, place.runs / "features")
     old, new = (test.features(run.folder, "embedder") for run in (dmu.old, dmu.new))
     second, third = dmu.route
@@ -239,7 +239,7 @@ def test_a_limit_saw_what_is_tested_and_is_ranked_with_nobody(
     unseen = replace(place, split=DIGITS.splits[1], runs=tmp_path / "runs")
     rows = {row.name: row for row in rows_of(unseen, ("affine_simclr", "limits"))}
     own, other = rows["limit:affine_simclr"], rows["limit:residual_simclr"]
-    do([(unseen, [*rows.values()])], 1)
+    run_tasks([(unseen, [*rows.values()])], 1)
     tested = {Path(path).name for path in images_of(unseen, own).paths}
     learning_of = {}
     for name, row in (("own", own), ("other", other)):

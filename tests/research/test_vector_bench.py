@@ -133,7 +133,7 @@ def test_spaces_of_different_dimensions(tmp_path: Path, dim_new: int) -> None:
     rows = compare_vectors(read_vectors([tmp_path / "v.npz"]), registry=SMALL).rows
     refused = {name: row.refusal for name, row in rows.items() if row.refusal}
     assert list(refused) == ["drift_adapter_procrustes", "query_drift"]
-    assert refused["query_drift"].startswith("query_drift needs spaces of one dimension")
+    assert refused["query_drift"].startswith("query_drift subtracts vectors of both models")
 
 
 def test_without_labels_and_side(tmp_path: Path) -> None:
@@ -173,20 +173,30 @@ def test_wrong_files_are_refused_by_name(tmp_path: Path) -> None:
     good = arrays()
     refuses("expected the arrays old and new", new=None)
     refuses("expected the arrays test_old and test_new", test_old=None)
-    refuses("new: expected 500 rows as in old, got 499", new=good["new"][1:])
-    refuses("labels: expected 500 labels", labels=good["labels"][1:])
-    refuses("test_new: expected dimension 12 as new, got 11", test_new=good["test_new"][:, :11])
-    refuses("old: expected finite vectors", old=good["old"] * np.float32(np.nan))
-    refuses("old: expected finite vectors", old=good["old"][:, 0])
+    refuses("expected 500 rows in the array new, as in old, got 499", new=good["new"][1:])
+    refuses("array labels to hold 500 whole numbers", labels=good["labels"][1:])
+    refuses("got <U3", labels=good["labels"].astype("<U3"))
+    refuses(
+        "expected dimension 12 of the array test_new, as of new, got 11",
+        test_new=good["test_new"][:, :11],
+    )
+    refuses("finite numbers in the array old, got NaN", old=good["old"] * np.float32(np.nan))
+    refuses("array old to hold numbers of shape", old=good["old"][:, 0])
+    refuses("array old to hold numbers of shape", old=good["old"].astype("<U9"))
+    refuses("at least 1 rows in the array old, got 0", old=good["old"][:0], new=good["new"][:0])
+    one = {name: good[name][:1] for name in good if name.startswith("test_")}
+    refuses("at least 2 rows in the array test_old, got 1", **one)
     np.savez(tmp_path / "o.npz", old=np.array([{}], dtype=object))
-    with pytest.raises(InvalidInputError, match=r"o\.npz: expected a file of np\.savez"):
+    with pytest.raises(InvalidInputError, match=r"o\.npz: expected arrays of numbers"):
         read_vectors([tmp_path / "o.npz"])
     (tmp_path / "t.npz").write_text("no archive")
-    with pytest.raises(InvalidInputError, match=r"t\.npz: expected a file of np\.savez"):
+    with pytest.raises(InvalidInputError, match=r"t\.npz: expected arrays of numbers"):
         read_vectors([tmp_path / "t.npz"])
     with pytest.raises(NotFoundError):
         read_vectors([tmp_path / "none.npz"])
-    with pytest.raises(ConfigurationError, match="there is no rival residuall; there are resid"):
+    with pytest.raises(
+        ConfigurationError, match="there is no rival residuall; with --vectors, expected resid"
+    ):
         compare_vectors(frozen(tmp_path), names=["residuall"])
 
 

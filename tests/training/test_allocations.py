@@ -60,11 +60,11 @@ def test_no_set_is_ever_empty(name: str, share: float, seed: int) -> None:
 
 
 def test_what_cannot_be_divided_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="known: extended-data, open-data"):
+    with pytest.raises(ConfigurationError, match="expected one of extended-data, open-data"):
         allocate("closed-data", LABELS)
     with pytest.raises(ConfigurationError, match="at least 2 images of class 1"):
         allocate("open-data", np.array([0, 0, 1]))
-    with pytest.raises(ConfigurationError, match="share between 0 and 1, got 1"):
+    with pytest.raises(ConfigurationError, match="share above 0 and below 1, got 1"):
         allocate("open-data", LABELS, share=1)
 
 

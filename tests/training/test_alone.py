@@ -37,8 +37,8 @@ def test_a_second_training_in_a_run_folder_is_refused(config: Config, tmp_path: 
     with lock_file(config.run_dir / "lock"):
         code, output = run(config, tmp_path)
         assert code == 75
-        assert "another training works in" in output
-        assert "choose another run_dir" in output
+        assert "another process is training in the run folder" in output
+        assert "set another run_dir" in output
         assert files(config) == {"lock"}
     code, output = run(config, tmp_path)
     assert code == 0, output

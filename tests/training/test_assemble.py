@@ -27,8 +27,10 @@ def test_a_compatible_embedder_of_another_dimension_says_what_it_cannot_search(
     copy_publication(life.first, repo)
     result = run_export(repo, 2, "--embedder", run, "--eval", life.data / "eval", "--force")
     assert result.exit_code == 0, result.output
-    assert "release 2 will not search vectors of release 1 directly: method bct" in result.output
-    assert "has 20 dimensions and they have 16" in result.output
+    assert "release 2 cannot search vectors of release 1 directly, although method bct" in (
+        result.output
+    )
+    assert "they have 20 dimensions, the vectors 16" in result.output
     assert read_publication(repo).manifests[2].searches_directly == ()
 
 

@@ -10,10 +10,10 @@ from nobackfill.training.data.augment import (
     Augment,
     affine_matrices,
     erase,
-    mixed,
+    mix_pictures,
+    random_symmetry,
     recolour,
     small_crops,
-    turned,
     warp,
 )
 
@@ -50,7 +50,7 @@ def test_a_turned_picture_is_one_of_its_eight_symmetries(pixels: Tensor) -> None
     ]
     found = [
         [number for number, symmetry in enumerate(symmetries) if torch.equal(picture, symmetry)]
-        for picture in turned(many)
+        for picture in random_symmetry(many)
     ]
     counts = Counter(number for (number,) in found)
     # 25 of each are expected.
@@ -60,14 +60,14 @@ def test_a_turned_picture_is_one_of_its_eight_symmetries(pixels: Tensor) -> None
 def test_a_mixed_picture_lies_on_the_line_between_two_turned_ones() -> None:
     torch.manual_seed(0)
     one, other = torch.zeros(300, 3, 4, 4), torch.ones(300, 3, 4, 4)
-    shares = mixed(one, other)
+    shares = mix_pictures(one, other)
     assert torch.equal(shares.amin((1, 2, 3)), shares.amax((1, 2, 3)))
     drawn = shares[:, 0, 0, 0]
     assert float(drawn.min()) < 0.05 and float(drawn.max()) > 0.95
     assert float(drawn.mean()) == pytest.approx(0.5, abs=0.06)
     # Both are turned: of two gradients along one axis some mixtures vary along the other.
     slope = torch.linspace(0, 1, 4).expand(300, 3, 4, 4)
-    across = mixed(slope, slope).diff(dim=2).abs().amax((1, 2, 3)) > 0
+    across = mix_pictures(slope, slope).diff(dim=2).abs().amax((1, 2, 3)) > 0
     assert 0.5 < float(across.float().mean()) < 0.95
 
 

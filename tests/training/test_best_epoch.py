@@ -89,7 +89,9 @@ def test_the_least_figure_wins_and_ties_keep_the_first() -> None:
 def test_what_has_no_best_epoch_is_refused(tmp_path: Path) -> None:
     quiet = ProgressBars(visible=False)
     inputs = features.inputs(tmp_path / "a", keep_best=True)
-    with pytest.raises(ConfigurationError, match="no image is held out"):
+    with pytest.raises(ConfigurationError, match="no held-out image"):
         fit_upgrade(replace(inputs, held_out={}), quiet, {})
-    with pytest.raises(ConfigurationError, match="affine is solved and has no epochs"):
+    with pytest.raises(
+        ConfigurationError, match="affine is solved in closed form and has no epochs"
+    ):
         fit_upgrade(features.inputs(tmp_path / "b", method="affine", keep_best=True), quiet, {})

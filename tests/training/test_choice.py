@@ -17,11 +17,11 @@ from nobackfill.training.loop.loop import ProgressBars
 from nobackfill.training.loop.run import read_checkpoint
 from nobackfill.training.loop.upgrade import (
     Ints,
-    by_rule,
-    choose,
-    divide,
+    best_values,
     fit_upgrade,
     load_upgrade,
+    make_groups,
+    select_options,
 )
 from nobackfill.training.method import UpgradeInputs
 from nobackfill.training.methods import upgrade_method
@@ -35,37 +35,44 @@ def test_the_usual_stays_unless_another_is_better_by_more_than_its_error() -> No
     rng = np.random.default_rng(0)
     usual = rng.uniform(0, 1, 100)
     noisy = usual + rng.normal(0.05, 1, 100)
-    assert by_rule({(1.0,): usual, (0.5,): usual - 0.1, (0.0,): noisy}) == (1.0,)
-    assert by_rule({(1.0,): usual, (0.5,): usual + 0.1 + noisy / 100, (0.0,): usual}) == (0.5,)
-    assert by_rule({(1.0,): usual, (0.5,): usual}) == (1.0,)
+    assert best_values({(1.0,): usual, (0.5,): usual - 0.1, (0.0,): noisy}) == (1.0,)
+    assert best_values({(1.0,): usual, (0.5,): usual + 0.1 + noisy / 100, (0.0,): usual}) == (0.5,)
+    assert best_values({(1.0,): usual, (0.5,): usual}) == (1.0,)
 
 
 def test_every_class_is_held_back_once_or_every_cluster_where_images_have_no_class(
     tmp_path: Path,
 ) -> None:
     inputs = features.inputs(tmp_path, method="residual")
-    by_class = divide(inputs)
-    assert by_class.told == "5 classes, a third held back at a time"
+    by_class = make_groups(inputs)
+    assert by_class.description == "5 classes, a third held back at a time"
     assert sorted(np.concatenate(by_class.folds)) == [0, 1, 2, 3, 4]
     assert [len(fold) for fold in by_class.folds] == [2, 2, 1]
-    assert np.array_equal(by_class.of, inputs.rows["labels"].numpy())
-    other = divide(replace(inputs, config=inputs.config.model_copy(update={"seed": 5})))
+    assert np.array_equal(by_class.group_of, inputs.rows["labels"].numpy())
+    other = make_groups(replace(inputs, config=inputs.config.model_copy(update={"seed": 5})))
     assert [list(fold) for fold in other.folds] != [list(fold) for fold in by_class.folds]
     nameless = {**inputs.rows, "labels": torch.zeros(400, dtype=torch.int64)}
-    clustered = divide(replace(inputs, rows=nameless))
-    assert clustered.told == "10 clusters, a third held back at a time"
-    assert sorted(np.concatenate(clustered.folds)) == sorted(set(clustered.of)) == list(range(10))
+    clustered = make_groups(replace(inputs, rows=nameless))
+    assert clustered.description == "10 clusters, a third held back at a time"
+    assert (
+        sorted(np.concatenate(clustered.folds))
+        == sorted(set(clustered.group_of))
+        == list(range(10))
+    )
     # Images are nearer to their own cluster's than to others'.
     new = inputs.rows["new"][:, 0]
     apart = torch.cdist(new, new).numpy()
-    same = clustered.of[:, None] == clustered.of[None, :]
+    same = clustered.group_of[:, None] == clustered.group_of[None, :]
     assert apart[same].mean() < 0.7 * apart[~same].mean()
     alike = {**nameless, "new": torch.ones(400, 2, 7)}
-    with pytest.warns(ConvergenceWarning), pytest.raises(InvalidInputError, match="have 1 new"):
-        divide(replace(inputs, rows=alike))
+    with (
+        pytest.warns(ConvergenceWarning),
+        pytest.raises(InvalidInputError, match="new embeddings of the images, got 1"),
+    ):
+        make_groups(replace(inputs, rows=alike))
     few = {name: tensor[:99] for name, tensor in nameless.items()}
-    with pytest.raises(InvalidInputError, match="or 100 images to cluster, got 1 with 99"):
-        divide(replace(inputs, rows=few))
+    with pytest.raises(InvalidInputError, match="at least 100 images, got 1 class folders with 99"):
+        make_groups(replace(inputs, rows=few))
 
 
 def test_short_trainings_see_nothing_of_the_classes_that_decide(tmp_path: Path) -> None:
@@ -87,14 +94,14 @@ def test_short_trainings_see_nothing_of_the_classes_that_decide(tmp_path: Path) 
         torch.nn.init.normal_(last.weight, std=30.0)
         return made
 
-    found = choose(upgrade_method("residual"), inputs, rows_of, train)
-    assert found.chosen["share"] == 0.0 and set(found.chosen) == {"share", "classification"}
-    assert found.chosen_on == divide(inputs).told and found.rows is inputs.rows
-    assert [trial.chosen["classification"] for trial in asked] == [0.0] * 3 + [1.0] * 3
+    found = select_options(upgrade_method("residual"), inputs, rows_of, train)
+    assert found.selection["share"] == 0.0 and set(found.selection) == {"share", "classification"}
+    assert found.selection_data == make_groups(inputs).description and found.rows is inputs.rows
+    assert [trial.selection["classification"] for trial in asked] == [0.0] * 3 + [1.0] * 3
     held_back = [
         set(range(5)) - {int(label) for label in trial.rows["labels"]} for trial in asked[:3]
     ]
-    assert held_back == [{int(label) for label in fold} for fold in divide(inputs).folds]
+    assert held_back == [{int(label) for label in fold} for fold in make_groups(inputs).folds]
     for trial in asked:
         assert not trial.held_out and (trial.config.epochs, trial.config.choose) == (4, ())
     assert len({trial.config.run_dir for trial in asked}) == 6
@@ -103,7 +110,7 @@ def test_short_trainings_see_nothing_of_the_classes_that_decide(tmp_path: Path) 
 def test_an_upgrade_is_given_what_was_chosen(tmp_path: Path) -> None:
     kept = features.inputs(tmp_path / "whole", method="residual", epochs=3)
     fewer = features.inputs(tmp_path / "half", method="residual", epochs=3)
-    fewer = replace(fewer, chosen={"share": 0.25}, chosen_on="2 of 5 classes")
+    fewer = replace(fewer, selection={"share": 0.25}, selection_data="2 of 5 classes")
     checkpoints = [fit_upgrade(one, ProgressBars(visible=False), {}) for one in (kept, fewer)]
     assert checkpoints[1].facts["chosen_share"] == 0.25
     assert checkpoints[1].facts["chosen_on"] == "2 of 5 classes"
@@ -141,14 +148,17 @@ def test_a_training_chooses_by_itself_and_once(runs: Path, digits: Path, tmp_pat
     train_quietly(config)
     assert (tmp_path / "u" / "checkpoint.safetensors").stat().st_mtime_ns == written
     cases: list[tuple[dict[str, object], str]] = [
-        ({"choose": ["shares"]}, "has no option 'shares' to choose; it has share, classification"),
+        (
+            {"choose": ["shares"]},
+            "has no option 'shares' .* expected one of: share, classification",
+        ),
         (
             {"choose": ["share"], "options": {"share": 0.5}},
-            "share is named twice, or set in options",
+            "share is named twice, or also set in options",
         ),
         ({"choose": ["share", "share"]}, "share is named twice"),
         ({"choose": ["classification"]}, "reads labels"),
-        ({"choose": ["share"], "method": "affine"}, "it has none"),
+        ({"choose": ["share"], "method": "affine"}, "expected one of: none"),
     ]
     for changed, told in cases:
         wrong = {"method": "residual", **keys, **changed}

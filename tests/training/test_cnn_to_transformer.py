@@ -7,7 +7,7 @@ import torch
 
 from nobackfill.class_folders import decode_listing, list_images
 from nobackfill.training.loop.upgrade import read_upgrade
-from nobackfill.training.networks.frozen import load_encoder, of_run
+from nobackfill.training.networks.frozen import encoder_of_run, load_encoder
 from tests.training.life import config_of, train_quietly, upgrade_config
 
 
@@ -31,7 +31,7 @@ def test_a_swin_learns_beside_a_cnn_and_an_upgrade_leads_to_it(
     listing = list_images(images)
     vectors = {}
     for name, run in (("old", old), ("new", new)):
-        frozen = of_run(run, "embedder")
+        frozen = encoder_of_run(run, "embedder")
         vectors[name] = frozen.run(decode_listing(listing, frozen.image_size))
     # Of one dimension, so that they can be compared as they are.
     assert vectors["old"].shape == vectors["new"].shape == (80, 16)
@@ -40,7 +40,7 @@ def test_a_swin_learns_beside_a_cnn_and_an_upgrade_leads_to_it(
     keys = {"new": str(new), "new_side": None, "side": "drops", "views": 1, "epochs": 20}
     train_quietly(upgrade_config(runs, images, upgrade, **keys))
     h, checkpoint = read_upgrade(upgrade)
-    side = of_run(runs / "side-1", "side_encoder").run(decode_listing(listing, 8))
+    side = encoder_of_run(runs / "side-1", "side_encoder").run(decode_listing(listing, 8))
     with torch.no_grad():
         upgraded = h(torch.from_numpy(vectors["old"]), torch.from_numpy(side)).embedding.numpy()
     assert checkpoint.facts["new_dim"] == 16

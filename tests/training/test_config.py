@@ -58,13 +58,17 @@ def test_smoothing_is_softmaxs() -> None:
 
 
 def test_an_unknown_key_is_refused_by_name_with_the_known_ones() -> None:
-    with pytest.raises(ConfigurationError, match=r"unknown key 'lrr'; known: .*\blr\b") as caught:
+    with pytest.raises(
+        ConfigurationError, match=r"unknown key 'lrr'; expected one of .*\blr\b"
+    ) as caught:
         parse_config(embedder(lrr=1), "file.yaml")
     assert caught.value.exit_code == 78
 
 
 def test_an_unknown_nested_key_names_the_keys_of_that_level() -> None:
-    with pytest.raises(ConfigurationError, match=r"'augmentation.zoom'; known: .*translate"):
+    with pytest.raises(
+        ConfigurationError, match=r"'augmentation.zoom'; expected one of .*translate"
+    ):
         parse_config(embedder(augmentation={"zoom": 2}), "file.yaml")
 
 
@@ -75,7 +79,7 @@ def test_keys_of_another_kind_are_unknown() -> None:
 
 @pytest.mark.parametrize("kind", [None, "backbone"])
 def test_kinds_are_named(kind: str | None) -> None:
-    with pytest.raises(ConfigurationError, match=r"embedder \| side_encoder \| upgrade"):
+    with pytest.raises(ConfigurationError, match="embedder, side_encoder, upgrade"):
         parse_config(embedder(kind=kind), "file.yaml")
 
 
@@ -121,9 +125,9 @@ def test_overrides_reach_nested_keys(tmp_path: Path) -> None:
     config = load_config(file, ("epochs=7", "augmentation.rotate_degrees=15"))
     assert isinstance(config, EmbedderConfig)
     assert (config.epochs, config.augmentation.rotate_degrees) == (7, 15)
-    with pytest.raises(ConfigurationError, match="key=value"):
+    with pytest.raises(ConfigurationError, match="KEY=VALUE"):
         load_config(file, ("epochs",))
-    with pytest.raises(ConfigurationError, match="holds no keys"):
+    with pytest.raises(ConfigurationError, match="has a value and no keys below it"):
         load_config(file, ("epochs.most=7",))
     with pytest.raises(ConfigurationError, match="is not YAML"):
         load_config(file, ("augmentation={noise",))
@@ -148,10 +152,10 @@ def test_what_is_no_mapping_is_refused(tmp_path: Path, text: str) -> None:
     ("text", "message"),
     [
         ("lr: 0.1\nlr: 0.5", "the key 'lr' is there twice"),
-        ("run_dir: 2024-13-45", "not YAML"),
+        ("run_dir: 2024-13-45", "is not YAML"),
         ("kind: [embedder]", r"got \['embedder'\]"),
-        ("seed: 0b_", "not YAML"),
-        ("[" * 3000, "not YAML"),
+        ("seed: 0b_", "is not YAML"),
+        ("[" * 3000, "is not YAML"),
     ],
 )
 def test_what_is_no_configuration_is_told_in_a_sentence(

@@ -8,7 +8,7 @@ import pytest
 
 from nobackfill.class_folders import Images, list_images
 from nobackfill.research.cells import Cells, read_cells, write_cells
-from nobackfill.training.data.pictures import Listed, Reading
+from nobackfill.training.data.pictures import ListedImages, ReadingOptions
 from nobackfill.training.networks.frozen import FrozenEncoder, features
 from tests.training.life import SIZE
 
@@ -41,7 +41,7 @@ def _doubles(file: Path) -> None:
 def test_damaged_features_are_computed_anew(
     damage: Callable[[Path], None], digits: Path, tmp_path: Path
 ) -> None:
-    listed = Listed(list_images(digits / "queries"), SIZE, Reading())
+    listed = ListedImages(list_images(digits / "queries"), SIZE, ReadingOptions())
     encoder = FrozenEncoder("test", _first, 3, SIZE, False, "digest")
     whole = features(encoder, listed, tmp_path)
     (file,) = tmp_path.glob("*.npy")

@@ -51,7 +51,7 @@ def test_a_loss_that_one_device_finds_not_finite_stops_both(tmp_path: Path) -> N
     """Else the other one waits for it for ever."""
     done = fitted(tmp_path / "run", 2, 5)
     assert done.returncode != 0
-    assert "the loss was nan at step" in done.stderr and "term: fit" in done.stderr
+    assert "its loss was nan at step" in done.stderr and "term: fit" in done.stderr
 
 
 @pytest.mark.faults

@@ -10,17 +10,17 @@ from nobackfill.class_folders import Images, decode_listing, list_images
 from nobackfill.errors import ConfigurationError, InvalidInputError
 from nobackfill.release.trust.trust import read_publication
 from nobackfill.training.config import Augmentation, StoredVectorFiles
-from nobackfill.training.data.folders import read_stored
-from nobackfill.training.data.pictures import ImageSource, Listed, Reading
+from nobackfill.training.data.folders import read_stored_vectors
+from nobackfill.training.data.pictures import ImageSource, ListedImages, ReadingOptions
 from nobackfill.training.loop.run import read_checkpoint, write_checkpoint
 from nobackfill.training.networks.frozen import (
     AugmentedView,
     FrozenEncoder,
     augmented_views,
+    encoder_of_run,
+    encoders_of_manifest,
     features,
     load_encoder,
-    of_manifest,
-    of_run,
     training_features,
 )
 from tests.training.life import SIZE, Life
@@ -32,11 +32,11 @@ def images(digits: Path) -> Images:
 
 
 @pytest.fixture
-def listed(digits: Path) -> Listed:
-    return Listed(list_images(digits / "queries"), SIZE, Reading())
+def listed(digits: Path) -> ListedImages:
+    return ListedImages(list_images(digits / "queries"), SIZE, ReadingOptions())
 
 
-def test_features_are_computed_once(listed: Listed, tmp_path: Path) -> None:
+def test_features_are_computed_once(listed: ListedImages, tmp_path: Path) -> None:
     calls = []
 
     def run(batch: Images) -> np.ndarray:
@@ -57,7 +57,7 @@ def test_features_are_computed_once(listed: Listed, tmp_path: Path) -> None:
 
 
 def test_a_view_is_made_once_for_all_models_that_have_no_features_of_it(
-    listed: Listed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    listed: ListedImages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def sums(batch: Images) -> np.ndarray:
         colours: np.ndarray = batch.reshape(len(batch), -1, 3).sum(1)
@@ -94,7 +94,7 @@ def test_a_view_is_made_once_for_all_models_that_have_no_features_of_it(
 
 
 def test_what_is_trained_on_is_read_in_fewer_digits_and_kept_apart(
-    images: Images, listed: Listed, tmp_path: Path
+    images: Images, listed: ListedImages, tmp_path: Path
 ) -> None:
     """What is stored of a gallery's own pictures has all digits."""
 
@@ -105,7 +105,7 @@ def test_what_is_trained_on_is_read_in_fewer_digits_and_kept_apart(
     def rounded(batch: Images) -> np.ndarray:
         return np.round(first(batch) / 100) * 100
 
-    encoder = FrozenEncoder("test", first, 3, SIZE, False, "digest", quick=rounded)
+    encoder = FrozenEncoder("test", first, 3, SIZE, False, "digest", run_in_bf16=rounded)
     plain = FrozenEncoder("test", first, 3, SIZE, False, "digest")
     for shown in (listed, AugmentedView(listed, SIZE, Augmentation(), seed=1)):
         near, whole = training_features([encoder, plain], shown, tmp_path)
@@ -129,10 +129,10 @@ def test_models_that_bf16_trained_read_in_it(
     checkpoint = read_checkpoint(runs / "embedder-1")
     config = checkpoint.config.model_copy(update={"precision": precision, "run_dir": tmp_path})
     write_checkpoint(tmp_path, replace(checkpoint, config=config))
-    encoder = of_run(tmp_path, "embedder")
-    assert (encoder.quick is not None) is quick
-    if encoder.quick is not None:
-        exact, near = encoder.run(images[:20]), encoder.quick(images[:20])
+    encoder = encoder_of_run(tmp_path, "embedder")
+    assert (encoder.run_in_bf16 is not None) is quick
+    if encoder.run_in_bf16 is not None:
+        exact, near = encoder.run(images[:20]), encoder.run_in_bf16(images[:20])
         assert near.dtype == np.float32
         assert not np.array_equal(exact, near)
         assert (exact * near).sum(1).min() > 0.999
@@ -143,7 +143,7 @@ def test_frozen_models_neither_learn_nor_drift(runs: Path, images: Images) -> No
     assert not encoder.training
     assert not any(p.requires_grad for p in encoder.parameters())
     before = {name: tensor.clone() for name, tensor in encoder.state_dict().items()}
-    frozen = of_run(runs / "embedder-1", "embedder")
+    frozen = encoder_of_run(runs / "embedder-1", "embedder")
     # In pieces as in whole: BatchNorm does not look at the batch.
     whole = frozen.run(images)
     assert np.allclose(whole[:3], frozen.run(images[:3]), atol=1e-6)
@@ -152,13 +152,13 @@ def test_frozen_models_neither_learn_nor_drift(runs: Path, images: Images) -> No
 
 def test_a_run_and_its_release_are_the_same_model(life: Life, images: Images) -> None:
     manifest = read_publication(life.repo).manifests[1]
-    embedder, side = of_manifest(life.repo, manifest)
+    embedder, side = encoders_of_manifest(life.repo, manifest)
     assert side is not None
     for published, run, kind in (
         (embedder, "embedder-1", "embedder"),
         (side, "side-1", "side_encoder"),
     ):
-        expected = of_run(life.runs / run, kind).run(images)
+        expected = encoder_of_run(life.runs / run, kind).run(images)
         np.testing.assert_allclose(published.run(images), expected, atol=1e-4)
 
 
@@ -173,7 +173,8 @@ def test_views_begin_with_the_images_and_repeat_by_seed(digits: Path) -> None:
 
     def views(seed: int) -> list[dict[int, Images]]:
         return [
-            whole(view) for view in augmented_views(listing, (8, 16), 3, moving, seed, Reading())
+            whole(view)
+            for view in augmented_views(listing, (8, 16), 3, moving, seed, ReadingOptions())
         ]
 
     first, again, other = views(1), views(1), views(2)
@@ -187,7 +188,7 @@ def test_views_begin_with_the_images_and_repeat_by_seed(digits: Path) -> None:
 def test_models_of_different_sizes_see_the_same_view(digits: Path) -> None:
     listing = list_images(digits / "queries", 2)
     moving = Augmentation(rotate_degrees=40, translate=0.2)
-    view = whole(list(augmented_views(listing, (8, 16), 2, moving, 0, Reading()))[1])
+    view = whole(list(augmented_views(listing, (8, 16), 2, moving, 0, ReadingOptions()))[1])
     # Averaged over 2 x 2 pixels the large view is nearly the small one, and far from the others.
     halved = view[16].reshape(len(listing), 8, 2, 8, 2, 3).mean((2, 4))
     gap = np.abs(halved - view[8]).mean((1, 2, 3))
@@ -199,7 +200,7 @@ def test_mixed_views_come_last_and_show_two_images_to_every_size(digits: Path) -
     listing = list_images(digits / "queries", 2)
 
     def views() -> list[dict[int, Images]]:
-        made = augmented_views(listing, (8, 16), 2, Augmentation(), 0, Reading(), 2)
+        made = augmented_views(listing, (8, 16), 2, Augmentation(), 0, ReadingOptions(), 2)
         return [whole(view) for view in made]
 
     first, again = views(), views()
@@ -234,14 +235,14 @@ def stored(digits: Path, tmp_path: Path) -> StoredVectorFiles:
 
 def test_stored_vectors_are_matched_by_path(digits: Path, stored: StoredVectorFiles) -> None:
     listing = list_images(digits / "queries")
-    vectors = read_stored(stored, listing)
+    vectors = read_stored_vectors(stored, listing)
     assert np.array_equal(vectors[:, 0], np.arange(len(listing)))
     assert vectors.dtype == np.float32
 
 
 def test_an_image_without_a_vector_is_named(digits: Path, stored: StoredVectorFiles) -> None:
     with pytest.raises(InvalidInputError, match=r"no vector for 800 of 800 images"):
-        read_stored(stored, list_images(digits / "eval"))
+        read_stored_vectors(stored, list_images(digits / "eval"))
 
 
 @pytest.mark.parametrize(
@@ -260,25 +261,25 @@ def test_unusable_vectors_are_refused(
 ) -> None:
     np.save(stored.vectors, array)
     with pytest.raises(InvalidInputError, match=message):
-        read_stored(stored, list_images(digits / "queries"))
+        read_stored_vectors(stored, list_images(digits / "queries"))
 
 
 def test_a_line_too_many_is_refused(digits: Path, stored: StoredVectorFiles) -> None:
     """A header would give each image its neighbour's vector."""
     listing, lines = list_images(digits / "queries"), stored.paths.read_text("utf-8")
     few = replace(listing, paths=listing.paths[:9], labels=listing.labels[:9])
-    read_stored(stored, few)
+    read_stored_vectors(stored, few)
     for wrong in ("path\n" + lines, lines + "more\n", "\n" + lines):
         stored.paths.write_text(wrong, "utf-8")
         with pytest.raises(InvalidInputError, match="expected 80 lines"):
-            read_stored(stored, few)
+            read_stored_vectors(stored, few)
 
 
 def test_a_path_that_is_there_twice_is_refused(digits: Path, stored: StoredVectorFiles) -> None:
     lines = stored.paths.read_text("utf-8").splitlines()
     stored.paths.write_text("\n".join([lines[1], *lines[1:]]), "utf-8")
     with pytest.raises(InvalidInputError, match=f"1 paths occur more than once: {lines[1]}"):
-        read_stored(stored, list_images(digits / "queries"))
+        read_stored_vectors(stored, list_images(digits / "queries"))
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\3\4", b"\x93NUMPY\1\0\6\0{'de\n"])
@@ -287,16 +288,16 @@ def test_what_is_no_array_is_refused(
 ) -> None:
     stored.vectors.write_bytes(content)
     with pytest.raises(InvalidInputError, match=r"\.npy file"):
-        read_stored(stored, list_images(digits / "queries"))
+        read_stored_vectors(stored, list_images(digits / "queries"))
 
 
 def test_pickles_are_refused(digits: Path, stored: StoredVectorFiles) -> None:
     np.save(stored.vectors, np.array([{"a": 1}], dtype=object), allow_pickle=True)
     with pytest.raises(InvalidInputError, match=r"\.npy file"):
-        read_stored(stored, list_images(digits / "queries"))
+        read_stored_vectors(stored, list_images(digits / "queries"))
 
 
 def test_missing_files_are_named(digits: Path, stored: StoredVectorFiles) -> None:
     stored.paths.unlink()
-    with pytest.raises(ConfigurationError, match=r"no stored vectors .*p\.txt"):
-        read_stored(stored, list_images(digits / "queries"))
+    with pytest.raises(ConfigurationError, match=r"p\.txt does not exist; .* stored vectors"):
+        read_stored_vectors(stored, list_images(digits / "queries"))

@@ -141,7 +141,7 @@ def test_a_dry_run_writes_nothing(life: Life, tmp_path: Path) -> None:
     result = run_export(repo, 1, *arguments)
     assert result.exit_code == 0, result.output
     assert "would be published" in result.output
-    assert "hits have no score (None)" in result.output
+    assert "hits will have no score (None)" in result.output
     assert "give --eval FOLDER" in result.output
     assert not repo.exists()
 
@@ -187,10 +187,13 @@ def test_runs_that_do_not_belong_together_are_refused(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--embedder", "nowhere"), "no checkpoint"),
-        (("--embedder", "{runs}/side-1"), "kind side_encoder"),
+        (("--embedder", "nowhere"), "has no checkpoint"),
+        (("--embedder", "{runs}/side-1"), "got a side_encoder"),
         (("--embedder", "{runs}/embedder-2", "--side-encoder", "{runs}/embedder-2"), "embedder"),
-        (("--embedder", "{runs}/embedder-2", "--keep-side-encoder"), "the newest release has none"),
+        (
+            ("--embedder", "{runs}/embedder-2", "--keep-side-encoder"),
+            "or the newest one has no side",
+        ),
         ((), "one of --embedder RUN, --onnx FILE"),
     ],
 )

@@ -210,7 +210,7 @@ def test_other_classes_are_refused_in_a_begun_run(tmp_path: Path) -> None:
     config = line_config(tmp_path, epochs=4, checkpoint_every=1)
     with pytest.raises(DivergedError):
         run(Line(poison=5), config)
-    with pytest.raises(ConfigurationError, match=r"begun on other classes \(a, b\)"):
+    with pytest.raises(ConfigurationError, match=r"training on other classes \(a, b\)"):
         fit(Line(), rows(), config, ("a", "c"), progress=ProgressBars(visible=False))
 
 

@@ -81,7 +81,7 @@ def test_the_ridge_is_chosen_by_leaving_images_out_with_all_their_views() -> Non
     noisy = y[:40] + 40 * torch.randn(40, 4, generator=generator, dtype=torch.float64)
     jitter = 1e-3 * torch.randn(40, 3, 30, generator=generator, dtype=torch.float64)
     views, targets = (x[:40, None] + jitter).flatten(0, 1), noisy.repeat_interleave(3, 0)
-    together = error(affine(views, targets, together=3)(x[40:]), y[40:])
+    together = error(affine(views, targets, group=3)(x[40:]), y[40:])
     assert together < 0.8 * error(affine(views, targets)(x[40:]), y[40:])
     assert together < 0.8 * error(affine(views, targets, ridge=1e-5)(x[40:]), y[40:])
 
@@ -119,5 +119,5 @@ def test_whitened_inputs_are_uncorrelated_with_unit_variance() -> None:
 
 
 def test_unpaired_rows_are_refused() -> None:
-    with pytest.raises(ValueError, match="expected paired rows"):
+    with pytest.raises(ValueError, match="expected paired vectors"):
         affine(torch.zeros(3, 2), torch.zeros(4, 2))

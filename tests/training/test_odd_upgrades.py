@@ -41,5 +41,5 @@ def test_an_upgrade_on_one_image_is_refused(life: Life, tmp_path: Path) -> None:
 
 def test_an_accelerator_that_is_not_here_is_told_in_a_sentence(life: Life, tmp_path: Path) -> None:
     keys: dict[str, object] = {**QUICK, "accelerator": "mps"}
-    with pytest.raises(ConfigurationError, match="accelerator mps"):
+    with pytest.raises(ConfigurationError, match="accelerator: mps"):
         train_quietly(config_of("embedder", tmp_path / "run", life.data / "train", **keys))

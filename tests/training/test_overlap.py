@@ -12,7 +12,7 @@ from nobackfill.quality.listing import relevance_without_copies
 from nobackfill.release.manifest import parse_manifest
 from nobackfill.release.paths import manifest_path
 from nobackfill.training.cli import evaluate
-from nobackfill.training.export.assembly import unseen
+from nobackfill.training.export.assembly import leave_out_trained
 from tests.training.life import Life, copy_publication, invoke, run_export
 
 
@@ -49,7 +49,7 @@ def test_a_querys_own_picture_is_left_out_whatever_it_is_named(life: Life, tmp_p
     assert found == pytest.approx(expected)
     assert left == count
     assert found < 1
-    assert "own picture is left out" in output
+    assert "copy of a query is left out" in output
     assert cmc1(life.data / "gallery")[1] == 0
 
 
@@ -83,12 +83,12 @@ def test_a_chance_copy_is_left_out_and_said(
     folder = copy_of(life.data / "eval", tmp_path / "eval")
     runs = [life.runs / "embedder-2"]
     whole = list_images(folder)
-    assert unseen(whole, runs, force=False) == (whole, 0)
+    assert leave_out_trained(whole, runs, force=False) == (whole, 0)
     assert capsys.readouterr().err == ""
     trained = sorted((life.data / "train" / "3").glob("*.png"))
     for number, image in enumerate(trained):
         shutil.copy(image, folder / "3" / f"{number}.png")
-        left, learnt = unseen(list_images(folder), runs, force=False)
+        left, learnt = leave_out_trained(list_images(folder), runs, force=False)
         if len(left) < len(whole) + number + 1:
             break
     assert (len(left), learnt) == (len(whole) + number, 0)
@@ -96,4 +96,4 @@ def test_a_chance_copy_is_left_out_and_said(
     for number, image in enumerate(trained):
         shutil.copy(image, folder / "3" / f"{number}.png")
     with pytest.raises(InvalidInputError, match=r"and \d+ more"):
-        unseen(list_images(folder), runs, force=False)
+        leave_out_trained(list_images(folder), runs, force=False)

@@ -15,9 +15,9 @@ from nobackfill.class_folders import ImageListing, decode_listing, list_images
 from nobackfill.errors import InvalidInputError, NobackfillError
 from nobackfill.training.config import EmbedderConfig
 from nobackfill.training.data.pictures import (
-    Listed,
+    ListedImages,
     Pictures,
-    Reading,
+    ReadingOptions,
     chunks,
     in_batches,
     open_pictures,
@@ -27,7 +27,7 @@ from tests.support.odd_pictures import ODD
 from tests.training.life import config_of, train_quietly
 
 SIZE = 8
-STREAMED = Reading(in_memory_mib=0, workers=0)
+STREAMED = ReadingOptions(in_memory_mib=0, workers=0)
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def listing(digits: Path) -> ImageListing:
     return list_images(digits / "queries")
 
 
-def opened(listing: ImageListing, reading: Reading = STREAMED, size: int = SIZE) -> Pictures:
+def opened(listing: ImageListing, reading: ReadingOptions = STREAMED, size: int = SIZE) -> Pictures:
     pictures = open_pictures(listing, size, reading)
     assert isinstance(pictures, Pictures)
     return pictures
@@ -47,9 +47,9 @@ def whole(pictures: Pictures | torch.Tensor) -> np.ndarray:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_pixels_are_those_held_in_memory(listing: ImageListing, workers: int) -> None:
-    held = open_pictures(listing, SIZE, Reading())
+    held = open_pictures(listing, SIZE, ReadingOptions())
     assert isinstance(held, torch.Tensor)
-    pictures = opened(listing, Reading(in_memory_mib=0, workers=workers))
+    pictures = opened(listing, ReadingOptions(in_memory_mib=0, workers=workers))
     shuffled = torch.randperm(len(listing), generator=torch.Generator().manual_seed(3))
     order = torch.split(shuffled, 7)
     # A second pass by the same processes, in another order.
@@ -103,19 +103,19 @@ def test_a_resumed_training_may_read_in_another_way(digits: Path, tmp_path: Path
     assert train_quietly(again).step == done.step
 
 
-@pytest.mark.parametrize("reading", [Reading(), STREAMED], ids=["held", "streamed"])
+@pytest.mark.parametrize("reading", [ReadingOptions(), STREAMED], ids=["held", "streamed"])
 def test_features_are_found_without_reading_a_picture(
-    reading: Reading, listing: ImageListing, tmp_path: Path
+    reading: ReadingOptions, listing: ImageListing, tmp_path: Path
 ) -> None:
     def run(batch: np.ndarray) -> np.ndarray:
         return batch.reshape(len(batch), -1)[:, :3].astype(np.float32)
 
     encoder = FrozenEncoder("test", run, 3, SIZE, False, "digest")
-    first = features(encoder, Listed(listing, SIZE, reading), tmp_path)
+    first = features(encoder, ListedImages(listing, SIZE, reading), tmp_path)
     assert np.array_equal(first, run(decode_listing(listing, SIZE)))
-    unread = Listed(listing, SIZE, reading)
+    unread = ListedImages(listing, SIZE, reading)
     assert np.array_equal(features(encoder, unread, tmp_path), first)
-    assert "opened" not in unread.__dict__
+    assert "images" not in unread.__dict__
     assert len(list(tmp_path.iterdir())) == 1
 
 
@@ -123,7 +123,7 @@ def test_a_changed_file_a_size_and_other_files_are_another_digest(tmp_path: Path
     listing = pictures_of(tmp_path, {"a/1.png": 10, "b/1.png": 20})
 
     def digest(size: int = SIZE, of: ImageListing = listing) -> str:
-        return Listed(of, size, Reading()).digest
+        return ListedImages(of, size, ReadingOptions()).digest
 
     before = digest()
     assert digest() == before
@@ -135,8 +135,8 @@ def test_a_changed_file_a_size_and_other_files_are_another_digest(tmp_path: Path
 def test_a_file_that_is_gone_is_named_before_features_are_looked_for(tmp_path: Path) -> None:
     listing = pictures_of(tmp_path, {"a/1.png": 10, "b/1.png": 20})
     (tmp_path / "b" / "1.png").unlink()
-    with pytest.raises(InvalidInputError, match=r"b/1\.png: cannot be read"):
-        Listed(listing, SIZE, Reading()).digest  # noqa: B018 - asked for its error
+    with pytest.raises(InvalidInputError, match=r"b/1\.png cannot be read"):
+        ListedImages(listing, SIZE, ReadingOptions()).digest  # noqa: B018 - asked for its error
 
 
 def pictures_of(root: Path, greys: dict[str, int]) -> ImageListing:
@@ -150,7 +150,7 @@ def pictures_of(root: Path, greys: dict[str, int]) -> ImageListing:
 def test_a_broken_file_is_named_in_one_sentence(tmp_path: Path, workers: int) -> None:
     listing = pictures_of(tmp_path, {"a/1.png": 1, "b/1.png": 2, "b/2.png": 3})
     (tmp_path / "b" / "1.png").write_bytes(b"no image")
-    pictures = opened(listing, Reading(0, workers))
+    pictures = opened(listing, ReadingOptions(0, workers))
     with pytest.raises(InvalidInputError, match=r"b/1\.png: image: expected JPEG") as caught:
         whole(pictures)
     assert "Traceback" not in str(caught.value)
@@ -175,7 +175,7 @@ def test_odd_pictures_are_read_or_refused_as_everywhere(kind: str, tmp_path: Pat
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "1.jpg").write_bytes(ODD[kind])
     listing = list_images(tmp_path)
-    reading = Reading(0, 0, tmp_path / "cache")
+    reading = ReadingOptions(0, 0, tmp_path / "cache")
     try:
         expected = decode_listing(listing, SIZE)
     except InvalidInputError:
@@ -187,13 +187,13 @@ def test_odd_pictures_are_read_or_refused_as_everywhere(kind: str, tmp_path: Pat
 
 
 def test_a_reading_process_that_is_killed_is_reported(listing: ImageListing) -> None:
-    pictures = opened(listing, Reading(in_memory_mib=0, workers=1))
+    pictures = opened(listing, ReadingOptions(in_memory_mib=0, workers=1))
     batches = pictures.in_batches(torch.split(torch.arange(len(listing)), 2))
     next(batches)
     (reader,) = multiprocessing.active_children()
     assert reader.pid is not None
     os.kill(reader.pid, signal.SIGKILL)
-    with pytest.raises(NobackfillError, match="a process that reads images was killed"):
+    with pytest.raises(NobackfillError, match="a process that reads training images was killed"):
         for _ in batches:
             time.sleep(0.1)
 

@@ -14,8 +14,8 @@ from PIL import Image
 from nobackfill.class_folders import ImageListing, decode_listing, list_images
 from nobackfill.errors import CannotWriteError
 from nobackfill.training.data import image_files
-from nobackfill.training.data.image_files import PixelCache, processes
-from nobackfill.training.data.pictures import Reading, chunks, open_pictures
+from nobackfill.training.data.image_files import PixelCache, reader_context
+from nobackfill.training.data.pictures import ReadingOptions, chunks, open_pictures
 from tests.support.disks import fill, small_disk
 
 SIZE = 16
@@ -33,7 +33,7 @@ def listing(tmp_path: Path) -> ImageListing:
 
 
 def read(listing: ImageListing, cache: Path) -> np.ndarray:
-    images = open_pictures(listing, SIZE, Reading(0, 0, cache))
+    images = open_pictures(listing, SIZE, ReadingOptions(0, 0, cache))
     return torch.cat(list(chunks(images))).numpy()
 
 
@@ -102,7 +102,7 @@ def test_damage_is_decoded_anew_and_mended(
 def test_a_size_has_its_own_files(listing: ImageListing, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     read(listing, cache)
-    images = open_pictures(listing, 8, Reading(0, 0, cache))
+    images = open_pictures(listing, 8, ReadingOptions(0, 0, cache))
     assert np.array_equal(torch.cat(list(chunks(images))).numpy(), decode_listing(listing, 8))
     assert len(kept(cache)) == 2 * len(listing)
 
@@ -128,7 +128,7 @@ def test_a_full_disk_costs_time_only(
         assert 0 < len(kept(disk / "cache")) < len(listing)
         told = os.statvfs(disk)
         assert told.f_bavail >= 0.9 * image_files.RESERVE * told.f_blocks
-    assert "the others are decoded every time" in capsys.readouterr().err
+    assert "the other images are decoded in every epoch" in capsys.readouterr().err
 
 
 def test_a_disk_that_is_full_to_the_brim(
@@ -144,7 +144,7 @@ def test_a_disk_that_is_full_to_the_brim(
 def test_a_folder_that_cannot_be_made_is_refused(listing: ImageListing, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(CannotWriteError, match="file"):
-        open_pictures(listing, SIZE, Reading(0, 0, tmp_path / "file" / "cache"))
+        open_pictures(listing, SIZE, ReadingOptions(0, 0, tmp_path / "file" / "cache"))
 
 
 def _reads_for_ever(listing: ImageListing, cache: Path) -> None:
@@ -159,7 +159,7 @@ def test_two_share_a_cache_and_one_is_killed_while_it_writes(
 ) -> None:
     cache, expected = tmp_path / "cache", decode_listing(listing, SIZE)
     for _ in range(2):
-        other = processes().Process(target=_reads_for_ever, args=(listing, cache))
+        other = reader_context().Process(target=_reads_for_ever, args=(listing, cache))
         other.start()
         try:
             deadline = time.monotonic() + 60

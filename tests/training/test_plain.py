@@ -4,7 +4,7 @@ from pathlib import Path
 
 from nobackfill.release.manifest import Manifest
 from nobackfill.release.trust.trust import read_publication
-from nobackfill.training.export.probes import plain_trouble
+from nobackfill.training.export.probes import single_colour_warnings
 from tests.support import graphs, releases
 from tests.training.life import Life
 
@@ -15,14 +15,14 @@ def draft(folder: Path, middle: float) -> tuple[Manifest, dict[str, Path]]:
 
 
 def test_colours_without_a_vector_are_named(tmp_path: Path) -> None:
-    (sentence,) = plain_trouble(*draft(tmp_path, 0.0))[:1]
-    assert "no vector" in sentence
-    assert "all black;" in sentence
+    (sentence,) = single_colour_warnings(*draft(tmp_path, 0.0))[:1]
+    assert "a zero vector" in sentence
+    assert "(black);" in sentence
 
 
 def test_colours_that_are_hardly_told_apart_are_named(tmp_path: Path) -> None:
     """Off the middle by a hair each, black lies opposite to white, and grey beside one of them."""
-    trouble = plain_trouble(*draft(tmp_path, graphs.MIDDLE))
+    trouble = single_colour_warnings(*draft(tmp_path, graphs.MIDDLE))
     assert ["nearly equal" in sentence for sentence in trouble] == [True]
     assert "grey and white" in trouble[0]
 
@@ -30,4 +30,4 @@ def test_colours_that_are_hardly_told_apart_are_named(tmp_path: Path) -> None:
 def test_a_good_embedder_causes_no_words(life: Life) -> None:
     manifest = read_publication(life.repo).manifests[2]
     files = {file.path: life.repo / file.path for file in manifest.files()}
-    assert plain_trouble(manifest, files) == []
+    assert single_colour_warnings(manifest, files) == []

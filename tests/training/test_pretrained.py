@@ -113,7 +113,9 @@ def test_what_does_not_fit_is_named_with_its_shape() -> None:
         loaded(torchvisions("resnet50"), config())
     assert "resnet18" in str(caught.value)
     del tensors["bn1.weight"]
-    with pytest.raises(ConfigurationError, match=r"fit resnet18: bn1\.weight is missing$"):
+    with pytest.raises(
+        ConfigurationError, match=r"fit the backbone resnet18: bn1\.weight is missing$"
+    ):
         loaded(tensors, config())
     with pytest.raises(ConfigurationError, match=r"conv1\.weight: expected shape .* 3 x 3"):
         loaded(torchvisions(), config(image_size=32))

@@ -14,9 +14,9 @@ from nobackfill.training.side_info import (
     AutoencoderObjective,
     Decoder,
     DistilledObjective,
+    byol_loss,
     covariance_penalty,
     mix_images,
-    regression,
     side_objective,
     variance_hinge,
 )
@@ -134,5 +134,5 @@ def test_a_teacher_follows_its_student_and_gets_no_gradient(tmp_path: Path) -> N
     # Nothing is learned by looking.
     objective.eval()(tiny.rows())
     assert torch.allclose(teacher - before, torch.full_like(before, 1 - MOMENTUM), atol=1e-6)
-    assert float(regression(before, 3 * before)) == pytest.approx(0, abs=1e-6)
-    assert float(regression(before, -before)) == pytest.approx(4)
+    assert float(byol_loss(before, 3 * before)) == pytest.approx(0, abs=1e-6)
+    assert float(byol_loss(before, -before)) == pytest.approx(4)

@@ -118,13 +118,13 @@ def no_pooling(folder: Path) -> None:
     ("spoil", "sentence"),
     [
         (broken_tokenizer, "is no tokenizer.json"),
-        (no_tokenizer, "put its tokenizer.json next to"),
-        (ids_outside_the_vocabulary, "tokens that its model does not accept"),
-        (fixed_batch, "with a free n and t"),
-        (vendor_operators, "expected only operators of ONNX"),
+        (no_tokenizer, "put the model's tokenizer.json beside"),
+        (ids_outside_the_vocabulary, "tokens that its model does not take"),
+        (fixed_batch, "with a free number of texts n"),
+        (vendor_operators, "only ONNX's own operators"),
         (no_onnx, "cannot be read as ONNX"),
         (no_model, "expected an ONNX file, or a folder"),
-        (wrong_output, "expected the output 'pooled'"),
+        (wrong_output, "names the output 'pooled'"),
         (no_pooling, "with pooling mean or cls"),
     ],
 )
@@ -193,7 +193,7 @@ def test_the_gate_measures_texts(tmp_path: Path) -> None:
     assert refused.exit_code == 65
     assert "no upgrade and no direct search serves" in refused.output
     blind = run_export(repo, 2, "--vectors-of", "gone:16", "--eval-texts", file)
-    assert "release 2 embeds none" in blind.output
+    assert "release 2 has no model that embeds them" in blind.output
 
 
 def test_the_gate_embeds_images_once_for_images_and_texts(
@@ -257,9 +257,9 @@ def other_words(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "sentence"),
     [
-        (other_words, "expected the tokenizer of --text-encoder"),
-        (lambda folder: text_model(folder, 2, 9), "expected the dimension and norm of"),
-        (lambda folder: text_model(folder, 2, max_length=3), "expected the max_length of"),
+        (other_words, "expected the same tokenizer as --text-encoder"),
+        (lambda folder: text_model(folder, 2, 9), "expected the same dimension and norm as"),
+        (lambda folder: text_model(folder, 2, max_length=3), "expected the same max_length as"),
         (no_model, "--query-encoder"),
     ],
 )
@@ -274,4 +274,4 @@ def test_what_cannot_ask_for_documents_is_refused(
     assert result.exit_code in (65, 66)
     assert sentence in result.output
     alone = run_export(tmp_path / "repo", 1, "--vectors-of", "gone:8", *queries)
-    assert "also needs --text-encoder FOLDER" in alone.output
+    assert "also give --text-encoder FOLDER" in alone.output

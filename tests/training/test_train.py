@@ -77,11 +77,11 @@ def test_unusable_folders_end_in_65(
     ("keys", "code", "message"),
     [
         ({"classes": 11}, 65, "at least 11 class folders"),
-        ({"batch_size": 4096}, 65, "fewer than batch_size"),
+        ({"batch_size": 4096}, 65, "expected at least batch_size"),
         ({"backbone": "resnet19"}, 78, "unknown backbone 'resnet19'"),
         ({"method": "magic"}, 78, "known: bct"),
-        ({"init": "nowhere"}, 78, "no checkpoint nowhere"),
-        ({"method": "bct", "old": "nowhere"}, 78, "no checkpoint nowhere"),
+        ({"init": "nowhere"}, 78, "nowhere has no checkpoint"),
+        ({"method": "bct", "old": "nowhere"}, 78, "nowhere has no checkpoint"),
         ({"head": "softmax"}, 78, "neither margin nor scale"),
     ],
 )
@@ -98,11 +98,14 @@ def test_wrong_configurations_end_before_the_first_step(
     ("keys", "message"),
     [
         ({"method": "magic"}, "unknown upgrade method 'magic'; known: .*fct"),
-        ({"old": "nowhere"}, "no checkpoint nowhere"),
-        ({"old": "{runs}/side-1"}, "expected a run of kind embedder, got side_encoder"),
-        ({"new": "{runs}/upgrade-1-2"}, "expected a run of kind embedder or side_encoder"),
+        ({"old": "nowhere"}, "nowhere has no checkpoint"),
+        ({"old": "{runs}/side-1"}, "run of kind embedder, got one of kind side_encoder"),
+        ({"new": "{runs}/upgrade-1-2"}, "a run of kind embedder or side_encoder"),
         ({"old": {"model_repo": "nowhere", "release": 1}}, "release 1 is not published"),
-        ({"old": {"vectors": "v.npy", "paths": "p.txt", "release": 1}}, "no stored vectors"),
+        (
+            {"old": {"vectors": "v.npy", "paths": "p.txt", "release": 1}},
+            "vectors or paths of stored vectors",
+        ),
     ],
 )
 def test_wrong_upgrades_end_before_the_first_step(

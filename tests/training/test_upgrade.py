@@ -10,14 +10,14 @@ from nobackfill.errors import ConfigurationError
 from nobackfill.release.trust.trust import read_publication
 from nobackfill.training.config import UpgradeConfig
 from nobackfill.training.data.folders import hold_out
-from nobackfill.training.data.pictures import Reading
+from nobackfill.training.data.pictures import ReadingOptions
 from nobackfill.training.loop.upgrade import (
     open_sources,
     read_upgrade,
     repeat_unseen,
     upgrade_rows,
 )
-from nobackfill.training.networks.frozen import augmented_views, of_run
+from nobackfill.training.networks.frozen import augmented_views, encoder_of_run
 from tests.training.life import Life, copy_publication, run_export, train_quietly, upgrade_config
 
 
@@ -42,7 +42,7 @@ def test_features_of_one_row_are_of_one_view(runs: Path, digits: Path, tmp_path:
         "labels": (16,),
     }
     views = augmented_views(
-        listing, (8, 8, 8, 8), 3, config.augmentation, config.split_seed, Reading()
+        listing, (8, 8, 8, 8), 3, config.augmentation, config.split_seed, ReadingOptions()
     )
     for number, images in enumerate(views):
         for name, run, kind in (
@@ -51,7 +51,7 @@ def test_features_of_one_row_are_of_one_view(runs: Path, digits: Path, tmp_path:
             ("new", "embedder-2", "embedder"),
         ):
             pixels = torch.cat(list(images[8].chunks())).numpy()
-            expected = of_run(runs / run, kind).run(pixels)
+            expected = encoder_of_run(runs / run, kind).run(pixels)
             assert np.allclose(rows[name][:, number].numpy(), expected, atol=1e-6)
 
 
@@ -151,8 +151,10 @@ def test_an_upgrade_from_a_release_is_published_from_that_release(
 
 
 def test_an_upgrade_is_no_embedder(runs: Path) -> None:
-    with pytest.raises(ConfigurationError, match="kind embedder or side_encoder, got upgrade"):
-        of_run(runs / "upgrade-1-2", "embedder")
+    with pytest.raises(
+        ConfigurationError, match="kind embedder or side_encoder, got one of kind upgrade"
+    ):
+        encoder_of_run(runs / "upgrade-1-2", "embedder")
 
 
 def test_the_distance_on_held_out_images_is_logged_and_falls(runs: Path) -> None:

@@ -75,7 +75,7 @@ def test_a_download_is_verified_and_kept(
     (tmp_path / "host" / name).unlink()
     assert torch.equal(read_file(download(f"{host}/{name}")).tensors["fc.bias"], resnet["fc.bias"])
     path.write_bytes(path.read_bytes()[:-1] + b"x")
-    with pytest.raises(VerificationError, match=r"begins with .* delete it"):
+    with pytest.raises(VerificationError, match=r"begins with .* delete the file"):
         download(f"{host}/{name}")
 
 
@@ -87,7 +87,7 @@ def test_another_file_than_named_is_not_kept(host: str, tmp_path: Path) -> None:
 
 
 def test_a_host_without_the_file_is_unavailable(host: str) -> None:
-    with pytest.raises(UnavailableError, match="weights: FILE"):
+    with pytest.raises(UnavailableError, match="--weights FILE"):
         download(f"{host}/resnet18-0123abcd.pth")
 
 
@@ -122,9 +122,9 @@ def test_every_name_of_torchvision_has_a_digest() -> None:
 @pytest.mark.parametrize(
     ("name", "backbone", "message"),
     [
-        ("IMAGENET1K_V9", "resnet18", "no IMAGENET1K_V9 for resnet18; known: IMAGENET1K_V1"),
+        ("IMAGENET1K_V9", "resnet18", "no IMAGENET1K_V9 for resnet18; expected IMAGENET1K_V1"),
         ("ResNet50_Weights.DEFAULT", "resnet18", "no ResNet50_Weights"),
-        ("DEFAULT", "small", "torchvision has none for the backbone small"),
+        ("DEFAULT", "small", "torchvision has no pretrained weights for the backbone small"),
     ],
 )
 def test_unknown_names_are_refused(name: str, backbone: str, message: str) -> None:

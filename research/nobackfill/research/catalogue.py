@@ -1,4 +1,9 @@
-"""The catalogue: every row of the comparison, by group."""
+"""The catalogue: every row of the comparison, by group.
+
+A function for each group takes the models that rows share, and returns descriptions of rows. It
+trains nothing and opens no image. Tables, sections and figures are those of the papers that
+docs/papers.md lists.
+"""
 
 import hashlib
 import json
@@ -180,7 +185,7 @@ def _pair(shared: Shared, pair: str) -> list[MethodRow]:
 
     own = new(f"new-{after}")
 
-    def carried(name: str, method: str) -> MethodRow:
+    def upgraded(name: str, method: str) -> MethodRow:
         run = place.upgrade(
             f"upgrade-{pair}-{name}", old, own, classes=split.new, side=simclr, method=method
         )
@@ -191,9 +196,9 @@ def _pair(shared: Shared, pair: str) -> list[MethodRow]:
         MethodRow(row_in(pair, Name.INDEPENDENT), old, own),
         MethodRow(row_in(pair, Name.BCT_SYS), old, compatible("bct_sys")),
         MethodRow(row_in(pair, Name.DMU), old, dmu, (dmu,)),
-        carried(Name.AFFINE_SIMCLR, "affine"),
-        carried(Name.FCT_SIMCLR, "fct"),
-        carried(Name.RESIDUAL_SIMCLR, "residual"),
+        upgraded(Name.AFFINE_SIMCLR, "affine"),
+        upgraded(Name.FCT_SIMCLR, "fct"),
+        upgraded(Name.RESIDUAL_SIMCLR, "residual"),
     ]
 
 
@@ -219,7 +224,7 @@ def _settings(place: ComparisonPlace, backbone: str) -> dict[str, Any]:
 
 SIDE = "side"
 BYTES = (32, 64, 128)
-# Bytes per element, as `nobackfill.research.serve.stored` counts them.
+# Bytes per element, as `nobackfill.research.serve.stored_bytes` counts them.
 OBJECTIVES: Mapping[str, float] = {
     "simclr": 4,
     "autoencoder": 4,
@@ -239,9 +244,9 @@ def side_information(shared: Shared) -> list[MethodRow]:
     return [
         _row(shared, row_in(SIDE, "none")),
         *(
-            _row(shared, row_in(SIDE, f"{kind}_{stored}"), kind, round(stored / size))
+            _row(shared, row_in(SIDE, f"{kind}_{count}"), kind, round(count / size))
             for kind, size in OBJECTIVES.items()
-            for stored in BYTES
+            for count in BYTES
         ),
     ]
 
@@ -419,9 +424,9 @@ def best(shared: Shared) -> list[MethodRow]:
 def core(shared: Shared) -> list[MethodRow]:
     """List what a machine without an accelerator compares on CIFAR-100 within hours."""
     simclr = shared.side("simclr")
-    wanted = {Name.INDEPENDENT, Name.BCT, Name.BCT_SYS, Name.UNIBCT}
+    names = {Name.INDEPENDENT, Name.BCT, Name.BCT_SYS, Name.UNIBCT}
     return [
-        *(row for row in compatible(shared) if row.name in wanted),
+        *(row for row in compatible(shared) if row.name in names),
         *(row for row in dmu(shared) if row.name == Name.DMU),
         *maps(shared),
         shared.upgrade_row(Name.FCT_NONE, "fct"),
@@ -450,7 +455,7 @@ def public_protocol(shared: Shared) -> list[MethodRow]:
 
 def core_unseen(shared: Shared) -> list[MethodRow]:
     """List the rows of `core` that need no second training of an image model."""
-    wanted = {
+    names = {
         Name.INDEPENDENT,
         Name.AFFINE,
         Name.AFFINE_SIMCLR,
@@ -460,17 +465,17 @@ def core_unseen(shared: Shared) -> list[MethodRow]:
         Name.FASTFILL_SIMCLR,
         Name.RESIDUAL_SIMCLR,
     }
-    return [row for row in core(shared) if row.name in wanted]
+    return [row for row in core(shared) if row.name in names]
 
 
 def core_unseen_compatible(shared: Shared) -> list[MethodRow]:
     """List the rows of `core` that `core_unseen` omits: compatible new models."""
-    wanted = {Name.BCT, Name.BCT_SYS, Name.UNIBCT, Name.DMU}
-    return [row for row in core(shared) if row.name in wanted]
+    names = {Name.BCT, Name.BCT_SYS, Name.UNIBCT, Name.DMU}
+    return [row for row in core(shared) if row.name in names]
 
 
 def _doubled(shared: Shared) -> MethodRow:
-    """List FCT A.1: the old embedding enlarged by the size of the side-information."""
+    """Describe FCT A.1: the old embedding enlarged by the size of the side-information."""
     place, split = shared.place, shared.split
     dim, side_dim = (
         place.preset.embedder["embedding_dim"],
@@ -512,33 +517,41 @@ GROUPS: dict[str, Callable[[Shared], list[MethodRow]]] = {
 }
 
 
-def rows_of(place: ComparisonPlace, wanted: Sequence[str]) -> list[MethodRow]:
+def rows_of(place: ComparisonPlace, names: Sequence[str]) -> list[MethodRow]:
     """Return the rows of groups and methods, each once, in the catalogue's order.
 
+    Args:
+        place: the seed and split of the rows.
+        names: names of groups and of rows; none: no row. On a split without chains an unknown name
+            is ignored, because some rows exist only on the main split.
+
     Raises:
-        ConfigurationError: a name is neither a group nor a method.
+        ConfigurationError: on the main split, a name is neither a group nor a method.
     """
     shared = Shared(place)
     groups = {name: make(shared) for name, make in GROUPS.items()}
     known = {row.name for rows in groups.values() for row in rows}
-    unknown = [name for name in wanted if name not in GROUPS and name not in known]
+    unknown = [name for name in names if name not in GROUPS and name not in known]
     # Chains and allocations exist only on the main split.
     if unknown and place.split.first_of_chain is not None:
         raise ConfigurationError(
-            f"unknown method {unknown[0]!r}; groups: {', '.join(GROUPS)}; methods: "
-            f"{', '.join(sorted(known))}"
+            f"--methods, --once: unknown method {unknown[0]!r}; expected a group ("
+            f"{', '.join(GROUPS)}) or a method ({', '.join(sorted(known))})"
         )
-    chosen: dict[str, MethodRow] = {}
+    by_name: dict[str, MethodRow] = {}
     for group, rows in groups.items():
         for row in rows:
-            if group in wanted or row.name in wanted:
-                chosen.setdefault(row.name, row)
-    return list(chosen.values())
+            if group in names or row.name in names:
+                by_name.setdefault(row.name, row)
+    return list(by_name.values())
 
 
 def digest_of_rows(preset: Preset, rows: Mapping[str, Iterable[str]]) -> str:
-    """Return the SHA-256 of the configurations behind the given rows, by split, without places and
-    seeds.
+    """Return the SHA-256 of the configurations behind rows, in hex, without places and seeds.
+
+    Args:
+        preset: the comparison.
+        rows: names of rows by split; a split without names adds nothing.
 
     Raises:
         ConfigurationError: the catalogue does not have a row (any more).

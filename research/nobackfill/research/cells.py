@@ -30,12 +30,12 @@ from nobackfill.quality.listing import relevance_among_others
 from nobackfill.quality.retrieval import CellFigures, measure_cell, search_and_measure
 from nobackfill.quality.route_evidence import PAIRS_A_QUERY, backfill_curves, fit_distance_line
 from nobackfill.research.rows import MethodRow
-from nobackfill.research.serve import NEW, OLD, Trained
+from nobackfill.research.serve import NEW, OLD, TrainedImages
 from nobackfill.training.config import load_config
 from nobackfill.training.data.folders import hold_out
-from nobackfill.training.data.pictures import Listed, Reading
+from nobackfill.training.data.pictures import ListedImages, ReadingOptions
 from nobackfill.training.loop.run import CONFIG
-from nobackfill.training.networks.frozen import features, of_run
+from nobackfill.training.networks.frozen import encoder_of_run, features
 
 Floats = NDArray[np.float32]
 HUB_NEIGHBOURS = 10
@@ -45,7 +45,14 @@ CLASSES = "classes"
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Test images with their classes; every image is a query for all others."""
+    """Test images with their classes; every image is a query for all others.
+
+    Attributes:
+        listing: n images.
+        relevance: the other images of each image's class.
+        metric: how vectors are compared.
+        cache: the folder of cached features.
+    """
 
     listing: ImageListing
     relevance: Relevance
@@ -53,14 +60,28 @@ class Evaluation:
     cache: Path
 
     def features(self, run_dir: Path, kind: str) -> Floats:
-        """Return vectors [n,dim] of the test images by a run's encoder."""
-        encoder = of_run(run_dir, kind)
-        images = Listed(self.listing, encoder.image_size, Reading())
+        """Return vectors float32 [n,dim] of the test images by a run's encoder.
+
+        Args:
+            run_dir: the folder of a finished run.
+            kind: the expected kind of run, embedder or side_encoder.
+
+        Raises:
+            ConfigurationError: the run is missing, unfinished or of another kind.
+            VerificationError: its checkpoint is damaged.
+            InvalidInputError: a test image cannot be decoded.
+            CannotWriteError: the cache cannot be written.
+        """
+        encoder = encoder_of_run(run_dir, kind)
+        images = ListedImages(self.listing, encoder.image_size, ReadingOptions())
         return features(encoder, images, self.cache)
 
 
 def evaluation(listing: ImageListing, metric: Metric, cache: Path) -> Evaluation:
-    """Use the images as queries and as gallery, without the query itself (fct.txt section 4.2)."""
+    """Use images as queries and as gallery, without the query itself (fct.txt section 4.2).
+
+    No image is opened.
+    """
     return Evaluation(listing, relevance_among_others(listing), metric, cache)
 
 
@@ -80,7 +101,20 @@ class Cells:
 
 
 def row_cells(row: MethodRow, test: Evaluation) -> Cells:
-    """Measure every cell of a row; cells whose sides differ in dimension are omitted."""
+    """Measure every cell of a row whose models are trained.
+
+    A cell that compares vectors of different dimensions is omitted. Rows with upgrades also get
+    `served/served` and curves of a backfill; see docs/methods.md for the figures.
+
+    Args:
+        row: the row; its trainings are finished.
+        test: the test images.
+
+    Raises:
+        ConfigurationError: a run is missing, unfinished or of another kind.
+        VerificationError: a checkpoint is damaged.
+        InvalidInputError: a test image cannot be decoded.
+    """
     images = _embedded(row, test)
     old, new = images.native(OLD), images.native(NEW)
     names = upgrade_cells(OLD, NEW, (OLD, NEW) if row.route else ())
@@ -93,14 +127,14 @@ def row_cells(row: MethodRow, test: Evaluation) -> Cells:
     cells = {name: measured[cell] for name, cell in names.items() if cell in measured}
     served = images.along(names["new/served"].gallery, int8=row.int8)
     if row.route:
-        carried = search_and_measure(
+        figures = search_and_measure(
             served.embedding, served.embedding, test.relevance, test.metric
         )
-        cells["served/served"] = by_query(carried)
+        cells["served/served"] = by_query(figures)
     for name, curve in _curves(row, names["new/served"], images, test).items():
         cells[f"backfill {name}"] = {"cmc1": curve.cmc1_areas, "map": curve.map_areas}
-    meets_served = query_vectors(names["new/served"], images, served.embedding)
-    extras = {"hubness": _hubness(meets_served, served.embedding, test)}
+    queries = query_vectors(names["new/served"], images, served.embedding)
+    extras = {"hubness": _hubness(queries, served.embedding, test)}
     if served.uncertainty is not None:
         squared = ((served.embedding - new) ** 2).mean(axis=1)
         extras["variance_ratio"] = float(np.mean(squared / served.uncertainty))
@@ -110,20 +144,20 @@ def row_cells(row: MethodRow, test: Evaluation) -> Cells:
     return Cells(cells, extras | _logged(row.new.folder / "stats.jsonl"), classes)
 
 
-def _embedded(row: MethodRow, images: Evaluation) -> Trained:
+def _embedded(row: MethodRow, images: Evaluation) -> TrainedImages:
     """Embed the images with the row's models."""
     vectors = {
         number: images.features(run.folder, "embedder")
         for number, run in ((OLD, row.old), (NEW, row.new))
     }
     side = None if row.side is None else images.features(row.side.folder, "side_encoder")
-    return Trained(row, images.listing, images.metric, vectors, side)
+    return TrainedImages(row, images.listing, images.metric, vectors, side)
 
 
 def _curves(
-    row: MethodRow, served: CellName, images: Trained, test: Evaluation
+    row: MethodRow, served: CellName, images: TrainedImages, test: Evaluation
 ) -> dict[str, BackfillCurve]:
-    """Return the curves of a gallery that is gradually embedded again.
+    """Return the curves of a gallery that is gradually re-embedded.
 
     Curves use plain distances, and for a migrated gallery also calibrated scores by origin (`…,
     calibrated`)."""
@@ -153,13 +187,13 @@ def _line(row: MethodRow, served: CellName, test: Evaluation) -> DistanceLine:
     if held_out is None:
         return IDENTITY_LINE
     images = _embedded(row, held_out)
-    carried, embedded = (
+    migrated, native = (
         measure_cell(
             cell, images, images, held_out.relevance, neighbours=PAIRS_A_QUERY, int8=row.int8
         )
         for cell in (served, own_cell(NEW))
     )
-    return fit_distance_line(carried, embedded, held_out.relevance)
+    return fit_distance_line(migrated, native, held_out.relevance)
 
 
 @lru_cache(maxsize=2)
@@ -173,14 +207,14 @@ def _held_out(
     cache: Path,
 ) -> Evaluation | None:
     """Return the images that trainings held out; None if there are none."""
-    whole = list_images(root, classes, class_list)
-    _, rows = hold_out(whole, share, seed)
-    return evaluation(whole.select(rows), metric, cache) if len(rows) else None
+    listing = list_images(root, classes, class_list)
+    _, rows = hold_out(listing, share, seed)
+    return evaluation(listing.select(rows), metric, cache) if len(rows) else None
 
 
-def by_query(measured: CellFigures) -> dict[str, PerQuery]:
-    """Select the figures that a row stores of a cell."""
-    return {"cmc1": measured.cmc1, "cmc5": measured.cmc5, "map": measured.map}
+def by_query(figures: CellFigures) -> dict[str, PerQuery]:
+    """Return the figures of a cell that a row stores, [q] each: cmc1, cmc5 and map."""
+    return {"cmc1": figures.cmc1, "cmc5": figures.cmc5, "map": figures.map}
 
 
 def _hubness(queries: Floats, gallery: Floats, test: Evaluation) -> float:
@@ -196,7 +230,19 @@ def _logged(stats: Path) -> dict[str, float]:
 
 
 def write_cells(path: Path, cells: Cells, key: str) -> None:
-    """Store cells with a key that identifies what they were measured on."""
+    """Store cells as PATH and PATH with the suffix .json; replace those that are there.
+
+    A kill between the two files leaves cells that `read_cells` takes for missing or of another key.
+
+    Args:
+        path: the .npz file; its folder is made.
+        cells: the cells.
+        key: identifies the models and images that they were measured on.
+
+    Raises:
+        CannotWriteError: the .json file cannot be written.
+        OSError: the .npz file or its folder cannot be written.
+    """
     arrays = {
         f"{cell}:{name}": v for cell, part in cells.by_query.items() for name, v in part.items()
     }
@@ -209,8 +255,15 @@ def write_cells(path: Path, cells: Cells, key: str) -> None:
 
 
 def read_cells(path: Path, key: str | None = None) -> Cells | None:
-    """Read stored cells; None if they are missing, damaged, of another key, or of an older version
-    without classes."""
+    """Read cells that `write_cells` stored.
+
+    Args:
+        path: the .npz file.
+        key: the expected key; None: accept any.
+
+    Returns:
+        None if they are missing, damaged, of another key, or of an older version without classes.
+    """
     try:
         return _read_cells(path, key)
     except (OSError, EOFError, ValueError, KeyError, BadZipFile, zlib.error):
@@ -218,8 +271,8 @@ def read_cells(path: Path, key: str | None = None) -> Cells | None:
 
 
 def _read_cells(path: Path, key: str | None) -> Cells | None:
-    told = json.loads(path.with_suffix(".json").read_text("utf-8"))
-    if key is not None and told["key"] != key:
+    notes = json.loads(path.with_suffix(".json").read_text("utf-8"))
+    if key is not None and notes["key"] != key:
         return None
     by_query: dict[str, dict[str, PerQuery]] = {}
     # Opened here, because numpy does not close a file that is no archive.
@@ -229,7 +282,7 @@ def _read_cells(path: Path, key: str | None) -> Cells | None:
             cell, _, figure = name.rpartition(":")
             if cell:
                 by_query.setdefault(cell, {})[figure] = arrays[name]
-    return Cells(by_query, told["extras"], classes)
+    return Cells(by_query, notes["extras"], classes)
 
 
 KNOWN_CLASSES, NEW_CLASSES = "known classes", "new classes"
@@ -237,20 +290,33 @@ RANGED = ("new/new", "new/served")
 
 
 def known_to_old(row: MethodRow, tested: ImageListing) -> NDArray[np.bool_]:
-    """Return for each tested image [n] whether the row's old model was trained on its class."""
+    """Return whether the row's old model was trained on the class of each tested image, bool [n].
+
+    Classes are compared by name.
+
+    Raises:
+        ConfigurationError: the folder of the old model's training images cannot be read.
+    """
     images, classes = row.old.values["images"], row.old.values["classes"]
     assert isinstance(images, Path) and (classes is None or isinstance(classes, int))
     names = set(list_images(images, classes).class_names)
     return np.array([name in names for name in tested.class_names])[tested.labels]
 
 
-def by_range(cells: Cells, known: NDArray[np.bool_]) -> Cells:
-    """Add the cells by class range, such as `new/new, known classes`, if both ranges are tested.
+def by_range(cells: Cells, is_known: NDArray[np.bool_]) -> Cells:
+    """Add the cells by class range, such as `new/new, known classes`.
 
     A range's figures are NaN for queries of the other range, which excludes them from means but
     keeps figures paired.
+
+    Args:
+        cells: the cells of q queries.
+        is_known: whether the old model was trained on a query's class, bool [q].
+
+    Returns:
+        `cells` itself if all queries are of one range.
     """
-    if known.all() or not known.any():
+    if is_known.all() or not is_known.any():
         return cells
     ranged = {
         f"{cell}, {name}": {
@@ -258,6 +324,6 @@ def by_range(cells: Cells, known: NDArray[np.bool_]) -> Cells:
             for figure, values in cells.by_query[cell].items()
         }
         for cell in RANGED
-        for name, inside in ((KNOWN_CLASSES, known), (NEW_CLASSES, ~known))
+        for name, inside in ((KNOWN_CLASSES, is_known), (NEW_CLASSES, ~is_known))
     }
     return replace(cells, by_query={**cells.by_query, **ranged})

@@ -89,11 +89,11 @@ CLAIMS = (
     ),
     *(
         Claim(
-            f"SimCLR > {rival} in {stored} bytes, by an affine map",
-            (row_in(SIDE, f"simclr_{stored}"), SERVED),
-            (row_in(SIDE, f"{rival}_{stored}"), SERVED),
+            f"SimCLR > {rival} in {count} bytes, by an affine map",
+            (row_in(SIDE, f"simclr_{count}"), SERVED),
+            (row_in(SIDE, f"{rival}_{count}"), SERVED),
         )
-        for stored in BYTES
+        for count in BYTES
         for rival in OBJECTIVES
         if rival != "simclr"
     ),

@@ -29,7 +29,7 @@ from nobackfill.research.images import (
     seeds_of,
     write_digits,
 )
-from nobackfill.research.pages import refresh, whole
+from nobackfill.research.pages import full_page, rewrite_tables
 from nobackfill.research.presets import (
     DIGITS,
     PRESETS,
@@ -43,7 +43,7 @@ from nobackfill.research.results import MAIN, Provenance, Results, draw, points,
 from nobackfill.research.rows import ComparisonPlace
 from nobackfill.research.serve import costs
 from nobackfill.research.summary import MeasuredRow, summarise
-from nobackfill.research.tasks import Planned, cells_path, do, images_of
+from nobackfill.research.tasks import Planned, cells_path, images_of, run_tasks
 from nobackfill.research.vector_bench import compare_vectors, page_of, read_vectors, write_bench
 from nobackfill.training.cli.command import command_app
 
@@ -52,16 +52,16 @@ _CPUINFO = Path("/proc/cpuinfo")
 
 def machine() -> str:
     """Describe processor, cores, accelerator and torch's version, without the machine's name."""
-    told = _CPUINFO.read_text("utf-8") if _CPUINFO.is_file() else ""
-    model = re.search(r"^model name\s*: (.+)$", told, re.MULTILINE)
+    text = _CPUINFO.read_text("utf-8") if _CPUINFO.is_file() else ""
+    model = re.search(r"^model name\s*: (.+)$", text, re.MULTILINE)
     name = model[1].strip() if model else platform.machine()
-    beside = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
-    return f"{name}, {os.cpu_count()} cores{beside}, torch {torch.__version__}"
+    accelerator = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
+    return f"{name}, {os.cpu_count()} cores{accelerator}, torch {torch.__version__}"
 
 
 _EPILOG = """
 Trains every model and measures every row of the table, --jobs of them at a time. Finished work is
-kept below OUT and skipped, so an interrupted comparison resumes; remove a folder to train it again.
+used again from OUT, so an interrupted comparison resumes; remove a folder to train it again.
 OUT/NAME belongs to the images of its first run; other images are refused.
 
 Writes OUT/NAME.json, OUT/NAME.md and OUT/NAME.svg. Groups of --methods and --once: core,
@@ -118,9 +118,10 @@ def main(
             show_default="all that the data set's preset lists; with --vectors all rivals",
         ),
     ] = None,
-    once: Annotated[
+    first_seed_methods: Annotated[
         str | None,
         typer.Option(
+            "--once",
             metavar="NAME,...",
             help="Further methods and groups, separated by commas, that are trained with the first "
             "seed only. Without it, every method runs with all seeds.",
@@ -192,14 +193,19 @@ def main(
     if pairs is not None and not vectors:
         raise ConfigurationError("--pairs needs --vectors FILE.npz, whose pairs it counts")
     if vectors:
-        others = {"--data": data, "--page": page, "--images": images, "--once": once}
+        others = {
+            "--data": data, "--page": page, "--images": images, "--once": first_seed_methods,
+        }  # fmt: skip
         if ignored := [name for name, value in others.items() if value is not None]:
-            raise ConfigurationError(f"--vectors trains no image model; leave out {ignored[0]}")
+            raise ConfigurationError(
+                f"--vectors compares maps on stored vectors and trains no image model; leave out "
+                f"{ignored[0]}"
+            )
         _compare_vectors(vectors, out, seeds, methods, pairs)
         return
     if page:
         for one in page:
-            for file in refresh(one):
+            for file in rewrite_tables(one):
                 print(f"{one}: {file}")
         return
     if data is None:
@@ -222,8 +228,8 @@ def main(
         seeds_of(preset, seeds),
         methods.split(",") if methods else None,
         jobs,
-        once=once.split(",") if once else (),
-        command=_command(preset, seeds, methods, once),
+        first_seed_names=first_seed_methods.split(",") if first_seed_methods else (),
+        command=_command(preset, seeds, methods, first_seed_methods),
         cluster=ray,
     )
     _write(out, preset, results)
@@ -248,7 +254,7 @@ def _compare_vectors(
 
 
 def _write(out: Path, preset: Preset, results: Results) -> None:
-    text = whole(results)
+    text = full_page(results)
     write_results(out / f"{preset.title}.json", results)
     write_file(out / f"{preset.title}.md", text.encode(), 0o644)
     drawing = draw(points(results), f"Quality and cost on {preset.title}")
@@ -256,12 +262,14 @@ def _write(out: Path, preset: Preset, results: Results) -> None:
     print(text)
 
 
-def _command(preset: Preset, seeds: int, methods: str | None, once: str | None) -> str:
+def _command(
+    preset: Preset, seeds: int, methods: str | None, first_seed_methods: str | None
+) -> str:
     """Return the command line without paths of this machine."""
     named = preset.name if preset.name in PRESETS else "FOLDER"
     words = ["python training/compare.py", f"--data {named} --seeds {seeds}"]
     words += [f"--methods {methods}"] if methods else []
-    words += [f"--once {once}"] if once else []
+    words += [f"--once {first_seed_methods}"] if first_seed_methods else []
     words += ["--images FOLDER"] if preset.test_share is None else []
     words += ["--development"] if preset.development else []
     return " ".join(words)
@@ -272,30 +280,41 @@ def compare(
     images: Path | None,
     out: Path,
     seeds: Sequence[int],
-    wanted: Sequence[str] | None,
+    names: Sequence[str] | None,
     jobs: int,
     changes: Mapping[str, Values] | None = None,
-    once: Sequence[str] = (),
+    first_seed_names: Sequence[str] = (),
     command: str = "compare()",
     cluster: str | None = None,
 ) -> Results:
-    """Train and measure groups and methods.
+    """Train and measure groups and methods; finished work below OUT/TITLE is used again.
+
+    Links to the images, runs, features and cells are written below OUT/TITLE. The results
+    themselves are only returned.
 
     Args:
         preset: the comparison.
-        images: the images, unless the preset makes its own.
-        out: the folder of the results.
-        seeds: the seeds.
-        wanted: groups and methods; None: the preset's own.
-        jobs: the number of processes.
+        images: the folder of images; None: the preset makes its own (digits).
+        out: the folder of the comparisons.
+        seeds: the seeds, at least one. With one seed, no claim is decided.
+        names: groups and methods; None: the preset's own.
+        jobs: the number of processes; with 1 everything runs in this process.
         changes: keys that replace those of the preset's configurations, by kind.
-        once: more groups and methods, only for the first seed.
+        first_seed_names: more groups and methods, only for the first seed.
         command: the command line to record.
         cluster: the address of a Ray cluster, instead of processes.
 
     Raises:
-        BusyError: another comparison works in `out`.
-        ConfigurationError, InvalidInputError, NotFoundError, DivergedError: from the parts.
+        BusyError: another comparison works in OUT/TITLE.
+        ConfigurationError: a name is unknown, images are missing, or OUT/TITLE belongs to other
+            images.
+        InvalidInputError: there are too few classes, or an image cannot be decoded.
+        NotFoundError: the images lack the folder train or test.
+        VerificationError: a checkpoint of an earlier call is damaged.
+        DivergedError: a training diverged.
+        UnavailableError: no Ray cluster answers.
+        NobackfillError: a process was killed.
+        CannotWriteError: the disk cannot be written.
     """
     if cluster is not None:
         # Nodes run in another working directory.
@@ -308,26 +327,29 @@ def compare(
             for split in preset.splits:
                 place = _place(preset, split, seed, root, source, changes or {})
                 own = preset.groups if split.name == MAIN else preset.unseen_groups
-                further = once if seed == seeds[0] else ()
-                planned.append((place, rows_of(place, (*(wanted or own), *further))))
+                more = first_seed_names if seed == seeds[0] else ()
+                planned.append((place, rows_of(place, (*(names or own), *more))))
         started = time.monotonic()
-        do(planned, jobs, cluster)
-        print(f"compare.py: {time.monotonic() - started:.0f} s", file=sys.stderr)
+        run_tasks(planned, jobs, cluster)
+        seconds = time.monotonic() - started
+        print(f"compare.py: trained and measured in {seconds:.0f} s", file=sys.stderr)
     # Costs of the first place; they are equal for all seeds and splits.
-    told, rows = costs(planned[0][1]), _collect(planned)
-    made = Provenance(command=command, machine=machine(), configured=digest_of_rows(preset, rows))
-    return summarise(preset.title, preset.metric, seeds, made, rows, CLAIMS, told)
+    cost_of, rows = costs(planned[0][1]), _collect(planned)
+    provenance = Provenance(
+        command=command, machine=machine(), configured=digest_of_rows(preset, rows)
+    )
+    return summarise(preset.title, preset.metric, seeds, provenance, rows, CLAIMS, cost_of)
 
 
 @contextmanager
 def _output_lock(root: Path) -> Iterator[None]:
     """Lock the folder: two comparisons would overwrite each other's runs."""
-    with ExitStack() as held:
+    with ExitStack() as stack:
         try:
-            held.enter_context(lock_file(root / "lock"))
+            stack.enter_context(lock_file(root / "lock"))
         except BusyError as error:
             raise BusyError(
-                f"another compare.py works in {root}; wait for it, or choose another --out"
+                f"another compare.py writes to {root}; wait until it ends, or choose another --out"
             ) from error
         yield
 
@@ -338,10 +360,11 @@ def _source(preset: Preset, images: Path | None, root: Path) -> Path:
         return root / "digits"
     if images is None:
         raise ConfigurationError(
-            f"--data {preset.name} needs --images, a folder with train and test in it"
+            f"--data {preset.name} needs --images FOLDER with the folders train and test; write it "
+            "with: python -m nobackfill.training.data.cifar100 FOLDER"
         )
-    needed = max(split.new for split in preset.splits)
-    check_classes(images if preset.test_share is not None else images / "train", needed)
+    classes = max(split.new for split in preset.splits)
+    check_classes(images if preset.test_share is not None else images / "train", classes)
     require_same_images(images, preset.test_share, root)
     return images
 
@@ -360,21 +383,21 @@ def _place(
 
 def _collect(planned: Planned) -> dict[str, dict[str, MeasuredRow]]:
     """Return the measured rows by split and name, in the order of the first seed."""
-    found: dict[str, dict[str, MeasuredRow]] = {}
-    for place, of_place in planned:
+    splits: dict[str, dict[str, MeasuredRow]] = {}
+    for place, rows in planned:
         # Rows share old models and tests, so read each folder once.
-        known: dict[tuple[Path, str], NDArray[np.bool_]] = {}
-        for row in of_place:
+        masks: dict[tuple[Path, str], NDArray[np.bool_]] = {}
+        for row in rows:
             cells = read_cells(cells_path(place, row))
             assert cells is not None
             ends = (row.old.folder, row.tested)
-            if ends not in known:
-                known[ends] = known_to_old(row, images_of(place, row))
-            split = found.setdefault(place.split.name, {})
+            if ends not in masks:
+                masks[ends] = known_to_old(row, images_of(place, row))
+            split = splits.setdefault(place.split.name, {})
             split.setdefault(row.name, MeasuredRow(row, [])).runs.append(
-                by_range(cells, known[ends])
+                by_range(cells, masks[ends])
             )
-    return found
+    return splits
 
 
 app = command_app("compare.py", main, _EPILOG)

@@ -35,7 +35,11 @@ from nobackfill.training.data.folders import hold_out
 def write_digits(folder: Path) -> None:
     """Write scikit-learn's 1,797 scanned digits (8 x 8, 17 greys) as FOLDER/DIGIT/NUMBER.png.
 
-    The 13 writers of its test set are not labelled, so no partition can separate writers.
+    An existing folder stays as it is. The 13 writers of the data set are not labelled, so no
+    partition can separate writers.
+
+    Raises:
+        OSError: the folder cannot be written.
     """
     if folder.is_dir():
         return
@@ -43,25 +47,34 @@ def write_digits(folder: Path) -> None:
     from sklearn.datasets import load_digits
 
     digits = load_digits()
-    whole = begin(folder)
+    incomplete = start_folder(folder)
     for number, (pixels, digit) in enumerate(zip(digits.images, digits.target, strict=True)):
-        path = whole / str(digit) / f"{number:04d}.png"
+        path = incomplete / str(digit) / f"{number:04d}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray((pixels * (255 / 16)).astype(np.uint8)).save(path)
-    whole.rename(folder)
+    incomplete.rename(folder)
 
 
 def train_and_test(images: Path, into: Path, share: float | None, seed: int) -> None:
-    """Make INTO/train and INTO/test; `share` of each class's images, drawn by the seed, is test.
+    """Link images as INTO/train/CLASS and INTO/test/CLASS; existing folders stay as they are.
 
-    Without a share, IMAGES must hold `train` and `test`. Raises NotFoundError if it does not.
+    Args:
+        images: a folder of class folders; without a share, one with `train` and `test` in it.
+        into: the folder.
+        share: the share of each class's images that is test; None: IMAGES is divided already.
+        seed: chooses the test images.
+
+    Raises:
+        NotFoundError: without a share, IMAGES lacks `train` or `test`.
+        ConfigurationError: IMAGES cannot be read.
+        InvalidInputError: there is no class folder, or a class is empty.
     """
     listings = _listed(images, share)
     if share is not None:
-        (whole,) = listings
-        listings = [whole.select(rows) for rows in hold_out(whole, share, seed)]
+        (listing,) = listings
+        listings = [listing.select(rows) for rows in hold_out(listing, share, seed)]
     for part, listing in zip(_PARTS, listings, strict=True):
-        link(listing, (f"{name}" for name in _class_of(listing)), into / part)
+        link_images(listing, (f"{name}" for name in _class_of(listing)), into / part)
 
 
 _PARTS = ("train", "test")
@@ -73,22 +86,35 @@ def _listed(images: Path, share: float | None) -> list[ImageListing]:
         return [list_images(images)]
     for part in _PARTS:
         if not (images / part).is_dir():
-            raise NotFoundError(f"expected folders train and test in {images}")
+            raise NotFoundError(
+                f"--images {images}: expected the folders train and test in it, {part} is missing"
+            )
     return [list_images(images / part) for part in _PARTS]
 
 
 def require_same_images(images: Path, share: float | None, root: Path) -> None:
-    """Raise ConfigurationError if ROOT belongs to other images than those of IMAGES.
+    """Check that ROOT belongs to the images of IMAGES, or is new.
 
-    Its links and results would otherwise be used for them. ROOT/images.json identifies the images;
-    older versions wrote none, and then any images are accepted. Other errors as `train_and_test`.
+    Its links and results would otherwise be used for other images. ROOT/images.json identifies
+    them. Without this file, as in a new folder and in those of older versions, any images are
+    accepted, and it is written.
+
+    Args:
+        images: the images, as in `train_and_test`.
+        share: as in `train_and_test`.
+        root: the folder of the comparison, made if missing.
+
+    Raises:
+        ConfigurationError: ROOT belongs to other images.
+        NotFoundError, InvalidInputError: as `train_and_test`; or an image cannot be read.
+        CannotWriteError: the file cannot be written.
     """
     note = root / "images.json"
-    told = json.dumps([_identity(listing) for listing in _listed(images, share)], indent=1)
+    content = json.dumps([_identity(listing) for listing in _listed(images, share)], indent=1)
     if not note.is_file():
         make_dir(root)
-        write_file(note, told.encode())
-    elif note.read_bytes() != told.encode():
+        write_file(note, content.encode())
+    elif note.read_bytes() != content.encode():
         raise ConfigurationError(
             f"{root} holds a comparison of other images than those of {images} (their names, "
             f"lengths or contents are not those of {note}); choose another --out, or remove {root}"
@@ -101,7 +127,7 @@ def _identity(listing: ImageListing) -> dict[str, int | str]:
 
     Raises InvalidInputError for a missing file.
     """
-    known = hashlib.sha256()
+    content_digest = hashlib.sha256()
     before = -1
     for path, label in zip(listing.paths, listing.labels.tolist(), strict=True):
         file = listing.root / path
@@ -110,26 +136,38 @@ def _identity(listing: ImageListing) -> dict[str, int | str]:
         try:
             line = f"{path}\0{file.stat().st_size}\0{content}\n"
         except OSError as error:
-            raise InvalidInputError(f"{file}: cannot be read ({error.strerror})") from error
-        known.update(line.encode("utf-8", "surrogateescape"))
+            raise InvalidInputError(
+                f"the image {file} cannot be read ({error.strerror}); restore it, and run again"
+            ) from error
+        content_digest.update(line.encode("utf-8", "surrogateescape"))
     return {
         "classes": len(listing.class_names),
         "images": len(listing),
-        "sha256": known.hexdigest(),
+        "sha256": content_digest.hexdigest(),
     }
 
 
-def allocated(train: Path, name: str, into: Path, seed: int) -> None:
-    """Make INTO/old and INTO/new by UniBCT's allocation `name`."""
+def link_allocation(train: Path, name: str, into: Path, seed: int) -> None:
+    """Link the images of TRAIN as INTO/old and INTO/new by UniBCT's allocation `name`.
+
+    Existing folders stay as they are.
+
+    Raises:
+        ConfigurationError: the name is unknown, TRAIN cannot be read, or a class has one image.
+        InvalidInputError: TRAIN has no class folder.
+    """
     listing = list_images(train)
     allocation = allocate(name, listing.labels, seed=seed)
     for part, rows in (("old", allocation.old), ("new", allocation.new)):
-        chosen = listing.select(rows)
-        link(chosen, _class_of(chosen), into / part)
+        selected = listing.select(rows)
+        link_images(selected, _class_of(selected), into / part)
 
 
-def with_label_noise(train: Path, into: Path, share: float, seed: int) -> None:
-    """Make a copy of TRAIN in which `share` of the images lie in a wrong class, drawn uniformly."""
+def link_with_label_noise(train: Path, into: Path, share: float, seed: int) -> None:
+    """Link the images of TRAIN below INTO, with `share` of them in a wrong class drawn uniformly.
+
+    TRAIN has at least two classes. An existing folder stays as it is.
+    """
     listing = list_images(train)
     rng = np.random.default_rng(seed)
     wrong = rng.permutation(len(listing))[: round(share * len(listing))]
@@ -137,46 +175,68 @@ def with_label_noise(train: Path, into: Path, share: float, seed: int) -> None:
     classes = len(listing.class_names)
     # A shift by 1 to classes - 1 never gives the true class.
     labels[wrong] = (labels[wrong] + rng.integers(1, classes, len(wrong))) % classes
-    link(listing, [listing.class_names[label] for label in labels], into)
+    link_images(listing, [listing.class_names[label] for label in labels], into)
 
 
-def later_classes(images: Path, into: Path, first: int) -> None:
-    """Make a copy of IMAGES without its first `first` classes."""
+def link_later_classes(images: Path, into: Path, first: int) -> None:
+    """Link the images of IMAGES below INTO, without its first `first` classes by name.
+
+    An existing folder stays as it is.
+    """
     listing = list_images(images)
-    chosen = listing.select(np.flatnonzero(listing.labels >= first))
-    link(chosen, _class_of(chosen), into)
+    selected = listing.select(np.flatnonzero(listing.labels >= first))
+    link_images(selected, _class_of(selected), into)
 
 
-def link(listing: ImageListing, class_names: Iterable[str], into: Path) -> None:
-    """Make the folder INTO with a link to each image below its class's name."""
+def link_images(listing: ImageListing, class_names: Iterable[str], into: Path) -> None:
+    """Make the folder INTO with a symbolic link to each image; do nothing if it exists.
+
+    Args:
+        listing: n images.
+        class_names: the class folder below INTO of each image, n names.
+        into: the folder.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
     if into.is_dir():
         return
-    whole = begin(into)
+    incomplete = start_folder(into)
     for path, class_name in zip(listing.paths, class_names, strict=True):
-        target = whole / class_name / f"{path.replace('/', '__')}"
+        target = incomplete / class_name / f"{path.replace('/', '__')}"
         target.parent.mkdir(parents=True, exist_ok=True)
         target.symlink_to((listing.root / path).resolve())
-    whole.rename(into)
+    incomplete.rename(into)
 
 
 def _class_of(listing: ImageListing) -> list[str]:
     return [listing.class_names[label] for label in listing.labels]
 
 
-def begin(folder: Path) -> Path:
-    """Make an empty folder next to FOLDER, to be renamed to it when complete."""
-    whole = folder.with_name(f"{folder.name}.part")
-    if whole.exists():
-        shutil.rmtree(whole)
-    whole.mkdir(parents=True)
-    return whole
+def start_folder(folder: Path) -> Path:
+    """Make an empty folder FOLDER.part, which the caller renames to FOLDER when it is complete.
+
+    A folder of this name that an earlier process left is removed.
+    """
+    incomplete = folder.with_name(f"{folder.name}.part")
+    if incomplete.exists():
+        shutil.rmtree(incomplete)
+    incomplete.mkdir(parents=True)
+    return incomplete
 
 
-def check_classes(images: Path, needed: int) -> None:
-    """Raise InvalidInputError if there are fewer classes than a preset needs."""
-    found = len(list_images(images).class_names)
-    if found < needed:
-        raise InvalidInputError(f"{images}: expected {needed} class folders, got {found}")
+def check_classes(images: Path, least: int) -> None:
+    """Check that a folder has the classes of a preset.
+
+    Raises:
+        InvalidInputError: there are fewer than `least` class folders, or one is empty.
+        ConfigurationError: the folder cannot be read.
+    """
+    count = len(list_images(images).class_names)
+    if count < least:
+        raise InvalidInputError(
+            f"{images}: expected at least {least} class folders for this comparison, got {count}"
+        )
 
 
 # Tables use seeds from here on. Lower seeds serve selection: methods were developed on 0 to 9.
@@ -188,12 +248,15 @@ TEST_SHARE = 0.3
 
 
 def seeds_of(preset: Preset, count: int) -> range:
-    """Return `count` seeds of a table, or of its development split."""
+    """Return `count` seeds of a table (1000, 1001, …), or of its development split (0, 1, …)."""
     return range(count) if preset.development else range(TABLE_SEEDS, TABLE_SEEDS + count)
 
 
 def development_of(preset: Preset) -> Preset:
-    """Return the comparison for selecting the options of `preset`; rows and configurations stay."""
+    """Return the comparison for selecting the options of `preset`; rows and configurations stay.
+
+    Its classes are those that every model of the preset knows, divided again.
+    """
     # Further classes are the tables' unseen ones.
     known = min(split.new for split in preset.splits)
     unseen = max(2, known // 5)
@@ -207,28 +270,35 @@ def development_of(preset: Preset) -> Preset:
 
 
 def development_images(train: Path, into: Path, classes: int, seed: int) -> None:
-    """Make INTO/train and INTO/test from the first `classes` classes of TRAIN.
+    """Link images as INTO/train and INTO/test from the first `classes` classes of TRAIN.
 
-    TRAIN holds a table's training images. Class names start with their place in an order drawn by
-    `seed`, so that each seed has other old, new and unseen classes.
+    TRAIN holds a table's training images; 30 % of each class become test images. Class names start
+    with their place in an order drawn by `seed`, so that each seed has other old, new and unseen
+    classes. Existing folders stay as they are.
     """
     listing = list_images(train, classes)
     order = np.random.default_rng(seed).permutation(classes)
     names = [f"{order[label]:04d}-{name}" for label, name in enumerate(listing.class_names)]
     for part, rows in zip(("train", "test"), hold_out(listing, TEST_SHARE, seed), strict=True):
-        chosen = listing.select(rows)
-        link(chosen, [names[label] for label in chosen.labels], into / part)
+        selected = listing.select(rows)
+        link_images(selected, [names[label] for label in selected.labels], into / part)
 
 
-def known_names(classes: NDArray[np.str_]) -> NDArray[np.str_]:
-    """Return the class names of `development_images` without their place, equal for all seeds."""
+def names_without_place(classes: NDArray[np.str_]) -> NDArray[np.str_]:
+    """Remove the place in front of class names of `development_images`: "0003-cat" gives "cat".
+
+    The results of all seeds are therefore equal.
+    """
     return np.array([name.partition("-")[2] for name in classes.tolist()])
 
 
 def place_images(preset: Preset, source: Path, root: Path, seed: int) -> Path:
     """Return the folder below ROOT with a seed's `train` and `test`; make it first if needed.
 
-    Errors are those of `train_and_test`.
+    All seeds of a table share one folder. A development split has one for each seed.
+
+    Raises:
+        NotFoundError, ConfigurationError, InvalidInputError: as `train_and_test`.
     """
     table = root / f"data-{TABLE_PARTITION}"
     train_and_test(source, table, preset.test_share, TABLE_PARTITION)
@@ -240,7 +310,7 @@ def place_images(preset: Preset, source: Path, root: Path, seed: int) -> Path:
 
 
 def blurred(image: Image.Image) -> Image.Image:
-    """Average each pixel over its neighbourhood: 3 x 3 up to 32 pixels, wider in larger images."""
+    """Average each pixel over its neighbourhood: 3 x 3 in images below 64 pixels, then wider."""
     return image.filter(ImageFilter.BoxBlur(max(1, image.width // 32)))
 
 
@@ -250,13 +320,16 @@ SHIFTS: Mapping[str, Callable[[Image.Image], Image.Image]] = {
 }
 
 
-def write_foreign(test: Path, into: Path) -> None:
-    """Write the images of TEST as PNG in the same class folders, shifted as INTO's name says."""
+def write_shifted(test: Path, into: Path) -> None:
+    """Write the images of TEST as PNG below INTO, in the same class folders, blurred or negated.
+
+    The name of INTO selects the change, a key of SHIFTS; another name raises KeyError.
+    """
     shift, listing = SHIFTS[into.name], list_images(test)
-    whole = begin(into)
+    incomplete = start_folder(into)
     for path in listing.paths:
-        target = (whole / path).with_suffix(".png")
+        target = (incomplete / path).with_suffix(".png")
         target.parent.mkdir(parents=True, exist_ok=True)
         with Image.open(test / path) as image:
             shift(image.convert("RGB")).save(target)
-    whole.rename(into)
+    incomplete.rename(into)

@@ -89,20 +89,20 @@ def paper_table(data: str, rows: Mapping[str, RowResult]) -> list[str]:
     return lines
 
 
-def whole(results: Results) -> str:
-    """Return the page next to a results file."""
+def full_page(results: Results) -> str:
+    """Format results as the page next to their file: every row, every figure and every claim."""
     lines = [f"# Methods compared on {results.data}", "", *_about(results), "", *_table(results)]
     if published := paper_table(results.data, results.main.rows):
         lines += ["", "## Published figures", "", *published]
     lines += _further(results)
     for split, part in results.splits.items():
-        lines += ["", f"## Claims, {split} classes", "", *_said_of(part.claims)]
+        lines += ["", f"## Claims, {split} classes", "", *_notes_of(part.claims)]
         lines += claims_table(part.claims)
     return "\n".join(lines) + "\n"
 
 
-def head(*titles: str) -> list[str]:
-    """Return the first two lines of a table of methods."""
+def table_head(*titles: str) -> list[str]:
+    """Return the first two lines of a Markdown table whose first column is the method."""
     return [f"| {' | '.join(('method', *titles))} |", "|---" * (len(titles) + 1) + "|"]
 
 
@@ -125,44 +125,51 @@ def pair(row: RowResult | None, cell: str) -> str:
     return f"{100 * cmc1:.1f} / {100 * map_:.1f}{spread}"
 
 
-def kept(row: RowResult | None) -> str:
-    """Format the share kept of the best new/new, CMC-1 / mAP in percent; "-" if not measured."""
+def kept_share(row: RowResult | None) -> str:
+    """Format the share preserved of the best new/new, CMC-1 / mAP in percent.
+
+    The text is "-" without a row, or for a row that is compared with no new/new.
+    """
     if row is None or not row.held_to:
         return "-"
     return " / ".join(f"{100 * row.extras[f'kept_{figure}']:.1f}" for figure in FIGURES)
 
 
-def named(name: str, row: RowResult | None, results: Results) -> str:
-    """Return the row's name, with its number of seeds if that is smaller than the table's."""
+def row_label(name: str, row: RowResult | None, results: Results) -> str:
+    """Return a row's name, with its number of seeds if that differs from the table's."""
     if row is None or row.seeds == len(results.seeds):
         return name
     return f"{name} ({row.seeds} seed{'s' if row.seeds > 1 else ''})"
 
 
 def seeds_line(results: Results) -> str:
-    """Describe the seeds and the deviation."""
+    """Describe in one sentence the seeds of results, and what their deviation is."""
     count = len(results.seeds)
     if count < FEWEST_SEEDS:
         return f"One seed ({results.seeds[0]}): no deviation, and no claim is decided."
     first, last = results.seeds[0], results.seeds[-1]
-    between = last - first + 1 == count
-    named = f"{first} to {last}" if between else ", ".join(map(str, results.seeds))
-    return f"{count} seeds ({named}), ± the standard deviation of mAP."
+    consecutive = last - first + 1 == count
+    seeds = f"{first} to {last}" if consecutive else ", ".join(map(str, results.seeds))
+    return f"{count} seeds ({seeds}), ± the standard deviation of mAP."
 
 
-def bars(results: Results) -> str:
-    """Describe the reference of `kept` for the rows that share the old model."""
-    told = []
+def reference_rows(results: Results) -> str:
+    """Describe the rows with the best new/new, to which the column *kept* refers, by split.
+
+    Returns:
+        "" if no row that shares the table's old model has such a reference.
+    """
+    parts = []
     for split, part in results.splits.items():
         row = next((r for r in part.rows.values() if r.shared and r.held_to), None)
         if row is None:
             continue
         best = [row.held_to[figure] for figure in FIGURES]
-        names = [f"`{bar.row}` by {FIGURE_NAMES[f]}" for f, bar in zip(FIGURES, best, strict=True)]
-        who = f"`{best[0].row}`" if best[0].row == best[1].row else " and ".join(names)
-        values = " / ".join(f"{100 * bar.value:.1f}" for bar in best)
-        told.append(f"{who} on {split} classes ({values})")
-    return ", ".join(told)
+        names = [f"`{one.row}` by {FIGURE_NAMES[f]}" for f, one in zip(FIGURES, best, strict=True)]
+        label = f"`{best[0].row}`" if best[0].row == best[1].row else " and ".join(names)
+        values = " / ".join(f"{100 * one.value:.1f}" for one in best)
+        parts.append(f"{label} on {split} classes ({values})")
+    return ", ".join(parts)
 
 
 def _about(results: Results) -> list[str]:
@@ -170,11 +177,11 @@ def _about(results: Results) -> list[str]:
         f"{seeds_line(results)} Distance: {results.metric}; CMC-1 / mAP in percent, means over "
         "seeds. *Served* is what a user gets: the gallery as it is for backward-compatible models, "
         "carried over for transforms. *Kept* is its share of the best new/new of all rows that "
-        f"learned the same: {bars(results) or 'there is none'}. *Flips*: queries answered by the "
-        "old model alone and no longer. *Unseen*: tested on classes that no model trained on."
-        f"{_limits(results)}",
+        f"learned the same: {reference_rows(results) or 'there is none'}. *Flips*: queries "
+        "answered by the old model alone and no longer. *Unseen*: tested on classes that no model "
+        f"trained on.{_limits(results)}",
         "",
-        f"`{results.made.command}`, {results.made.machine}.",
+        f"`{results.provenance.command}`, {results.provenance.machine}.",
     ]
 
 
@@ -190,14 +197,14 @@ def _limits(results: Results) -> str:
 
 
 def _table(results: Results) -> list[str]:
-    lines = head(*TITLES, *UNSEEN_TITLES)
+    lines = table_head(*TITLES, *UNSEEN_TITLES)
     for name, row, unseen in _both(results):
         fields = [pair(row, cell) for cell in ENDS]
         flips = None if row is None else row.extras["negative_flips"]
-        fields += [kept(row), _percent(flips)]
+        fields += [kept_share(row), _percent(flips)]
         fields += [pair(unseen, cell) for cell in ("old/old", "new/new", "new/served")]
-        told = named(name, row or unseen, results)
-        lines.append(f"| {told} | {' | '.join((*fields, kept(unseen)))} |")
+        label = row_label(name, row or unseen, results)
+        lines.append(f"| {label} | {' | '.join((*fields, kept_share(unseen)))} |")
     return lines
 
 
@@ -223,20 +230,20 @@ def _further(results: Results) -> list[str]:
         "an item, float32 or a bit a number; the gallery keeps float32 for either. µs: the "
         "transform of an item, the exported file, one thread.",
         "",
-        *head(*cells, "held to", "CKA", "bytes", "µs"),
+        *table_head(*cells, "held to", "CKA", "bytes", "µs"),
     ]
     for name, row in results.main.rows.items():
         fields = [_percent(row.mean(cell, "map")) for cell in cells]
         fields.append(row.held_to["map"].row if row.held_to else "-")
         fields.append(f"{row.extras['cka']:.2f}" if "cka" in row.extras else "-")
         cost = results.costs[name]
-        fields += [f"{cost.stored:.0f}", f"{cost.microseconds:.2f}"]
+        fields += [f"{cost.stored_bytes:.0f}", f"{cost.microseconds:.2f}"]
         lines.append(f"| {name} | {' | '.join(fields)} |")
     return lines
 
 
-def _said_of(claims: Mapping[str, Mapping[str, ClaimOutcome]]) -> list[str]:
-    """Return the sentences that precede the claims."""
+def _notes_of(claims: Mapping[str, Mapping[str, ClaimOutcome]]) -> list[str]:
+    """Return the sentences that precede a table of claims."""
     if is_withdrawn(claims):
         return [WITHDRAWN, ""]
     few = any(one.bounds is None for figures in claims.values() for one in figures.values())
@@ -244,7 +251,7 @@ def _said_of(claims: Mapping[str, Mapping[str, ClaimOutcome]]) -> list[str]:
 
 
 def is_withdrawn(claims: Mapping[str, Mapping[str, ClaimOutcome]]) -> bool:
-    """Tell whether the verdict of any claim is withdrawn; False without claims.
+    """Return whether the verdict of any claim is withdrawn; False without claims.
 
     It is withdrawn if an older version judged the claim without resampling classes (ClaimOutcome).
     """
@@ -253,7 +260,13 @@ def is_withdrawn(claims: Mapping[str, Mapping[str, ClaimOutcome]]) -> bool:
 
 
 def claims_table(claims: Mapping[str, Mapping[str, ClaimOutcome]]) -> list[str]:
-    """Format each claim's verdict by CMC-1 and by mAP, with the difference in percentage points."""
+    """Format each claim's verdict by CMC-1 and by mAP as a Markdown table.
+
+    Differences are in percentage points, with the bounds of their interval in brackets.
+
+    Args:
+        claims: outcomes by the claim's text and by figure; "-" stands for a missing figure.
+    """
     lines = ["| claim | CMC-1 | difference | mAP | difference |", "|---|---|---|---|---|"]
     for text, figures in claims.items():
         fields = [field for figure in FIGURES for field in _outcome(figures.get(figure))]
@@ -299,82 +312,104 @@ _END = "<!-- end of results -->"
 _MARKED = re.compile(rf"(?m)^<!-- results: (\S+)( in brief)? -->\n(?s:.*?)^{_END}$")
 
 
-def refresh(page: Path) -> list[Path]:
-    """Rewrite every marked table of a document and the full tables, or that of a results file.
+def rewrite_tables(page: Path) -> list[Path]:
+    """Write the tables of results again: those of a document, and the full page of each result.
+
+    Args:
+        page: a Markdown document with marks, which is replaced, with the pages next to the results
+            files that it names; or a results file, of which only the full page is written.
 
     Returns:
-        The results files.
+        The results files, in the order of the document.
 
     Raises:
-        NotFoundError: a document or results file does not exist.
-        InvalidInputError: the document has no mark, or a file has other content.
+        NotFoundError: the document or a results file does not exist.
+        InvalidInputError: the document has no mark, or a results file has other content.
+        CannotWriteError: a page cannot be written.
     """
     if not page.is_file():
-        raise NotFoundError(f"{page}: no such page")
+        raise NotFoundError(
+            f"--page {page}: there is no such file; name a Markdown page or a JSON file of results"
+        )
     if page.suffix == ".json":
-        _write_whole(page)
+        _write_full_page(page)
         return [page]
     text = page.read_text("utf-8")
-    found: list[Path] = []
+    files: list[Path] = []
 
-    def written(mark: re.Match[str]) -> str:
+    def replacement(mark: re.Match[str]) -> str:
         file = page.parent / mark[1]
-        results = _write_whole(file)
-        found.append(file)
+        results = _write_full_page(file)
+        files.append(file)
         link = mark[1].removesuffix(".json") + ".md"
         first = f"<!-- results: {mark[1]}{mark[2] or ''} -->"
-        return "\n".join([first, *shortened(results, link, brief=bool(mark[2])), _END])
+        return "\n".join([first, *short_table(results, link, brief=bool(mark[2])), _END])
 
-    text = _MARKED.sub(written, text)
-    if not found:
+    text = _MARKED.sub(replacement, text)
+    if not files:
         raise InvalidInputError(
-            f"{page}: expected a line `<!-- results: FILE.json -->` and a later line `{_END}`"
+            f"--page {page}: found no place for a table; expected a line "
+            f"`<!-- results: FILE.json -->` and a later line `{_END}`"
         )
     write_file(page, text.encode(), 0o644)
-    return found
+    return files
 
 
-def _write_whole(file: Path) -> Results:
+def _write_full_page(file: Path) -> Results:
     results = read_results(file)
-    write_file(file.with_suffix(".md"), whole(results).encode(), 0o644)
+    write_file(file.with_suffix(".md"), full_page(results).encode(), 0o644)
     return results
 
 
-def shortened(results: Results, link: str, *, brief: bool = False) -> list[str]:
-    """Return a document's table: fixed rows and, unless in brief, rows that beat or tie ours; then
-    the notes and, unless in brief, the claims."""
-    lines = head("served", "kept", "flips", "unseen served", "unseen kept")
+def short_table(results: Results, link: str, *, brief: bool = False) -> list[str]:
+    """Format the table of results in a document, and its notes.
+
+    Args:
+        results: the results; the row of our method must be among them.
+        link: the address of the full page, as the document links to it.
+        brief: leave out rows that only beat or tie ours, and the claims.
+
+    Returns:
+        The lines: the fixed rows of SHOWN, rows that beat or tie ours, then notes and claims.
+    """
+    lines = table_head("served", "kept", "flips", "unseen served", "unseen kept")
     shown = rows_shown(results)
-    chosen = [name for name in shown if name in SHOWN] if brief else shown
-    for name in chosen:
+    for name in [name for name in shown if name in SHOWN] if brief else shown:
         row, unseen = results.main.rows[name], results.unseen(name)
-        told = f"**{named(name, row, results)}**" if name == OURS else named(name, row, results)
-        fields = [pair(row, SERVED), kept(row), f"{100 * row.extras['negative_flips']:.1f}"]
-        lines.append(f"| {told} | {' | '.join((*fields, pair(unseen, SERVED), kept(unseen)))} |")
+        label = row_label(name, row, results)
+        label = f"**{label}**" if name == OURS else label
+        fields = [pair(row, SERVED), kept_share(row), f"{100 * row.extras['negative_flips']:.1f}"]
+        fields += [pair(unseen, SERVED), kept_share(unseen)]
+        lines.append(f"| {label} | {' | '.join(fields)} |")
     left_out = len(results.main.rows) - len(shown)
     caption = _rivals(results, link) if brief else _caption(results, link, left_out)
     return [*lines, "", *caption, ""]
 
 
 def outdated(results: Results) -> bool:
-    """Return whether rows were trained on other splits or configurations than today's; unknown for
-    a folder."""
+    """Return whether rows were trained on other splits or configurations than today's.
+
+    It is unknown, and False, for results of a folder of images.
+    """
     if results.data not in PRESETS:
         return False
     rows = {split: tuple(part.rows) for split, part in results.splits.items()}
     try:
-        return digest_of_rows(PRESETS[results.data], rows) != results.made.configured
+        return digest_of_rows(PRESETS[results.data], rows) != results.provenance.configured
     except ConfigurationError:
         return True
 
 
 def rows_shown(results: Results) -> list[str]:
-    """Return the names in the table's order."""
-    chosen = {*SHOWN, *reaching(results)}
-    return [name for name in results.main.rows if name in chosen]
+    """Return the names of the rows that a document shows, in the order of the results.
+
+    They are those of SHOWN that were run, and rows that beat or tie ours.
+    """
+    names = {*SHOWN, *rows_reaching_ours(results)}
+    return [name for name in results.main.rows if name in names]
 
 
-def reaching(results: Results) -> dict[str, list[str]]:
+def rows_reaching_ours(results: Results) -> dict[str, list[str]]:
     """Return by row the columns in which it beats or, as rounded, ties ours.
 
     Returns:
@@ -383,57 +418,60 @@ def reaching(results: Results) -> dict[str, list[str]]:
     if OURS not in results.main.rows:
         return {}
     ours = _columns(results, OURS)
-    found = {}
+    reached = {}
     for name, row in results.main.rows.items():
         if name == OURS or not row.shared:
             continue
-        its = _columns(results, name)
-        columns = [column for column in its if column in ours and its[column] >= ours[column]]
+        own = _columns(results, name)
+        columns = [column for column in own if column in ours and own[column] >= ours[column]]
         if columns:
-            found[name] = columns
-    return found
+            reached[name] = columns
+    return reached
 
 
 def _columns(results: Results, name: str) -> dict[str, float]:
     """Return the displayed columns, larger = better; *kept* belongs to *served*."""
-    told = {}
+    values = {}
     for split, part in ((MAIN, results.main.rows[name]), (UNSEEN, results.unseen(name))):
         for figure in FIGURES if part else ():
             assert part is not None
-            told[f"{split} {FIGURE_NAMES[figure]}"] = part.cells[SERVED][figure][0]
-    told["flips"] = -results.main.rows[name].extras["negative_flips"]
-    return {column: round(1000 * value) for column, value in told.items()}
+            values[f"{split} {FIGURE_NAMES[figure]}"] = part.cells[SERVED][figure][0]
+    values["flips"] = -results.main.rows[name].extras["negative_flips"]
+    return {column: round(1000 * value) for column, value in values.items()}
 
 
 def _caption(results: Results, link: str, left_out: int) -> list[str]:
-    told = [f"`{results.made.command}`, {results.made.machine}. {seeds_line(results)}"]
+    made = results.provenance
+    notes = [f"`{made.command}`, {made.machine}. {seeds_line(results)}"]
     if outdated(results):
-        told.append("Measured by other splits or configurations than today's.")
-    if best := bars(results):
-        told.append(f"*Kept* is held to the best new/new: {best}.")
+        notes.append("Measured by other splits or configurations than today's.")
+    if best := reference_rows(results):
+        notes.append(f"*Kept* is held to the best new/new: {best}.")
     old = [part.rows[next(iter(part.rows))] for part in results.splits.values()]
-    told.append(f"The old model alone: {', on unseen classes '.join(pair(r, ALONE) for r in old)}.")
-    rest = (
+    notes.append(
+        f"The old model alone: {', on unseen classes '.join(pair(r, ALONE) for r in old)}."
+    )
+    link_text = (
         f"{left_out} rows, below ours in each of these columns or in settings of their own, are "
         f"left out: [the whole table]({link})"
         if left_out
         else f"[More figures]({link})"
     )
-    told.append(f"{rest}, with every claim.")
+    notes.append(f"{link_text}, with every claim.")
     points = [f"Rows that beat or tie ours: {_reaching_named(results)}.", *_claims(results)]
-    return [_wrapped(" ".join(told)), "", *(_wrapped(point, "- ") for point in points)]
+    return [_wrapped(" ".join(notes)), "", *(_wrapped(point, "- ") for point in points)]
 
 
 def _rivals(results: Results, link: str) -> list[str]:
-    told = (
+    text = (
         f"{seeds_line(results)} Rows that beat or tie ours: {_reaching_named(results)}. "
         f"[All rows, and every claim of the papers]({link})."
     )
-    return [_wrapped(told)]
+    return [_wrapped(text)]
 
 
 def _reaching_named(results: Results) -> str:
-    rivals = [f"`{name}` ({', '.join(by)})" for name, by in reaching(results).items()]
+    rivals = [f"`{name}` ({', '.join(by)})" for name, by in rows_reaching_ours(results).items()]
     return "; ".join(rivals) or "none"
 
 
@@ -454,11 +492,11 @@ def _claims(results: Results) -> list[str]:
     lines = []
     for split, part in results.splits.items() if len(results.seeds) >= FEWEST_SEEDS else ():
         for figure in FIGURES:
-            found = {text: by[figure] for text, by in part.claims.items() if figure in by}
-            failed = [text for text, one in found.items() if one.verdict == "fails"]
-            holds = sum(one.verdict == "holds" for one in found.values())
-            undecided = len(found) - holds - len(failed)
-            told = [f"{holds} of {len(found)} claims hold", f"{undecided} are undecided"]
-            told.append(f"{len(failed)} fail" + (f": {'; '.join(failed)}" if failed else ""))
-            lines.append(f"On {split} classes by {FIGURE_NAMES[figure]} {', '.join(told)}.")
+            judged = {text: by[figure] for text, by in part.claims.items() if figure in by}
+            failed = [text for text, one in judged.items() if one.verdict == "fails"]
+            holds = sum(one.verdict == "holds" for one in judged.values())
+            undecided = len(judged) - holds - len(failed)
+            counts = [f"{holds} of {len(judged)} claims hold", f"{undecided} are undecided"]
+            counts.append(f"{len(failed)} fail" + (f": {'; '.join(failed)}" if failed else ""))
+            lines.append(f"On {split} classes by {FIGURE_NAMES[figure]} {', '.join(counts)}.")
     return lines

@@ -20,8 +20,13 @@ _ROLE = {
 class Split:
     """How many first classes the old and the new model learn, and which classes are tested.
 
-    `first_of_chain` and `second_of_chain` are the classes of two older models, for chains of
-    updates.
+    Attributes:
+        name: main, which tests every class, or unseen, which tests classes that no model learned.
+        old: the number of classes of the old model, counted from the first one.
+        new: the number of classes of the new model.
+        tested_first, tested_end: the tested classes, from the first to before the end.
+        first_of_chain, second_of_chain: numbers of classes of two older models, for chains of
+            updates; None: the split has no chains and no special settings.
     """
 
     name: str
@@ -35,7 +40,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Branch:
-    """Epochs of the common warm-up of all new models, and of each one's own training after it."""
+    """Epochs of the common warm-up of all new models, and of each model's own training after it."""
 
     shared_epochs: int
     own_epochs: int
@@ -43,29 +48,35 @@ class Branch:
 
 @dataclass(frozen=True)
 class Preset:
-    """The settings of a comparison on a data set."""
+    """The settings of a comparison on a data set.
+
+    Attributes:
+        name: the data set, as --data takes it.
+        configs: the folder of configs/ with the hyper-parameters.
+        splits: which classes the models learn, and which are tested.
+        autoencoder: keys in which an autoencoder's training differs from other side encoders'.
+        threads: CPU threads of a training; None: torch's choice.
+        dmu_hidden_dim: width of DMU's psi; 1,024 in the paper.
+        groups: groups of rows to compare without --methods.
+        unseen_groups: the same for the split with unseen test classes.
+        test_share: share of images to test on; None: the data has a test folder.
+        metric: how vectors are compared.
+        branch: all new models start from a common warm-up, which halves the time and treats them
+            alike; None: each is trained from the start.
+        development: this is a development split for selecting options, and not a table.
+    """
 
     name: str
-    # The folder of configs/ with the hyper-parameters.
     configs: str
     splits: tuple[Split, ...]
-    # Keys in which an autoencoder's training differs from other side encoders'.
     autoencoder: Values
-    # CPU threads of a training; None: torch's choice.
     threads: int | None
-    # Width of DMU's psi; 1,024 in the paper.
     dmu_hidden_dim: int
-    # Groups of rows to compare without --methods.
     groups: tuple[str, ...]
-    # The same for the split with unseen test classes.
     unseen_groups: tuple[str, ...]
-    # Share of images to test on, if the data has no test folder.
     test_share: float | None
     metric: Metric
-    # If given, all new models start from a common warm-up, which halves the time and treats them
-    # alike.
     branch: Branch | None = None
-    # This is a development split for selecting options, and not a table.
     development: bool = False
 
     @property
@@ -189,14 +200,21 @@ PRESETS = {preset.name: preset for preset in (DIGITS, CIFAR100_CPU, CIFAR100, CI
 
 
 def folder_preset(classes: int) -> Preset:
-    """Return the comparison of a folder of class folders: half of the classes -> all.
+    """Return the comparison of a folder of class folders, whose old model learns half the classes.
+
+    A fifth of the classes, at least three, are tested as unseen ones. 30 % of each class's images
+    are test images.
+
+    Args:
+        classes: the number of class folders.
 
     Raises:
         InvalidInputError: there are fewer than 10 classes; old, new and unseen need 3 each.
     """
     if classes < 10:
         raise InvalidInputError(
-            f"expected at least 10 class folders to compare methods on, got {classes}"
+            f"--data: expected a folder with at least 10 class folders to compare methods on, got "
+            f"{classes}"
         )
     unseen = max(3, classes // 5)
     new = classes - unseen
@@ -214,9 +232,14 @@ def folder_preset(classes: int) -> Preset:
 
 
 def preset_named(name: str) -> Preset:
-    """Return a preset by name. Raises ConfigurationError for an unknown name."""
+    """Return a preset by the name of its data set, a key of PRESETS.
+
+    Raises:
+        ConfigurationError: the name is unknown; the message lists the known ones.
+    """
     if name not in PRESETS:
         raise ConfigurationError(
-            f"unknown data {name!r}; known: {', '.join(PRESETS)}, or a folder of class folders"
+            f"--data: unknown data {name!r}; expected {', '.join(PRESETS)}, or an existing folder "
+            "of class folders"
         )
     return PRESETS[name]

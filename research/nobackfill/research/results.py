@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from nobackfill.durable import write_file
 from nobackfill.errors import InvalidInputError, NotFoundError
@@ -26,15 +26,26 @@ Figure = tuple[float, float | None]
 
 
 class Provenance(_ResultPart):
-    """How to reproduce the results. `configured` is the digest of `catalogue.digest_of_rows`."""
+    """How to reproduce the results.
+
+    Attributes:
+        command: the command line, without paths of the machine.
+        machine: processor, accelerator and torch's version.
+        configured: the digest of the rows' configurations (`catalogue.digest_of_rows`).
+    """
 
     command: str
     machine: str
     configured: str
 
 
-class HeldTo(_ResultPart):
-    """The row with the largest new/new of all that learned the same, over the same seeds."""
+class BestNewNew(_ResultPart):
+    """The row with the largest new/new of all that learned the same, over the same seeds.
+
+    Attributes:
+        row: its name.
+        value: its mean figure, a share 0 to 1.
+    """
 
     row: str
     value: float
@@ -54,11 +65,19 @@ class RowResult(_ResultPart):
     seeds: int
     shared: bool
     cells: dict[str, dict[str, Figure]]
-    held_to: dict[str, HeldTo]
+    held_to: dict[str, BestNewNew]
     extras: dict[str, float]
 
     def mean(self, cell: str, figure: str) -> float | None:
-        """Return a figure; None if the row has no such cell."""
+        """Return a mean over seeds, 0 to 1; None if the row has no such cell.
+
+        Args:
+            cell: such as new/old.
+            figure: cmc1, cmc5 or map.
+
+        Raises:
+            KeyError: the cell has no such figure.
+        """
         return self.cells[cell][figure][0] if cell in self.cells else None
 
 
@@ -95,17 +114,26 @@ class SplitResult(_ResultPart):
 class CostResult(_ResultPart):
     """Bytes stored and microseconds of transform, per item."""
 
-    stored: float
+    stored_bytes: float = Field(alias="stored")
     microseconds: float
 
 
 class Results(_ResultPart):
-    """All results. `splits` has `main` and, if it was measured, `unseen`."""
+    """All results of a comparison, as they are in its JSON file.
+
+    Attributes:
+        data: the title of the comparison.
+        metric: how vectors were compared.
+        seeds: the seeds of the comparison; some rows may have fewer.
+        provenance: how to reproduce the results; key `made` in the file.
+        splits: `main` and, if it was measured, `unseen`.
+        costs: by row.
+    """
 
     data: str
     metric: str
     seeds: tuple[int, ...]
-    made: Provenance
+    provenance: Provenance = Field(alias="made")
     splits: dict[str, SplitResult]
     costs: dict[str, CostResult]
 
@@ -121,14 +149,25 @@ class Results(_ResultPart):
 
 
 def write_results(path: Path, results: Results) -> None:
-    """Write the JSON file atomically."""
-    write_file(path, (results.model_dump_json(indent=1) + "\n").encode(), 0o644)
+    """Write results as a JSON file, atomically; its folder must exist.
+
+    Raises:
+        CannotWriteError: the file cannot be written; an existing one stays.
+    """
+    write_file(path, (results.model_dump_json(indent=1, by_alias=True) + "\n").encode(), 0o644)
 
 
 def read_results(path: Path) -> Results:
-    """Read results. Raises NotFoundError, or InvalidInputError for a file with other content."""
+    """Read the results that `write_results` wrote, of this or an older version.
+
+    Raises:
+        NotFoundError: the file does not exist.
+        InvalidInputError: it has other content.
+    """
     if not path.is_file():
-        raise NotFoundError(f"{path}: no such file; compare.py writes it as OUT/NAME.json")
+        raise NotFoundError(
+            f"the results file {path} does not exist; compare.py writes it as OUT/NAME.json"
+        )
     try:
         return Results.model_validate_json(path.read_bytes())
     except ValidationError as error:
@@ -141,40 +180,55 @@ def read_results(path: Path) -> Results:
 
 @dataclass(frozen=True)
 class CostPoint:
-    """A way to serve an old gallery; `kept` is its mAP relative to the best new/new, 0..1."""
+    """The cost and quality of a row that serves an old gallery.
+
+    Attributes:
+        name: the row.
+        stored_bytes: bytes stored per item.
+        microseconds: time of the transform per item.
+        kept_map: its mAP relative to the best new/new; 1 is a full backfill.
+    """
 
     name: str
-    stored: float
+    stored_bytes: float
     microseconds: float
-    kept: float
+    kept_map: float
 
 
 def points(results: Results) -> list[CostPoint]:
-    """List the rows that serve the shared old model's vectors and have a reference."""
+    """List the rows of the main split that serve the shared old model and have a reference."""
     return [
-        CostPoint(name, cost.stored, cost.microseconds, row.extras["kept_map"])
+        CostPoint(name, cost.stored_bytes, cost.microseconds, row.extras["kept_map"])
         for name, row in results.main.rows.items()
         if row.shared and row.held_to and (cost := results.costs[name])
     ]
 
 
-def front(points: Sequence[CostPoint], cost: str) -> list[CostPoint]:
-    """Return the Pareto front, ascending by cost."""
-    chosen: list[CostPoint] = []
-    for point in sorted(points, key=lambda p: (getattr(p, cost), -p.kept)):
-        if not chosen or point.kept > chosen[-1].kept:
-            chosen.append(point)
-    return chosen
+def pareto_front(points: Sequence[CostPoint], cost: str) -> list[CostPoint]:
+    """Return the points that no other one beats at the same or less cost, ascending by cost.
+
+    Args:
+        points: the points; none gives none.
+        cost: the attribute that is the cost, stored_bytes or microseconds.
+    """
+    best: list[CostPoint] = []
+    for point in sorted(points, key=lambda p: (getattr(p, cost), -p.kept_map)):
+        if not best or point.kept_map > best[-1].kept_map:
+            best.append(point)
+    return best
 
 
 _PANELS: Mapping[str, str] = {
-    "stored": "bytes stored for an item",
+    "stored_bytes": "bytes stored for an item",
     "microseconds": "microseconds of transform an item, one thread",
 }
 
 
 def draw(points: Sequence[CostPoint], title: str) -> bytes:
-    """Draw all points in grey, and the front joined, coloured and named; return an SVG."""
+    """Draw quality against both costs as an SVG: all points in grey, the Pareto front named.
+
+    The same points give the same bytes.
+    """
     # Imported here: only the last step of compare.py draws.
     from matplotlib import rc_context
     from matplotlib.figure import Figure
@@ -187,13 +241,13 @@ def draw(points: Sequence[CostPoint], title: str) -> bytes:
         def place(
             displayed: Sequence[CostPoint], cost: str = cost
         ) -> tuple[list[float], list[float]]:
-            return [getattr(p, cost) for p in displayed], [100 * p.kept for p in displayed]
+            return [getattr(p, cost) for p in displayed], [100 * p.kept_map for p in displayed]
 
-        best = front(points, cost)
+        best = pareto_front(points, cost)
         axes.plot(*place(points), ".", color="#c8ccd0")
         axes.plot(*place(best), drawstyle="steps-post", color="#c8ccd0", zorder=1)
         for point in best:
-            notes = f"{point.name}: {getattr(point, cost):.3g}, {100 * point.kept:.1f} %"
+            notes = f"{point.name}: {getattr(point, cost):.3g}, {100 * point.kept_map:.1f} %"
             axes.plot(*place([point]), "o", label=notes)
         axes.legend(loc="lower right", fontsize=8)
         axes.set_xlabel(label)

@@ -97,7 +97,7 @@ OURS = Name.RESIDUAL_SIMCLR
 
 
 def row_in(setting: str, row: str | int) -> str:
-    """Return the name of a row in another domain, allocation or chain length."""
+    """Return the name of a row in a special setting, such as a domain: "SETTING:ROW"."""
     return f"{setting}:{row}"
 
 
@@ -109,14 +109,19 @@ STEPS = ("step1", "step2", "step3", "step4")
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """A training: the values of its configuration, and the trainings that it reads."""
+    """A training that may not have run yet.
+
+    Attributes:
+        values: the keys of its configuration.
+        prerequisites: the trainings whose models it reads; of an upgrade the old model is first.
+    """
 
     values: Values
-    needs: tuple["TrainingRun", ...] = ()
+    prerequisites: tuple["TrainingRun", ...] = ()
 
     @property
     def folder(self) -> Path:
-        """The run folder."""
+        """The run folder, which exists after the training."""
         folder = self.values["run_dir"]
         assert isinstance(folder, Path)
         return folder
@@ -124,14 +129,22 @@ class TrainingRun:
 
 @dataclass(frozen=True)
 class ComparisonPlace:
-    """The place of one seed and split: where its images and runs lie."""
+    """The place of one seed and split. Its methods describe trainings, and run none.
+
+    Attributes:
+        preset: the comparison.
+        split: the classes of the models.
+        seed: the seed.
+        images: the folder with `train` and `test`.
+        runs: the folder of the run folders.
+        changes: keys that replace those of the preset, by kind, such as fewer epochs in tests.
+    """
 
     preset: Preset
     split: Split
     seed: int
     images: Path
     runs: Path
-    # Keys that replace those of the preset, by kind, for example shorter trainings in tests.
     changes: Mapping[str, Values] = field(default_factory=dict)
 
     def embedder(
@@ -147,10 +160,16 @@ class ComparisonPlace:
     ) -> TrainingRun:
         """Describe an embedder's training.
 
-        `role` determines the random seed: competing methods start alike, from the weights of
-        `begun`
-        if it is given."""
-        chosen: dict[str, object] = {
+        Args:
+            name: the name of the run folder.
+            classes: the number of first classes to learn; None: all of the images.
+            role: determines the random seed, so that competing methods start alike.
+            old: the old model of a compatible method; None: none.
+            begun: the run whose weights the training starts from; None: random weights.
+            images: the training images; None: the place's own.
+            values: further keys of the configuration, which replace others.
+        """
+        config: dict[str, object] = {
             **self._common("embedder", self.preset.embedder, name, role),
             "images": images or self.images / "train",
             "classes": classes,
@@ -158,10 +177,17 @@ class ComparisonPlace:
             **({"init": begun.folder} if begun else {}),
             **values,
         }
-        return TrainingRun(chosen, tuple(run for run in (old, begun) if run))
+        return TrainingRun(config, tuple(run for run in (old, begun) if run))
 
     def side_encoder(self, name: str, *, classes: int, kind: str, **values: Any) -> TrainingRun:
-        """Describe a side encoder's training; by default on the old model's classes."""
+        """Describe a side-information encoder's training.
+
+        Args:
+            name: the name of the run folder.
+            classes: the number of first classes to train on.
+            kind: the kind of side-information, a value of the key side_info.
+            values: further keys of the configuration, which replace others.
+        """
         base = _side_values(self.preset, kind)
         return TrainingRun(
             {
@@ -184,10 +210,20 @@ class ComparisonPlace:
         new_side: TrainingRun | None = None,
         **values: Any,
     ) -> TrainingRun:
-        """Describe an upgrade's training on the new model's images (FCT section 3.2)."""
-        needs = [old, new]
+        """Describe an upgrade's training on the new model's images (FCT section 3.2).
+
+        Args:
+            name: the name of the run folder.
+            old: the old model.
+            new: the new model.
+            classes: the number of first classes to train on; None: all of the images.
+            side: the encoder of the side-information that is read; None: none is read.
+            new_side: the encoder of the side-information that g predicts; None: none is written.
+            values: further keys of the configuration, such as `method`, which replace others.
+        """
+        prerequisites = [old, new]
         base = self.preset.ours if values.get("method") == OUR_METHOD else self.preset.upgrade
-        chosen: dict[str, object] = {
+        config: dict[str, object] = {
             **self._common("upgrade", base, name, "upgrade"),
             "images": self.images / "train",
             "classes": classes,
@@ -195,12 +231,12 @@ class ComparisonPlace:
             "new": new.folder,
         }
         if side is not None:
-            needs.append(side)
-            chosen["old_side"] = side.folder
+            prerequisites.append(side)
+            config["old_side"] = side.folder
         if new_side is not None:
-            needs.append(new_side)
-            chosen |= {"new_side": new_side.folder, "side": "maps"}
-        return TrainingRun({**chosen, **values}, tuple(needs))
+            prerequisites.append(new_side)
+            config |= {"new_side": new_side.folder, "side": "maps"}
+        return TrainingRun({**config, **values}, tuple(prerequisites))
 
     def _common(self, kind: str, base: Values, name: str, role: str) -> dict[str, object]:
         # Only append: a role's position is part of its seed.
@@ -220,8 +256,8 @@ def _side_values(preset: Preset, kind: str) -> Values:
     """Return the configuration of a psi by kind.
 
     An alternate old model is trained like the old one (FCT section 5.1), so that only its
-    randomness,
-    and mixup, differ. An autoencoder (D.4.2) and VICReg have their own learning rates."""
+    randomness, and mixup, differ. An autoencoder (D.4.2) and VICReg have their own learning rates.
+    """
     if kind in ("alternate", "mixup"):
         as_old = {key: value for key, value in preset.embedder.items() if key != "embedding_dim"}
         return {**as_old, "side_info_dim": preset.side_encoder["side_info_dim"]}
@@ -234,14 +270,23 @@ def _side_values(preset: Preset, kind: str) -> Values:
     return preset.side_encoder
 
 
-def ensure(run: TrainingRun, done: set[Path]) -> None:
-    """Train `run` and what it needs, unless they are trained."""
-    if run.folder in done:
+def ensure_trained(run: TrainingRun, trained: set[Path]) -> None:
+    """Train a run and its prerequisites, unless they are trained.
+
+    Args:
+        run: the run.
+        trained: run folders that need no check; the folders that this call trains are added.
+
+    Raises:
+        ConfigurationError, InvalidInputError, VerificationError, DivergedError, BusyError,
+        CannotWriteError: as `nobackfill.training.loop.training.train`.
+    """
+    if run.folder in trained:
         return
-    for needed in run.needs:
-        ensure(needed, done)
+    for prerequisite in run.prerequisites:
+        ensure_trained(prerequisite, trained)
     train(parse_config(dict(run.values), str(run.folder)), ProgressBars(visible=False))
-    done.add(run.folder)
+    trained.add(run.folder)
 
 
 TEST = "test"
@@ -249,13 +294,14 @@ TEST = "test"
 
 @dataclass(frozen=True)
 class MethodRow:
-    """A row: `new` queries a gallery of `old`, directly or carried along `route`.
+    """A row: `new` queries a gallery of `old`, directly or migrated along `route`.
 
     Attributes:
         name: the name in the table.
         old, new: the models.
-        route: upgrades, or embedders whose own training made one (DMU's psi).
-        side: made the side-information that is stored with the old embeddings.
+        route: upgrades, or embedders whose own training made one (DMU's psi); none: queries search
+            the old vectors directly.
+        side: the encoder of the side-information that is stored with the old embeddings.
         int8: upgrade with the exported, quantised file.
         tested: the folder of the place's images that are query and gallery.
         limit: the transform has seen the tested images, so the row is a bound and not a method.
@@ -272,14 +318,14 @@ class MethodRow:
 
     @property
     def runs(self) -> tuple[TrainingRun, ...]:
-        """The trainings that this row needs, each once."""
+        """The trainings of this row, each once, without their prerequisites."""
         sides = () if self.side is None else (self.side,)
         own = (self.old, self.new, *self.route, *sides)
         return tuple({run.folder: run for run in own}.values())
 
 
 def learning_of(row: MethodRow) -> tuple[object, ...]:
-    """Return what determines a row's upper bound: data, test, and backbone of the new model.
+    """Return a key that is equal for rows with one upper bound: images, test and new backbone.
 
     Another backbone has another bound; another width of the embedding is a variant (BCT Table 3).
     """
@@ -288,7 +334,7 @@ def learning_of(row: MethodRow) -> tuple[object, ...]:
 
 
 class Shared:
-    """Descriptions of the models that rows share."""
+    """Describes the models that the rows of one place share, and rows with them. It trains none."""
 
     def __init__(self, place: ComparisonPlace) -> None:
         self.place, self.split = place, place.split
@@ -328,8 +374,12 @@ class Shared:
         )
 
     def side(self, kind: str, width: int | None = None) -> TrainingRun:
-        """Describe psi of a kind of FCT section 5.1, on the old model's classes; `width` None: the
-        preset's."""
+        """Describe an encoder of side-information, trained on the old model's classes.
+
+        Args:
+            kind: its kind (FCT section 5.1), a value of the key side_info.
+            width: the dimension of the side-information; None: the preset's.
+        """
         name, size = f"side-{kind}", {}
         if width is not None:
             name, size = f"{name}-{width}", {"side_info_dim": width}
@@ -351,11 +401,17 @@ class Shared:
         return self._new(name, self.old, method=method, options=options)
 
     def adapted(self, name: str, method: str, **values: Any) -> TrainingRun:
-        """Describe phi_new* after a method has adapted it to the old space."""
+        """Describe a new model that starts from phi_new* and is adapted to the old space.
+
+        Args:
+            name: the name of the run.
+            method: bt2 or lambda_orthogonal.
+            values: further keys of the configuration, which replace others.
+        """
         return self._new(name, self.old, self.new, method=method, **values)
 
     def on_top(self, name: str, new: TrainingRun) -> MethodRow:
-        """Describe a row: our upgrade, with SimCLR, from phi_old to a compatible new model."""
+        """Describe a row: our upgrade, with SimCLR, from phi_old to the compatible model `new`."""
         simclr = self.side("simclr")
         run = self.place.upgrade(
             f"upgrade-{name}", self.old, new, classes=self.split.new, side=simclr, method=OUR_METHOD
@@ -365,7 +421,14 @@ class Shared:
     def upgrade_row(
         self, name: str, method: str, side: TrainingRun | None = None, **values: Any
     ) -> MethodRow:
-        """Describe a row: an upgrade from phi_old, and psi if given, to phi_new*."""
+        """Describe a row: an upgrade from phi_old to phi_new*, the independent new model.
+
+        Args:
+            name: the name of the row.
+            method: the upgrade method.
+            side: the encoder of the side-information that it reads; None: none is read.
+            values: further keys of the configuration, which replace others.
+        """
         run = self.place.upgrade(
             f"upgrade-{name}",
             self.old,

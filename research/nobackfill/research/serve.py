@@ -1,4 +1,4 @@
-"""Serve a gallery of old vectors as a row does, directly or carried along upgrades; and its cost.
+"""Serve a gallery of old vectors as a row does, directly or migrated by upgrades; and its cost.
 
 The cost of an item is the bytes that are stored for it, and the time of its route.
 """
@@ -34,12 +34,19 @@ from nobackfill.vectors import Vectors
 _EXAMPLES = 8
 
 
-def exported(
+def exported_session(
     step: UpgradeNetwork, old_dim: int, side_dim: int, *, int8: bool
 ) -> onnxruntime.InferenceSession:
-    """Export a step; return a session on one thread.
+    """Export an upgrade to a temporary ONNX file, and open it in onnxruntime on one thread.
 
-    Its inputs are `embedding` [n,old_dim] and, if it is read, `side` [n,side_dim].
+    Args:
+        step: the network; it is moved to the CPU and to eval mode.
+        old_dim: the dimension of its input `embedding` [n,old_dim].
+        side_dim: the dimension of its input `side` [n,side_dim], if it reads one.
+        int8: quantise the file.
+
+    Raises:
+        VerificationError: the exported file computes other vectors than torch.
     """
     graph = UpgradeGraph(step)
     inputs = {"embedding": torch.randn(_EXAMPLES, old_dim)}
@@ -61,8 +68,8 @@ def exported(
 OLD, NEW = 1, 2
 
 
-class Trained(EmbeddedListing):
-    """Test images in the spaces of a row's models, and those of OLD carried along its route."""
+class TrainedImages(EmbeddedListing):
+    """Test images in the spaces of a row's models, and those of OLD migrated along its route."""
 
     def __init__(
         self,
@@ -72,17 +79,31 @@ class Trained(EmbeddedListing):
         vectors: Mapping[int, Vectors],
         side: Vectors | None,
     ) -> None:
-        """Use vectors [n,dim] by model; `side` [n,side_dim] is stored with those of OLD."""
+        """Use vectors that the models computed.
+
+        Args:
+            row: the row.
+            listing: n images.
+            metric: how vectors are compared.
+            vectors: float32 [n,dim] by model, OLD and NEW.
+            side: float32 [n,side_dim] stored with those of OLD; None: none.
+        """
         super().__init__(listing)
         self._row, self._metric, self._vectors, self._side = row, metric, vectors, side
         self._served: dict[bool, Upgraded] = {}
 
     def native(self, release: int) -> Vectors:
-        """Return the vectors of OLD or NEW."""
+        """Return the vectors float32 [n,dim] of OLD or NEW."""
         return self._vectors[release]
 
     def along(self, releases: tuple[int, ...], *, int8: bool = False) -> Upgraded:
-        """Return OLD's vectors carried along the row's route; `int8`: by quantised files."""
+        """Return vectors migrated along a route; the result is cached.
+
+        Args:
+            releases: one model, whose vectors are returned as they are; or OLD and NEW, for the
+                row's whole route.
+            int8: migrate by quantised files.
+        """
         if len(releases) == 1:
             return Upgraded(self.native(releases[0]), None, None)
         if int8 not in self._served:
@@ -95,29 +116,52 @@ class Trained(EmbeddedListing):
 
 
 def serve(row: MethodRow, old: Vectors, side: Vectors | None, *, int8: bool) -> Upgraded:
-    """Carry `old` [n,dim] with `side` [n,side_dim] along the row's route."""
-    embedding, stored = torch.from_numpy(old), None if side is None else torch.from_numpy(side)
+    """Migrate old vectors along the upgrades of a row, one after another.
+
+    Args:
+        row: the row; its runs are trained.
+        old: float32 [n,dim] by the old model.
+        side: side-information float32 [n,side_dim]; None if no upgrade reads it.
+        int8: use quantised files; they return no new side-information and no uncertainty.
+
+    Returns:
+        Vectors [n,new_dim], and the variance [n] that the last upgrade predicts, if it does.
+
+    Raises:
+        ConfigurationError: a run is missing or unfinished.
+        VerificationError: a checkpoint is damaged, or an exported file computes other vectors.
+    """
+    embedding = torch.from_numpy(old)
+    current_side = None if side is None else torch.from_numpy(side)
     log_variance = None
-    for step in map(step_of, row.route):
+    for step in map(load_step, row.route):
         if int8:
-            out = _quantised(step, embedding, stored)
+            out = _quantised(step, embedding, current_side)
         else:
             with torch.no_grad():
-                out = step(embedding, stored if step.reads_side else None)
+                out = step(embedding, current_side if step.reads_side else None)
         embedding = out.embedding
-        stored = out.side if out.side is not None else stored
+        current_side = out.side if out.side is not None else current_side
         log_variance = out.log_variance
     uncertainty = None if log_variance is None else np.exp(log_variance.numpy())
     return Upgraded(embedding.numpy(), None, uncertainty)
 
 
-def step_of(run: TrainingRun) -> UpgradeNetwork:
-    """Load a step of a route: an upgrade, or the one that an embedder's own training made."""
+def load_step(run: TrainingRun) -> UpgradeNetwork:
+    """Load a step of a route: an upgrade, or the one that an embedder's own training made (DMU).
+
+    Returns:
+        The network on the CPU, in eval mode and without gradients.
+
+    Raises:
+        ConfigurationError: the run is missing or unfinished.
+        VerificationError: its checkpoint is damaged.
+    """
     if run.values["kind"] == "upgrade":
         return read_upgrade(run.folder)[0]
     encoder, checkpoint = load_encoder(run.folder)
     config = checkpoint.config
-    old_dim = run.needs[0].values["embedding_dim"]
+    old_dim = run.prerequisites[0].values["embedding_dim"]
     assert isinstance(config, EmbedderConfig) and isinstance(old_dim, int)
     build = embedder_method(config.method).upgrade
     assert build is not None
@@ -135,7 +179,7 @@ def _quantised(
         assert side is not None
         inputs["side"] = side.numpy()
     side_dim = 0 if side is None else side.shape[1]
-    session = exported(step, embedding.shape[1], side_dim, int8=True)
+    session = exported_session(step, embedding.shape[1], side_dim, int8=True)
     (upgraded,) = session.run(["upgraded"], inputs)
     return transform.UpgradeOutput(torch.from_numpy(upgraded), None, None)
 
@@ -150,12 +194,12 @@ class RowCost:
     """The cost of an item.
 
     Attributes:
-        stored: bytes of the old embedding (float32) and of the side-information (float32, or a bit
-            per element).
+        stored_bytes: bytes of the old embedding (float32) and of the side-information (float32, or
+            a bit per element).
         microseconds: time of the transform, in batches of 1,024 on one thread; 0 without one.
     """
 
-    stored: float
+    stored_bytes: float
     microseconds: float
 
 
@@ -176,21 +220,36 @@ class _RouteStep:
 
 
 def costs(rows: Sequence[MethodRow]) -> dict[str, RowCost]:
-    """Measure costs by row; transforms of one form are exported and timed once."""
-    known: dict[object, float] = {}
-    found = {}
+    """Measure the cost of each row on this machine; transforms of one form are timed once.
+
+    Args:
+        rows: rows whose runs are trained.
+
+    Returns:
+        The cost by the row's name.
+
+    Raises:
+        ConfigurationError: a run is missing or unfinished.
+        VerificationError: a checkpoint is damaged, or an exported file computes other vectors.
+    """
+    time_of: dict[object, float] = {}
+    cost_of = {}
     for row in rows:
         total = 0.0
         for step in _steps(row):
-            if step.form not in known:
-                known[step.form] = _microseconds(step)
-            total += known[step.form]
-        found[row.name] = RowCost(stored(row), total)
-    return found
+            if step.form not in time_of:
+                time_of[step.form] = _microseconds(step)
+            total += time_of[step.form]
+        cost_of[row.name] = RowCost(stored_bytes(row), total)
+    return cost_of
 
 
-def stored(row: MethodRow) -> float:
-    """Return the bytes that a gallery stores per item for a row."""
+def stored_bytes(row: MethodRow) -> float:
+    """Return the bytes that a gallery stores per item for a row.
+
+    They are 4 for each element of the old embedding, and 4 for each element of side-information, or
+    1/8 if that is binary.
+    """
     dim = row.old.values["embedding_dim"]
     assert isinstance(dim, int)
     if row.side is None:
@@ -204,23 +263,23 @@ def _steps(row: MethodRow) -> list[_RouteStep]:
     steps = []
     for run in row.route:
         # The first training that a run reads is its old model.
-        old_dim = run.needs[0].values["embedding_dim"]
+        old_dim = run.prerequisites[0].values["embedding_dim"]
         assert isinstance(old_dim, int)
         side_dim = read_finished(run.folder).facts.get("side_dim", 0)
-        steps.append(_RouteStep(step_of(run), old_dim, int(side_dim), row.int8))
+        steps.append(_RouteStep(load_step(run), old_dim, int(side_dim), row.int8))
     return steps
 
 
 def _microseconds(step: _RouteStep) -> float:
     """Return the least time of some repeats: the time without other load."""
-    session = exported(step.network, step.old_dim, step.side_dim, int8=step.int8)
+    session = exported_session(step.network, step.old_dim, step.side_dim, int8=step.int8)
     rng = np.random.default_rng(0)
     inputs = {"embedding": rng.normal(size=(_BATCH, step.old_dim)).astype(np.float32)}
     if step.network.reads_side:
         inputs["side"] = rng.normal(size=(_BATCH, step.side_dim)).astype(np.float32)
-    taken = []
+    seconds = []
     for _ in range(_REPEATS):
         started = time.perf_counter()
         session.run(None, inputs)
-        taken.append(time.perf_counter() - started)
-    return 1e6 * min(taken) / _BATCH
+        seconds.append(time.perf_counter() - started)
+    return 1e6 * min(seconds) / _BATCH

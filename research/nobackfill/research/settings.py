@@ -4,8 +4,8 @@ and the limits of what stored vectors can give.
 Settings exist only on the main split, which has `first_of_chain`.
 
 Limits are transforms that have seen the tested items, so they are bounds and not methods. Classes
-of a gallery are unseen because their images were not available when h was trained. What h loses
-there is missing either in (old, psi) or in the training images; the limits distinguish the two.
+of a gallery are unseen because their images were not available when h was trained. The information
+that h lacks there is missing either in (old, psi) or in the training images. The limits tell which.
 """
 
 from dataclasses import replace
@@ -14,10 +14,10 @@ from typing import Any
 
 from nobackfill.research.images import (
     SHIFTS,
-    allocated,
-    later_classes,
-    with_label_noise,
-    write_foreign,
+    link_allocation,
+    link_later_classes,
+    link_with_label_noise,
+    write_shifted,
 )
 from nobackfill.research.rows import (
     STEPS,
@@ -69,7 +69,10 @@ HOPS = len(STEPS) + 1
 
 
 def chains(shared: Shared) -> list[MethodRow]:
-    """List v1 -> v2 -> v3: FCT in two hops and directly (section 4.4), BCT and DMU in turn."""
+    """List v1 -> v2 -> v3: FCT in two hops and directly (section 4.4), BCT and DMU in turn.
+
+    A split without chains has no such rows.
+    """
     split = shared.split
     if split.first_of_chain is None or split.second_of_chain is None:
         return []
@@ -99,7 +102,7 @@ def chains(shared: Shared) -> list[MethodRow]:
 
 def _trained_in_a_row(shared: Shared, method: str, v1: TrainingRun) -> MethodRow:
     """Describe phi_3, compatible with phi_2, which is compatible with phi_1 (BCT Table 4, DMU Table
-    6). DMU's gallery is carried along psi_2 and then psi_3 (Figure 3)."""
+    6). DMU's gallery is migrated by psi_2 and then psi_3 (Figure 3)."""
     place, split = shared.place, shared.split
     options = {"hidden_dim": place.preset.dmu_hidden_dim} if method == "dmu" else {}
 
@@ -116,7 +119,8 @@ def _trained_in_a_row(shared: Shared, method: str, v1: TrainingRun) -> MethodRow
 def long_chain(shared: Shared) -> list[MethodRow]:
     """List FCT appendix H: five small updates from the old to the new classes, h of h of h.
 
-    With the side-information that g carries along, and without; one row per number of updates.
+    There is a row for each number of updates, with the side-information that g predicts, and one
+    without. A split without chains has no such rows.
     """
     split, place = shared.split, shared.place
     if split.first_of_chain is None:
@@ -138,8 +142,8 @@ def long_chain(shared: Shared) -> list[MethodRow]:
         old, new, count = models[hop], models[hop + 1], classes[hop + 1]
         name = f"upgrade-chain-{count}"
         # The last update needs no side-information for a next one.
-        carried = {} if hop + 1 == HOPS else {"new_side": sides[hop + 1]}
-        route += (place.upgrade(name, old, new, classes=count, side=sides[hop], **carried),)
+        new_side = None if hop + 1 == HOPS else sides[hop + 1]
+        route += (place.upgrade(name, old, new, classes=count, side=sides[hop], new_side=new_side),)
         plain += (place.upgrade(f"{name}-none", old, new, classes=count),)
         rows += [
             MethodRow(row_in(Name.LONG_CHAIN, hop + 1), shared.old, new, route, sides[0]),
@@ -149,7 +153,10 @@ def long_chain(shared: Shared) -> list[MethodRow]:
 
 
 def foreign(shared: Shared) -> list[MethodRow]:
-    """List FCT appendix B: the same models in domains that none of them was trained on."""
+    """List FCT appendix B: the same models in domains that none of them was trained on.
+
+    A split without chains has no such rows.
+    """
     if shared.split.first_of_chain is None:
         return []
     rows = [
@@ -169,7 +176,10 @@ def foreign(shared: Shared) -> list[MethodRow]:
 
 
 def disjoint(shared: Shared) -> list[MethodRow]:
-    """List FCT appendix I: phi_new, h and the test have only classes that phi_old never saw."""
+    """List FCT appendix I: phi_new, h and the test have only classes that phi_old never saw.
+
+    A split without chains has no such rows.
+    """
     place, split = shared.place, shared.split
     if split.first_of_chain is None:
         return []
@@ -193,7 +203,9 @@ def disjoint(shared: Shared) -> list[MethodRow]:
 def new_data(shared: Shared) -> list[MethodRow]:
     """List LwF as in BCT Table 1: phi_new is trained only on images of classes new to phi_old.
 
-    Row `lwf` of the comparison uses all images, as the other methods do."""
+    Row `lwf` of the comparison uses all images, as the other methods do. A split without chains has
+    no such rows.
+    """
     place, split = shared.place, shared.split
     if split.first_of_chain is None:
         return []
@@ -205,7 +217,10 @@ def new_data(shared: Shared) -> list[MethodRow]:
 
 
 def noise(shared: Shared) -> list[MethodRow]:
-    """List UniBCT's prototypes with a fifth of wrong labels in the new training set."""
+    """List UniBCT's prototypes with a fifth of wrong labels in the new training set.
+
+    A split without chains has no such rows.
+    """
     if shared.split.first_of_chain is None:
         return []
     place = shared.place
@@ -230,7 +245,8 @@ def allocations(shared: Shared) -> list[MethodRow]:
     """List UniBCT Table 2: five allocations, each with its own old and independent new model.
 
     Each training takes as many steps as one on all images would, so that fewer images do not mean
-    less training."""
+    less training. A split without chains has no such rows.
+    """
     if shared.split.first_of_chain is None:
         return []
     place = shared.place
@@ -276,7 +292,12 @@ def allocations(shared: Shared) -> list[MethodRow]:
 
 
 def prepare(place: ComparisonPlace, rows: list[MethodRow]) -> None:
-    """Make the missing images that `rows` are trained and tested on."""
+    """Make the missing images that `rows` are trained and tested on, below the place's images.
+
+    Raises:
+        ConfigurationError, InvalidInputError: the place's own images cannot be listed or divided.
+        OSError: the folder cannot be written.
+    """
     for row in rows:
         folders = [run.values["images"] for run in row.runs]
         for images in (*folders, place.images / row.tested):
@@ -289,12 +310,12 @@ def _make(place: ComparisonPlace, images: Path) -> None:
     train, test = place.images / "train", place.images / TEST
     group = images.parent.name
     if images.name == "noisy":
-        with_label_noise(train, images, NOISE, place.seed)
+        link_with_label_noise(train, images, NOISE, place.seed)
     elif group == FOREIGN:
-        write_foreign(test, images)
+        write_shifted(test, images)
     elif group == DISJOINT:
-        later_classes(place.images / images.name, images, place.split.old)
+        link_later_classes(place.images / images.name, images, place.split.old)
     elif group == TESTED:
-        later_classes(place.images / images.name, images, place.split.tested_first)
+        link_later_classes(place.images / images.name, images, place.split.tested_first)
     else:
-        allocated(train, group, images.parent, place.seed)
+        link_allocation(train, group, images.parent, place.seed)

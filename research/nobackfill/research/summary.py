@@ -8,7 +8,7 @@ one seed, decide nothing; the interval of one seed does not contain the randomne
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -23,10 +23,10 @@ from nobackfill.metrics.compatibility import (
 from nobackfill.metrics.retrieval import PerQuery, mean
 from nobackfill.research.cells import Cells
 from nobackfill.research.results import (
+    BestNewNew,
     ClaimOutcome,
     CostResult,
     Figure,
-    HeldTo,
     Provenance,
     Results,
     RowResult,
@@ -46,7 +46,13 @@ Side = tuple[str | tuple[str, ...], str]
 
 @dataclass(frozen=True)
 class Claim:
-    """`better` > `worse` (or >= with `or_equal`), for each figure and paired by query."""
+    """A claim that `better` > `worse`, for each figure and paired by query.
+
+    Attributes:
+        text: the claim as the table shows it; unique.
+        better, worse: a row and a cell each; of several rows, the one with the largest mean counts.
+        or_equal: the claim is >=.
+    """
 
     text: str
     better: Side
@@ -56,9 +62,14 @@ class Claim:
 
 @dataclass(frozen=True)
 class JudgedClaim:
-    """The measured difference of one figure of a claim over `seeds`.
+    """The measured difference of one figure of a claim.
 
-    `rival` is the row that counted if `worse` names several."""
+    Attributes:
+        rival: the row that counted, if `worse` names several; else None.
+        difference: better minus worse.
+        seeds: the number of seeds that both rows have.
+        or_equal: as in the claim.
+    """
 
     rival: str | None
     difference: Difference
@@ -83,17 +94,25 @@ class JudgedClaim:
 
 
 def judge(claims: Sequence[Claim], rows: Rows) -> dict[str, dict[str, JudgedClaim]]:
-    """Judge the claims whose rows exist, by text and figure.
+    """Judge the claims whose rows and cells were measured; others are left out.
 
-    `rows` has a row's cells by seed, in the same order of seeds for all rows. A row with fewer
-    seeds is compared on those it has.
+    Args:
+        claims: the claims.
+        rows: the cells of each row by seed, in the same order of seeds for all rows. A row with
+            fewer seeds is compared on those it has.
+
+    Returns:
+        Judged claims by text and by figure, cmc1 and map.
+
+    Raises:
+        ValueError: the two sides answer different queries, or none.
     """
     judged = {claim.text: _judge(claim, rows) for claim in claims}
     return {text: figures for text, figures in judged.items() if figures}
 
 
 def _judge(claim: Claim, rows: Rows) -> dict[str, JudgedClaim]:
-    found = {}
+    judged = {}
     for figure in FIGURES:
         sides = [_strongest(side, rows, figure) for side in (claim.better, claim.worse)]
         if not all(runs for _, runs in sides):
@@ -103,24 +122,24 @@ def _judge(claim: Claim, rows: Rows) -> dict[str, JudgedClaim]:
         rival = None if isinstance(claim.worse[0], str) else worse
         classes = [run.classes for run in rows[better][:seeds]]
         difference = paired_bootstrap(ours[:seeds], theirs[:seeds], classes=classes)
-        found[figure] = JudgedClaim(rival, difference, seeds, claim.or_equal)
-    return found
+        judged[figure] = JudgedClaim(rival, difference, seeds, claim.or_equal)
+    return judged
 
 
 def _strongest(side: Side, rows: Rows, figure: str) -> tuple[str, list[PerQuery]]:
     """Return the side's row with the largest mean, and its figures by seed; empty without one."""
     names, cell = side
-    found: dict[str, list[PerQuery]] = {}
+    candidates: dict[str, list[PerQuery]] = {}
     for name in (names,) if isinstance(names, str) else names:
         runs = [run.by_query[cell][figure] for run in rows.get(name, ()) if cell in run.by_query]
         if runs:
-            found[name] = runs
-    if not found:
+            candidates[name] = runs
+    if not candidates:
         return "", []
-    most = max(len(runs) for runs in found.values())
-    whole = {name: runs for name, runs in found.items() if len(runs) == most}
-    name = max(whole, key=lambda name: sum(mean(run) for run in whole[name]))
-    return name, whole[name]
+    most = max(len(runs) for runs in candidates.values())
+    complete = {name: runs for name, runs in candidates.items() if len(runs) == most}
+    name = max(complete, key=lambda name: sum(mean(run) for run in complete[name]))
+    return name, complete[name]
 
 
 Figures = Mapping[str, Mapping[str, Figure]]
@@ -142,49 +161,72 @@ def summarise(
     data: str,
     metric: str,
     seeds: Sequence[int],
-    made: Provenance,
+    provenance: Provenance,
     splits: Splits,
     claims: Sequence[Claim],
     costs: Mapping[str, RowCost],
 ) -> Results:
-    """Summarise a comparison: rows, claims and costs."""
+    """Summarise a comparison: means over seeds, shares preserved, claims and costs.
+
+    Args:
+        data: the title of the comparison.
+        metric: how vectors were compared.
+        seeds: the seeds; with one, no claim is decided and figures have no deviation.
+        provenance: how to reproduce the results.
+        splits: the measured rows by split and name; the first row of a split has the table's old
+            model.
+        claims: the claims to judge.
+        costs: the cost by row; every row of the main split needs one.
+
+    Raises:
+        ValueError: a row's mAP is 0 where a relative figure is computed, or two rows do not answer
+            the same queries.
+    """
     return Results(
         data=data,
         metric=metric,
         seeds=tuple(seeds),
-        made=made,
+        made=provenance,
         splits={name: _split(rows, claims) for name, rows in splits.items()},
-        costs={name: CostResult(**asdict(cost)) for name, cost in costs.items()},
+        costs={
+            name: CostResult(stored=cost.stored_bytes, microseconds=cost.microseconds)
+            for name, cost in costs.items()
+        },
     )
 
 
 def _split(rows: Mapping[str, MeasuredRow], claims: Sequence[Claim]) -> SplitResult:
-    bars = {name: held_to(name, rows) for name in rows}
+    references = {name: held_to(name, rows) for name in rows}
     first = next(iter(rows.values()), None)
-    told = {
+    row_results = {
         name: RowResult(
             seeds=len(one.runs),
             shared=first is not None and _shares(one.row, first.row),
             cells=_cells(one.runs),
-            held_to=bars[name],
-            extras=_extras(one.runs, bars[name]),
+            held_to=references[name],
+            extras=_extras(one.runs, references[name]),
         )
         for name, one in rows.items()
     }
     runs = {name: one.runs for name, one in rows.items()}
     judged = judge(claims, runs)
-    return SplitResult(rows=told, claims={text: outcomes(by) for text, by in judged.items()})
+    claim_results = {text: outcomes(by) for text, by in judged.items()}
+    return SplitResult(rows=row_results, claims=claim_results)
 
 
 def _shares(row: MethodRow, first: MethodRow) -> bool:
     return row.old == first.old and row.tested == TEST and not row.limit
 
 
-def held_to(name: str, rows: Mapping[str, MeasuredRow]) -> dict[str, HeldTo]:
+def held_to(name: str, rows: Mapping[str, MeasuredRow]) -> dict[str, BestNewNew]:
     """Return, by figure, the best new/new among rows whose new model learned the same images.
 
     The means use the seeds of row `name`. (BCT section 3.3: a compatible model that lost new/new
     must not look perfect, nor must a transform into a weak one.)
+
+    Args:
+        name: a row of `rows`, which may be its own reference.
+        rows: the measured rows of one split by name.
     """
     own = rows[name]
     seeds = len(own.runs)
@@ -193,35 +235,46 @@ def held_to(name: str, rows: Mapping[str, MeasuredRow]) -> dict[str, HeldTo]:
         for rival, one in rows.items()
         if learning_of(one.row) == learning_of(own.row) and len(one.runs) >= seeds
     }
-    found = {}
+    references = {}
     for figure in FIGURES:
-        reached = {
+        means = {
             rival: _mean(run.by_query["new/new"][figure] for run in runs)
             for rival, runs in rivals.items()
         }
-        best = max(reached, key=reached.__getitem__)
-        found[figure] = HeldTo(row=best, value=reached[best])
-    return found
+        best = max(means, key=means.__getitem__)
+        references[figure] = BestNewNew(row=best, value=means[best])
+    return references
 
 
-def kept_figures(cells: Figures, bars: Mapping[str, HeldTo]) -> dict[str, float]:
-    """Derive figures from means over seeds.
+def kept_figures(cells: Figures, references: Mapping[str, BestNewNew]) -> dict[str, float]:
+    """Derive relative figures of a row from means over seeds.
 
-    They are `kept_cmc1` and, for mAP, `kept_map`, `gap_closed` (BCT's update gain, if defined),
-    `degradation` and `upgrade_gain`.
+    Args:
+        cells: means and deviations by cell and figure; old/old, new/served and new/new are needed.
+        references: the best new/new by figure; may be empty.
+
+    Returns:
+        `upgrade_gain` of mAP; `kept_FIGURE` for each reference; and with a reference of mAP
+        `degradation` and `gap_closed` (BCT's update gain, left out if it is not defined).
+
+    Raises:
+        ValueError: a mean that is divided by is 0.
     """
     old, served, new = (cells[cell]["map"][0] for cell in ("old/old", "new/served", "new/new"))
-    told: dict[str, float | None] = {"upgrade_gain": upgrade_gain(served, old)}
-    for figure, bar in bars.items():
-        told[f"kept_{figure}"] = share_kept(cells["new/served"][figure][0], bar.value)
-    if "map" in bars:
-        told["gap_closed"] = gap_closed(served, old, bars["map"].value)
-        told["degradation"] = degradation(new, bars["map"].value)
-    return {name: value for name, value in told.items() if value is not None}
+    figures: dict[str, float | None] = {"upgrade_gain": upgrade_gain(served, old)}
+    for figure, reference in references.items():
+        figures[f"kept_{figure}"] = share_kept(cells["new/served"][figure][0], reference.value)
+    if "map" in references:
+        figures["gap_closed"] = gap_closed(served, old, references["map"].value)
+        figures["degradation"] = degradation(new, references["map"].value)
+    return {name: value for name, value in figures.items() if value is not None}
 
 
 def outcomes(judged: Mapping[str, JudgedClaim]) -> dict[str, ClaimOutcome]:
-    """Convert a judged claim for the results; with too few classes it has no bounds."""
+    """Convert a claim, judged by figure, to its form in the results file.
+
+    With fewer than FEWEST_CLASSES classes an outcome has no bounds.
+    """
     return {
         figure: ClaimOutcome(
             rival=one.rival,
@@ -249,13 +302,13 @@ def _cells(runs: Sequence[Cells]) -> dict[str, dict[str, Figure]]:
     }
 
 
-def _extras(runs: Sequence[Cells], bars: Mapping[str, HeldTo]) -> dict[str, float]:
-    told: dict[str, list[float]] = {}
+def _extras(runs: Sequence[Cells], references: Mapping[str, BestNewNew]) -> dict[str, float]:
+    by_name: dict[str, list[float]] = {}
     for run in runs:
         for name, value in {**run.extras, "negative_flips": _flips(run)}.items():
-            told.setdefault(name, []).append(value)
-    means = {name: float(np.mean(values)) for name, values in told.items()}
-    return means | kept_figures(_cells(runs), bars)
+            by_name.setdefault(name, []).append(value)
+    means = {name: float(np.mean(values)) for name, values in by_name.items()}
+    return means | kept_figures(_cells(runs), references)
 
 
 def _flips(run: Cells) -> float:

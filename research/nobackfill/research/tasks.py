@@ -1,7 +1,7 @@
 """The tasks of a comparison: trainings, shared features, and measurements of rows.
 
-Tasks name what they need. They run in processes of this machine or of a Ray cluster; each starts
-when its needs are complete.
+Each task names its prerequisites. Tasks run in processes of this machine or of a Ray cluster, and
+start when their prerequisites are complete.
 """
 
 import multiprocessing
@@ -32,51 +32,64 @@ from nobackfill.research.cells import (
     row_cells,
     write_cells,
 )
-from nobackfill.research.images import known_names
+from nobackfill.research.images import names_without_place
 from nobackfill.research.presets import Split
-from nobackfill.research.rows import TEST, ComparisonPlace, MethodRow, TrainingRun, ensure
+from nobackfill.research.rows import TEST, ComparisonPlace, MethodRow, TrainingRun, ensure_trained
 from nobackfill.research.settings import prepare
 from nobackfill.training.config import UpgradeConfig, parse_config
 from nobackfill.training.loop.loop import keep_freed_memory
 from nobackfill.training.loop.run import CHECKPOINT
 from nobackfill.training.loop.training import split_images
-from nobackfill.training.loop.upgrade import keep_features
+from nobackfill.training.loop.upgrade import cache_features
 
 Planned = Sequence[tuple[ComparisonPlace, Sequence[MethodRow]]]
 
 
 @dataclass(frozen=True)
-class Views:
-    """Features of frozen models over the pictures that upgrades are trained on: `shown` identifies
-    the pictures, `runs` is the folder whose cache has the features."""
+class FeatureViews:
+    """Features of frozen models over the pictures that upgrades are trained on.
+
+    Attributes:
+        runs: the folder of run folders whose cache has the features.
+        pictures: identifies the pictures.
+    """
 
     runs: Path
-    shown: str
+    pictures: str
 
 
 @dataclass(frozen=True)
 class ComparisonTask:
-    """A call `work(*arguments)` that can start once everything in `needs` is made.
+    """A call `work(*arguments)`, which can start when its prerequisites are complete.
 
-    `made` is what it makes: a training's folder, or features."""
+    Attributes:
+        work: the function.
+        arguments: its arguments.
+        prerequisites: run folders and features that it reads.
+        outputs: the run folder or the features that it writes.
+    """
 
     work: Callable[..., None]
     arguments: tuple[object, ...]
-    needs: frozenset[Path | Views]
-    made: frozenset[Path | Views] = frozenset()
+    prerequisites: frozenset[Path | FeatureViews]
+    outputs: frozenset[Path | FeatureViews] = frozenset()
 
 
 def tasks(planned: Planned) -> list[ComparisonTask]:
     """List every training once, after those that it reads, and then every row's measurement.
 
     Features are separate tasks between models and upgrades, one for all upgrades that read the same
-    pictures, so that the pictures and features are computed once.
+    pictures, so that the pictures and features are computed once. Upgrades that are trained already
+    need none.
+
+    Args:
+        planned: the rows by place; runs that several rows share become one task.
     """
     depths: dict[Path, tuple[int, TrainingRun]] = {}
 
     def depth(run: TrainingRun) -> int:
         if run.folder not in depths:
-            depths[run.folder] = (1 + max((depth(n) for n in run.needs), default=-1), run)
+            depths[run.folder] = (1 + max((depth(n) for n in run.prerequisites), default=-1), run)
         return depths[run.folder][0]
 
     for _, rows in planned:
@@ -84,34 +97,34 @@ def tasks(planned: Planned) -> list[ComparisonTask]:
             for run in row.runs:
                 depth(run)
     # Trainings of little depth come first, because many others wait for them.
-    runs = [run for _, run in sorted(depths.values(), key=lambda found: found[0])]
+    runs = [run for _, run in sorted(depths.values(), key=lambda entry: entry[0])]
     read = {run.folder: _views(run) for run in runs if run.values["kind"] == "upgrade"}
     networks = [run for run in runs if run.folder not in read]
     upgrades = [run for run in runs if run.folder in read]
-    asked: dict[Views, list[TrainingRun]] = {}
+    readers: dict[FeatureViews, list[TrainingRun]] = {}
     for run in upgrades:
         if not (run.folder / CHECKPOINT).is_file():
-            asked.setdefault(read[run.folder], []).append(run)
+            readers.setdefault(read[run.folder], []).append(run)
     rows_of_all = [(place, row) for place, rows in planned for row in rows]
     return [
         *(
-            ComparisonTask(train_run, (run,), _folders(run.needs), _folders([run]))
+            ComparisonTask(train_run, (run,), _folders(run.prerequisites), _folders([run]))
             for run in networks
         ),
         *(
             ComparisonTask(
                 make_features,
-                (asking,),
-                _folders(needed for run in asking for needed in run.needs),
+                (group,),
+                _folders(model for run in group for model in run.prerequisites),
                 frozenset([views]),
             )
-            for views, asking in asked.items()
+            for views, group in readers.items()
         ),
         *(
             ComparisonTask(
                 train_run,
                 (run,),
-                _folders(run.needs) | ({read[run.folder]} & asked.keys()),
+                _folders(run.prerequisites) | ({read[run.folder]} & readers.keys()),
                 _folders([run]),
             )
             for run in upgrades
@@ -123,17 +136,17 @@ def tasks(planned: Planned) -> list[ComparisonTask]:
     ]
 
 
-def _folders(runs: Iterable[TrainingRun]) -> frozenset[Path | Views]:
+def _folders(runs: Iterable[TrainingRun]) -> frozenset[Path | FeatureViews]:
     return frozenset(run.folder for run in runs)
 
 
-def _views(run: TrainingRun) -> Views:
+def _views(run: TrainingRun) -> FeatureViews:
     """Return the pictures that an upgrade's frozen models read."""
     config = _upgrade_config(run)
     # Views are made at the largest image size of the models.
-    size = max(int(str(needed.values.get("image_size", 0))) for needed in run.needs)
-    shown = " ".join([f"image_size={size}", *(f"{key}={getattr(config, key)}" for key in _VIEWS)])
-    return Views(run.folder.parent, shown)
+    size = max(int(str(model.values.get("image_size", 0))) for model in run.prerequisites)
+    keys = [f"image_size={size}", *(f"{key}={getattr(config, key)}" for key in _VIEWS)]
+    return FeatureViews(run.folder.parent, " ".join(keys))
 
 
 # The keys of an upgrade that decide which pictures its models read.
@@ -156,28 +169,54 @@ def _one_thread() -> None:
 
 
 def make_features(runs: Sequence[TrainingRun]) -> None:
-    """Compute the features of upgrades that read the same pictures, into the cache."""
+    """Compute the features of upgrades that read the same pictures, into their cache.
+
+    A line on stderr says how long it took. It sets torch to one thread.
+
+    Args:
+        runs: at least one upgrade; the models that they read are trained.
+
+    Raises:
+        ConfigurationError, InvalidInputError, VerificationError, CannotWriteError: as
+            `cache_features` and `split_images`.
+    """
     _one_thread()
     keep_freed_memory()
     began = _clocks()
     configs = [_upgrade_config(run) for run in runs]
-    keep_features(configs, *split_images(configs[0]))
+    cache_features(configs, *split_images(configs[0]))
     _tell(f"made features for {', '.join(str(run.folder) for run in runs)}", began)
 
 
 def train_run(run: TrainingRun) -> None:
-    """Run one training whose needs are complete."""
+    """Run one training whose prerequisites are trained; a finished one is only checked.
+
+    A line on stderr says how long it took. It sets torch to one thread.
+
+    Raises:
+        ConfigurationError, InvalidInputError, VerificationError, DivergedError, BusyError,
+        CannotWriteError: as `nobackfill.training.loop.training.train`.
+    """
     _one_thread()
+    trained = {model.folder for model in run.prerequisites}
     if (run.folder / CHECKPOINT).is_file():
-        ensure(run, {needed.folder for needed in run.needs})
+        ensure_trained(run, trained)
         return
     began = _clocks()
-    ensure(run, {needed.folder for needed in run.needs})
+    ensure_trained(run, trained)
     _tell(f"trained {run.folder}", began)
 
 
 def measure_row(place: ComparisonPlace, row: MethodRow) -> None:
-    """Measure the cells of one row, unless they are stored for the same models."""
+    """Measure and store the cells of one row, unless they are stored for the same models.
+
+    A line on stderr says how long it took. It sets torch to one thread.
+
+    Raises:
+        ConfigurationError, InvalidInputError, VerificationError: as `row_cells`.
+        OSError: a run of the row has no checkpoint.
+        CannotWriteError: the cells cannot be written.
+    """
     _one_thread()
     path, key = cells_path(place, row), _key(row)
     if read_cells(path, key) is not None:
@@ -188,7 +227,7 @@ def measure_row(place: ComparisonPlace, row: MethodRow) -> None:
     )
     cells = row_cells(row, test)
     if place.preset.development:
-        cells = replace(cells, classes=known_names(cells.classes))
+        cells = replace(cells, classes=names_without_place(cells.classes))
     write_cells(path, cells, key)
     _tell(f"measured {row.name}, {place.split.name}, seed {place.seed}", began)
 
@@ -200,7 +239,13 @@ def _test(images: Path, tested: str, split: Split, metric: Metric, cache: Path) 
 
 
 def images_of(place: ComparisonPlace, row: MethodRow) -> ImageListing:
-    """Return queries and gallery of a row: the split's classes, or the row's own folder."""
+    """List the images that are query and gallery of a row.
+
+    They are the tested classes of the split, or all images of the row's own folder.
+
+    Raises:
+        ConfigurationError: the folder cannot be read.
+    """
     return _listing(place.images, row.tested, place.split)
 
 
@@ -208,19 +253,19 @@ def _listing(images: Path, tested: str, split: Split) -> ImageListing:
     listing = list_images(images / tested)
     if tested != TEST:
         return listing
-    shown = (listing.labels >= split.tested_first) & (listing.labels < split.tested_end)
-    return listing.select(shown.nonzero()[0])
+    is_tested = (listing.labels >= split.tested_first) & (listing.labels < split.tested_end)
+    return listing.select(is_tested.nonzero()[0])
 
 
 def cells_path(place: ComparisonPlace, row: MethodRow) -> Path:
-    """Return the file of a row's cells."""
+    """Return the .npz file of a row's cells, which may not exist yet."""
     return place.runs / "cells" / f"{row.name.replace(':', '-')}.npz"
 
 
 def _key(row: MethodRow) -> str:
     digests = [sha256_file(run.folder / CHECKPOINT)[:16] for run in row.runs]
-    elsewhere = [] if row.tested == TEST else [f"tested={row.tested}"]
-    return " ".join([*digests, f"int8={row.int8}", *elsewhere])
+    folder = [] if row.tested == TEST else [f"tested={row.tested}"]
+    return " ".join([*digests, f"int8={row.int8}", *folder])
 
 
 def _clocks() -> tuple[float, float]:
@@ -229,9 +274,9 @@ def _clocks() -> tuple[float, float]:
 
 
 def _tell(what: str, began: tuple[float, float]) -> None:
-    clock, processor = (now - then for now, then in zip(_clocks(), began, strict=True))
-    told = f"{what}: {clock:.1f} s, {processor:.1f} s of a processor"
-    print(told, file=sys.stderr, flush=True)
+    clock, processor = (end - start for end, start in zip(_clocks(), began, strict=True))
+    text = f"compare.py {what} in {clock:.1f} s, {processor:.1f} s of them on a processor"
+    print(text, file=sys.stderr, flush=True)
 
 
 # Seconds between lines of progress.
@@ -241,17 +286,21 @@ _LINE_EVERY = 10.0
 Submit = Callable[..., Future[None]]
 
 
-def do(planned: Planned, jobs: int, cluster: str | None = None) -> None:
+def run_tasks(planned: Planned, jobs: int, cluster: str | None = None) -> None:
     """Make the images, train every run, and measure every row; finished work is skipped.
+
+    Progress is printed on stderr.
 
     Args:
         planned: the rows by place.
         jobs: the number of processes.
         cluster: the address of a Ray cluster whose nodes run the tasks instead; they must have the
-            folders under the same paths.
+            folders under the same paths. None: processes of this machine.
 
     Raises:
         UnavailableError: no cluster answers.
+        ConfigurationError: a row does not fit the images, or Ray is not installed.
+        InvalidInputError, VerificationError, DivergedError, CannotWriteError: as the tasks.
         NobackfillError: a process was killed.
     """
     for place, rows in planned:
@@ -272,8 +321,8 @@ def do(planned: Planned, jobs: int, cluster: str | None = None) -> None:
                 _share(waiting, jobs, pool.submit, progress)
             except BrokenProcessPool as error:
                 raise NobackfillError(
-                    "a process of the comparison was killed: give the machine or its container "
-                    "more memory, or use fewer --jobs; run it again to resume"
+                    "a process of compare.py was killed: give the machine or its container more "
+                    "memory, or use fewer --jobs; then run the same command again to resume"
                 ) from error
 
 
@@ -283,15 +332,15 @@ class _Progress:
     def __init__(self, total: int) -> None:
         self._total, self._done = total, 0
         self._began = self._printed = time.monotonic()
-        self._print("trainings and measurements to do; finished ones are kept and skipped")
+        self._print("trainings and measurements to do; finished ones are used again")
 
     def finish_one(self) -> None:
         """Count a finished task, and print a line if the last one is old enough."""
         self._done += 1
-        now = time.monotonic()
-        if now - self._printed >= _LINE_EVERY and self._done < self._total:
-            self._printed = now
-            self._print(f"done after {now - self._began:.0f} s")
+        clock = time.monotonic()
+        if clock - self._printed >= _LINE_EVERY and self._done < self._total:
+            self._printed = clock
+            self._print(f"trainings and measurements finished after {clock - self._began:.0f} s")
 
     def _print(self, text: str) -> None:
         count = f"{self._done} of {self._total}" if self._done else str(self._total)
@@ -318,20 +367,20 @@ def _nodes(address: str) -> Iterator[tuple[Submit, int]]:
 
 
 def _share(waiting: list[ComparisonTask], jobs: int, submit: Submit, progress: _Progress) -> None:
-    """Run tasks in `jobs` processes, in their order as far as their needs allow.
+    """Run tasks in `jobs` processes, in their order as far as their prerequisites allow.
 
     No more tasks are submitted than there are processes, so that a failure is raised as soon as the
     running tasks end.
     """
-    made: set[Path | Views] = set()
+    outputs: set[Path | FeatureViews] = set()
     running: dict[Future[None], ComparisonTask] = {}
     while waiting or running:
-        ready = [task for task in waiting if task.needs <= made][: jobs - len(running)]
+        ready = [task for task in waiting if task.prerequisites <= outputs][: jobs - len(running)]
         for task in ready:
             waiting.remove(task)
             running[submit(task.work, *task.arguments)] = task
         ended, _ = wait(running, return_when=FIRST_COMPLETED)
         for future in ended:
             future.result()
-            made |= running.pop(future).made
+            outputs |= running.pop(future).outputs
             progress.finish_one()

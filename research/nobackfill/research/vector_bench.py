@@ -11,9 +11,9 @@ into training items and test items:
 Any of them may be int8 with an array NAME_scale [d] that multiplies it. `side_NAME` is read as
 `side`. Several files are read as one.
 
-Each test item queries all others: with labels, items of its class are right (CMC-1 and mAP). In
-addition, for every way, agreement@10 is the share of the ten items that the new model finds among
-its own vectors. known-item is the share of items that are the nearest item to their own new vector.
+Each test item queries all others. With labels, items of its class are relevant (CMC-1 and mAP).
+agreement@10 is the share of the new model's own ten hits that a row also returns. known-item is the
+share of items that are the nearest item to their own new vector.
 
 Every difference is measured against the old model (old/old), paired by query, over all seeds. Its
 95 % interval draws classes where there are at least ten, and queries otherwise.
@@ -48,13 +48,13 @@ _TITLES = {"cmc1": "CMC-1", "map": "mAP", "agreement": "agreement@10", "known_it
 
 @dataclass(frozen=True)
 class FrozenVectors:
-    """The arrays of a file.
+    """The arrays of one or more files.
 
     Attributes:
-        train: the training items.
-        old: [m, a], the test items by the old model.
-        new: [m, b], the same by the new model.
-        side: [m, s], their side-information; None without one.
+        train: the training items, at least one.
+        old: float32 [m, a], the test items by the old model, m at least 2.
+        new: float32 [m, b], the same by the new model.
+        side: float32 [m, s], their side-information; None unless training and test items have it.
         labels: int64 [m], their classes; None without classes.
     """
 
@@ -78,7 +78,11 @@ class FrozenVectors:
         return {name: part for name, part in parts.items() if part.any()}
 
     def take_pairs(self, count: int, seed: int) -> "FrozenVectors":
-        """Keep `count` training items, drawn by a seed; all if there are not more."""
+        """Return a copy with `count` training items, drawn by a seed.
+
+        Returns:
+            This object itself if it does not have more items.
+        """
         train = self.train
         if count >= len(train.old):
             return self
@@ -94,12 +98,16 @@ class FrozenVectors:
 
 
 def read_vectors(paths: Sequence[Path]) -> FrozenVectors:
-    """Read the arrays of one or more files.
+    """Read the arrays of one or more files; an array of a later file replaces an earlier one.
+
+    Args:
+        paths: .npz files, as the module's docstring describes them.
 
     Raises:
         NotFoundError: a file does not exist.
-        InvalidInputError: a file is no .npz without pickled objects; or an array is missing, has
-            another shape than its partners, or is not finite.
+        InvalidInputError: a file is no .npz without pickled objects; an array is missing, has
+            another shape than its partners, or is not finite; labels are no whole numbers; or there
+            is no training item, or fewer than two test items.
     """
     arrays: dict[str, NDArray[Any]] = {}
     for path in paths:
@@ -107,26 +115,39 @@ def read_vectors(paths: Sequence[Path]) -> FrozenVectors:
             with np.load(path, allow_pickle=False) as file:
                 arrays |= {name: file[name] for name in file.files}
         except FileNotFoundError as error:
-            raise NotFoundError(f"there is no file {path}") from error
+            raise NotFoundError(
+                f"--vectors {path}: there is no such file; write it with numpy.savez"
+            ) from error
         except (ValueError, OSError, zipfile.BadZipFile, AttributeError) as error:
-            raise InvalidInputError(f"{path}: expected a file of np.savez ({error})") from error
+            raise InvalidInputError(
+                f"--vectors {path}: expected arrays of numbers in a file of numpy.savez ({error})"
+            ) from error
 
     def vectors(prefix: str, name: str, rows: int | None = None) -> Floats | None:
-        stored = _named(arrays, prefix, name)
-        if stored is None:
+        key = _key(arrays, prefix, name)
+        if key is None:
             return None
-        values, scale = arrays[stored].astype(np.float32), None
-        for scaled in (f"{stored}_scale", f"{stored.removeprefix('test_')}_scale"):
-            if arrays[stored].dtype == np.int8 and scaled in arrays:
-                scale = arrays[scaled]
-                break
-        values = values if scale is None else values * scale.astype(np.float32)
-        if values.ndim != 2 or not np.isfinite(values).all():
+        array = arrays[key]
+        if array.dtype.kind not in "iuf" or array.ndim != 2:
             raise InvalidInputError(
-                f"{stored}: expected finite vectors [n, d], got an array of shape {values.shape}"
+                f"--vectors: expected the array {key} to hold numbers of shape [n, d], got "
+                f"{array.dtype} {list(array.shape)}"
+            )
+        values = array.astype(np.float32)
+        for scale in (f"{key}_scale", f"{key.removeprefix('test_')}_scale"):
+            if array.dtype == np.int8 and scale in arrays:
+                values = values * arrays[scale].astype(np.float32)
+                break
+        if not np.isfinite(values).all():
+            raise InvalidInputError(
+                f"--vectors: expected finite numbers in the array {key}, got NaN or infinity; "
+                "remove such rows from all arrays of its items"
             )
         if rows is not None and len(values) != rows:
-            raise InvalidInputError(f"{stored}: expected {rows} rows as in old, got {len(values)}")
+            raise InvalidInputError(
+                f"--vectors: expected {rows} rows in the array {key}, as in {prefix}old, got "
+                f"{len(values)}"
+            )
         return values
 
     sides = []
@@ -134,20 +155,28 @@ def read_vectors(paths: Sequence[Path]) -> FrozenVectors:
         old = vectors(prefix, "old")
         if old is None or (new := vectors(prefix, "new", len(old))) is None:
             raise InvalidInputError(
-                f"expected the arrays {prefix}old and {prefix}new; the files hold "
-                f"{', '.join(sorted(arrays)) or 'none'}"
+                f"--vectors: expected the arrays {prefix}old and {prefix}new in the files, got "
+                f"{', '.join(sorted(arrays)) or 'no array'}"
+            )
+        if len(old) < (least := 2 if prefix else 1):
+            raise InvalidInputError(
+                f"--vectors: expected at least {least} rows in the array {prefix}old, got "
+                f"{len(old)}"
             )
         labels = arrays.get(f"{prefix}labels")
-        if labels is not None and labels.shape != (len(old),):
+        if labels is not None and (labels.shape != (len(old),) or labels.dtype.kind not in "iu"):
             raise InvalidInputError(
-                f"{prefix}labels: expected {len(old)} labels, got shape {labels.shape}"
+                f"--vectors: expected the array {prefix}labels to hold {len(old)} whole numbers, "
+                f"got {labels.dtype} {list(labels.shape)}; number the classes, for example by "
+                "numpy.unique(labels, return_inverse=True)"
             )
         sides.append((old, new, vectors(prefix, "side", len(old)), labels))
     (old, new, side, labels), (test_old, test_new, test_side, test_labels) = sides
     for name, one, other in (("old", old, test_old), ("new", new, test_new)):
         if one.shape[1] != other.shape[1]:
             raise InvalidInputError(
-                f"test_{name}: expected dimension {one.shape[1]} as {name}, got {other.shape[1]}"
+                f"--vectors: expected dimension {one.shape[1]} of the array test_{name}, as of "
+                f"{name}, got {other.shape[1]}"
             )
     unit = bool(np.abs(np.linalg.norm(test_new, axis=1) - 1).max() < 0.02)
     if side is None or test_side is None:
@@ -157,14 +186,18 @@ def read_vectors(paths: Sequence[Path]) -> FrozenVectors:
     return FrozenVectors(train, test_old, test_new, test_side, tested)
 
 
-def _named(arrays: Mapping[str, NDArray[Any]], prefix: str, name: str) -> str | None:
+def _key(arrays: Mapping[str, NDArray[Any]], prefix: str, name: str) -> str | None:
+    """Return the key of an array, PREFIX NAME or PREFIX NAME_WORD; None without one."""
     if prefix + name in arrays:
         return prefix + name
     starts = f"{prefix}{name}_"
-    found = [one for one in arrays if one.startswith(starts) and not one.endswith("_scale")]
-    if len(found) > 1:
-        raise InvalidInputError(f"expected one array {prefix}{name}, got {', '.join(found)}")
-    return found[0] if found else None
+    keys = [key for key in arrays if key.startswith(starts) and not key.endswith("_scale")]
+    if len(keys) > 1:
+        raise InvalidInputError(
+            f"--vectors: expected one array {prefix}{name} in the files, got {', '.join(keys)}; "
+            "remove the others"
+        )
+    return keys[0] if keys else None
 
 
 class _BenchPart(BaseModel):
@@ -185,14 +218,14 @@ class BenchDifference(_BenchPart):
 
 
 class BenchRow(_BenchPart):
-    """One row.
+    """The measured figures of one row: of a rival, or of a search without a transform.
 
     Attributes:
         maps: which vectors it maps: items, queries or none.
         figures: mean over queries and seeds, 0 to 1, by part of the test and name.
-        differences: the same against old/old.
-        seconds: mean time to fit, in seconds.
-        parameters: the number of fitted values.
+        differences: the same minus those of old/old.
+        seconds: mean time to fit, in seconds; 0 without a transform.
+        parameters: the number of fitted values; 0 without a transform.
         refusal: why the row was not run; the other fields are then empty.
     """
 
@@ -205,7 +238,17 @@ class BenchRow(_BenchPart):
 
 
 class BenchResults(_BenchPart):
-    """The results of one comparison, as they are written to a JSON file."""
+    """The results of one comparison, as they are written to a JSON file.
+
+    Attributes:
+        command: the command line, without folders.
+        machine: where it ran.
+        pairs: the number of training pairs of each seed.
+        seeds: the number of seeds.
+        queries: the number of test queries by part of the test.
+        classes: the number of their classes by part; 0 without labels.
+        rows: by name; first old/old and new/new, then the rivals.
+    """
 
     command: str
     machine: str
@@ -229,25 +272,28 @@ def compare_vectors(
     machine: str = "",
     registry: Mapping[str, Callable[[], Rival]] | None = None,
 ) -> BenchResults:
-    """Fit and measure rivals.
+    """Fit rivals on frozen vectors, and measure the searches that each of them serves.
+
+    A rival that refuses the vectors becomes a row with the reason, and no error.
 
     Args:
         vectors: the vectors.
         names: rivals to run; None: all.
-        pairs: training pairs, drawn anew for each seed; None: all.
-        seeds: how many seeds; each fits every rival again.
-        command, machine: recorded.
+        pairs: training pairs, drawn anew for each seed; None, or more than there are: all.
+        seeds: how many seeds, at least 1; each fits every rival again.
+        command, machine: recorded in the results.
         registry: constructors of rivals by name; None: those of rivals/rows.py.
 
     Raises:
-        ConfigurationError: an unknown name.
+        ConfigurationError: a name is unknown.
         DivergedError: a loss is not finite.
     """
     known = rivals() if registry is None else registry
-    wanted = list(known) if names is None else list(names)
-    if unknown := [name for name in wanted if name not in known]:
+    selected = list(known) if names is None else list(names)
+    if unknown := [name for name in selected if name not in known]:
         raise ConfigurationError(
-            f"there is no rival {', '.join(unknown)}; there are {', '.join(known)}"
+            f"--methods: there is no rival {', '.join(unknown)}; with --vectors, expected "
+            f"{', '.join(known)}"
         )
     own = _nearest(vectors.new, vectors.new)
     # Neither depends on a seed.
@@ -258,13 +304,13 @@ def compare_vectors(
     maps = {STAY: "none", REEMBED: "none"}
     parameters, seconds, refused = dict[str, int](), dict[str, list[float]](), dict[str, str]()
     for seed in range(seeds):
-        now = vectors if pairs is None else vectors.take_pairs(pairs, seed)
-        for name in wanted:
+        drawn = vectors if pairs is None else vectors.take_pairs(pairs, seed)
+        for name in selected:
             rival = known[name]()
             maps[name] = rival.maps
             started = time.perf_counter()
             try:
-                rival.fit(now.train, seed)
+                rival.fit(drawn.train, seed)
             except ConfigurationError as error:
                 refused[name] = str(error)
                 continue
@@ -277,7 +323,7 @@ def compare_vectors(
             runs_of.setdefault(name, []).append(_measure(queries, gallery, vectors, own))
     parts = vectors.parts()
     rows = {}
-    for name in (STAY, REEMBED, *wanted):
+    for name in (STAY, REEMBED, *selected):
         if name in refused:
             rows[name] = BenchRow(maps=maps[name], refusal=refused[name])
             continue
@@ -349,24 +395,27 @@ def _differences(
     labels: NDArray[np.int64] | None,
 ) -> dict[str, BenchDifference]:
     classes = None if labels is None else [labels[mask]] * len(runs)
-    made = {}
+    differences = {}
     for name in runs[0]:
         if name not in stay[0]:
             continue
-        found = paired_bootstrap(
+        difference = paired_bootstrap(
             [run[name][mask] for run in runs], [run[name][mask] for run in stay], classes=classes
         )
-        made[name] = BenchDifference(
-            mean=found.mean,
-            low=found.low,
-            high=found.high,
-            classes=None if found.of_these_classes else found.classes,
+        differences[name] = BenchDifference(
+            mean=difference.mean,
+            low=difference.low,
+            high=difference.high,
+            classes=None if difference.of_these_classes else difference.classes,
         )
-    return made
+    return differences
 
 
 def page_of(results: BenchResults) -> str:
-    """Format results as a page of Markdown: one table for each part of the test."""
+    """Format results as a page of Markdown: one table for each part of the test.
+
+    Rows that were not run follow the tables, with their reasons.
+    """
     lines = [
         "# Maps compared on frozen vectors", "",
         f"`{results.command}`", "",
@@ -377,17 +426,17 @@ def page_of(results: BenchResults) -> str:
     for part, count in results.queries.items():
         classes = f" of {results.classes[part]} classes" if results.classes[part] else ""
         lines += ["", f"## {part.capitalize()}: {count} queries{classes}", ""]
-        named = [name for name in _TITLES if name in results.rows[STAY].figures[part]]
-        named += [] if "known_item" in named else ["known_item"]
-        titles = ["row", "maps", *(_TITLES[name] for name in named), "fit", "parameters"]
+        figures = [name for name in _TITLES if name in results.rows[STAY].figures[part]]
+        figures += [] if "known_item" in figures else ["known_item"]
+        titles = ["row", "maps", *(_TITLES[name] for name in figures), "fit", "parameters"]
         lines += [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
         for name, row in results.rows.items():
             if row.refusal:
                 continue
-            cells = [_cell(row, part, figure) for figure in named]
-            time_told = f"{row.seconds:.1f} s" if row.parameters else "-"
+            cells = [_cell(row, part, figure) for figure in figures]
+            duration = f"{row.seconds:.1f} s" if row.parameters else "-"
             size = f"{row.parameters:,}" if row.parameters else "-"
-            lines.append(f"| {' | '.join((name, row.maps, *cells, time_told, size))} |")
+            lines.append(f"| {' | '.join((name, row.maps, *cells, duration, size))} |")
     missing = {name: row.refusal for name, row in results.rows.items() if row.refusal}
     if missing:
         lines += ["", "Not run:", ""]
@@ -407,7 +456,12 @@ def _cell(row: BenchRow, part: str, figure: str) -> str:
 
 
 def write_bench(out: Path, name: str, results: BenchResults) -> None:
-    """Write OUT/NAME.json and OUT/NAME.md."""
+    """Write OUT/NAME.json and OUT/NAME.md; make OUT if it is missing, and replace existing files.
+
+    Raises:
+        CannotWriteError: a file cannot be written.
+        OSError: the folder cannot be made.
+    """
     out.mkdir(parents=True, exist_ok=True)
     write_file(out / f"{name}.json", (results.model_dump_json(indent=1) + "\n").encode(), 0o644)
     write_file(out / f"{name}.md", page_of(results).encode(), 0o644)

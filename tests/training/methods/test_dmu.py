@@ -55,7 +55,7 @@ def test_uniform_dmu_without_psi_is_bct_sys(tmp_path: Path, old: Classifier) -> 
     assert isinstance(dmu, DmuObjective) and isinstance(sys, BctSynthesizedObjective)
     embedding, labels = torch.randn(16, 8), torch.arange(16) % 4
     expected = sys.compatibility(embedding, torch.zeros(16, 3, 8, 8), labels)["influence"]
-    losses = dmu.inherited(embedding, torch.zeros(16, 8), labels)
+    losses = dmu.old_space_losses(embedding, torch.zeros(16, 8), labels)
     torch.testing.assert_close(losses.mean(), expected)
 
 

@@ -8,10 +8,10 @@ import pytest
 from nobackfill.errors import InvalidInputError, NotFoundError
 from nobackfill.training.protocols.persons import (
     Faces,
-    pool,
-    read_enrolled,
+    pool_templates,
     read_faces,
     read_pairs,
+    read_subject_templates,
     search_templates,
     verify_templates,
 )
@@ -49,7 +49,7 @@ def test_templates_are_means_of_media_means(folder: Path) -> None:
     faces = read_faces(folder)
     assert len(faces.names) == 4 * PEOPLE and faces.names[0] == "0_0.jpg"
     given = vectors(faces, 0.5)
-    templates = pool(faces, given)
+    templates = pool_templates(faces, given)
     assert templates.ids.tolist() == sorted({*faces.templates.tolist()})
     expected = ((given[0] + given[1]) / 2 + given[2]) / 2
     np.testing.assert_allclose(templates.of(np.array([0]))[0], expected / np.linalg.norm(expected))
@@ -60,7 +60,10 @@ def test_templates_are_means_of_media_means(folder: Path) -> None:
 def test_verification_is_a_loop_over_pairs_and_thresholds(folder: Path) -> None:
     faces, pairs = read_faces(folder), read_pairs(folder)
     assert len(pairs.same) == PEOPLE**2 and pairs.same.sum() == PEOPLE
-    new, old = pool(faces, vectors(faces, 1.2, 1)), pool(faces, vectors(faces, 1.5, 2))
+    new, old = (
+        pool_templates(faces, vectors(faces, 1.2, 1)),
+        pool_templates(faces, vectors(faces, 1.5, 2)),
+    )
     found = verify_templates(pairs, new, old, (0.01, 0.1))
     scored = [
         (float(new.of(np.array([a]))[0] @ old.of(np.array([b]))[0]), bool(same))
@@ -81,10 +84,10 @@ def test_verification_is_a_loop_over_pairs_and_thresholds(folder: Path) -> None:
 
 def test_search_is_the_mean_over_both_galleries(folder: Path) -> None:
     faces = read_faces(folder)
-    probes = read_enrolled(folder / "ijbc_1N_probe_mixed.csv")
-    galleries = [read_enrolled(folder / f"ijbc_1N_gallery_G{n}.csv") for n in (1, 2)]
+    probes = read_subject_templates(folder / "ijbc_1N_probe_mixed.csv")
+    galleries = [read_subject_templates(folder / f"ijbc_1N_gallery_G{n}.csv") for n in (1, 2)]
     assert galleries[0].templates.tolist() == [0, 10, 20, 30, 40, 50]
-    good = pool(faces, vectors(faces, 0.05))
+    good = pool_templates(faces, vectors(faces, 0.05))
     perfect = search_templates(probes, galleries, good, good, (0.1,))
     own = {"tpir@fpir=0.1": 1.0, "rank-1": 1.0, "rank-5": 1.0}
     assert perfect == {
@@ -93,7 +96,7 @@ def test_search_is_the_mean_over_both_galleries(folder: Path) -> None:
         "merged rank-1": 1.0,
         "merged rank-5": 1.0,
     }
-    poor = pool(faces, vectors(faces, 2.0))
+    poor = pool_templates(faces, vectors(faces, 2.0))
     both = search_templates(probes, galleries, poor, poor, (0.2,))
     single = [search_templates(probes, [gallery], poor, poor, (0.2,)) for gallery in galleries]
     for name in ("tpir@fpir=0.2", "rank-1", "rank-5"):
@@ -120,19 +123,19 @@ def test_damaged_files_are_refused_by_name(folder: Path, tmp_path: Path) -> None
     with pytest.raises(NotFoundError, match="no protocol file"):
         read_faces(tmp_path / "elsewhere")
     (folder / "ijbc_template_pair_label.txt").write_text("1 2 1\n3 4\n")
-    with pytest.raises(InvalidInputError, match=r"line 2: expected 3 words, got 2"):
+    with pytest.raises(InvalidInputError, match=r"line 2: expected 3 words, .* got 2"):
         read_pairs(folder)
     (folder / "ijbc_template_pair_label.txt").write_text("1 2 7\n")
-    with pytest.raises(InvalidInputError, match="labelled 0 or 1"):
+    with pytest.raises(InvalidInputError, match="the label 0 or 1"):
         read_pairs(folder)
     (folder / "g.csv").write_text("TEMPLATE_ID,SUBJECT_ID\n1,5\n1,6\n")
-    with pytest.raises(InvalidInputError, match="template 1 has two subjects"):
-        read_enrolled(folder / "g.csv")
+    with pytest.raises(InvalidInputError, match="template 1 has two"):
+        read_subject_templates(folder / "g.csv")
     (folder / "g.csv").write_text("TEMPLATE,SUBJECT_ID\n1,5\n")
-    with pytest.raises(InvalidInputError, match="expected the columns TEMPLATE_ID, SUBJECT_ID"):
-        read_enrolled(folder / "g.csv")
+    with pytest.raises(InvalidInputError, match="the columns TEMPLATE_ID, SUBJECT_ID"):
+        read_subject_templates(folder / "g.csv")
     faces = read_faces(folder)
-    with pytest.raises(InvalidInputError, match="expected 48 vectors, one a face, got 47"):
-        pool(faces, np.ones((47, 8)))
-    with pytest.raises(InvalidInputError, match="template 999 has no face"):
-        pool(faces, vectors(faces, 0.1)).of(np.array([0, 999]))
+    with pytest.raises(InvalidInputError, match="each of the 48 faces of IJB-C, got 47"):
+        pool_templates(faces, np.ones((47, 8)))
+    with pytest.raises(InvalidInputError, match=r"template 999 .* has no face"):
+        pool_templates(faces, vectors(faces, 0.1)).of(np.array([0, 999]))

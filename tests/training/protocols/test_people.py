@@ -9,7 +9,7 @@ from nobackfill.class_folders import ImageListing
 from nobackfill.errors import InvalidInputError, NotFoundError
 from nobackfill.metrics.ranking import rank
 from nobackfill.metrics.retrieval import average_precision, cmc
-from nobackfill.training.protocols.persons import read_sightings, relevance, subsample
+from nobackfill.training.protocols.persons import market_relevance, read_person_images, subsample
 
 GALLERY = [
     "-1_c1s1_000001_00.jpg",
@@ -34,7 +34,7 @@ def market(tmp_path: Path) -> Path:
 
 
 def test_names_say_person_and_camera(market: Path) -> None:
-    gallery = read_sightings(market / "bounding_box_test")
+    gallery = read_person_images(market / "bounding_box_test")
     assert [path.name for path in gallery.paths] == sorted(GALLERY)
     assert gallery.persons.tolist() == [-1, 0, 2, 2, 7, 7]
     assert gallery.cameras.tolist() == [1, 2, 1, 2, 1, 3]
@@ -42,10 +42,10 @@ def test_names_say_person_and_camera(market: Path) -> None:
 
 def test_own_camera_and_bad_detections_are_junk_distractors_are_wrong(market: Path) -> None:
     queries, gallery = (
-        read_sightings(market / "query"),
-        read_sightings(market / "bounding_box_test"),
+        read_person_images(market / "query"),
+        read_person_images(market / "bounding_box_test"),
     )
-    found = relevance(queries, gallery)
+    found = market_relevance(queries, gallery)
     assert found.relevant[0].tolist() == [3] and found.ignored[0].tolist() == [0, 2]
     assert found.relevant[1].tolist() == [4, 5] and found.ignored[1].tolist() == [0]
     # Nearest to both: the bad detection, then the distractor, then the gallery's order.
@@ -58,13 +58,13 @@ def test_own_camera_and_bad_detections_are_junk_distractors_are_wrong(market: Pa
 
 def test_other_names_are_refused(market: Path) -> None:
     (market / "query" / "person7.jpg").touch()
-    with pytest.raises(InvalidInputError, match=r"person7.jpg: expected a name like 0002_c1s1"):
-        read_sightings(market / "query")
+    with pytest.raises(InvalidInputError, match=r"person7.jpg: expected a file name .* 0002_c1s1"):
+        read_person_images(market / "query")
     with pytest.raises(NotFoundError, match="gallery"):
-        read_sightings(market / "gallery")
+        read_person_images(market / "gallery")
     (market / "empty").mkdir()
     with pytest.raises(InvalidInputError, match="got none"):
-        read_sightings(market / "empty")
+        read_person_images(market / "empty")
 
 
 def faces(counts: list[int]) -> ImageListing:

@@ -201,7 +201,12 @@ class SideEncoderConfig(_Network):
 
 
 class PublishedSource(_ConfigKeys):
-    """A release of a publication folder."""
+    """A release of a publication folder, whose published models are used.
+
+    Attributes:
+        model_repo: the publication folder.
+        release: the number of the release.
+    """
 
     model_repo: Path
     release: int = Field(ge=1)
@@ -287,7 +292,10 @@ _KINDS: dict[str, type[BaseModel]] = {
 
 
 def configs() -> Path:
-    """Return the folder of ready configurations, in a checkout or in an installation."""
+    """Return the folder of ready configurations, in a checkout or in an installation.
+
+    It has one folder for each data set, with YAML files in it. It is not checked that it exists.
+    """
     package = Path(__file__).parent
     installed = package / "configs"
     return installed if installed.is_dir() else package.parents[2] / "configs"
@@ -315,41 +323,58 @@ def _yaml(text: str) -> object:
 
 
 def load_config(path: Path, overrides: tuple[str, ...] = ()) -> Config:
-    """Read a configuration from a YAML file.
+    """Read a configuration from a YAML file; it opens no other file.
 
     Args:
         path: the file.
-        overrides: `key=value` each, with the value in YAML; nested keys have dots.
+        overrides: `key=value` each, with the value in YAML; nested keys have dots. Later ones
+            replace earlier ones.
 
     Raises:
-        ConfigurationError: the file does not exist, or a key or value is not valid.
+        ConfigurationError: the file does not exist, is no YAML with unique keys, or a key or value
+            is not valid. The message lists every problem.
     """
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
-        raise ConfigurationError(f"no configuration {path}; configs/ holds ready ones") from error
+        raise ConfigurationError(
+            f"the configuration file {path} does not exist; ready ones are in {configs()}"
+        ) from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"{path}: cannot be read as YAML text ({error})") from error
     try:
         values = _yaml(text)
     except _NOT_YAML as error:
-        raise ConfigurationError(f"{path}: not YAML: {error}") from error
+        raise ConfigurationError(f"the configuration file {path} is not YAML: {error}") from error
     if not isinstance(values, dict):
-        raise ConfigurationError(f"{path}: expected keys with values, got {type(values).__name__}")
+        raise ConfigurationError(
+            f"{path}: expected a configuration of keys with values, such as `kind: embedder`, got "
+            f"{'an empty file' if values is None else type(values).__name__}"
+        )
     for override in overrides:
         _set(values, override)
     return parse_config(values, str(path))
 
 
 def parse_config(values: dict[str, object], source: str) -> Config:
-    """Validate keys and values of a configuration that came from `source`.
+    """Validate keys and values of a configuration.
+
+    Args:
+        values: the keys as in YAML; `kind` selects what else is allowed.
+        source: where they come from, for error messages.
+
+    Returns:
+        The configuration, with defaults for keys that are absent.
 
     Raises:
-        ConfigurationError: lists every problem, and for unknown keys the known ones.
+        ConfigurationError: a key is missing, unknown or of a wrong value. The message lists every
+            problem, and for unknown keys the known ones.
     """
     kind = values.get("kind")
     if not isinstance(kind, str) or kind not in _KINDS:
-        raise ConfigurationError(f"{source}: expected kind: {' | '.join(_KINDS)}, got {kind!r}")
+        raise ConfigurationError(
+            f"{source}: expected the key kind with one of {', '.join(_KINDS)}, got {kind!r}"
+        )
     try:
         return _ADAPTER.validate_python(values)
     except ValidationError as error:
@@ -358,7 +383,7 @@ def parse_config(values: dict[str, object], source: str) -> Config:
             where = ".".join(str(part) for part in problem["loc"][1:])
             if problem["type"] == "extra_forbidden":
                 known = ", ".join(_known_keys(_KINDS[str(kind)], problem["loc"][1:-1]))
-                lines.append(f"unknown key {where!r}; known: {known}")
+                lines.append(f"unknown key {where!r}; expected one of {known}")
             else:
                 lines.append(f"{where}: {problem['msg']}" if where else problem["msg"])
         raise ConfigurationError(f"{source}: " + "; ".join(lines)) from error
@@ -376,12 +401,15 @@ def _known_keys(model: type[BaseModel], parents: tuple[int | str, ...]) -> list[
 def _set(values: dict[str, object], override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not key:
-        raise ConfigurationError(f"--set expects key=value, got {override!r}")
+        raise ConfigurationError(f"--set: expected KEY=VALUE, such as epochs=3, got {override!r}")
     *parents, last = key.split(".")
     for parent in parents:
         inner = values.setdefault(parent, {})
         if not isinstance(inner, dict):
-            raise ConfigurationError(f"--set {override}: {parent!r} holds no keys")
+            raise ConfigurationError(
+                f"--set {override}: the key {parent!r} has a value and no keys below it; leave out "
+                "what follows its dot"
+            )
         values = inner
     try:
         values[last] = _yaml(text)

@@ -23,7 +23,13 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Classifier:
-    """A finished embedder with its head, in eval mode, without gradients."""
+    """A finished embedder with its head, in eval mode, without gradients.
+
+    Attributes:
+        encoder: the embedder.
+        head: its classification head.
+        class_names: the head's classes, in the order of its rows.
+    """
 
     encoder: ImageEncoder
     head: Head
@@ -32,28 +38,41 @@ class Classifier:
 
 @dataclass(frozen=True)
 class EmbedderInputs:
-    """The inputs of an embedder method."""
+    """The inputs of an embedder method.
+
+    Attributes:
+        config: the configuration.
+        class_names: names of the classes, by label.
+        images: the training images uint8 [n,H,W,3], in memory or read on demand.
+        labels: their classes, int64 [n].
+        old: the embedder of config.old; None without one.
+        device: the device of the training, also for encoding all images.
+    """
 
     config: EmbedderConfig
     class_names: tuple[str, ...]
-    # The training images uint8 [n,H,W,3], in memory or read on demand, and their labels int64 [n].
     images: Images
     labels: Tensor
-    # The embedder of config.old; None without one.
     old: Classifier | None
-    # The device of the training, also for encoding all images.
     device: torch.device = CPU
 
 
 @dataclass(frozen=True)
 class UpgradeShape:
-    """The dimensions of an upgrade; 0: this input is not read, or this output not written."""
+    """The dimensions of an upgrade.
+
+    Attributes:
+        old_dim: of the old embedding; 0: it is not read.
+        side_dim: of the old side-information; 0: it is not read.
+        new_dim: of the new embedding.
+        new_side_dim: of the new side-information; 0: none is written.
+        unit: the new space has unit vectors, so the network normalises its output.
+    """
 
     old_dim: int
     side_dim: int
     new_dim: int
     new_side_dim: int
-    # The new space holds unit vectors, so the graph normalises its output.
     unit: bool
 
 
@@ -65,35 +84,49 @@ class UpgradeInputs:
     `new_side` [n,v,new_side_dim], each only if its dim is not 0, and `labels` int64 [n], indices
     into `class_names`. v is the number of augmented views; a view is the same in every tensor. The
     last `config.mixed_views` views mix two images.
+
+    Attributes:
+        config: the configuration.
+        shape: the dimensions of the features.
+        class_names: names of the classes, by label.
+        rows: features of the training images.
+        held_out: one view of images that no model was trained on; empty without such images.
+        new_head: the new model's head; None for a published model.
+        new_class_names: the head's classes; without a head, those of the training images.
+        selection: option values that the key `choose` selected.
+        selection_data: describes the images on which they were selected; "" without a selection.
     """
 
     config: UpgradeConfig
     shape: UpgradeShape
     class_names: tuple[str, ...]
     rows: Mapping[str, Tensor]
-    # Images that no model was trained on; one view. May be empty.
     held_out: Mapping[str, Tensor]
-    # The new model's head and its classes; None for a published model.
     new_head: Head | None
     new_class_names: tuple[str, ...]
-    # Option values that `config.choose` selected, and the images that they were selected on.
-    chosen: Mapping[str, float] = field(default_factory=dict)
-    chosen_on: str = ""
+    selection: Mapping[str, float] = field(default_factory=dict)
+    selection_data: str = ""
 
     @property
     def options(self) -> dict[str, object]:
-        """The method's options, both configured and selected."""
-        return {**self.config.options, **self.chosen}
+        """The method's options: configured ones, and selected ones, which win."""
+        return {**self.config.options, **self.selection}
 
 
 @dataclass(frozen=True)
 class EmbedderMethod:
-    """A way to train phi."""
+    """A way to train an embedder phi.
+
+    Attributes:
+        objective: makes the loss to train by; raises ConfigurationError for wrong options.
+        searches_directly: queries of the trained model can search the old release's vectors as
+            they are (BCT family, DMU).
+        upgrade: builds the untrained network of an upgrade that the objective also trains
+            (checkpoint part `upgrade`, DMU); None: the objective trains none.
+    """
 
     objective: Callable[[EmbedderInputs], EmbedderObjective]
-    # Its queries can search the old release's vectors directly (BCT family, DMU).
     searches_directly: bool = False
-    # DMU: the objective also trains an upgrade, checkpoint part `upgrade`; this builds its network.
     upgrade: Callable[[EmbedderConfig, UpgradeShape], UpgradeNetwork] | None = None
 
 
@@ -103,8 +136,9 @@ class UpgradeMethod:
 
     Attributes:
         build: makes the untrained network; export.py loads the checkpoint's part `upgrade` into it.
-        objective: the loss to train by.
-        solve: sets the weights in place.
+            It raises ConfigurationError for wrong options.
+        objective: makes the loss to train by; None: the method is solved.
+        solve: sets the weights of the network in place; None: the method is trained.
         reads_labels: whether a configuration uses labels; mixed views have none.
         choices: options that the key `choose` may name, with candidate values, the default first.
         variants: for some of these options, a function that applies a value to a trained upgrade.

@@ -28,42 +28,46 @@ _UNIT_TOLERANCE = 1e-3
 def residual(old: Floats, new: Floats, straight: Floats) -> list[tuple[Floats, Floats]]:
     """Train layers whose output is added to an affine map's.
 
+    The result depends only on the arguments. If all new vectors have norm 1 within 1e-3, the sum is
+    normalised in training, and callers must normalise it, too. If no epoch improves on the affine
+    map, the last layer is zero.
+
     Args:
-        old: vectors of the old model [n, a].
-        new: vectors of the new model [n, b], the targets.
-        straight: outputs of the affine map [n, b].
+        old: float32 [n, a], vectors of the old model; n is at least 5.
+        new: float32 [n, b], vectors of the new model, the targets; not all may be equal.
+        straight: float32 [n, b], outputs of the affine map.
 
     Returns:
-        Weight [out, in] and bias [out] of each layer, with ReLU between layers.
+        float32 weight [out, in] and bias [out] of each of three layers, with ReLU between layers.
     """
     generator = torch.Generator().manual_seed(0)
     x, target, base = (torch.from_numpy(np.array(one, np.float32)) for one in (old, new, straight))
     white = whitening(x, _WHITENING)
     inputs = white(x.double()).float()
     order = torch.randperm(len(x), generator=generator)
-    held, rest = order[: len(x) // 5], order[len(x) // 5 :]
+    validation, training = order[: len(x) // 5], order[len(x) // 5 :]
     unit = bool((target.norm(dim=1) - 1).abs().max() <= _UNIT_TOLERANCE)
     spread = mean_squared_distance(target)
-    queue = target[rest[:_QUEUE]]
+    queue = target[training[:_QUEUE]]
 
     def loss(network: nn.Module, rows: Tensor) -> Tensor:
-        carried = base[rows] + network(inputs[rows])
-        carried = F.normalize(carried) if unit else carried
-        apart = (carried - target[rows]).square().sum(1) / spread
-        ranked = listwise(carried, target[rows], queue, _TEMPERATURE * float(spread))
-        return (apart + ranked).mean()
+        migrated = base[rows] + network(inputs[rows])
+        migrated = F.normalize(migrated) if unit else migrated
+        distance = (migrated - target[rows]).square().sum(1) / spread
+        ranking = listwise(migrated, target[rows], queue, _TEMPERATURE * float(spread))
+        return (distance + ranking).mean()
 
     network = _network(x.shape[1], target.shape[1], generator)
     optimizer = torch.optim.AdamW(network.parameters(), lr=_RATE, weight_decay=_DECAY)
     best, least, waited = copy.deepcopy(network), float("inf"), 0
     for _ in range(_EPOCHS + 1):
         with torch.no_grad():
-            figure = float(loss(network, held))
+            figure = float(loss(network, validation))
         if figure < least:
             best, least, waited = copy.deepcopy(network), figure, 0
         elif (waited := waited + 1) > _PATIENCE:
             break
-        shuffled = rest[torch.randperm(len(rest), generator=generator)]
+        shuffled = training[torch.randperm(len(training), generator=generator)]
         for first in range(0, len(shuffled), _BATCH):
             optimizer.zero_grad()
             torch.autograd.backward(loss(network, shuffled[first : first + _BATCH]))

@@ -31,10 +31,17 @@ from nobackfill.training.networks.heads import Head, build_head
 
 
 def mix_images(pixels: Tensor, alpha: float) -> Tensor:
-    """Mix each image [n,3,H,W] with another of the batch, with a share of at least half.
+    """Mix each image of a batch with another one, at most in equal parts.
 
-    Labels stay one-hot (section 5.1: mixup of images only), so the larger share of Beta(alpha,
-    alpha) belongs to the image whose label is kept.
+    Labels stay one-hot (FCT section 5.1: mixup of images only), so the larger share of Beta(alpha,
+    alpha) belongs to the image whose label stays.
+
+    Args:
+        pixels: float32 [n,3,H,W].
+        alpha: above 0.
+
+    Returns:
+        float32 [n,3,H,W]. An image may be drawn to be mixed with itself.
     """
     share = torch.distributions.Beta(alpha, alpha).sample((len(pixels), 1, 1, 1))
     share = torch.maximum(share, 1 - share).to(pixels)
@@ -68,7 +75,10 @@ class AlternateObjective(Objective):
 
 
 class Decoder(nn.Module):
-    """Maps codes [n,dim] to pixels [n,3,S,S] in 0..1: a 4 x 4 map, upsampled and convolved."""
+    """Maps codes [n,dim] to pixels [n,3,S,S] in 0..1: a 4 x 4 map, upsampled and convolved.
+
+    `image_size` is S in pixels, `width` the number of channels of every layer.
+    """
 
     def __init__(self, dim: int, image_size: int, width: int) -> None:
         super().__init__()
@@ -130,8 +140,17 @@ def nt_xent(first: Tensor, second: Tensor, temperature: float) -> Tensor:
     return F.cross_entropy(similarity.masked_fill(itself, -torch.inf), partner)
 
 
-def one_sided(anchor: Tensor, views: Tensor, temperature: float) -> Tensor:
-    """Let each anchor [n,d] find its image's row in `views` [n,d]: scalar (multi-crop)."""
+def one_sided_nt_xent(anchor: Tensor, views: Tensor, temperature: float) -> Tensor:
+    """Compute the cross-entropy of finding each anchor's own image among `views` (multi-crop).
+
+    Args:
+        anchor: views of n images [n,d], such as small crops.
+        views: other views of the same images [n,d], in the same order.
+        temperature: divisor of the cosines.
+
+    Returns:
+        A scalar.
+    """
     similarity = F.normalize(anchor.float()) @ F.normalize(views.float()).t() / temperature
     return F.cross_entropy(similarity, torch.arange(len(anchor), device=anchor.device))
 
@@ -164,8 +183,8 @@ class SimclrObjective(Objective):
         for number in range(self.config.small_crops):
             crops = small_crops(pixels, self.config.augmentation, self.config.small_crop_area)
             anchor = self.projection(self.encoder.encode(crops))
-            attraction = one_sided(anchor, first, temperature)
-            attraction = attraction + one_sided(anchor, second, temperature)
+            attraction = one_sided_nt_xent(anchor, first, temperature)
+            attraction = attraction + one_sided_nt_xent(anchor, second, temperature)
             terms[f"small_crop_{number}"] = attraction / (2 * self.config.small_crops)
         return terms
 
@@ -180,7 +199,10 @@ _EPSILON = 1e-4
 
 
 def variance_hinge(z: Tensor) -> Tensor:
-    """Mean over elements of how far z [n,d] is below a standard deviation of 1: scalar (Eq. 1)."""
+    """Mean over elements of how far z [n,d] is below a standard deviation of 1: scalar (Eq. 1).
+
+    With n = 1 it is NaN.
+    """
     return F.relu(1 - (z.var(0) + _EPSILON).sqrt()).mean()
 
 
@@ -266,7 +288,7 @@ class DistilledObjective(Objective):
                 self._follow()
             target = self.teacher(views)
         # Each view predicts the other one.
-        return {"distillation": regression(predicted, target.roll(len(pixels), 0))}
+        return {"distillation": byol_loss(predicted, target.roll(len(pixels), 0))}
 
     def _follow(self) -> None:
         """Move the teacher towards the student of the last step."""
@@ -285,8 +307,11 @@ class DistilledObjective(Objective):
         )
 
 
-def regression(predicted: Tensor, target: Tensor) -> Tensor:
-    """Mean of 2 - 2 cos over rows: [n,d], [n,d] -> scalar (Eq. 2); `target` gets no gradient."""
+def byol_loss(predicted: Tensor, target: Tensor) -> Tensor:
+    """Mean of 2 - 2 cos over rows: [n,d], [n,d] -> scalar (BYOL Eq. 2).
+
+    `target` gets no gradient.
+    """
     return 2 - 2 * F.cosine_similarity(predicted.float(), target.detach().float(), dim=1).mean()
 
 
@@ -307,7 +332,15 @@ _UNLABELLED: Mapping[str, Callable[[SideEncoderConfig], Objective]] = {
 
 
 def side_objective(config: SideEncoderConfig, classes: int) -> Objective:
-    """Make the training objective of a side encoder; only a second old model uses `classes`."""
+    """Make the training objective of a side-information encoder.
+
+    Args:
+        config: the configuration; its key side_info selects the objective.
+        classes: the number of classes; only `alternate` and `mixup` use it.
+
+    Raises:
+        ConfigurationError: the backbone or the head does not fit the other keys.
+    """
     if config.side_info in ("alternate", "mixup"):
         return AlternateObjective(config, classes)
     return _UNLABELLED[config.side_info](config)

@@ -17,7 +17,11 @@ _RANK, _INNER = 64, 256
 
 
 class DriftAdapterRival:
-    """A transform of isotrieve, fitted from new to old vectors."""
+    """A transform of the package isotrieve, fitted from new to old vectors.
+
+    Args of the constructor:
+        kind: procrustes; low_rank, an affine map of rank 64; or residual, a network of width 256.
+    """
 
     maps: Literal["items", "queries"] = "queries"
 
@@ -27,7 +31,7 @@ class DriftAdapterRival:
         self._parameters = 0
 
     def fit(self, train: TrainingVectors, seed: int) -> None:
-        """Fit the transform.
+        """Fit the transform on the CPU; a seed gives the same transform again.
 
         Raises:
             ConfigurationError: isotrieve is not installed, or refuses these vectors.
@@ -37,7 +41,8 @@ class DriftAdapterRival:
             from isotrieve.mapping.mlp import ResidualMLPMapping
         except ImportError as error:
             raise ConfigurationError(
-                "drift_adapter needs isotrieve; run: pip install 'isotrieve>=0.4,<0.5'"
+                "drift_adapter needs the package isotrieve, which is not installed; run: "
+                "pip install 'isotrieve>=0.4,<0.5'"
             ) from error
         old_dim, new_dim = train.old.shape[1], train.new.shape[1]
         smaller = min(old_dim, new_dim)
@@ -58,11 +63,16 @@ class DriftAdapterRival:
             try:
                 fitted.fit(train.new, train.old)
             except ValueError as error:
-                raise ConfigurationError(f"isotrieve: {error}") from error
+                raise ConfigurationError(
+                    f"drift_adapter cannot be fitted: isotrieve refuses these vectors ({error})"
+                ) from error
         self._map = fitted
 
     def transform(self, vectors: Floats, side: Floats | None) -> Floats:
-        """Map queries [m, b] to unit vectors [m, a]."""
+        """Map queries [m, b] of the new model to unit vectors float32 [m, a].
+
+        Call `fit` before. `side` is not used.
+        """
         return np.asarray(self._map.transform(vectors), np.float32)
 
     @property

@@ -15,17 +15,24 @@ class QueryDrift:
     maps: Literal["items", "queries"] = "queries"
 
     def fit(self, train: TrainingVectors, seed: int) -> None:
-        """Compute the mean drift. Raises ConfigurationError for spaces of other dimensions."""
+        """Compute the mean drift; `seed` is not used.
+
+        Raises:
+            ConfigurationError: the two spaces differ in dimension.
+        """
         if train.old.shape[1] != train.new.shape[1]:
             raise ConfigurationError(
-                f"query_drift needs spaces of one dimension, got {train.old.shape[1]} and "
-                f"{train.new.shape[1]}"
+                "query_drift subtracts vectors of both models, so it needs one dimension; the old "
+                f"model has {train.old.shape[1]} dimensions, the new one {train.new.shape[1]}"
             )
         self._drift = (train.new.mean(axis=0) - train.old.mean(axis=0)).astype(np.float32)
         self._unit = train.unit
 
     def transform(self, vectors: Floats, side: Floats | None) -> Floats:
-        """Map queries [m, d] to [m, d]."""
+        """Map queries [m, d] of the new model to [m, d]; unit vectors if the new ones are.
+
+        Call `fit` before. `side` is not used.
+        """
         moved = vectors - self._drift
         return normalise(moved) if self._unit else moved
 

@@ -10,7 +10,7 @@ from nobackfill.research.rivals.trained import TrainedMap
 
 
 def rivals(epochs: int = 30, inner_dim: int = 2048) -> Mapping[str, Callable[[], Rival]]:
-    """Return a constructor of each rival by its name, in the order of the table.
+    """Return a constructor of each rival by its name, in the order of the table; nothing is fitted.
 
     Args:
         epochs: passes over the training vectors, for trained maps.

@@ -21,7 +21,7 @@ _BATCH = 512
 
 
 class TrainedMap:
-    """Map stored vectors by h of an upgrade method."""
+    """Migrate stored vectors by h of an upgrade method of nobackfill.training."""
 
     maps: Literal["items", "queries"] = "items"
 
@@ -33,7 +33,7 @@ class TrainedMap:
 
         Args:
             method: a name of the upgrade methods of nobackfill.training.
-            reads_side: it reads side-information beside the old vectors.
+            reads_side: it reads side-information in addition to the old vectors.
             options: options of the method.
             epochs: passes over the training vectors.
             inner_dim: width of the inner layers.
@@ -42,15 +42,23 @@ class TrainedMap:
         self._options, self._epochs, self._inner_dim = dict(options), epochs, inner_dim
 
     def fit(self, train: TrainingVectors, seed: int) -> None:
-        """Train h.
+        """Train h in a temporary folder, or solve it if the method is in closed form.
+
+        Args:
+            train: the pairs.
+            seed: of the random numbers.
 
         Raises:
-            ConfigurationError: side-information or labels that the method reads are missing.
+            ConfigurationError: side-information or labels that the method reads are missing, or an
+                option is wrong.
             DivergedError: a loss is not finite.
         """
         method = upgrade_method(self._method)
         if self._reads_side and train.side is None:
-            raise ConfigurationError("this row reads side-information; the file has no array side")
+            raise ConfigurationError(
+                f"method {self._method} reads side-information here, but the file of vectors has "
+                "no array side"
+            )
         with tempfile.TemporaryDirectory() as folder:
             # The optimizer of configs/cifar100.
             config = UpgradeConfig(
@@ -62,7 +70,10 @@ class TrainedMap:
                 checkpoint_every=self._epochs, inner_dim=self._inner_dim,
             )  # fmt: skip
             if train.labels is None and method.reads_labels(config):
-                raise ConfigurationError("this row reads labels; the file has no array labels")
+                raise ConfigurationError(
+                    f"method {self._method} reads labels, but the file of vectors has no array "
+                    "labels"
+                )
             rows = {"old": _one_view(train.old), "new": _one_view(train.new)}
             if self._reads_side and train.side is not None:
                 rows["side"] = _one_view(train.side)
@@ -78,7 +89,10 @@ class TrainedMap:
             self._upgrade = load_upgrade(fit_upgrade(inputs, ProgressBars(visible=False), {}))
 
     def transform(self, vectors: Floats, side: Floats | None) -> Floats:
-        """Map old vectors [m, a], with their side-information [m, s], to [m, b]."""
+        """Migrate old vectors float32 [m, a], with their side-information [m, s], to [m, b].
+
+        Call `fit` before. `side` is ignored by a method that does not read it.
+        """
         read = torch.from_numpy(side) if self._reads_side and side is not None else None
         with torch.no_grad():
             mapped = self._upgrade(torch.from_numpy(vectors), read).embedding
@@ -86,7 +100,7 @@ class TrainedMap:
 
     @property
     def parameters(self) -> int:
-        """The number of values of h, without the variance head."""
+        """The number of values of h after `fit`, without the variance head."""
         return sum(part.numel() for part in self._upgrade.h.parameters())
 
 

@@ -1,4 +1,4 @@
-"""Make training commands: errors become one sentence on stderr and an exit code."""
+"""Make training commands, which print an error as one sentence on stderr and exit with its code."""
 
 import functools
 import sys
@@ -10,12 +10,18 @@ from nobackfill.errors import NobackfillError
 
 
 def command_app(name: str, main: Callable[..., None], epilog: str) -> typer.Typer:
-    """Make a command line of `main`; it exits with the codes of nobackfill.errors.
+    """Make a command line of `main`.
+
+    A NobackfillError is printed on stderr as "NAME: sentence", and the command exits with the
+    error's exit code; after an interrupt it exits with 130. Other exceptions show a traceback.
 
     Args:
         name: the command's name in messages.
         main: the function whose parameters are the options.
         epilog: text below the options in --help.
+
+    Returns:
+        The application; call it to run the command with the process's arguments.
     """
 
     @functools.wraps(main)

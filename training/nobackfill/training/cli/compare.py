@@ -7,7 +7,11 @@ from nobackfill.errors import ConfigurationError
 
 
 def refuse() -> NoReturn:
-    """Explain why there is no comparison and how to run one; exit with 78."""
+    """Print on stderr why there is no comparison and how to run one, and exit with 78.
+
+    Raises:
+        SystemExit: always.
+    """
     error = ConfigurationError(
         "nobackfill.research is not installed: the wheel does not contain the comparison of "
         "methods. In a checkout of nobackfill run `make setup`, then "

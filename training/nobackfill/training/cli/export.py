@@ -30,12 +30,12 @@ from nobackfill.training.export.assembly import (
     Runs,
     add_runs,
     check_models,
-    named_vectors,
-    unseen,
+    leave_out_trained,
+    parse_vectors_of,
 )
 from nobackfill.training.export.drafting import Release
 from nobackfill.training.export.external import Pixels, add_onnx_embedder, add_public_embedder
-from nobackfill.training.export.probes import make_probes, plain_trouble
+from nobackfill.training.export.probes import make_probes, single_colour_warnings
 from nobackfill.training.export.text_encoder import add_vectors
 
 Onnx = Annotated[
@@ -141,7 +141,10 @@ QueryFolder = Annotated[
 class EvaluationData:
     """The data that a release is measured on: images, texts, or images with texts as queries.
 
-    `images` come from --eval, `texts` from --eval-texts; `seed` divides them into halves.
+    Attributes:
+        images: the images of --eval; None without it.
+        texts: the texts of --eval-texts; None without it.
+        seed: divides them into a half for the calibration and one for the gate.
     """
 
     images: ImageListing | None
@@ -149,19 +152,28 @@ class EvaluationData:
     seed: int
 
     def listing(self) -> ImageListing | None:
-        """Return the items of the galleries: images, or texts if there are no images; else None."""
+        """Return the items of the galleries: the images, else the texts, else None."""
         return self.texts if self.images is None else self.images
 
     def for_images(self) -> TextListing | None:
-        """Return the texts that are queries for images; None if there are no images."""
+        """Return the texts that are queries for images; None without images or texts."""
         return None if self.images is None else self.texts
 
     def check(self, manifests: Mapping[int, Manifest]) -> None:
-        """Raise ConfigurationError if a release cannot embed the evaluation data."""
+        """Check that every release can embed the evaluation data; without any, do nothing.
+
+        Args:
+            manifests: the published releases and the draft, by number.
+
+        Raises:
+            ConfigurationError: texts without labels are given with images; or a release has no
+                image embedder for --eval, or no text encoder for --eval-texts.
+        """
         if self.images is not None and self.texts is not None and self.texts.queries:
             raise ConfigurationError(
-                "--eval-texts with --eval: each text needs a 'label', the class of the pictures "
-                "that it describes"
+                "--eval-texts FILE with --eval FOLDER: expected a key 'label' in each line of "
+                "FILE, the class folder of the pictures that the text describes; found lines "
+                "without it"
             )
         known = sorted(manifests.items())
         for option, kind, wanted, blind in (
@@ -170,8 +182,9 @@ class EvaluationData:
         ):
             if wanted is not None and blind:
                 raise ConfigurationError(
-                    f"{option} measures {kind}, but release {join_few(blind)} embeds none; publish "
-                    f"without {option}, and with --force if no other option measures it"
+                    f"{option} measures searches of {kind}, but release {join_few(blind)} has no "
+                    f"model that embeds them; publish without {option}, and with --force if no "
+                    "other option measures the release"
                 )
 
 
@@ -332,12 +345,15 @@ def main(
     runs = Runs(embedder, text_encoder, query_encoder, side_encoder, tuple(upgrade or ()))
     check_models(runs, onnx, weights, vectors_of)
     if side_encoder is not None and keep_side_encoder:
-        raise ConfigurationError("expected --side-encoder or --keep-side-encoder, not both")
+        raise ConfigurationError(
+            "expected --side-encoder RUN for a new side-information encoder, or "
+            "--keep-side-encoder for the newest release's; got both"
+        )
     with draft_folder(model_repo) as folder:
         published = read_publication(model_repo, folder / "trusted")
         keys, first = _keys(model_repo, targets_key), not published.manifests
         _check_number(release, published, has_evaluation=bool(evaluate or eval_texts), force=force)
-        listing, count_trained = _evaluation(evaluate, split_seed, runs.trained(), force=force)
+        listing, count_trained = _evaluation(evaluate, split_seed, runs.run_folders(), force=force)
         evaluation = EvaluationData(
             listing, None if eval_texts is None else list_texts(eval_texts), split_seed
         )
@@ -363,7 +379,7 @@ def _add_foreign(
     if weights is not None:
         add_public_embedder(draft, weights)
     if vectors_of is not None:
-        add_vectors(draft, *named_vectors(vectors_of))
+        add_vectors(draft, *parse_vectors_of(vectors_of))
 
 
 def _keys(model_repo: Path, targets_key: Path | None) -> SigningKeys:
@@ -383,7 +399,7 @@ def _evaluation(
         return None, 0
     listing = list_images(folder)
     split_halves(listing, split_seed)
-    return unseen(listing, runs, force=force)
+    return leave_out_trained(listing, runs, force=force)
 
 
 def _check_number(
@@ -393,8 +409,8 @@ def _check_number(
     newest = max(published.manifests, default=0)
     if release <= newest:
         raise AlreadyExistsError(
-            f"--release {release}: expected a number above {newest}, the newest release; "
-            "releases are immutable and numbers only grow"
+            f"--release {release}: expected a number above {newest}, the newest published release; "
+            f"releases never change, so publish this one as --release {newest + 1}"
         )
     if newest and not has_evaluation and not force:
         raise GateFailedError(
@@ -408,13 +424,13 @@ def _measure(
 ) -> tuple[Manifest, ReleaseEvidence | None]:
     """Return the manifest with probes and, if there are images, with calibration and evidence."""
     manifest = draft.manifest(make_probes(draft))
-    for sentence in plain_trouble(manifest, draft.all_files()):
+    for sentence in single_colour_warnings(manifest, draft.all_files()):
         print(f"release {draft.number}: {sentence}", file=sys.stderr)
     listing = evaluation.listing()
     if listing is None:
         print(
-            f"release {draft.number}: warning: without evaluation data, hits have no score (None) "
-            "and routes no quality; give --eval FOLDER of class folders, or --eval-texts FILE",
+            f"release {draft.number} is not measured: its hits will have no score (None) and its "
+            "routes no quality; to measure it, give --eval FOLDER of images or --eval-texts FILE",
             file=sys.stderr,
         )
         # Unmeasured quantised files are not published.
@@ -450,8 +466,9 @@ def _judge(
 ) -> Manifest:
     """Return the manifest with the gate's verdict.
 
-    Raises GateFailedError, with the table, if the gate fails without `force`. `learnt` counts the
-    evaluation images that were trained on."""
+    Raises GateFailedError, with the table, if the gate fails without `force`. `count_trained` is
+    the number of evaluation images that were trained on.
+    """
     if evidence is not None:
         verdict = evidence.verdict
     elif first:
@@ -461,9 +478,9 @@ def _judge(
     if verdict.verdict in ("failed", "not_measured"):
         if evidence is not None and not force:
             raise GateFailedError(
-                f"release {manifest.release} does not pass the gate: {verdict.detail}. It was not "
-                "published; add an --upgrade for vectors that have none, train longer or on more "
-                "images, or publish with --force\n" + gate_table(evidence)
+                f"release {manifest.release} does not pass the gate and was not published: "
+                f"{verdict.detail}. Add an --upgrade for older vectors that have none, train "
+                "longer or on more images, or publish with --force\n" + gate_table(evidence)
             )
         verdict = verdict.model_copy(update={"forced": True})
     if count_trained:
@@ -477,8 +494,9 @@ def _report(
 ) -> None:
     if result.new_keys is not None:
         print(
-            f"DEVELOPMENT KEYS made in {result.new_keys}: whoever holds them can sign releases. "
-            "Move root and targets keys offline before real devices trust them",
+            f"The first publish wrote DEVELOPMENT KEYS to {result.new_keys}: anybody who has them "
+            "can sign releases. Move root.pem and targets.pem offline before real devices trust "
+            "this publication",
             file=sys.stderr,
         )
     if as_json:

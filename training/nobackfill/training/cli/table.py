@@ -15,7 +15,12 @@ from nobackfill.release.manifest import Unlabelled
 
 
 def gate_table(evidence: ReleaseEvidence) -> str:
-    """Format every measured cell, with its gains over old/old."""
+    """Format every measured cell, with its gains over old/old and the gate's verdict.
+
+    Figures are in percent, gains in percentage points with the bounds of their 95 % interval. With
+    measurements without labels, the columns are R@1, R@5 and MRR instead of CMC-1, CMC-5 and mAP,
+    and each such cell has a line below the table. A cell without a gate has empty gains.
+    """
     known = any(row.agreement_gain is not None for row in evidence.rows)
     first, fifth, mean = ("R@1", "R@5", "MRR") if known else ("CMC-1", "CMC-5", "mAP")
     gained = [first, mean, *(["agreement@10"] if known else [])]
@@ -63,6 +68,12 @@ def matrix_table(
     """Format every cell, with the criteria (mAP) of cells with an older gallery.
 
     The strict criterion (BCT Eq. 1) is shown as two shares of pairs: different classes/same class.
+    "BCT Eq. 2" says "met" if the mean of these images satisfies it, which is no claim about others.
+
+    Args:
+        cells: the measured cells.
+        criteria: the criteria by the name of a cell, as `nobackfill.quality.criterion` computes
+            them. Cells without them have empty columns, and a criterion of None is shown as "-".
     """
     titles = (*_SHARES.values(), "BCT\nEq. 1", "BCT\nEq. 2")
     table = Table("cell", "CMC-1", "CMC-5", "mAP", *titles)
@@ -74,14 +85,17 @@ def matrix_table(
             continue
         shares = (_percent(texts[name]) for name in _SHARES)
         strict = "/".join(_percent(texts[f"strict_{kind}"]) for kind in ("apart", "together"))
-        # Compares means on these images; this is not a claim about other images.
         met = "met" if texts["compatible"] else "not met"
         table.add_row(str(cell.name), *figures, *shares, strict, met)
     return render(table)
 
 
 def protocol_table(cells: Mapping[str, Mapping[str, float]]) -> str:
-    """Format a protocol's figures: one row per figure, one column per cell."""
+    """Format a protocol's figures in percent: one row per figure, one column per cell.
+
+    Args:
+        cells: shares 0 to 1 by cell and figure; each cell has the same figures.
+    """
     names = list(dict.fromkeys(name for figures in cells.values() for name in figures))
     table = Table("figure", *cells)
     for name in names:
@@ -90,8 +104,13 @@ def protocol_table(cells: Mapping[str, Mapping[str, float]]) -> str:
 
 
 def backfill_table(curves: Mapping[str, Mapping[str, BackfillCurve]]) -> str:
-    """Format CMC-1 and mAP at each tenth of a backfill, and the mean of the curve, by cell and
-    order. Values between measured shares are interpolated linearly."""
+    """Format CMC-1 and mAP in percent at each tenth of a backfill, and the mean of the curve.
+
+    Values between measured shares are interpolated linearly.
+
+    Args:
+        curves: the curve by cell and by order of re-embedding.
+    """
     shares = (f"{100 * share:.0f} %" for share in TENTHS)
     table = Table("cell", "order", "figure", *shares, "mean", box=box.SIMPLE, padding=(0, 1, 0, 0))
     for cell, orders in curves.items():

@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     from nobackfill.training.data.augment import Augment as Augment
     from nobackfill.training.data.folders import (
         hold_out as hold_out,
-        readable as readable,
+        read_stored_vectors as read_stored_vectors,
+        readable_images as readable_images,
         require_classes as require_classes,
     )
-    from nobackfill.training.data.folders import read_stored as read_stored
 else:
     __getattr__ = export_lazily(
         __name__,
         {
             "allocations": "Allocation allocate",
             "augment": "Augment",
-            "folders": "hold_out read_stored readable require_classes",
+            "folders": "hold_out read_stored_vectors readable_images require_classes",
         },
     )

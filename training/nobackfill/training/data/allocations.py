@@ -1,8 +1,12 @@
 """UniBCT's five divisions of images between the old and the new training set (unibct.txt 3.1).
 
-Each takes the labels of all images and returns the rows of both sets. Divisions of data work class
-by class, so that both sets contain every class; the old set gets at least one image of each class
-and leaves at least one.
+Each function takes the labels of all images, int64 [n], the old set's share, and the seed of the
+random choice. It returns the rows of both sets. Divisions of data work class by class, so that both
+sets contain every class: the old set gets at least one image of each class and leaves at least one.
+The share is rounded to whole images or classes.
+
+All raise ConfigurationError if the share is not above 0 and below 1, or if there are fewer than two
+images of a class, or two classes, to divide.
 """
 
 from collections.abc import Callable
@@ -25,29 +29,74 @@ class Allocation:
 
 
 def extended_data(labels: Rows, share: float, seed: int) -> Allocation:
-    """Old: `share` of the images of every class. New: all images."""
+    """Put `share` of each class's images into the old set, and all images into the new one.
+
+    Args:
+        labels: the class of each image, int64 [n].
+        share: above 0 and below 1; at least one image of a class is old.
+        seed: of the random choice.
+
+    Raises:
+        ConfigurationError: the share is out of range, or a class has fewer than two images.
+    """
     return Allocation(_share_of_data(labels, share, seed), np.arange(len(labels)))
 
 
 def open_data(labels: Rows, share: float, seed: int) -> Allocation:
-    """Old: `share` of the images of every class. New: the other images."""
+    """Put `share` of each class's images into the old set, and the others into the new one.
+
+    Args:
+        labels: the class of each image, int64 [n].
+        share: above 0 and below 1; at least one image of a class is old.
+        seed: of the random choice.
+
+    Raises:
+        ConfigurationError: the share is out of range, or a class has fewer than two images.
+    """
     old = _share_of_data(labels, share, seed)
     return Allocation(old, np.setdiff1d(np.arange(len(labels)), old))
 
 
 def extended_class(labels: Rows, share: float, seed: int) -> Allocation:
-    """Old: all images of `share` of the classes. New: all images."""
+    """Put the images of `share` of the classes into the old set, all images into the new one.
+
+    Args:
+        labels: the class of each image, int64 [n].
+        share: above 0 and below 1; at least one class is old.
+        seed: of the random choice.
+
+    Raises:
+        ConfigurationError: the share is out of range, or there are fewer than two classes.
+    """
     return Allocation(_share_of_classes(labels, share, seed), np.arange(len(labels)))
 
 
 def open_class(labels: Rows, share: float, seed: int) -> Allocation:
-    """Old: all images of `share` of the classes. New: all images of the other classes."""
+    """Put the images of `share` of the classes into the old set, the others into the new one.
+
+    Args:
+        labels: the class of each image, int64 [n].
+        share: above 0 and below 1; at least one class is old.
+        seed: of the random choice.
+
+    Raises:
+        ConfigurationError: the share is out of range, or there are fewer than two classes.
+    """
     old = _share_of_classes(labels, share, seed)
     return Allocation(old, np.setdiff1d(np.arange(len(labels)), old))
 
 
 def identical_data(labels: Rows, share: float, seed: int) -> Allocation:
-    """Old and new: the same `share` of the images of every class."""
+    """Put the same `share` of each class's images into both sets.
+
+    Args:
+        labels: the class of each image, int64 [n].
+        share: above 0 and below 1; at least one image of a class is old.
+        seed: of the random choice.
+
+    Raises:
+        ConfigurationError: the share is out of range, or a class has fewer than two images.
+    """
     old = _share_of_data(labels, share, seed)
     return Allocation(old, old)
 
@@ -78,15 +127,18 @@ def allocate(name: str, labels: Rows, share: float = SHARE, seed: int = 666) -> 
 
     Args:
         name: a key of ALLOCATIONS.
-        labels: int64 [n].
-        share: the old set's share, above 0 and below 1.
+        labels: the class of each image, int64 [n].
+        share: the old set's share of the images or classes, above 0 and below 1.
         seed: of the random choice.
 
     Raises:
-        ConfigurationError: the name or share is not valid, or there is too little to divide.
+        ConfigurationError: the name is unknown, the share is not above 0 and below 1, or there are
+            fewer than two images of a class, or two classes, to divide.
     """
     if name not in ALLOCATIONS:
-        raise ConfigurationError(f"unknown allocation {name!r}; known: {', '.join(ALLOCATIONS)}")
+        raise ConfigurationError(
+            f"there is no allocation {name!r} of images; expected one of {', '.join(ALLOCATIONS)}"
+        )
     return ALLOCATIONS[name](labels, share, seed)
 
 
@@ -103,13 +155,18 @@ def _share_of_data(labels: Rows, share: float, seed: int) -> Rows:
 def _share_of_classes(labels: Rows, share: float, seed: int) -> Rows:
     classes = np.unique(labels)
     count = _count(share, len(classes), "classes")
-    chosen = np.random.default_rng(seed).permutation(classes)[:count]
-    return np.flatnonzero(np.isin(labels, chosen))
+    drawn = np.random.default_rng(seed).permutation(classes)[:count]
+    return np.flatnonzero(np.isin(labels, drawn))
 
 
 def _count(share: float, total: int, what: str) -> int:
     if not 0 < share < 1:
-        raise ConfigurationError(f"expected a share between 0 and 1, got {share}")
+        raise ConfigurationError(
+            f"expected an old training set with a share above 0 and below 1, got {share}"
+        )
     if total < 2:
-        raise ConfigurationError(f"expected at least 2 {what} to divide, got {total}")
+        raise ConfigurationError(
+            f"expected at least 2 {what} to divide between old and new training set, got {total}; "
+            "add images"
+        )
     return min(max(1, round(share * total)), total - 1)

@@ -13,7 +13,11 @@ from nobackfill.training.config import Augmentation
 
 
 class Augment:
-    """Augments pixels float32 [n,3,H,W] in 0..1 as configured; the shape stays."""
+    """Augments pixels float32 [n,3,H,W] in 0..1 as configured; values and shape stay in range.
+
+    Each image of a batch gets its own random change. Without any configured change, the call
+    returns pixels clamped to 0..1.
+    """
 
     def __init__(self, config: Augmentation) -> None:
         self.config = config
@@ -39,7 +43,16 @@ class Augment:
 
 
 def small_crops(pixels: Tensor, config: Augmentation, largest_area: float) -> Tensor:
-    """Return multi-crop's small views: crops of at most `largest_area`, at half the side."""
+    """Return multi-crop's small views: random crops, scaled to half the side, and recoloured.
+
+    Args:
+        pixels: float32 [n,3,H,W] in 0..1.
+        config: the augmentation. Its `crop_area` is replaced, and noise and erasing are left out.
+        largest_area: a crop's largest share of the image, above 0; the least is a third of it.
+
+    Returns:
+        float32 [n,3,H//2,W//2] in 0..1.
+    """
     size = (pixels.shape[2] // 2, pixels.shape[3] // 2)
     local = config.model_copy(update={"crop_area": largest_area / 3})
     matrices = affine_matrices(len(pixels), local, largest_area).to(pixels)
@@ -47,7 +60,13 @@ def small_crops(pixels: Tensor, config: Augmentation, largest_area: float) -> Te
 
 
 def affine_matrices(n: int, config: Augmentation, largest_area: float = 1.0) -> Tensor:
-    """Draw random maps [n,2,3] from output to input coordinates in -1..1 (affine_grid)."""
+    """Draw random affine maps [n,2,3] from output to input coordinates in -1..1, as affine_grid's.
+
+    Args:
+        n: the number of maps.
+        config: the ranges of rotation, scale, shear, translation, crop and flip.
+        largest_area: the largest share of the image that a crop keeps; the least is `crop_area`.
+    """
     angle = _uniform(n) * math.radians(config.rotate_degrees)
     zoom = torch.exp(_uniform(n) * math.log1p(config.scale))
     shear = _uniform(n) * config.shear
@@ -67,33 +86,47 @@ def affine_matrices(n: int, config: Augmentation, largest_area: float = 1.0) -> 
 
 
 def warp(pixels: Tensor, matrices: Tensor, size: tuple[int, int]) -> Tensor:
-    """Sample [n,3,H,W] bilinearly through `matrices` [n,2,3] to `size`; edges are repeated."""
+    """Sample pixels [n,3,H,W] bilinearly to `size` (height, width); the border is repeated.
+
+    `matrices` [n,2,3] map output to input coordinates in -1..1, as of `affine_matrices`.
+    """
     grid = F.affine_grid(matrices, [len(pixels), pixels.shape[1], *size], align_corners=False)
     return F.grid_sample(pixels, grid, padding_mode="border", align_corners=False)
 
 
-def turned(pixels: Tensor) -> Tensor:
-    """Apply to each square picture [n,3,S,S] one of the eight symmetries, drawn uniformly."""
-    drawn = torch.randint(8, (len(pixels),))
+def random_symmetry(pixels: Tensor) -> Tensor:
+    """Rotate or mirror each square picture [n,3,S,S] by one of the eight symmetries, at random."""
+    symmetries = torch.randint(8, (len(pixels),))
     out = torch.empty_like(pixels)
     for symmetry in range(8):
-        own = drawn == symmetry
+        own = symmetries == symmetry
         picked = torch.rot90(pixels[own], symmetry % 4, (2, 3))
         out[own] = picked.flip(3) if symmetry >= 4 else picked
     return out
 
 
-def mixed(pixels: Tensor, others: Tensor) -> Tensor:
-    """Turn both pictures, and mix them with a share drawn uniformly from 0..1.
+def mix_pictures(pixels: Tensor, others: Tensor) -> Tensor:
+    """Mix each picture with another, after a random rotation or mirroring of both.
 
-    Both are [n,3,S,S], and so is the result (mixup of pixels only, Zhang et al. 2018, alpha 1).
+    The share of the first is drawn uniformly from 0..1 for each pair. This is mixup of pixels only
+    (Zhang et al. 2018, alpha 1).
+
+    Args:
+        pixels: float32 [n,3,S,S] in 0..1.
+        others: the other pictures, of the same shape.
+
+    Returns:
+        float32 [n,3,S,S] in 0..1.
     """
     share = torch.rand(len(pixels), 1, 1, 1).to(pixels)
-    return share * turned(pixels) + (1 - share) * turned(others)
+    return share * random_symmetry(pixels) + (1 - share) * random_symmetry(others)
 
 
 def recolour(pixels: Tensor, config: Augmentation) -> Tensor:
-    """Change brightness, contrast, saturation and grey, in this order; values stay in 0..1."""
+    """Change brightness, contrast, saturation and grey of pixels [n,3,H,W], in this order.
+
+    Each image draws its own factors. The result is clamped to 0..1.
+    """
     n = len(pixels)
     if config.brightness:
         pixels = pixels * (1 + config.brightness * _column(n, pixels))
@@ -109,7 +142,11 @@ def recolour(pixels: Tensor, config: Augmentation) -> Tensor:
 
 
 def erase(pixels: Tensor, share: float) -> Tensor:
-    """Blank one square per picture at a random place; its side is at most `share`."""
+    """Set one square of each picture [n,3,H,W] to mid-grey, at a random place.
+
+    `share` is the largest side of the square, as a share of the picture's side. A square at the
+    border is cut off there.
+    """
     n, _, height, width = pixels.shape
     half = torch.rand(n, 1, 1) * share / 2
     centre_y, centre_x = torch.rand(n, 1, 1), torch.rand(n, 1, 1)

@@ -17,8 +17,8 @@ from nobackfill.errors import CannotWriteError, UnavailableError, VerificationEr
 from nobackfill.training.cli.command import command_app
 
 _EPILOG = """
-Downloads 161 MiB and writes 60,000 small files. Existing folders are kept; remove the folder to
-write them again.
+Downloads 161 MiB and writes 60,000 small files. An existing train or test
+folder stays as it is; remove it to write it again.
 
 Exit codes: 0 done, 65 the download is not CIFAR-100, 69 the host does not answer, 73 cannot write.
 """
@@ -39,7 +39,13 @@ def main(
 
 
 def write_folders(folder: Path, dataset: type[CIFAR100] = CIFAR100) -> None:
-    """Write FOLDER/train and FOLDER/test, with CLASS/NUMBER.png; complete parts are kept.
+    """Write FOLDER/train and FOLDER/test, with CLASS/NUMBER.png; an existing part stays as it is.
+
+    Downloads 161 MiB to a temporary folder in FOLDER. A part appears only when it is complete.
+
+    Args:
+        folder: the folder, made if missing.
+        dataset: torchvision's class of the data set.
 
     Raises:
         UnavailableError: the download failed.
@@ -57,7 +63,10 @@ def write_folders(folder: Path, dataset: type[CIFAR100] = CIFAR100) -> None:
                 _write(images, Path(scratch) / part)
                 (Path(scratch) / part).rename(folder / part)
     except OSError as error:
-        raise CannotWriteError(f"{folder}: cannot be written ({error})") from error
+        raise CannotWriteError(
+            f"the images of CIFAR-100 cannot be written to {folder} ({error}); free space on that "
+            "disk, or name another folder"
+        ) from error
 
 
 def _load(dataset: type[CIFAR100], scratch: str, part: str) -> CIFAR100:
@@ -65,12 +74,13 @@ def _load(dataset: type[CIFAR100], scratch: str, part: str) -> CIFAR100:
         return dataset(scratch, train=part == "train", download=True)
     except urllib.error.URLError as error:
         raise UnavailableError(
-            f"{dataset.url}: cannot be downloaded ({error}); without a network, copy the images to "
-            "folders train and test of class folders"
+            f"CIFAR-100 cannot be downloaded from {dataset.url} ({error}); run the command again, "
+            "or copy the images to FOLDER/train/CLASS and FOLDER/test/CLASS yourself"
         ) from error
     except RuntimeError as error:
         raise VerificationError(
-            f"{dataset.url}: the download is not CIFAR-100 ({error}); it was deleted"
+            f"the file from {dataset.url} is not CIFAR-100 ({error}) and was deleted; run the "
+            "command again, and check for a proxy that changes downloads"
         ) from error
 
 

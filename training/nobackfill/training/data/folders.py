@@ -28,49 +28,68 @@ _PART = 10_000
 
 
 def require_classes(listing: ImageListing, least: int = 2) -> None:
-    """Raise InvalidInputError if there are fewer than `least` classes."""
+    """Raise InvalidInputError if a listing has fewer than `least` classes; empty ones count."""
     if len(listing.class_names) < least:
         raise InvalidInputError(
-            f"{listing.root}: expected at least {least} class folders, got "
-            f"{len(listing.class_names)} ({join_few(listing.class_names)})"
+            f"{listing.root}: expected at least {least} class folders of training images, got "
+            f"{len(listing.class_names)} ({join_few(listing.class_names)}); add folders, or raise "
+            "the key classes"
         )
 
 
 def hold_out(
     listing: ImageListing, share: float, seed: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the rows to train on and the rows to hold out, int64.
+    """Divide images into those to train on and those to hold out.
 
-    Of each class, the `share` of images whose name digests are lowest is held out. The number is
+    Within each class, the images whose name digests are lowest are held out. Their number is
     rounded down, so a class of one image is trained on.
+
+    Args:
+        listing: the images.
+        share: the held-out share of each class, 0 to below 1; with 0 nothing is held out.
+        seed: changes the digests, and so the choice.
+
+    Returns:
+        The rows to train on and the held-out rows, int64, ascending.
     """
-    held = np.zeros(len(listing), bool)
+    is_held_out = np.zeros(len(listing), bool)
     for rows in order_by_digest(listing, seed):
-        held[rows[: int(share * len(rows))]] = True
-    return np.flatnonzero(~held), np.flatnonzero(held)
+        is_held_out[rows[: int(share * len(rows))]] = True
+    return np.flatnonzero(~is_held_out), np.flatnonzero(is_held_out)
 
 
-def readable(listing: ImageListing, remembered: Path) -> tuple[ImageListing, Sequence[str]]:
-    """Return the images that can be decoded, and the paths of the others.
+def readable_images(listing: ImageListing, cache: Path) -> tuple[ImageListing, Sequence[str]]:
+    """Decode every image once, and return those that can be decoded.
 
-    The folder `remembered` caches the result for unchanged files.
+    Args:
+        listing: the images.
+        cache: a folder, made if missing. It stores the result, so that the next call with unchanged
+            files decodes nothing.
+
+    Returns:
+        The readable images, and the paths of the others, relative to the listing's root.
 
     Raises:
-        InvalidInputError: a class has no readable image.
+        InvalidInputError: a class has no readable image, or a file does not exist.
+        CannotWriteError: the cache cannot be written.
     """
-    note = remembered / f"unreadable-{identity(listing)[:32]}.json"
+    note = cache / f"unreadable-{listing_digest(listing)[:32]}.json"
     if note.is_file():
         bad = np.array(json.loads(note.read_text("utf-8")), np.int64)
     else:
         bad = _unreadable(listing)
-        make_dir(remembered)
+        make_dir(cache)
         write_file(note, json.dumps(bad.tolist()).encode())
-    left = listing.select(np.setdiff1d(np.arange(len(listing)), bad))
-    counts = np.bincount(left.labels, minlength=len(listing.class_names))
+    good = listing.select(np.setdiff1d(np.arange(len(listing)), bad))
+    counts = np.bincount(good.labels, minlength=len(listing.class_names))
     for name, count in zip(listing.class_names, counts, strict=True):
         if not count:
-            raise InvalidInputError(f"class {name} of {listing.root} has no readable image")
-    return left, [listing.paths[row] for row in bad]
+            raise InvalidInputError(
+                f"class {name} of {listing.root} has no image that can be decoded; remove the "
+                "class folder, or add images"
+            )
+    return good, [listing.paths[row] for row in bad]
 
 
 def _unreadable(listing: ImageListing) -> NDArray[np.int64]:
@@ -89,49 +108,64 @@ def _unreadable(listing: ImageListing) -> NDArray[np.int64]:
     return np.flatnonzero(~good)
 
 
-def identity(listing: ImageListing) -> str:
-    """Return a digest of the files' folder, names, lengths and modification times.
+def listing_digest(listing: ImageListing) -> str:
+    """Return the SHA-256 of the files' folder, names, lengths and modification times, in hex.
+
+    It reads no content, so a file that keeps its length and time is not noticed as changed.
 
     Raises:
-        InvalidInputError: a file does not exist.
+        InvalidInputError: a file does not exist or cannot be read.
     """
-    told = hashlib.sha256(f"{listing.root.resolve()}".encode("utf-8", "surrogateescape"))
+    content = hashlib.sha256(f"{listing.root.resolve()}".encode("utf-8", "surrogateescape"))
     root = str(listing.root)
     for path in listing.paths:
         try:
             status = os.stat(f"{root}/{path}")  # noqa: PTH116 - a Path a file takes longer
         except OSError as error:
-            raise InvalidInputError(f"{root}/{path}: cannot be read ({error.strerror})") from error
+            raise InvalidInputError(
+                f"the image {root}/{path} cannot be read ({error.strerror}); restore the file, or "
+                "run the command again if it was removed on purpose"
+            ) from error
         line = f"{path}\0{status.st_size}\0{status.st_mtime_ns}\n"
-        told.update(line.encode("utf-8", "surrogateescape"))
-    return told.hexdigest()
+        content.update(line.encode("utf-8", "surrogateescape"))
+    return content.hexdigest()
 
 
-def read_stored(stored: StoredVectorFiles, listing: ImageListing) -> Vectors:
+def read_stored_vectors(files: StoredVectorFiles, listing: ImageListing) -> Vectors:
     """Return the stored vectors of the listing's images, float32 [n,dim] in its order.
 
+    The files may hold vectors of other images, too.
+
+    Args:
+        files: the .npy file of vectors and the text file of image paths.
+        listing: n images; their paths are looked up among those of the text file.
+
     Raises:
-        ConfigurationError: a file is missing. InvalidInputError: the .npy file is not [n,dim], the
-        paths do not match its rows, a vector is
-            zero, or an image has no vector.
+        ConfigurationError: a file is missing.
+        InvalidInputError: the .npy file is no float32 or float64 [n,dim], the paths do not match
+            its rows or occur twice, a vector is zero, or an image has no vector.
+        UnusableRowsError: a vector has NaN, infinity or a norm above 1e15.
     """
-    for path in (stored.vectors, stored.paths):
+    for path in (files.vectors, files.paths):
         if not path.is_file():
-            raise ConfigurationError(f"there are no stored vectors at {path}")
-    vectors = _vectors(stored.vectors)
-    paths = _paths(stored, len(vectors))
+            raise ConfigurationError(
+                f"the file {path} does not exist; the key old names it as vectors or paths of "
+                "stored vectors"
+            )
+    vectors = _vectors(files.vectors)
+    paths = _paths(files, len(vectors))
     zero = [paths[row] for row in np.flatnonzero(~vectors.any(axis=1)).tolist()]
     if zero:
         raise InvalidInputError(
-            f"{stored.vectors}: {len(zero)} vectors are zero and have no direction: "
+            f"{files.vectors}: {len(zero)} vectors are zero and have no direction: "
             f"{join_few(zero)}; leave their rows out"
         )
     row_of = {path: row for row, path in enumerate(paths)}
     missing = [path for path in listing.paths if path not in row_of]
     if missing:
         raise InvalidInputError(
-            f"{stored.paths}: no vector for {len(missing)} of {len(listing)} images of "
-            f"{listing.root}, first {missing[0]}"
+            f"{files.paths}: no vector for {len(missing)} of {len(listing)} images of "
+            f"{listing.root}, first {missing[0]}; add their vectors, or remove the images"
         )
     return vectors[[row_of[path] for path in listing.paths]]
 
@@ -151,21 +185,23 @@ def _vectors(path: Path) -> Vectors:
     return check_vectors(read, read.shape[1], what=str(path))
 
 
-def _paths(stored: StoredVectorFiles, count: int) -> Sequence[str]:
+def _paths(files: StoredVectorFiles, count: int) -> Sequence[str]:
     try:
-        paths = stored.paths.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+        paths = files.paths.read_text(encoding="utf-8").removesuffix("\n").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidInputError(f"{stored.paths}: cannot be read as UTF-8 ({error})") from error
+        raise InvalidInputError(
+            f"{files.paths}: expected a UTF-8 text file with one image path per line ({error})"
+        ) from error
     # With a header line, each path would silently get its neighbour's vector.
     if len(paths) != count or not all(paths):
         raise InvalidInputError(
-            f"{stored.paths}: expected {count} lines, one image path a row of {stored.vectors}, "
-            f"got {sum(map(bool, paths))}"
+            f"{files.paths}: expected {count} lines, one image path for each row of "
+            f"{files.vectors}, got {sum(map(bool, paths))}"
         )
     twice = [path for path, times in Counter(paths).items() if times > 1]
     if twice:
         raise InvalidInputError(
-            f"{stored.paths}: {len(twice)} paths occur more than once: {join_few(twice)}; expected "
+            f"{files.paths}: {len(twice)} paths occur more than once: {join_few(twice)}; expected "
             "one vector per image"
         )
     return paths

@@ -36,21 +36,36 @@ _SUM_BYTES = 4
 
 @dataclass(frozen=True)
 class PixelCache:
-    """A cache of pixels uint8 [size,size,3], in the folder `folder`."""
+    """A cache of pixels uint8 [size,size,3], in the folder `folder`, one file per image and size.
+
+    A cached file belongs to an image's path, length and time of change, and to Pillow's version.
+    """
 
     folder: Path
 
     def open(self) -> None:
-        """Create the folder. Raises CannotWriteError."""
+        """Create the folder and its parents, unless they exist.
+
+        Raises:
+            CannotWriteError: the folder cannot be made.
+        """
         make_dir(self.folder)
 
     def room_bytes(self) -> int:
-        """Return the bytes that may be written before the disk's reserve is reached."""
+        """Return the bytes that may be written before only 5 % of the disk are free; at least 0.
+
+        Raises:
+            OSError: the folder does not exist.
+        """
         usage = shutil.disk_usage(self.folder)
         return max(0, int(usage.free - RESERVE * usage.total))
 
     def read(self, image: Path, size: int) -> Pixels | None:
-        """Return the cached pixels of an image file in its present version; None without them."""
+        """Return the cached pixels of an image file, uint8 [size,size,3], read-only.
+
+        Returns:
+            None if they are not cached, damaged, or of an earlier version of the file.
+        """
         try:
             data = self._file(image, size).read_bytes()
         except OSError:
@@ -61,7 +76,10 @@ class PixelCache:
         return np.frombuffer(pixels, np.uint8).reshape(size, size, 3)
 
     def write(self, image: Path, pixels: Pixels) -> None:
-        """Cache the pixels of an image file; a full disk or missing permission is ignored."""
+        """Cache the pixels of an image file, uint8 [size,size,3]; replace what was cached.
+
+        A full disk, a missing folder or a missing permission is ignored: nothing is cached then.
+        """
         # The owner may remove the folder at any time.
         with contextlib.suppress(OSError):
             if self.room_bytes() < pixels.nbytes:
@@ -80,8 +98,8 @@ class PixelCache:
         """Return the cache file: named by the image's path, length and time of change."""
         real = image.resolve()
         status = real.stat()
-        told = f"{DECODER}\0{real}\0{status.st_size}\0{status.st_mtime_ns}\0{size}"
-        name = hashlib.sha256(told.encode("utf-8", "surrogateescape")).hexdigest()[:40]
+        content = f"{DECODER}\0{real}\0{status.st_size}\0{status.st_mtime_ns}\0{size}"
+        name = hashlib.sha256(content.encode("utf-8", "surrogateescape")).hexdigest()[:40]
         return self.folder / name[:2] / name[2:]
 
 
@@ -92,22 +110,34 @@ def _checksum(pixels: memoryview) -> bytes:
 
 @dataclass(frozen=True)
 class UnreadableBatch:
-    """A batch that could not be read. Not an exception, which a DataLoader would wrap."""
+    """The reason why a batch could not be read.
 
-    why: str
+    It is no exception, because a DataLoader would wrap that into one of another class.
+    """
+
+    reason: str
 
 
-def processes() -> ForkServerContext:
-    """Return the context that starts reading processes.
+def reader_context() -> ForkServerContext:
+    """Return the multiprocessing context that starts the processes which read images.
 
-    Forks of a process with threads may hang. The fork server imports torch once for all of them."""
+    It is a fork server, because forks of a process with threads may hang. The server imports torch
+    once for all of them.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     return context
 
 
 class ImageFiles(Dataset[Tensor]):
-    """Files below `root`, decoded to size x size; a list of row numbers gives one tensor."""
+    """Image files below `root`, decoded to size x size pixels; rows are read as one tensor.
+
+    Args of the constructor:
+        root: the folder.
+        paths: the files, relative to `root`; row i is the i-th one.
+        size: rows and columns of the decoded images.
+        cache: where resized images are cached; None: every image is decoded each time.
+    """
 
     def __init__(
         self, root: Path, paths: Sequence[str], size: int, cache: PixelCache | None
@@ -123,26 +153,26 @@ class ImageFiles(Dataset[Tensor]):
         return len(self._ends)
 
     def __getitems__(self, rows: list[int]) -> Tensor | UnreadableBatch:
-        """Return images uint8 [n,size,size,3] of `rows`, or Refused."""
+        """Return the images of `rows`, uint8 [n,size,size,3], or why one cannot be decoded."""
         images = np.empty((len(rows), self.size, self.size, 3), np.uint8)
         try:
             for place, row in enumerate(rows):
                 images[place] = self._read(self.root / self.path(row))
         except InvalidInputError as error:
-            return UnreadableBatch(f"{error}; remove it and run this again")
+            return UnreadableBatch(f"{error}; remove the file, and run the training again")
         return torch.from_numpy(images)
 
     def path(self, row: int) -> str:
-        """Return the path of a row, relative to `root`."""
+        """Return the path of a row, from 0, relative to `root`."""
         start = 0 if row == 0 else int(self._ends[row - 1])
         return self._names[start : int(self._ends[row])].decode("utf-8", "surrogateescape")
 
     def _read(self, image: Path) -> Pixels:
         if self.cache is None:
             return decode_file(image, self.size, self.size)
-        kept = self.cache.read(image, self.size)
-        if kept is not None:
-            return kept
+        cached = self.cache.read(image, self.size)
+        if cached is not None:
+            return cached
         pixels = decode_file(image, self.size, self.size)
         self.cache.write(image, pixels)
         return pixels

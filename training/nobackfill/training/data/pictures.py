@@ -22,13 +22,13 @@ from torch.utils.data import DataLoader
 from nobackfill.class_folders import ImageListing, decode_listing
 from nobackfill.errors import InvalidInputError, NobackfillError
 from nobackfill.training.config import Config
-from nobackfill.training.data.folders import identity
+from nobackfill.training.data.folders import listing_digest
 from nobackfill.training.data.image_files import (
     DECODER,
     ImageFiles,
     PixelCache,
     UnreadableBatch,
-    processes,
+    reader_context,
 )
 
 # Images that are embedded at a time.
@@ -37,23 +37,34 @@ _MIB = 2**20
 
 
 @dataclass(frozen=True)
-class Reading:
-    """How to read images; the keys of the same names in training/config.py."""
+class ReadingOptions:
+    """How to read images, as the keys of the same names in training/config.py.
+
+    Attributes:
+        in_memory_mib: decoded images of up to this many MiB are held in memory.
+        workers: processes that read more images on demand; None: one per core; 0: this process.
+        pixel_cache: folder that caches resized images read on demand; None: no cache.
+    """
 
     in_memory_mib: int = 2048
     workers: int | None = None
     pixel_cache: Path | None = None
 
 
-def reading(config: Config) -> Reading:
-    """Return how a training reads its images."""
-    return Reading(config.in_memory_mib, config.workers, config.pixel_cache)
+def reading_options(config: Config) -> ReadingOptions:
+    """Return how a training reads its images, from the keys of its configuration."""
+    return ReadingOptions(config.in_memory_mib, config.workers, config.pixel_cache)
 
 
 class Pictures:
     """Images uint8 [n,size,size,3] that other processes decode on demand.
 
-    Use one reader at a time. The processes start with the first batch and end with this object.
+    Use one iterator at a time. The processes start with the first batch and end with this object.
+
+    Args of the constructor:
+        files: the image files.
+        rows: the rows of `files` that belong to this object, int64 [n].
+        workers: the number of processes; 0: this process reads.
     """
 
     def __init__(self, files: ImageFiles, rows: NDArray[np.int64], workers: int) -> None:
@@ -64,31 +75,34 @@ class Pictures:
         return len(self._rows)
 
     def __getitem__(self, rows: Tensor) -> "Pictures":
-        """Select rows, by numbers or a mask; reads no image."""
+        """Select images by their numbers, int64 [m], or by a mask, bool [n]; read no image."""
         return Pictures(self._files, self._rows[rows.numpy()], self._workers)
 
     def in_batches(self, batches: Sequence[Tensor]) -> Iterator[Tensor]:
-        """Yield the images of each batch of rows; the next batches are read ahead.
+        """Yield the images of each batch of row numbers, uint8 [b,size,size,3].
+
+        The next batches are read ahead.
 
         Raises:
             InvalidInputError: a file is no image.
-            NobackfillError: a reading process was killed.
+            NobackfillError: a process that reads images was killed.
         """
         self._order.rows, self._order.batches = self._rows, batches
         try:
-            for found in self._loader:
-                if isinstance(found, UnreadableBatch):
-                    raise InvalidInputError(found.why)
-                yield found
+            for batch in self._loader:
+                if isinstance(batch, UnreadableBatch):
+                    raise InvalidInputError(batch.reason)
+                yield batch
         except (RuntimeError, EOFError, OSError) as error:
             raise NobackfillError(
-                f"a process that reads images was killed ({str(error)[:200]}): give the machine or "
-                "its container more memory (also shared memory), or read with fewer workers; then "
-                "run it again to resume from the last checkpoint"
+                f"a process that reads training images was killed ({str(error)[:200]}): give the "
+                "machine or its container more memory (also shared memory), or set the key workers "
+                "to a smaller number; then run the training again to resume from the last "
+                "checkpoint"
             ) from error
 
     def chunks(self) -> Iterator[Tensor]:
-        """Yield all images in order, at most CHUNK at a time."""
+        """Yield all images in order, at most CHUNK at a time; errors as `in_batches`."""
         return self.in_batches(torch.split(torch.arange(len(self)), CHUNK))
 
     @cached_property
@@ -97,8 +111,8 @@ class Pictures:
             self._files,
             batch_sampler=self._order,
             num_workers=self._workers,
-            collate_fn=_as_it_is,
-            multiprocessing_context=processes() if self._workers else None,
+            collate_fn=_unchanged,
+            multiprocessing_context=reader_context() if self._workers else None,
             persistent_workers=self._workers > 0,
             # Its own generator, so that the training's random numbers stay the same.
             generator=torch.Generator(),
@@ -125,42 +139,60 @@ class ImageSource(Protocol):
 
 
 @dataclass(frozen=True)
-class Listed:
-    """The images of a listing at size x size, opened on first use.
+class ListedImages:
+    """The images of a listing at size x size pixels, opened on first use.
 
-    Callers that find cached features never open them. Errors are those of `open_pictures`."""
+    Callers that find cached features never open them. `images` and `chunks` raise the errors of
+    `open_pictures`.
+    """
 
     listing: ImageListing
     size: int
-    reading: Reading
+    reading: ReadingOptions
 
     def __len__(self) -> int:
         return len(self.listing)
 
     @cached_property
     def digest(self) -> str:
-        """A digest of the files' names, lengths and times, of the decoder and of the size."""
-        told = f"{identity(self.listing)} {DECODER} {self.size}"
-        return hashlib.sha256(told.encode()).hexdigest()
+        """SHA-256 of the files' names, lengths and times, of Pillow's version and of the size.
+
+        Raises:
+            InvalidInputError: a file does not exist.
+        """
+        content = f"{listing_digest(self.listing)} {DECODER} {self.size}"
+        return hashlib.sha256(content.encode()).hexdigest()
 
     @cached_property
-    def opened(self) -> Images:
-        """The images, opened on first use."""
+    def images(self) -> Images:
+        """The images; the first use opens them."""
         return open_pictures(self.listing, self.size, self.reading)
 
     def chunks(self) -> Iterator[Tensor]:
         """Yield all images in order, at most CHUNK at a time."""
-        return chunks(self.opened)
+        return chunks(self.images)
 
 
-def open_pictures(listing: ImageListing, size: int, reading: Reading) -> Images:
-    """Open images at size x size.
+def open_pictures(listing: ImageListing, size: int, reading: ReadingOptions) -> Images:
+    """Open the images of a listing at size x size pixels.
+
+    Images that fit in memory are decoded now. Others are decoded when they are read; a line on
+    stderr says if the disk has no room to cache all of them.
+
+    Args:
+        listing: n images.
+        size: rows and columns of the decoded images.
+        reading: what fits in memory, and how others are read.
+
+    Returns:
+        uint8 [n,size,size,3]: a tensor if they fit in memory, else `Pictures`.
 
     Raises:
-        InvalidInputError: a file is no image; raised at once if the images are held in memory.
+        InvalidInputError: a file is no image; raised at once if the images are held in memory, else
+            when it is read.
         CannotWriteError: the cache cannot be created.
     """
-    if not streams(listing, size, reading):
+    if not exceeds_memory(listing, size, reading):
         return torch.from_numpy(decode_listing(listing, size))
     cache = None if reading.pixel_cache is None else PixelCache(reading.pixel_cache)
     if cache is not None:
@@ -171,20 +203,20 @@ def open_pictures(listing: ImageListing, size: int, reading: Reading) -> Images:
     return Pictures(files, np.arange(len(listing)), workers)
 
 
-def streams(listing: ImageListing, size: int, reading: Reading) -> bool:
-    """Return whether the images are too large to be held in memory."""
+def exceeds_memory(listing: ImageListing, size: int, reading: ReadingOptions) -> bool:
+    """Return whether the images at size x size are larger than reading.in_memory_mib."""
     return _bytes(listing, size) > reading.in_memory_mib * _MIB
 
 
 def in_batches(images: Images, batches: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yield the images of each batch of rows."""
+    """Yield the images of each batch of row numbers int64 [b]; errors as `Pictures.in_batches`."""
     if isinstance(images, Pictures):
         return images.in_batches(batches)
     return (images[rows] for rows in batches)
 
 
 def chunks(images: Images) -> Iterator[Tensor]:
-    """Yield all images in order, at most CHUNK at a time."""
+    """Yield all images in order, at most CHUNK at a time; errors as `Pictures.in_batches`."""
     return images.chunks() if isinstance(images, Pictures) else iter(torch.split(images, CHUNK))
 
 
@@ -202,8 +234,8 @@ class _Order:
         return len(self.batches)
 
 
-def _as_it_is(found: Any) -> Any:
-    return found
+def _unchanged(batch: Any) -> Any:
+    return batch
 
 
 def _bytes(listing: ImageListing, size: int) -> int:
@@ -214,7 +246,8 @@ def _say_room(cache: PixelCache, needed_bytes: int) -> None:
     room = cache.room_bytes()
     if room < needed_bytes:
         print(
-            f"{cache.folder}: room for {room / 2**30:.1f} of {needed_bytes / 2**30:.1f} GiB of "
-            "resized images; the others are decoded every time",
+            f"the pixel cache {cache.folder} has room for {room / 2**30:.1f} of the "
+            f"{needed_bytes / 2**30:.1f} GiB of resized images; the other images are decoded in "
+            "every epoch",
             file=sys.stderr,
         )

@@ -37,35 +37,44 @@ from nobackfill.training.networks.weights import public_name
 _CHANCE = 0.01
 
 
-def unseen(listing: ImageListing, runs: Sequence[Path], *, force: bool) -> tuple[ImageListing, int]:
-    """Leave out evaluation images that a run was trained on.
+def leave_out_trained(
+    listing: ImageListing, runs: Sequence[Path], *, force: bool
+) -> tuple[ImageListing, int]:
+    """Leave out evaluation images that a run was trained on, which are recognised by content.
+
+    A line on stderr says how many images were left out, or are measured nevertheless, and which
+    runs' training images no longer exist and are not compared.
 
     Args:
         listing: the evaluation images.
-        runs: run folders.
-        force: keep the images if they are more than 1 %.
+        runs: folders of finished runs; none: no image is left out.
+        force: measure on trained images, too, if they are more than 1 %.
 
     Returns:
-        The images to measure on, and how many of them were trained on.
+        The images to measure on, and how many of them were trained on: 0 unless `force` applies.
 
     Raises:
-        InvalidInputError: more than 1 % of the images were trained on, without `force`.
-        ConfigurationError: a run cannot be read.
+        InvalidInputError: more than 1 % of the images were trained on, without `force`; or an image
+            cannot be read.
+        ConfigurationError: a run is missing or unfinished.
+        VerificationError: a run's checkpoint is damaged.
     """
     rows, example = _trained_on(listing, runs)
     if not len(rows):
         return listing, 0
-    found = f"{len(rows)} of the {len(listing)} images of {listing.root} were trained on"
+    found = f"a run was trained on {len(rows)} of the {len(listing)} images of {listing.root}"
     if len(rows) <= _CHANCE * len(listing):
         print(
-            f"{found} (the same content: {join_few(example)}); they are left out", file=sys.stderr
+            f"{found} (the same content: {join_few(example)}); the release is measured without "
+            "them",
+            file=sys.stderr,
         )
         return listing.select(np.setdiff1d(np.arange(len(listing)), rows)), 0
     if force:
-        print(f"{found}: the gate measures memorised images", file=sys.stderr)
+        print(f"{found}, so the gate measures memorised images", file=sys.stderr)
         return listing, len(rows)
     raise InvalidInputError(
-        f"{found} (the same content: {join_few(example)}), so measuring on them predicts nothing. "
+        f"{found} (the same content: {join_few(example)}), so figures on them predict nothing. "
         "Give --eval a folder of images that no run was trained on, or publish with --force"
     )
 
@@ -89,7 +98,10 @@ def _training_files(run: Path) -> list[Path]:
     try:
         listing = list_images(config.images, config.classes, config.class_list)
     except (ConfigurationError, InvalidInputError) as error:
-        print(f"{run}: its training images are not compared with --eval: {error}", file=sys.stderr)
+        print(
+            f"the training images of {run} cannot be compared with those of --eval: {error}",
+            file=sys.stderr,
+        )
         return []
     rows, _ = hold_out(listing, config.held_out, config.split_seed)
     return [listing.root / listing.paths[row] for row in rows]
@@ -106,15 +118,22 @@ def add_embedder_run(release: Release, run_dir: Path) -> None:
     Warns on stderr if a compatible embedder has another dimension than the old one. Its first
     elements match old vectors (BCT section 3.6), but a published space has one dimension.
 
+    Args:
+        release: the release, which gets the ONNX file, the method and the run's configuration.
+        run_dir: the folder of a finished run of kind embedder.
+
     Raises:
         ConfigurationError: the run is missing, unfinished, or of a kind other than embedder; or its
             old model is not published.
-        VerificationError: its checkpoint is damaged.
+        VerificationError: its checkpoint is damaged, or the exported file computes other vectors.
     """
     encoder, checkpoint = load_encoder(run_dir)
     config = checkpoint.config
     if not isinstance(config, EmbedderConfig):
-        raise ConfigurationError(f"--embedder {run_dir}: is a run of kind {config.kind}")
+        raise ConfigurationError(
+            f"--embedder {run_dir}: expected the folder of a run of kind embedder, got a "
+            f"{config.kind}"
+        )
     method = embedder_method(config.method)
     release.add_embedder(encoder)
     release.method = config.method
@@ -133,18 +152,26 @@ def add_embedder_run(release: Release, run_dir: Path) -> None:
 
 def _tell_not_searched(release: Release, source: Manifest, dim: int) -> None:
     print(
-        f"release {release.number} will not search vectors of release {source.release} directly: "
-        f"method {release.method} trained it for that, but it has {dim} dimensions and they have "
-        f"{source.embedder.dim}, and a search compares vectors of one dimension. They need an "
-        "upgrade",
+        f"queries of release {release.number} cannot search vectors of release {source.release} "
+        f"directly, although method {release.method} trained them for that: they have {dim} "
+        f"dimensions, the vectors {source.embedder.dim}. Give --upgrade RUN from release "
+        f"{source.release}",
         file=sys.stderr,
     )
 
 
 def add_forward_head(release: Release, run_dir: Path) -> None:
-    """Add the upgrade that an embedder's own training made (DMU), if it made one.
+    """Add the upgrade that an embedder's own training made (DMU); without one, do nothing.
 
     Side-information stays valid if the release keeps its predecessor's encoder.
+
+    Args:
+        release: the release, to which the run's embedder was added.
+        run_dir: the folder of a finished run of kind embedder.
+
+    Raises:
+        ConfigurationError: the run is missing or unfinished, or its old model is not published.
+        VerificationError: its checkpoint is damaged, or the exported file computes other vectors.
     """
     encoder, checkpoint = load_encoder(run_dir)
     config = checkpoint.config
@@ -156,12 +183,13 @@ def add_forward_head(release: Release, run_dir: Path) -> None:
     shape = UpgradeShape(source.embedder.dim, 0, encoder.dim, 0, encoder.unit)
     module = build(config, shape)
     load_part(module, checkpoint, "upgrade")
-    kept = release.side_encoder is not None and (
+    keeps_side_encoder = release.side_encoder is not None and (
         release.side_encoder.origin_release != release.number
     )
     release.add_upgrade(
-        module.eval(), source, _examples(source, release), method=config.method, carries=kept
-    )
+        module.eval(), source, _examples(source, release),
+        method=config.method, carries=keeps_side_encoder,
+    )  # fmt: skip
 
 
 def _trained_against(release: Release, run_dir: Path, checkpoint: Checkpoint) -> Manifest:
@@ -170,8 +198,9 @@ def _trained_against(release: Release, run_dir: Path, checkpoint: Checkpoint) ->
     source = _by_digest(release, "embedder_checkpoint", str(checkpoint.facts.get("old_digest")))
     if source is None:
         raise ConfigurationError(
-            f"--embedder {run_dir}: method {config.method} was trained against {config.old}, "
-            f"which is none of the published releases ({_numbers(release.published)})"
+            f"--embedder {run_dir}: method {config.method} trained it against the old model "
+            f"{config.old}, which is the embedder of none of the published releases "
+            f"({_numbers(release.published)}); publish the old model first"
         )
     return source
 
@@ -184,12 +213,16 @@ def add_side_run(release: Release, run_dir: Path) -> None:
         run_dir: the folder of a finished run of kind side_encoder.
 
     Raises:
-        ConfigurationError: the run is missing, unfinished, or of a kind other than side_encoder.
-        VerificationError: its checkpoint is damaged.
+        ConfigurationError: the run is missing, unfinished, or of a kind other than side_encoder; or
+            it reads images of another size than the embedder.
+        VerificationError: its checkpoint is damaged, or the exported file computes other vectors.
     """
     encoder, checkpoint = load_encoder(run_dir)
     if checkpoint.config.kind != "side_encoder":
-        raise ConfigurationError(f"--side-encoder {run_dir}: is a run of kind embedder")
+        raise ConfigurationError(
+            f"--side-encoder {run_dir}: expected the folder of a run of kind side_encoder, got an "
+            "embedder"
+        )
     release.add_side_encoder(encoder)
     release.recipe |= {
         "side_encoder_checkpoint": sha256_file(run_dir / CHECKPOINT),
@@ -200,9 +233,14 @@ def add_side_run(release: Release, run_dir: Path) -> None:
 def add_upgrade_run(release: Release, run_dir: Path) -> None:
     """Add a run's upgrade to the release, from the published release with its old model.
 
+    Args:
+        release: the release, to which its embedder and side encoder were added.
+        run_dir: the folder of a finished run of kind upgrade.
+
     Raises:
-        ConfigurationError: the run was trained with an old model, a new model or a side encoder
-            that differs from the releases'.
+        ConfigurationError: the run is missing, unfinished or of another kind; or it was trained
+            with an old model, a new model or a side encoder that differs from the releases'.
+        VerificationError: its checkpoint is damaged, or the exported file computes other vectors.
     """
     module, checkpoint = read_upgrade(run_dir)
     config, facts = checkpoint.config, checkpoint.facts
@@ -211,14 +249,14 @@ def add_upgrade_run(release: Release, run_dir: Path) -> None:
     for part, fact in (("embedder", "new_digest"), ("side_encoder", "new_side_digest")):
         if fact in facts and not _is_digest_of(release, part, str(facts[fact])):
             raise ConfigurationError(
-                f"--upgrade {run_dir}: was trained into another {part} than the one being "
-                "published; train it again with this release's runs"
+                f"--upgrade {run_dir}: the upgrade was trained towards another {part} than the one "
+                "being published; train it again with this release's runs"
             )
     side_digest = facts.get("side_digest")
     if side_digest is not None and not _has_digest(source, "side_encoder", str(side_digest)):
         raise ConfigurationError(
-            f"--upgrade {run_dir}: reads other side-information than release {source.release} "
-            "stores; train it with that release's side encoder"
+            f"--upgrade {run_dir}: the upgrade reads side-information of another encoder than that "
+            f"of release {source.release}; train it again with old_side of that release"
         )
     release.add_upgrade(
         module,
@@ -231,9 +269,17 @@ def add_upgrade_run(release: Release, run_dir: Path) -> None:
 
 
 def upgrade_recipe(name: str, checkpoint: Checkpoint) -> Recipe:
-    """Return the configuration, and automatically selected options as `chosen_…`."""
-    chosen = {key: value for key, value in checkpoint.facts.items() if key.startswith("chosen_")}
-    return _flat(name, {**checkpoint.config.model_dump(mode="json"), **chosen})
+    """Return the configuration of a run for a manifest, without paths of this machine.
+
+    Args:
+        name: the prefix of every key, which is followed by a dot.
+        checkpoint: the run's checkpoint.
+
+    Returns:
+        Values by key, with nested keys in dots. Automatically selected options are `chosen_…`.
+    """
+    selection = {key: value for key, value in checkpoint.facts.items() if key.startswith("chosen_")}
+    return _flat(name, {**checkpoint.config.model_dump(mode="json"), **selection})
 
 
 def _source(release: Release, run_dir: Path, checkpoint: Checkpoint) -> Manifest:
@@ -242,15 +288,15 @@ def _source(release: Release, run_dir: Path, checkpoint: Checkpoint) -> Manifest
         named = require_release(int(number), release.published)
         if digest is not None and not _has_digest(named, "embedder", str(digest)):
             raise ConfigurationError(
-                f"--upgrade {run_dir}: it was trained from a release {number} with another "
-                "embedder; train it from the published one"
+                f"--upgrade {run_dir}: the upgrade was trained from a release {number} with "
+                "another embedder than the published one; train it again from the published release"
             )
         return named
     source = _by_digest(release, "embedder_checkpoint", str(digest))
     if source is None:
         raise ConfigurationError(
-            f"--upgrade {run_dir}: its old embedder is none of the published releases "
-            f"({_numbers(release.published)}); publish that one first"
+            f"--upgrade {run_dir}: the upgrade's old embedder is that of none of the published "
+            f"releases ({_numbers(release.published)}); publish that embedder first"
         )
     return source
 
@@ -267,8 +313,8 @@ def _is_digest_of(release: Release, part: str, digest: str) -> bool:
 
 def _by_digest(release: Release, key: str, digest: str) -> Manifest | None:
     part = key.removesuffix("_checkpoint")
-    found = [m for m in release.published.values() if _has_digest(m, part, digest)]
-    return found[-1] if found else None
+    matches = [m for m in release.published.values() if _has_digest(m, part, digest)]
+    return matches[-1] if matches else None
 
 
 def _has_digest(manifest: Manifest, part: str, digest: str) -> bool:
@@ -301,7 +347,15 @@ def _numbers(published: Mapping[int, Manifest]) -> str:
 
 
 class Runs(NamedTuple):
-    """The files to export into a release; an upgrade is a run folder or a map as ONNX."""
+    """The models to export into a release; None: there is none of this kind.
+
+    Attributes:
+        embedder: a run folder.
+        text_encoder: an ONNX file, or a folder with one.
+        query_encoder: an ONNX file, or a folder with one.
+        side_encoder: a run folder.
+        upgrades: run folders, or maps as ONNX files.
+    """
 
     embedder: Path | None
     text_encoder: Path | None
@@ -309,8 +363,8 @@ class Runs(NamedTuple):
     side_encoder: Path | None
     upgrades: tuple[Path, ...]
 
-    def trained(self) -> list[Path]:
-        """Return the run folders."""
+    def run_folders(self) -> list[Path]:
+        """Return the run folders among the models, without ONNX files."""
         runs = (self.embedder, self.side_encoder, *self.upgrades)
         return [run for run in runs if run is not None and run.suffix != SUFFIX]
 
@@ -318,32 +372,52 @@ class Runs(NamedTuple):
 def check_models(
     runs: Runs, onnx: Path | None, weights: str | None, vectors_of: str | None
 ) -> None:
-    """Raise ConfigurationError if the models cannot form one release, or for an upgrade that is
-    neither a run nor a map."""
+    """Check that the options of export.py name models of one release; open no file.
+
+    Args:
+        runs: the models of --embedder, --text-encoder, --query-encoder and so on.
+        onnx: the file of --onnx; None without it.
+        weights: the name of --weights; None without it.
+        vectors_of: the value of --vectors-of; None without it.
+
+    Raises:
+        ConfigurationError: there is no embedder, or more than one; a query encoder lacks its text
+            encoder; the name of the weights has another form; or an upgrade is a file that is no
+            ONNX.
+    """
     for one in runs.upgrades:
         if one.is_file() and one.suffix != SUFFIX:
             raise ConfigurationError(
-                f"--upgrade {one}: expected a run's folder, or FILE{SUFFIX} as `nobackfill fit "
-                "--onnx` writes it"
+                f"--upgrade {one}: expected the run folder of an upgrade, or a FILE{SUFFIX} as "
+                "`nobackfill fit --onnx FILE` writes it; got another file"
             )
     if weights is not None and not can_be_public(weights):
         raise ConfigurationError(
             f"--weights {weights}: expected timm:NAME.TAG, open_clip:NAME/TAG or "
-            "torchvision:NAME/WEIGHTS; train.py takes other weights"
+            "torchvision:NAME/WEIGHTS; to publish other weights, train with them first "
+            "(python training/train.py CONFIG --weights FILE)"
         )
     text = runs.text_encoder
     if runs.query_encoder is not None and text is None:
-        raise ConfigurationError("--query-encoder FOLDER also needs --text-encoder FOLDER")
+        raise ConfigurationError(
+            "--query-encoder embeds only queries; also give --text-encoder FOLDER, the model that "
+            "embeds the texts of a gallery"
+        )
     images = [one for one in (runs.embedder, onnx, weights) if one is not None]
     if len(images) > 1 or (vectors_of is None) == (not images and text is None):
         raise ConfigurationError(
-            "expected one of --embedder RUN, --onnx FILE and --weights NAME, optionally with "
-            "--text-encoder FOLDER; or only --text-encoder FOLDER; or only --vectors-of NAME:DIM"
+            "expected the models of one release: one of --embedder RUN, --onnx FILE and --weights "
+            "NAME, optionally with --text-encoder FOLDER; or only --text-encoder FOLDER; or only "
+            "--vectors-of NAME:DIM"
         )
 
 
-def named_vectors(vectors_of: str) -> tuple[str, int]:
-    """Parse NAME:DIM to a model's name and its dimension. Raises ConfigurationError."""
+def parse_vectors_of(vectors_of: str) -> tuple[str, int]:
+    """Parse NAME:DIM to a model's name and its dimension; NAME may contain colons.
+
+    Raises:
+        ConfigurationError: there is no name, or DIM is no whole number above 0.
+    """
     name, _, dim = vectors_of.rpartition(":")
     if not name or not dim.isdecimal() or not int(dim):
         raise ConfigurationError(
@@ -354,7 +428,18 @@ def named_vectors(vectors_of: str) -> tuple[str, int]:
 
 
 def add_runs(draft: Release, runs: Runs, keep_side_encoder: bool) -> None:
-    """Export every run, the embedder first, because the others must match it."""
+    """Export every model of `runs`, the embedder first, because the others must match it.
+
+    Args:
+        draft: the release, which gets the files and their entries.
+        runs: the models.
+        keep_side_encoder: use the side encoder of the newest published release.
+
+    Raises:
+        ConfigurationError, NotFoundError, InvalidInputError, VerificationError: as the functions
+            that add each part: add_embedder_run, add_text_encoder, add_side_run, add_upgrade_run
+            and add_onnx_upgrade.
+    """
     if runs.embedder is not None:
         add_embedder_run(draft, runs.embedder)
     if runs.text_encoder is not None:

@@ -42,7 +42,7 @@ _PROBES = 8
 
 
 def probe_images(height: int, width: int) -> Images:
-    """Make eight smooth synthetic pictures, uint8 [8,height,width,3], always the same."""
+    """Make eight smooth synthetic pictures, uint8 [8,height,width,3], the same on every call."""
     rng = np.random.default_rng(2026)
     coarse = rng.random((_PROBES, 3, 4, 4), dtype=np.float32)
     smooth = F.interpolate(
@@ -57,11 +57,24 @@ Recipe = dict[str, str | int | float | bool | None]
 
 @dataclass
 class Release:
-    """The files and the manifest's parts of release `number`."""
+    """A release in preparation: its files, and the parts of its manifest.
+
+    Attributes:
+        number: the number of the release.
+        folder: where its files are written.
+        published: the published older releases by number.
+        repo: the publication folder, with the files of `published`.
+        method: how the embedder was trained.
+        recipe: what the manifest says about the trainings.
+        files: local files by the path under which they are published.
+        embedder, text_encoder, side_encoder: entries of the models; None until one is added.
+        upgrades: entries of the upgrades.
+        withdrawn: numbers of `published` that were withdrawn.
+        searches_directly: numbers of `published` whose vectors the release's queries can search.
+    """
 
     number: int
     folder: Path
-    # Published older releases, and the folder of their files.
     published: Mapping[int, Manifest]
     repo: Path
     method: str = "independent"
@@ -71,7 +84,6 @@ class Release:
     text_encoder: TextEncoder | None = None
     side_encoder: PublishedSideEncoder | None = None
     upgrades: list[Upgrade] = field(default_factory=list)
-    # Numbers of `published` that were withdrawn.
     withdrawn: Collection[int] = ()
     searches_directly: list[int] = field(default_factory=list)
 
@@ -85,7 +97,11 @@ class Release:
         return {**old, **self.files}
 
     def add_embedder(self, encoder: ImageEncoder) -> None:
-        """Export phi as ONNX. Raises VerificationError if onnxruntime's output differs."""
+        """Export phi as ONNX, and set `embedder`. The encoder is moved to the CPU and to eval mode.
+
+        Raises:
+            VerificationError: onnxruntime's output differs from torch's by more than PARITY.
+        """
         path = self.local(embedder_path(self.number))
         probes = {"image": torch.from_numpy(probe_images(encoder.image_size, encoder.image_size))}
         export_onnx(encoder, probes, ("embedding",), path)
@@ -99,7 +115,12 @@ class Release:
         )
 
     def add_side_encoder(self, encoder: ImageEncoder) -> None:
-        """Export psi as ONNX. Raises ConfigurationError if its image size differs from phi's."""
+        """Export psi as ONNX, and set `side_encoder`. Add the embedder before.
+
+        Raises:
+            ConfigurationError: its image size differs from phi's.
+            VerificationError: onnxruntime's output differs from torch's by more than PARITY.
+        """
         assert self.embedder is not None
         self._check_size(encoder.image_size, "the side encoder")
         path = self.local(side_encoder_path(self.number))
@@ -114,13 +135,17 @@ class Release:
     def keep_side_encoder(self) -> None:
         """Use psi of the newest published release, so that its side-information stays valid.
 
+        It is the newest one even if it was withdrawn. Add the embedder before.
+
         Raises:
-            ConfigurationError: it has none, or one for another image size.
+            ConfigurationError: no release is published, the newest has no psi, or one for another
+                image size.
         """
         newest = self.published[max(self.published)] if self.published else None
         if newest is None or newest.side_encoder is None:
             raise ConfigurationError(
-                "--keep-side-encoder: the newest release has none; give --side-encoder RUN"
+                "--keep-side-encoder: there is no published release, or the newest one has no "
+                "side-information encoder; give --side-encoder RUN"
             )
         self._check_size(newest.frame.height, f"release {newest.release}'s side encoder")
         self.side_encoder = newest.side_encoder
@@ -146,13 +171,15 @@ class Release:
 
         Raises:
             ConfigurationError: it reads side-information that `source` does not have.
+            VerificationError: onnxruntime's output differs from torch's by more than PARITY.
         """
         graph = UpgradeGraph(module)
         inputs = {"embedding": examples[0]}
         if module.reads_side:
             if examples[1] is None:
                 raise ConfigurationError(
-                    f"the upgrade reads side-information, but release {source.release} has none"
+                    "the upgrade reads side-information, but galleries of release "
+                    f"{source.release} store none; train it with reads_side: false"
                 )
             inputs["side"] = examples[1]
         path, int8 = (
@@ -177,7 +204,14 @@ class Release:
         )
 
     def manifest(self, probes: Probes) -> Manifest:
-        """Return the manifest so far, without measurements."""
+        """Return the manifest of the parts so far, unmeasured and with the present time.
+
+        Args:
+            probes: the entry of the golden probes.
+
+        Raises:
+            ValidationError: the parts contradict each other.
+        """
         assert self.embedder is not None
         return Manifest(
             format=lowest_format(self.embedder, self.text_encoder),
@@ -199,7 +233,7 @@ class Release:
         )
 
     def finished(self, manifest: Manifest) -> Draft:
-        """Return what to publish: `manifest` and the files of this release that it names."""
+        """Return what to publish: `manifest`, and those of this release's files that it names."""
         named = {file.path for file in manifest.files()}
         return Draft(manifest, {path: file for path, file in self.files.items() if path in named})
 
@@ -207,24 +241,36 @@ class Release:
         assert self.embedder is not None
         if size != self.embedder.height:
             raise ConfigurationError(
-                f"{what} takes images of {size} pixels, the embedder of {self.embedder.height}; "
-                "both read the same image, so train them with the same image_size"
+                f"{what} reads images of {size} pixels, but the embedder reads "
+                f"{self.embedder.height} pixels; both read the same image, so train them with the "
+                "same image_size"
             )
 
     def local(self, path: str) -> Path:
-        """Return the local path for a file that is published as `path`."""
+        """Return the local path for a file that is published as `path`, and record it in `files`.
+
+        Its folder is created, the file is not.
+        """
         local = self.folder / path
         local.parent.mkdir(parents=True, exist_ok=True)
         self.files[path] = local
         return local
 
     def file(self, path: str) -> PublishedFile:
-        """Return the manifest's entry of a written file."""
+        """Return the manifest's entry of a written file: path, SHA-256 and length.
+
+        Raises:
+            KeyError: `local` was not called for this path.
+            OSError: the file cannot be read.
+        """
         return describe_file(path, self.files[path])
 
 
 class UpgradeGraph(nn.Module):
-    """The published graph of an upgrade: with a variance instead of its logarithm, without None."""
+    """The published graph of an upgrade: it returns the variance, and only outputs that exist.
+
+    `outputs` names them in order: upgraded, upgraded_side, uncertainty.
+    """
 
     def __init__(self, upgrade: UpgradeModule) -> None:
         super().__init__()

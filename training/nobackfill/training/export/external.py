@@ -41,7 +41,7 @@ from nobackfill.training.export.probes import source_probes
 from nobackfill.training.networks.backbones import AUXILIARY, linear_layers, replace_layer
 from nobackfill.training.networks.embedder import ImageEncoder
 from nobackfill.training.networks.public_models import PublicModel, is_public, open_public, unknown
-from nobackfill.training.networks.weights import of_torchvision, public_name, read_weights
+from nobackfill.training.networks.weights import public_name, read_weights, torchvision_weights
 
 Channels = tuple[float, float, float]
 
@@ -55,33 +55,43 @@ _THEIRS = "model/"
 
 @dataclass(frozen=True)
 class Pixels:
-    """Preprocessing of a float32 embedder: (value / 255 - mean) / std per channel."""
+    """Preprocessing of an embedder.
+
+    Attributes:
+        mean, std: for float32 input, (value / 255 - mean) / std of red, green and blue.
+        fit, shortest, interpolation: how pictures are framed, as in nobackfill.framing.Frame.
+    """
 
     mean: Channels = (0.0, 0.0, 0.0)
     std: Channels = (1.0, 1.0, 1.0)
-    # As in nobackfill.framing.Frame.
     fit: Fit = "stretch"
     shortest: int | None = None
     interpolation: Interpolation = "bilinear"
 
 
 def add_onnx_embedder(release: Release, source: Path, pixels: Pixels) -> None:
-    """Add a foreign embedder to the release.
+    """Add an embedder that exists as an ONNX file to the release.
 
     It has one input, uint8 [n,H,W,3], float32 [n,3,H,W] or float32 [n,H,W,3] with a free n, and one
-    output float32 [n,dim]. It is run once to find out whether its vectors have norm 1. Publishing
-    checks which operators the graph uses.
+    output float32 [n,dim]. It is run once to find out whether its vectors have norm 1; then the
+    metric is cosine, else squared L2. Publishing checks which operators the graph uses.
+
+    Args:
+        release: the release, whose embedder and method "brought" are set.
+        source: the ONNX file, with its external weights next to it.
+        pixels: the preprocessing; mean and std apply only to float32 input.
 
     Raises:
-        InvalidInputError: the file has another form.
+        InvalidInputError: the file cannot be read or run, or has another form.
     """
     model = _load(source)
-    held = {tensor.name for tensor in model.graph.initializer}
-    inputs = [value for value in model.graph.input if value.name not in held]
+    weights = {tensor.name for tensor in model.graph.initializer}
+    inputs = [value for value in model.graph.input if value.name not in weights]
     if len(inputs) != 1 or len(model.graph.output) != 1:
         raise InvalidInputError(
-            f"--onnx {source}: expected one input and one output, got {len(inputs)} and "
-            f"{len(model.graph.output)}"
+            f"--onnx {source}: expected a model with one input and one output, got {len(inputs)} "
+            f"inputs and {len(model.graph.output)} outputs; export it again with only the "
+            "embedding as output"
         )
     if _OURS & _names(model.graph):
         compose.add_prefix_graph(model.graph, _THEIRS, inplace=True)
@@ -111,7 +121,7 @@ def _load(source: Path) -> onnx.ModelProto:
     try:
         return onnx.load(source)
     except (OSError, DecodeError) as error:
-        raise InvalidInputError(f"--onnx {source}: cannot be read as ONNX ({error})") from error
+        raise InvalidInputError(f"--onnx {source}: expected an ONNX file ({error})") from error
 
 
 def _names(graph: onnx.GraphProto) -> set[str]:
@@ -137,7 +147,8 @@ def _connect_input(
     height, width = (shape[2], shape[3]) if first else (shape[1], shape[2])
     if not (first or shape[3] == 3) or not height or not width:
         raise InvalidInputError(
-            f"--onnx {source}: expected 3 colour channels and a fixed height and width, got {shape}"
+            f"--onnx {source}: expected an input with 3 colour channels and a fixed height and "
+            f"width, got {shape} (0 is a free size); export it again for one image size"
         )
     target = value.name
     model.graph.input.remove(value)
@@ -180,8 +191,8 @@ def _run(path: Path, size: tuple[int, int], source: Path) -> np.ndarray:
         raise InvalidInputError(f"--onnx {source}: {error}") from error
     if embedding.dtype != np.float32 or embedding.ndim != 2:
         raise InvalidInputError(
-            f"--onnx {source}: expected outputs float32 [n, dim], got {embedding.dtype} "
-            f"{list(embedding.shape)}"
+            f"--onnx {source}: expected a model whose output is float32 [n, dim], got "
+            f"{embedding.dtype} {list(embedding.shape)}; export it again with one vector per image"
         )
     return embedding
 
@@ -192,10 +203,15 @@ TORCHVISION = "torchvision:"
 def open_torchvision(name: str) -> PublicModel:
     """Open a torchvision model with verified weights; its embedding is the classifier's input.
 
+    Weights that are not in torch's cache are downloaded.
+
+    Args:
+        name: torchvision:NAME/WEIGHTS, such as torchvision:resnet18/IMAGENET1K_V1.
+
     Raises:
         ConfigurationError: the name is unknown (similar ones are listed), or the model has no such
             layer.
-        NotFoundError, VerificationError, UnavailableError: as `read_weights`.
+        VerificationError, UnavailableError, CannotWriteError: as `read_weights`.
     """
     import torchvision
 
@@ -203,22 +219,22 @@ def open_torchvision(name: str) -> PublicModel:
     known = torchvision.models.list_models(module=torchvision.models)
     if architecture not in known:
         raise unknown(name, "torchvision", architecture, known)
-    pixels = _pixels(of_torchvision(tag, architecture).transforms())
+    pixels = _pixels(torchvision_weights(tag, architecture).transforms())
     plain = architecture not in AUXILIARY
     network = torchvision.models.get_model(architecture, weights=None) if plain else nn.Module()
     linear = linear_layers(network)
     if not linear:
         raise ConfigurationError(
-            f"{name}: the model has no last linear layer that reads an embedding; use a model of "
-            "timm, timm:NAME.TAG"
+            f"{name}: expected a model whose last layer is linear and reads an embedding, but it "
+            "has none; publish a model of timm, --weights timm:NAME.TAG"
         )
     try:
         network.load_state_dict(dict(read_weights(tag, architecture).tensors))
     except RuntimeError as error:
-        told = str(error).partition("\n")[0]
+        first_line = str(error).partition("\n")[0]
         raise ConfigurationError(
-            f"{name}: its weights have other names than the model ({told}); use a model of timm, "
-            "timm:NAME.TAG"
+            f"{name}: its weights have other names than the model ({first_line}); publish a model "
+            "of timm, --weights timm:NAME.TAG"
         ) from error
     path, last = linear[-1]
     replace_layer(network, path, nn.Identity())
@@ -239,20 +255,32 @@ def _pixels(transforms: object) -> Preprocessing:
 
 
 def can_be_public(name: str) -> bool:
-    """Return whether `add_public_embedder` accepts a name."""
+    """Return whether a name has a form of `add_public_embedder`; the model need not exist."""
     return is_public(name) or name.startswith(TORCHVISION)
 
 
 def add_public_embedder(release: Release, name: str) -> None:
     """Add a public image model to the release, with its published weights and preprocessing.
 
-    Its vectors are normalised. Errors are those of `open_public` and `open_torchvision`, and
-    ConfigurationError for a model without square input."""
+    Its vectors are normalised to length 1. Weights that are not cached are downloaded.
+
+    Args:
+        release: the release, whose embedder and method "brought" are set.
+        name: timm:NAME.TAG, open_clip:NAME/TAG or torchvision:NAME/WEIGHTS.
+
+    Raises:
+        ConfigurationError: the name is unknown, its package is not installed, or the model's input
+            is not square.
+        NotFoundError, UnavailableError, CannotWriteError: the weights cannot be read or downloaded.
+        VerificationError: the weights have another digest, or the exported file computes other
+            vectors.
+    """
     model = open_public(name) if is_public(name) else open_torchvision(name)
     (height, width), pixels = model.pixels.size, model.pixels
     if height != width:
         raise ConfigurationError(
-            f"--weights {name}: expected square images, got {width} x {height}"
+            f"--weights {name}: expected a model of square images, but this one reads {width} x "
+            f"{height} pixels; export it to ONNX and publish it with --onnx FILE"
         )
     encoder = ImageEncoder(model.network, model.dim, height, True, pixels.mean, pixels.std)
     release.add_embedder(encoder.eval())
@@ -273,11 +301,18 @@ def add_onnx_upgrade(release: Release, source: Path) -> None:
 
     It leads from the published release whose model it was fitted on. If neither the file nor a
     release names the model, it leads from the newest release of dimension a, withdrawn ones last.
-    Side-information stays valid if the release keeps its predecessor's encoder.
+    Side-information stays valid if the release keeps its predecessor's encoder. An int8 file of the
+    map is added, too.
+
+    Args:
+        release: the release, to which its embedder was added.
+        source: the ONNX file, as `nobackfill fit --onnx FILE` writes it.
 
     Raises:
-        InvalidInputError: the file has another form.
+        InvalidInputError: the file cannot be read or run, has another form, or returns numbers that
+            are not finite.
         ConfigurationError: its models or dimensions do not match the releases.
+        VerificationError: a file of the older release is damaged.
     """
     assert release.embedder is not None
     model = _loaded(source)
@@ -287,17 +322,18 @@ def add_onnx_upgrade(release: Release, source: Path) -> None:
     made = _model_name(space, release.embedder, release.recipe, facts.get("new_model"))
     if made is not None and facts.get("new_model", made) != made:
         raise ConfigurationError(
-            f"--upgrade {source}: was fitted on vectors of another new model than the one being "
-            "published; fit it again on vectors of this release's model"
+            f"--upgrade {source}: the map was fitted on vectors of another new model than the one "
+            "being published; fit it again on vectors of this release's model"
         )
     old = _source(release, source, facts.get("old_model"), dims[0])
     if dims[1] != release.embedder.dim:
         raise ConfigurationError(
-            f"--upgrade {source}: gives vectors of dimension {dims[1]}, but release "
-            f"{release.number} has {release.embedder.dim}"
+            f"--upgrade {source}: the map returns vectors of dimension {dims[1]}, but release "
+            f"{release.number} has dimension {release.embedder.dim}; fit it again on vectors of "
+            "this release's model"
         )
     _write(release, model, old, source)
-    kept = release.side_encoder is not None and (
+    keeps_side_encoder = release.side_encoder is not None and (
         release.side_encoder.origin_release != release.number
     )
     release.upgrades.append(
@@ -310,7 +346,7 @@ def add_onnx_upgrade(release: Release, source: Path) -> None:
             method=facts.get("kind", "brought"),
             file=release.file(upgrade_path(old.release, release.number)),
             int8_file=release.file(upgrade_int8_path(old.release, release.number)),
-            side="carries" if kept else "drops",
+            side="carries" if keeps_side_encoder else "drops",
             predicts_uncertainty=False,
         )
     )
@@ -325,22 +361,22 @@ def _loaded(source: Path) -> onnx.ModelProto:
     try:
         return onnx.load(source)
     except (OSError, DecodeError) as error:
-        raise InvalidInputError(f"--upgrade {source}: cannot be read as ONNX ({error})") from error
+        raise InvalidInputError(f"--upgrade {source}: expected an ONNX file ({error})") from error
 
 
 def _dims(model: onnx.ModelProto, source: Path) -> tuple[int, int]:
     """Return a and b. Raises InvalidInputError for another form."""
-    held = {tensor.name for tensor in model.graph.initializer}
-    inputs = [value for value in model.graph.input if value.name not in held]
+    weights = {tensor.name for tensor in model.graph.initializer}
+    inputs = [value for value in model.graph.input if value.name not in weights]
     ends = [*inputs, *model.graph.output]
     shapes = [[size.dim_value for size in one.type.tensor_type.shape.dim] for one in ends]
     floats = all(one.type.tensor_type.elem_type == TensorProto.FLOAT for one in ends)
     open_rows = all(len(shape) == 2 and not shape[0] and shape[1] for shape in shapes)
     if [one.name for one in ends] != ["embedding", "upgraded"] or not (floats and open_rows):
         raise InvalidInputError(
-            f"--upgrade {source}: expected `embedding` float32 [n, a] and `upgraded` float32 "
-            f"[n, b] with a free n, got {[one.name for one in ends]} {shapes}; `nobackfill fit "
-            "--onnx FILE` writes it"
+            f"--upgrade {source}: expected a map with input `embedding` float32 [n, a] and output "
+            f"`upgraded` float32 [n, b], n free, got {[one.name for one in ends]} {shapes}; "
+            "`nobackfill fit --onnx FILE` writes one"
         )
     return shapes[0][1], shapes[1][1]
 
@@ -368,9 +404,9 @@ def _source(release: Release, path: Path, model: str | None, dim: int) -> Manife
     fitting = [one for one in found if one.embedder.dim == dim]
     if not fitting:
         raise ConfigurationError(
-            f"--upgrade {path}: no published release has the vectors of dimension {dim} that it "
-            f"was fitted on{'' if model is None else f', of the model {model[:12]}…'}; the same "
-            "dimension is not the same space"
+            f"--upgrade {path}: the map was fitted on old vectors of dimension {dim}"
+            f"{'' if model is None else f' of the model {model[:12]}…'}, but no published release "
+            "has these; publish the old model first, or fit the map on vectors of a release"
         )
     standing = [one for one in fitting if one.release not in release.withdrawn]
     return (standing or fitting)[-1]
@@ -383,9 +419,12 @@ def _write(release: Release, model: onnx.ModelProto, old: Manifest, source: Path
     onnx.save(model, path)
     embedding, _ = source_probes(old, release.all_files())
     try:
-        (carried,) = run_onnx(path, {"embedding": embedding}, ("upgraded",))
+        (upgraded,) = run_onnx(path, {"embedding": embedding}, ("upgraded",))
     except VerificationError as error:
         raise InvalidInputError(f"--upgrade {source}: {error}") from error
-    if not np.isfinite(carried).all():
-        raise InvalidInputError(f"--upgrade {source}: gives numbers that are not finite")
+    if not np.isfinite(upgraded).all():
+        raise InvalidInputError(
+            f"--upgrade {source}: the map returns NaN or infinity for vectors of release "
+            f"{old.release}; fit it again"
+        )
     quantise(path, release.local(upgrade_int8_path(old.release, release.number)))

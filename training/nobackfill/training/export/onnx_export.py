@@ -25,16 +25,17 @@ PARITY = 1e-4
 def export_onnx(
     module: nn.Module, inputs: Mapping[str, Tensor], outputs: tuple[str, ...], path: Path
 ) -> None:
-    """Write `module` as ONNX, and compare its outputs.
+    """Write `module` as ONNX with a free batch size, and compare its outputs.
 
     Args:
-        module: the module; it is moved to the CPU and to eval mode.
-        inputs: example inputs by name, batch first.
-        outputs: names of the outputs.
-        path: the file to write.
+        module: the module; it is moved to the CPU and to eval mode, and stays there.
+        inputs: example inputs by name, batch first, in the order of the module's arguments.
+        outputs: names of the outputs, in the module's order.
+        path: the file to write; an existing one is replaced. It stays if the comparison fails.
 
     Raises:
-        VerificationError: onnxruntime's outputs differ from torch's by more than PARITY.
+        VerificationError: onnxruntime cannot run the file, or its outputs differ from torch's by
+            more than PARITY.
     """
     module = module.eval().cpu()
     examples = tuple(tensor.cpu() for tensor in inputs.values())
@@ -61,7 +62,10 @@ def export_onnx(
 
 
 def strip(model: onnx.ModelProto) -> None:
-    """Remove all but the computation: traces with paths of this machine, comments, shapes."""
+    """Remove everything from a model, in place, that does not change the computation.
+
+    These are traces with paths of this machine, metadata, comments and inferred shapes.
+    """
     model.doc_string = ""
     model.producer_name, model.producer_version = "nobackfill", ""
     del model.metadata_props[:]
@@ -81,15 +85,22 @@ def check_parity(
 ) -> None:
     """Compare the file's outputs with the module's, on the whole batch and on its first row.
 
+    Args:
+        module: the module, on the CPU and in eval mode.
+        inputs: inputs by name, batch first.
+        outputs: names of the outputs; the module's outputs of None are skipped.
+        path: the ONNX file.
+
     Raises:
-        VerificationError: names the output that differs, and by how much.
+        VerificationError: onnxruntime cannot run the file, or an output has another shape or
+            differs by more than PARITY; the message names it.
     """
     for rows in {len(next(iter(inputs.values()))), 1}:
-        given = {name: tensor[:rows].cpu() for name, tensor in inputs.items()}
+        examples = {name: tensor[:rows].cpu() for name, tensor in inputs.items()}
         with torch.no_grad():
-            result = module(*given.values())
+            result = module(*examples.values())
         expected = [result] if isinstance(result, Tensor) else [r for r in result if r is not None]
-        got = run_onnx(path, {name: t.numpy() for name, t in given.items()}, outputs)
+        got = run_onnx(path, {name: t.numpy() for name, t in examples.items()}, outputs)
         for name, tensor, array in zip(outputs, expected, got, strict=True):
             _compare(name, tensor.numpy(), array, path)
 
@@ -97,21 +108,34 @@ def check_parity(
 def _compare(name: str, torch_output: NDArray[Any], onnx_output: NDArray[Any], path: Path) -> None:
     if torch_output.shape != onnx_output.shape:
         raise VerificationError(
-            f"{path.name}: output {name}: torch gives {list(torch_output.shape)}, the exported "
-            f"file {list(onnx_output.shape)}"
+            f"{path.name}: output {name} of the exported file has shape {list(onnx_output.shape)}, "
+            f"but torch's has {list(torch_output.shape)}; the model was not published"
         )
     difference = np.abs(torch_output - onnx_output) / np.maximum(1, np.abs(torch_output))
     if not (difference <= PARITY).all():
         raise VerificationError(
             f"{path.name}: output {name} of the exported file differs from torch's by "
-            f"{np.nanmax(difference):.2g} (relative), allowed is {PARITY:g}; not published"
+            f"{np.nanmax(difference):.2g} (relative), more than the allowed {PARITY:g}; the model "
+            "was not published"
         )
 
 
 def run_onnx(
     path: Path, inputs: Mapping[str, NDArray[Any]], outputs: tuple[str, ...]
 ) -> list[NDArray[Any]]:
-    """Run an ONNX file once on the CPU. Raises VerificationError if onnxruntime cannot."""
+    """Run an ONNX file once on the CPU.
+
+    Args:
+        path: the file.
+        inputs: arrays by the names of the graph's inputs.
+        outputs: names of the outputs to return.
+
+    Returns:
+        The outputs, in this order.
+
+    Raises:
+        VerificationError: onnxruntime cannot load the file, or cannot run it on these inputs.
+    """
     from nobackfill.onnx_runtime import onnxruntime, state
 
     options = onnxruntime.SessionOptions()
@@ -134,7 +158,9 @@ def run_onnx(
 
 
 def quantise(source: Path, target: Path) -> None:
-    """Write the int8 twin: int8 weights with a scale per channel, dynamic activations.
+    """Write the int8 file of an ONNX model: int8 weights with a scale per channel, dynamic inputs.
+
+    `source` is read and stays; `target` is replaced if it exists.
 
     Weights use 7 of 8 bits. Processors with AVX2 but without VNNI add two products in 16 bits; with
     8 bits they would overflow, and a device would compute other values than the gate (ADR 0006).

@@ -42,7 +42,20 @@ _DRAWN = 8
 
 
 def make_probes(release: Release) -> Probes:
-    """Run every model of the release on the probes, and write `probes-N.npz`."""
+    """Run every model of the release on the probes, and write `probes-N.npz`.
+
+    Every installation computes the same outputs again and compares them within the tolerance.
+
+    Args:
+        release: the release with all its models; the file is added to it.
+
+    Returns:
+        The file's entry in the manifest. The tolerance of int8 files is three times their largest
+        error here, between 0.05 and 10.
+
+    Raises:
+        VerificationError: a model cannot be loaded, or returns zero vectors, NaN or infinity.
+    """
     placeholder = Probes(
         file=PublishedFile(path=probes_path(release.number), sha256="0" * 64, length=1),
         tolerance=TOLERANCE,
@@ -88,11 +101,22 @@ def make_probes(release: Release) -> Probes:
 def source_probes(
     source: Manifest, files: Mapping[str, Path]
 ) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
-    """Return embeddings [n,dim] and side-information of the probes, by a published release.
+    """Compute the embeddings and side-information of the probes by a published release.
 
     The probes are images, texts if the release embeds no images, or random unit vectors if it has
-    no
-    model."""
+    no model.
+
+    Args:
+        source: the release.
+        files: local files by published path.
+
+    Returns:
+        Embeddings float32 [8,dim], and side-information float32 [8,side_dim], None without an
+        encoder.
+
+    Raises:
+        VerificationError: a file is damaged, or a model returns unusable vectors.
+    """
     spec = source.embedder
     if spec.file is None and source.text_encoder is not None:
         return open_text_encoder(files, source).run(PROBE_TEXTS, "document"), None
@@ -116,38 +140,49 @@ COLOURS: Mapping[str, tuple[int, int, int]] = {
 _SAME = 1e-3
 
 
-def plain_trouble(manifest: Manifest, files: Mapping[str, Path]) -> list[str]:
-    """Describe colours that get no vector, and colours with nearly equal vectors."""
+def single_colour_warnings(manifest: Manifest, files: Mapping[str, Path]) -> list[str]:
+    """Describe single-coloured pictures without a vector, or with nearly equal vectors.
+
+    Args:
+        manifest: the release.
+        files: local files by published path.
+
+    Returns:
+        At most two sentences; none if all is well, or if the release embeds no images.
+
+    Raises:
+        VerificationError: the embedder's file is damaged.
+    """
     if manifest.embedder.file is None:
         return []
     embedder = open_embedder(files, manifest)
     size = (manifest.frame.height, manifest.frame.width)
-    found: dict[str, Vectors] = {}
-    without = []
+    vector_of: dict[str, Vectors] = {}
+    without_vector = []
     for name, colour in COLOURS.items():
         picture = np.broadcast_to(np.array(colour, np.uint8), (1, *size, 3))
         try:
-            found[name] = embedder.run(np.ascontiguousarray(picture))[0]
+            vector_of[name] = embedder.run(np.ascontiguousarray(picture))[0]
         except UnusableOutputError:
-            without.append(name)
-    trouble = []
-    if without:
-        trouble.append(
-            "the embedder makes no vector (zero, or not finite) for pictures all "
-            f"{join_few(without)}; galleries and searches will refuse such pictures"
+            without_vector.append(name)
+    warnings = []
+    if without_vector:
+        warnings.append(
+            "the embedder returns a zero vector, NaN or infinity for pictures of one colour "
+            f"({join_few(without_vector)}); galleries and searches will refuse such pictures"
         )
     near = _SAME * _usual(embedder, probe_images(*size))
     same = [
         f"{a} and {b}"
-        for a, b in combinations(found, 2)
-        if float(np.linalg.norm(found[a] - found[b])) <= near
+        for a, b in combinations(vector_of, 2)
+        if float(np.linalg.norm(vector_of[a] - vector_of[b])) <= near
     ]
     if same:
-        trouble.append(
-            f"the embedder gives nearly equal vectors for plain pictures ({join_few(same)}); "
-            "searches will confuse them"
+        warnings.append(
+            "the embedder returns nearly equal vectors for pictures of different single colours "
+            f"({join_few(same)}); searches cannot tell them apart"
         )
-    return trouble
+    return warnings
 
 
 def _usual(embedder: ImageEmbedder, images: Images) -> float:

@@ -60,18 +60,30 @@ _MEAN: tuple[tuple[str, list[str], str, dict[str, Any]], ...] = (
 
 
 def text_graph(model: onnx.ModelProto, declared: Declaration) -> tuple[str, ...]:
-    """Give `model` inputs of TOKENS, int64 [n,t], and one output `embedding`; return its inputs.
+    """Give a text model inputs of TOKENS, int64 [n,t], and append pooling and normalisation.
+
+    Args:
+        model: the ONNX model; it is changed. Its last value is named `embedding`, and it has no
+            declared output afterwards (see `declare_output`).
+        declared: how its token vectors are pooled and normalised, and which output to use.
+
+    Returns:
+        The names of its inputs, of TOKENS.
 
     Raises:
-        InvalidInputError: the model has another form.
+        InvalidInputError: it uses other operators than ONNX's, other inputs than TOKENS, fixed
+            numbers of texts or tokens, or an output that cannot be pooled.
     """
     _renew(model)
     graph = model.graph
-    held = {tensor.name for tensor in graph.initializer}
-    inputs = [value for value in graph.input if value.name not in held]
+    weights = {tensor.name for tensor in graph.initializer}
+    inputs = [value for value in graph.input if value.name not in weights]
     names = [value.name for value in inputs]
     if "input_ids" not in names or set(names) - set(TOKENS):
-        raise InvalidInputError(f"expected inputs of {', '.join(TOKENS)}, got {names}")
+        raise InvalidInputError(
+            f"expected a text model with input_ids and no inputs other than {', '.join(TOKENS)}, "
+            f"got {names}; export it again with these inputs"
+        )
     del graph.input[:]
     for value in inputs:
         _free(value)
@@ -105,8 +117,8 @@ def _renew(model: onnx.ModelProto) -> None:
     versions = {opset.domain or "ai.onnx": opset.version for opset in model.opset_import}
     if set(versions) != {"ai.onnx"}:
         raise InvalidInputError(
-            f"expected only operators of ONNX, got the sets {sorted(versions)}; export the model "
-            "in float32, without a vendor's optimisations"
+            f"expected a model with only ONNX's own operators, got the operator sets "
+            f"{sorted(versions)}; export it again in float32, without a vendor's optimisations"
         )
     if versions["ai.onnx"] < _OPSET:
         model.CopyFrom(version_converter.convert_version(model, _OPSET))
@@ -119,8 +131,9 @@ def _free(value: onnx.ValueInfoProto) -> None:
     fixed = [size.dim_value for size in kind.shape.dim if size.dim_value]
     if kind.elem_type != TensorProto.INT64 or len(kind.shape.dim) != 2 or fixed:
         raise InvalidInputError(
-            f"input {value.name}: expected int64 [n, t] with a free n and t, got "
-            f"{TensorProto.DataType.Name(kind.elem_type).lower()} with fixed sizes {fixed}"
+            f"input {value.name}: expected int64 [n, t] with a free number of texts n and of "
+            f"tokens t, got {TensorProto.DataType.Name(kind.elem_type).lower()} with fixed sizes "
+            f"{fixed}; export the model again with dynamic axes"
         )
     value.CopyFrom(_tokens(value.name))
 
@@ -135,7 +148,10 @@ def _pooled(model: onnx.ModelProto, declared: Declaration) -> str:
     outputs = [value.name.removeprefix(_THEIRS) for value in graph.output]
     output_name = declared.output or outputs[0]
     if output_name not in outputs:
-        raise InvalidInputError(f"expected the output {output_name!r}, but the model has {outputs}")
+        raise InvalidInputError(
+            f"the declaration names the output {output_name!r}, but the model has only {outputs}; "
+            "correct the declaration"
+        )
     axes = _axes(model, _THEIRS + output_name)
     graph.node.append(
         helper.make_node("Cast", [_THEIRS + output_name], ["tokens_float"], to=TensorProto.FLOAT)
@@ -156,8 +172,8 @@ def _pooled(model: onnx.ModelProto, declared: Declaration) -> str:
     _add(graph, "last_axis", [2])
     _add(graph, "token_axis", [1])
     graph.initializer.append(numpy_helper.from_array(_ONE, "one_token"))
-    for operator, given, made, options in _MEAN:
-        graph.node.append(helper.make_node(operator, given, [made], **options))
+    for operator, sources, target, options in _MEAN:
+        graph.node.append(helper.make_node(operator, sources, [target], **options))
     return "pooled"
 
 
@@ -167,7 +183,10 @@ def _axes(model: onnx.ModelProto, output_name: str) -> int:
         value = next(value for value in graph.output if value.name == output_name)
         if axes := len(value.type.tensor_type.shape.dim):
             return axes
-    raise InvalidInputError(f"output {output_name!r}: its shape is unknown; export it with shapes")
+    raise InvalidInputError(
+        f"the number of axes of the output {output_name!r} is unknown; export the model again with "
+        "shapes of its outputs"
+    )
 
 
 def _add(graph: onnx.GraphProto, name: str, value: int | Sequence[int]) -> None:
@@ -178,10 +197,11 @@ _MODEL = "model.onnx"
 
 
 def add_text_encoder(release: Release, source: Path, queries: Path | None = None) -> None:
-    """Add a text model to the release.
+    """Add a text model that exists as ONNX to the release, with its tokenizer.
 
     With an embedder of images it must share that embedder's space; alone it makes the release's
-    space. Publishing checks which operators the graph uses.
+    space. It is run once on probe texts. A line on stderr says what was guessed if the model has no
+    declaration. Publishing checks which operators the graph uses.
 
     Args:
         release: the release in preparation.
@@ -191,14 +211,15 @@ def add_text_encoder(release: Release, source: Path, queries: Path | None = None
 
     Raises:
         NotFoundError: there is no ONNX file.
-        InvalidInputError: a model has another form, or the models do not fit each other.
+        InvalidInputError: a model has another form, takes longer texts than a release may, lacks
+            its tokenizer, or does not fit the embedder or the other text model.
     """
-    made = _put(release, source, "--text-encoder", text_encoder_path(release.number))
-    _share(release, made.vectors, made.file)
-    declared = made.declared
-    said: dict[str, object] = {
+    model = _put(release, source, "--text-encoder", text_encoder_path(release.number))
+    _share(release, model.vectors, model.file)
+    declared = model.declared
+    entry: dict[str, object] = {
         "file": release.file(text_encoder_path(release.number)),
-        "inputs": made.inputs,
+        "inputs": model.inputs,
         "length": declared.max_length,
         "query_prefix": declared.prefix_of_queries,
         "document_prefix": declared.prefix,
@@ -206,15 +227,15 @@ def add_text_encoder(release: Release, source: Path, queries: Path | None = None
     }
     if queries is not None:
         query_model = _put(release, queries, "--query-encoder", query_encoder_path(release.number))
-        _check_asking(query_model, made)
-        said["query_file"] = release.file(query_encoder_path(release.number))
-        said["query_prefix"] = query_model.declared.prefix_of_queries
+        _check_query_model(query_model, model)
+        entry["query_file"] = release.file(query_encoder_path(release.number))
+        entry["query_prefix"] = query_model.declared.prefix_of_queries
         release.recipe["query_encoder_sha256"] = hash_model_files(query_model.weights)
-    release.local(tokenizer_path(release.number)).write_bytes(made.tokenizer.read_bytes())
-    said["tokenizer"] = release.file(tokenizer_path(release.number))
-    release.text_encoder = TextEncoder.model_validate(said)
-    release.recipe["text_encoder_sha256"] = hash_model_files(made.weights)
-    release.recipe[TEXT_MODEL] = fingerprint_model(made.weights, declared, made.tokenizer)
+    release.local(tokenizer_path(release.number)).write_bytes(model.tokenizer.read_bytes())
+    entry["tokenizer"] = release.file(tokenizer_path(release.number))
+    release.text_encoder = TextEncoder.model_validate(entry)
+    release.recipe["text_encoder_sha256"] = hash_model_files(model.weights)
+    release.recipe[TEXT_MODEL] = fingerprint_model(model.weights, declared, model.tokenizer)
 
 
 class _ForeignModel(NamedTuple):
@@ -236,8 +257,9 @@ def _put(release: Release, source: Path, option: str, published: str) -> _Foreig
         declared = read_declaration(file, [output.name for output in model.graph.output])
         if declared.max_length > LARGEST_LENGTH:
             raise InvalidInputError(
-                f"expected texts of at most {LARGEST_LENGTH} tokens, got {declared.max_length}; "
-                f"set a smaller max_length in {file.with_suffix('.json').name}"
+                f"expected a model of texts of at most {LARGEST_LENGTH} tokens, but it is declared "
+                f"for {declared.max_length}; set a smaller max_length in "
+                f"{file.with_suffix('.json').name}"
             )
         tokenizer = tokenizer_file(file, declared)
         inputs = text_graph(model, declared)
@@ -247,23 +269,23 @@ def _put(release: Release, source: Path, option: str, published: str) -> _Foreig
         raise InvalidInputError(f"{option} {file}: cannot be read as ONNX ({error})") from error
     except (InvalidInputError, VerificationError) as error:
         raise InvalidInputError(f"{option} {file}: {error}") from error
-    if told := describe_assumptions(file, declared):
-        print(escape_hidden(told), file=sys.stderr)
+    if assumption := describe_assumptions(file, declared):
+        print(escape_hidden(assumption), file=sys.stderr)
     return _ForeignModel(file, weights, declared, tokenizer, inputs, vectors)
 
 
-def _check_asking(query_model: _ForeignModel, made: _ForeignModel) -> None:
+def _check_query_model(query_model: _ForeignModel, text_model: _ForeignModel) -> None:
     """Raise InvalidInputError if query model and text model do not fit each other."""
     for what, one, other in (
-        ("inputs", query_model.inputs, made.inputs),
-        ("max_length", query_model.declared.max_length, made.declared.max_length),
-        ("tokenizer", sha256_file(query_model.tokenizer), sha256_file(made.tokenizer)),
-        ("dimension and norm", _kind(query_model.vectors), _kind(made.vectors)),
+        ("inputs", query_model.inputs, text_model.inputs),
+        ("max_length", query_model.declared.max_length, text_model.declared.max_length),
+        ("tokenizer", sha256_file(query_model.tokenizer), sha256_file(text_model.tokenizer)),
+        ("dimension and norm", _kind(query_model.vectors), _kind(text_model.vectors)),
     ):
         if one != other:
             raise InvalidInputError(
-                f"--query-encoder {query_model.file}: expected the {what} of --text-encoder, "
-                f"{other}; got {one}"
+                f"--query-encoder {query_model.file}: expected the same {what} as --text-encoder "
+                f"has, {other}; got {one}; both models must belong together"
             )
 
 
@@ -279,7 +301,7 @@ def _onnx_file(source: Path, option: str) -> Path:
     if file is None:
         raise NotFoundError(
             f"{option} {source}: expected an ONNX file, or a folder with {_MODEL} or "
-            f"onnx/{_MODEL} in it; found none"
+            f"onnx/{_MODEL} in it, but there is none; export the text model there first"
         )
     return file
 
@@ -299,7 +321,8 @@ def _run(
     (embedding,) = run_onnx(path, feed, ("embedding",))
     if embedding.dtype != np.float32 or embedding.ndim != 2:
         raise InvalidInputError(
-            f"expected outputs float32 [n, dim], got {embedding.dtype} {list(embedding.shape)}"
+            f"expected a model whose output is float32 [n, dim], got {embedding.dtype} "
+            f"{list(embedding.shape)}; export it again with one vector per text"
         )
     declare_output(model, embedding.shape[1])
     onnx.save(model, path)
@@ -309,22 +332,30 @@ def _run(
 def _share(release: Release, vectors: Vectors, file: Path) -> None:
     """Check that image and text encoder embed into one space."""
     dim, unit = _kind(vectors)
-    made = release.embedder
-    if made is None:
+    embedder = release.embedder
+    if embedder is None:
         release.embedder = PublishedEmbedder(
             dim=dim, metric="cosine" if unit else "squared_l2", unit=unit
         )
         release.method = "brought"
-    elif (made.dim, made.unit) != (dim, unit):
+    elif (embedder.dim, embedder.unit) != (dim, unit):
         raise InvalidInputError(
-            f"--text-encoder {file}: expected vectors of the embedder's space, of dimension "
-            f"{made.dim}{' and norm 1' if made.unit else ''}; got dimension {dim}"
-            f"{' and norm 1' if unit else ', of any norm'}"
+            f"--text-encoder {file}: expected vectors of the image embedder's space, of dimension "
+            f"{embedder.dim}{' and norm 1' if embedder.unit else ''}; got dimension {dim}"
+            f"{' and norm 1' if unit else ' and any norm'}; use two models of one space, or "
+            "publish them as two publications"
         )
 
 
 def add_vectors(release: Release, name: str, dim: int) -> None:
-    """Make the release a space of vectors whose model `name` is not published, for example an
-    endpoint that was switched off. Vectors are compared by cosine."""
+    """Make the release a space of stored vectors whose model is not published.
+
+    An example is an endpoint that was switched off. Vectors are compared by cosine.
+
+    Args:
+        release: the release, whose embedder and method "vectors" are set.
+        name: the name of the model that computed the vectors.
+        dim: their dimension.
+    """
     release.embedder = PublishedEmbedder(dim=dim, metric="cosine", unit=False, vectors_of=name)
     release.method = "vectors"

@@ -42,14 +42,27 @@ if TYPE_CHECKING:
 
 
 class ProgressBars:
-    """Progress bars on stderr; `visible` None: only if stderr is a terminal."""
+    """Progress bars on stderr.
+
+    Args of the constructor:
+        visible: whether to show them; None: only if stderr is a terminal.
+    """
 
     def __init__(self, visible: bool | None = None) -> None:
         self.visible = sys.stderr.isatty() if visible is None else visible
 
     @contextmanager
-    def bar(self, title: str, total: int, done: int = 0) -> Iterator[Callable[[float], None]]:
-        """Show a bar over `total` epochs; the yielded function advances it and shows a loss."""
+    def bar(self, title: str, total: int, start: int = 0) -> Iterator[Callable[[float], None]]:
+        """Show a bar over `total` epochs during the block.
+
+        Args:
+            title: the text before the bar.
+            total: the number of epochs.
+            start: the number of epochs that were finished before.
+
+        Yields:
+            A function that advances the bar by one epoch and shows its argument as the loss.
+        """
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),
@@ -59,7 +72,7 @@ class ProgressBars:
         )
         console = Console(stderr=True)
         with RichProgress(*columns, console=console, disable=not self.visible) as bars:
-            task = bars.add_task(title, total=total, completed=done, loss="")
+            task = bars.add_task(title, total=total, completed=start, loss="")
 
             def advance(loss: float) -> None:
                 bars.update(task, advance=1, loss=f"loss {loss:.3f}")
@@ -76,7 +89,8 @@ def keep_freed_memory() -> None:
     """Make glibc keep freed memory for the next step, for the whole process.
 
     By default glibc returns blocks of some megabytes to the system, which then clears every page
-    again: a seventh of a small network's time. Other C libraries are left as they are.
+    again: a seventh of a small network's time. The process then needs more memory. With another C
+    library this does nothing.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -90,17 +104,17 @@ Precision = Literal["32-true", "bf16-mixed", "16-mixed"]
 
 
 def precision_of(config: Config) -> Precision:
-    """Return lightning-fabric's value for `config.precision`; `auto` is bf16 if the device has it.
+    """Return lightning-fabric's value for `config.precision`.
 
-    An explicit bf16-mixed is used even on a processor without bf16. stderr then warns that every
-    product is emulated.
+    `auto` becomes bf16-mixed if the configured device multiplies in bf16, else 32-true. An explicit
+    bf16-mixed is used even on a device without bf16; a line on stderr then warns that it is slow.
     """
     if config.precision == "auto":
         return "bf16-mixed" if _multiplies_bf16(config) else "32-true"
     if config.precision == "bf16-mixed" and not _multiplies_bf16(config):
         print(
-            f"{config.run_dir}: this processor has no bf16 instructions, so precision: bf16-mixed "
-            "is many times slower than 32-true; use precision: auto",
+            f"{config.run_dir}: this processor has no bf16 instructions, so the training with "
+            "precision: bf16-mixed is many times slower than with 32-true; set precision: auto",
             file=sys.stderr,
         )
     return config.precision
@@ -109,7 +123,9 @@ def precision_of(config: Config) -> Precision:
 def reads_in_bf16(config: Config) -> bool:
     """Return whether a model trained with this configuration computes features in bf16.
 
-    It does if it was trained so and this device multiplies in bf16, which halves the time."""
+    It does if its precision is `auto` or bf16-mixed and the configured device multiplies in bf16,
+    which halves the time.
+    """
     return config.precision in ("auto", "bf16-mixed") and _multiplies_bf16(config)
 
 
@@ -123,7 +139,7 @@ def _multiplies_bf16(config: Config) -> bool:
 
 
 class DivergedError(NobackfillError):
-    """The loss became NaN or infinite; the last good checkpoint stays."""
+    """The loss or a weight became NaN or infinite; the last checkpoint stays. Exit code 1."""
 
 
 def fit(
@@ -136,19 +152,21 @@ def fit(
     facts: Facts | None = None,
     fabric: "lightning_fabric.Fabric | None" = None,
 ) -> Checkpoint:
-    """Train an objective, and write checkpoints to config.run_dir.
+    """Train an objective, and write checkpoints and stats.jsonl to config.run_dir.
 
     A finished run is returned unchanged. An unfinished run with the same configuration and facts
-    resumes from its last checkpoint.
+    resumes from its last checkpoint. The caller holds the lock of the run folder. Torch's default
+    generator is seeded again in each epoch. Images that do not fill a batch at the end of an epoch
+    are left out of it; fewer images than batch_size are one batch.
 
     Args:
-        objective: what to minimise.
-        rows: tensors or images of equal length, indexed by the rows of a batch.
+        objective: what to minimise; its parameters change.
+        rows: tensors or images of equal length n, at least 1, indexed by the rows of a batch.
         config: the training's configuration.
         class_names: names of the labels.
         progress: where to show progress.
         facts: written to the checkpoint and compared when resuming; None: no facts.
-        fabric: from `launched`, if the objective was built with it; None: launch one.
+        fabric: from `launch_fabric`, if the objective was built with it; None: launch one.
 
     Returns:
         The checkpoint after the last epoch.
@@ -158,20 +176,21 @@ def fit(
             facts or other classes; or the machine lacks the configured devices.
         VerificationError: the checkpoint in the run folder is damaged.
         InvalidInputError: a file among the images is no image.
-        DivergedError: a loss is not finite; the last checkpoint stays.
+        NobackfillError: a process that reads images was killed.
+        DivergedError: a loss or a weight is not finite; the last checkpoint stays.
         CannotWriteError: the run folder cannot be written.
     """
     n = len(next(iter(rows.values())))
     steps = n // config.batch_size or 1
-    done = resumable(config, facts or {})
-    if done is not None and done.finished:
-        return done
-    fabric = fabric or launched(config)
-    _seed(config.seed, -1 if done is None else done.epoch)
+    resumed = resumable(config, facts or {})
+    if resumed is not None and resumed.finished:
+        return resumed
+    fabric = fabric or launch_fabric(config)
+    _seed(config.seed, -1 if resumed is None else resumed.epoch)
     optimizer = _optimizer(objective, config)
-    first, step = _begin(fabric, objective.trained(), optimizer, config, class_names, done)
+    first, step = _begin(fabric, objective.trained(), optimizer, config, class_names, resumed)
     model, optimizer = fabric.setup(objective, optimizer)
-    checkpoint = done
+    checkpoint = resumed
     with progress.bar(str(config.run_dir), config.epochs, first) as advance:
         for epoch in range(first, config.epochs):
             _seed(config.seed, epoch)
@@ -196,7 +215,8 @@ def fit(
             if last:
                 objective.finish()
             if last or (epoch + 1) % config.checkpoint_every == 0:
-                tensors = _tensors(objective.trained(), None if last else optimizer, step)
+                parts = objective.trained()
+                tensors = _tensors(parts, None if last else optimizer, step, config.run_dir)
                 checkpoint = Checkpoint(
                     config, tensors, epoch + 1, step, class_names, dict(facts or {})
                 )
@@ -207,7 +227,7 @@ def fit(
     return checkpoint
 
 
-def finish(
+def write_solved_run(
     parts: Mapping[str, nn.Module],
     config: Config,
     class_names: tuple[str, ...],
@@ -215,10 +235,17 @@ def finish(
 ) -> Checkpoint:
     """Write the run of an upgrade that was solved in closed form, as a finished one.
 
+    Args:
+        parts: the solved networks, by the name of their part in the checkpoint.
+        config: the configuration; its run folder is made if missing.
+        class_names: names of the labels.
+        facts: written to the checkpoint.
+
     Raises:
+        DivergedError: a solved weight is NaN or infinite; nothing is written.
         CannotWriteError: the run folder cannot be written.
     """
-    tensors = _tensors(nn.ModuleDict(parts), None, 0)
+    tensors = _tensors(nn.ModuleDict(parts), None, 0, config.run_dir)
     checkpoint = Checkpoint(config, tensors, config.epochs, 0, class_names, dict(facts))
     make_dir(config.run_dir)
     write_config(config.run_dir, config)
@@ -230,10 +257,11 @@ def learning_rate(config: Config, epoch: float) -> float:
     """Return the rate: linear warm-up over config.warmup_epochs, then a cosine to 0 (FCT D.5).
 
     With config.lr_steps the rate stays config.lr after the warm-up, and each step divides it by 10.
+    At epoch 0 of a warm-up the rate is a thousandth of an epoch's increase, not 0.
 
     Args:
         config: the training's configuration.
-        epoch: 0 to config.epochs, with fractions.
+        epoch: 0 to config.epochs, with fractions; without steps the rate is 0 at the end.
     """
     if epoch < config.warmup_epochs:
         return config.lr * (epoch + 1e-3) / config.warmup_epochs
@@ -243,8 +271,14 @@ def learning_rate(config: Config, epoch: float) -> float:
     return config.lr * 0.5 * (1 + math.cos(math.pi * min(share, 1.0)))
 
 
-def launched(config: Config) -> "lightning_fabric.Fabric":
-    """Start the processes of a training; `device` of the result is this process's.
+def launch_fabric(config: Config) -> "lightning_fabric.Fabric":
+    """Start the processes of a training, one for each of config.devices.
+
+    With several devices, lightning-fabric runs the same command once more in each other process.
+    It also sets torch's number of threads to config.threads, if that is given.
+
+    Returns:
+        The fabric; its `device` is this process's.
 
     Raises:
         ConfigurationError: the machine does not have the configured devices.
@@ -259,7 +293,8 @@ def launched(config: Config) -> "lightning_fabric.Fabric":
         )
     except (RuntimeError, ValueError) as error:
         raise ConfigurationError(
-            f"accelerator {config.accelerator}, devices {config.devices}: {error}"
+            f"{config.run_dir}: this machine cannot train with accelerator: {config.accelerator} "
+            f"and devices: {config.devices} ({error}); set accelerator: auto and devices: 1"
         ) from error
     fabric.launch()
     if config.threads is not None:
@@ -318,10 +353,10 @@ def _over_devices(
     fabric: "lightning_fabric.Fabric", terms: Mapping[str, Tensor]
 ) -> dict[str, float]:
     """Return `loss` and the terms, averaged over devices, so that all stop at the same step."""
-    mine = torch.stack([term.detach().float() for term in terms.values()])
-    whole = fabric.all_reduce(mine, reduce_op="mean")
-    assert isinstance(whole, Tensor)
-    return {"loss": float(whole.sum()), **dict(zip(terms, whole.tolist(), strict=True))}
+    own = torch.stack([term.detach().float() for term in terms.values()])
+    means = fabric.all_reduce(own, reduce_op="mean")
+    assert isinstance(means, Tensor)
+    return {"loss": float(means.sum()), **dict(zip(terms, means.tolist(), strict=True))}
 
 
 def _check_finite(figures: Mapping[str, float], step: int, config: Config) -> None:
@@ -329,9 +364,9 @@ def _check_finite(figures: Mapping[str, float], step: int, config: Config) -> No
         return
     bad = [name for name, value in figures.items() if name != "loss" and not math.isfinite(value)]
     raise DivergedError(
-        f"{config.run_dir}: the loss was {figures['loss']} at step {step} "
-        f"(term: {', '.join(bad)}); the last checkpoint stays. Try a lower lr, a longer warm-up "
-        "or gradient_clip"
+        f"{config.run_dir}: the training diverged: its loss was {figures['loss']} at step {step} "
+        f"(term: {', '.join(bad)}). The last checkpoint stays. Train with a lower lr, more "
+        "warmup_epochs, or gradient_clip"
     )
 
 
@@ -344,20 +379,23 @@ def _trim_stats(path: Path, step: int) -> None:
     """Drop the lines after the last checkpoint of a killed run; resuming writes them again."""
     if not path.is_file():
         return
-    whole = [line for line in path.read_text("utf-8").splitlines(keepends=True) if line[-1] == "\n"]
-    write_file(path, "".join(x for x in whole if json.loads(x)["step"] < step).encode())
+    lines = path.read_text("utf-8").splitlines(keepends=True)
+    # A kill can leave a part of the last line.
+    complete = [line for line in lines if line[-1] == "\n"]
+    write_file(path, "".join(x for x in complete if json.loads(x)["step"] < step).encode())
 
 
 def _tensors(
-    trained: nn.ModuleDict, optimizer: torch.optim.Optimizer | None, step: int
+    trained: nn.ModuleDict, optimizer: torch.optim.Optimizer | None, step: int, run_dir: Path
 ) -> dict[str, Tensor]:
     tensors = {k: v.detach().cpu().clone() for k, v in trained.state_dict().items()}
     for name, tensor in tensors.items():
         # The last step of an epoch can spoil weights before any loss is computed from them.
         if not torch.isfinite(tensor).all():
             raise DivergedError(
-                f"{name} is NaN or infinite after step {step}; the last checkpoint stays. "
-                "Try a lower lr, a longer warm-up or gradient_clip"
+                f"{run_dir}: the training diverged: {name} is NaN or infinite after step {step}. "
+                "The last checkpoint stays. Train with a lower lr, more warmup_epochs, or "
+                "gradient_clip"
             )
     if optimizer is not None:
         tensors |= optimizer_tensors(optimizer)
@@ -370,21 +408,23 @@ def _begin(
     optimizer: torch.optim.Optimizer,
     config: Config,
     class_names: tuple[str, ...],
-    done: Checkpoint | None,
+    resumed: Checkpoint | None,
 ) -> tuple[int, int]:
     """Create the run folder, or restore from it; return the epoch and step to continue with."""
-    epoch, step = (0, 0) if done is None else (done.epoch, done.step)
-    if done is not None:
-        if done.class_names != class_names:
+    epoch, step = (0, 0) if resumed is None else (resumed.epoch, resumed.step)
+    if resumed is not None:
+        if resumed.class_names != class_names:
             raise ConfigurationError(
-                f"{config.run_dir} was begun on other classes ({join_few(done.class_names)}); "
-                "restore the images, or remove that folder"
+                f"{config.run_dir} holds a training on other classes "
+                f"({join_few(resumed.class_names)}) than the images have now "
+                f"({join_few(class_names)}); restore the images, or remove that folder to start "
+                "again"
             )
-        weights = {k: v for k, v in done.tensors.items() if not k.startswith("optimizer.")}
+        weights = {k: v for k, v in resumed.tensors.items() if not k.startswith("optimizer.")}
         trained.load_state_dict(weights)
-        restore_optimizer(optimizer, done)
+        restore_optimizer(optimizer, resumed)
     if fabric.is_global_zero:
-        if done is None:
+        if resumed is None:
             make_dir(config.run_dir)
             write_config(config.run_dir, config)
         _trim_stats(config.run_dir / STATS, step)

@@ -28,34 +28,47 @@ class Objective(nn.Module):
         self.statistics: dict[str, float] = {}
 
     def forward(self, batch: Batch) -> Terms:
-        """Return weighted scalar terms by name; the loop minimises their sum and logs each."""
+        """Return weighted scalar terms by name; the loop minimises their sum and logs each.
+
+        Args:
+            batch: tensors of b rows by name, and `rows`, their numbers; all on one device.
+        """
         raise NotImplementedError
 
     def begin_epoch(self, epoch: int, epochs: int) -> None:
-        """Prepare an epoch, 0 being the first; a resumed run calls this for its first epoch too.
+        """Prepare an epoch; the base class does nothing.
 
-        The effect may depend only on the epoch and on the weights.
+        A resumed run calls this only from its first epoch on, so the effect may depend only on the
+        epoch and on the weights.
+
+        Args:
+            epoch: the number of the epoch, from 0.
+            epochs: the number of epochs of the training.
         """
 
     def finish(self) -> None:
-        """Complete the training after the last epoch, before the last checkpoint is written."""
+        """Complete the training after the last epoch, before the last checkpoint is written.
+
+        The base class does nothing.
+        """
 
     def trained(self) -> nn.ModuleDict:
-        """Return the parts of the checkpoint, by name."""
+        """Return the modules that the checkpoint stores, by the name of their part."""
         raise NotImplementedError
 
 
 class FrozenModule:
     """A frozen model: in eval mode, without gradients, not part of the checkpoint.
 
-    It is no nn.Module, so that train() and state_dict() of a parent ignore it.
+    It is no nn.Module, so that train() and state_dict() of a parent ignore it. The constructor
+    changes the given model itself.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model.eval().requires_grad_(False)
 
     def __call__(self, inputs: Tensor) -> Tensor:
-        """Return the model's output for `inputs`, on their device, without gradients."""
+        """Move the model to the device of `inputs`, and return its output without gradients."""
         self.model.to(inputs.device)
         with torch.no_grad():
             output: Tensor = self.model(inputs)

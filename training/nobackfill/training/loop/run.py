@@ -27,36 +27,54 @@ Facts = Mapping[str, str | int | float | bool]
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The content of a run folder: trained tensors, and the progress of the training."""
+    """The content of a run folder: trained tensors, and the progress of the training.
+
+    Attributes:
+        config: the configuration.
+        tensors: on the CPU, by part and parameter, e.g. "encoder.backbone.0.0.weight".
+        epoch: finished epochs; equal to config.epochs once the training is finished.
+        step: finished steps; 0 for a run that was solved.
+        class_names: names of the labels.
+        facts: values that readers need in addition to the configuration, such as dimensions and
+            digests of other models.
+    """
 
     config: Config
-    # By part and parameter, e.g. "encoder.backbone.0.0.weight".
     tensors: dict[str, Tensor]
-    # Finished epochs; equal to config.epochs once the training is finished.
     epoch: int
     step: int
     class_names: tuple[str, ...]
-    # What readers need besides the configuration, such as dimensions and digests of other models.
     facts: dict[str, str | int | float | bool]
 
     @property
     def finished(self) -> bool:
+        """Whether the training has completed its last epoch."""
         return self.epoch >= self.config.epochs
 
     def part(self, name: str) -> dict[str, Tensor]:
-        """Return the state dict of one part."""
+        """Return the state dict of one part, such as encoder or head; empty without this part."""
         prefix = name + "."
         return {k.removeprefix(prefix): v for k, v in self.tensors.items() if k.startswith(prefix)}
 
 
 def write_config(run_dir: Path, config: Config) -> None:
-    """Write config.yaml with every key, including defaults."""
+    """Write config.yaml with every key, including defaults, to an existing run folder.
+
+    Raises:
+        CannotWriteError: the file cannot be written.
+    """
     text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
     write_file(run_dir / CONFIG, text.encode(), 0o644)
 
 
 def write_checkpoint(run_dir: Path, checkpoint: Checkpoint) -> None:
-    """Replace the checkpoint durably: a kill leaves the old or the new one, never a part."""
+    """Replace the checkpoint of an existing run folder durably.
+
+    A kill leaves the old checkpoint or the new one, never a part.
+
+    Raises:
+        CannotWriteError: the file cannot be written; the old checkpoint stays.
+    """
     metadata = {
         "format": _FORMAT,
         "kind": checkpoint.config.kind,
@@ -71,16 +89,18 @@ def write_checkpoint(run_dir: Path, checkpoint: Checkpoint) -> None:
 
 
 def read_checkpoint(run_dir: Path) -> Checkpoint:
-    """Read the checkpoint of a run folder.
+    """Read the checkpoint of a run folder, finished or not.
 
     Raises:
-        ConfigurationError: there is no checkpoint.
+        ConfigurationError: there is no checkpoint, or its configuration has keys that this version
+            does not know.
         VerificationError: the file is damaged or no checkpoint of this program.
     """
     path = run_dir / CHECKPOINT
     if not path.is_file():
         raise ConfigurationError(
-            f"no checkpoint {path}; train it first: python training/train.py CONFIG"
+            f"the run folder {run_dir} has no {CHECKPOINT}; train it first: "
+            "python training/train.py CONFIG.yaml"
         )
     try:
         with safe_open(path, framework="pt") as file:
@@ -88,10 +108,14 @@ def read_checkpoint(run_dir: Path) -> Checkpoint:
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
         raise VerificationError(
-            f"{path} is damaged ({error}); delete it and train the run again"
+            f"the checkpoint {path} is damaged ({error}); delete it, and train the run again: "
+            f"python training/train.py {run_dir / CONFIG}"
         ) from error
     if metadata.get("format") != _FORMAT:
-        raise VerificationError(f"{path}: expected format {_FORMAT}, got {metadata.get('format')}")
+        raise VerificationError(
+            f"{path}: expected a checkpoint of format {_FORMAT}, got {metadata.get('format')}; it "
+            "was not written by train.py"
+        )
     return Checkpoint(
         parse_config(json.loads(metadata["config"]), str(path)),
         tensors,
@@ -103,13 +127,17 @@ def read_checkpoint(run_dir: Path) -> Checkpoint:
 
 
 def read_finished(run_dir: Path) -> Checkpoint:
-    """Read the checkpoint of a finished training. Raises as `read_checkpoint`, and
-    ConfigurationError for an unfinished one."""
+    """Read the checkpoint of a finished training.
+
+    Raises:
+        ConfigurationError: there is no checkpoint, or the training is not finished.
+        VerificationError: the file is damaged or no checkpoint of this program.
+    """
     checkpoint = read_checkpoint(run_dir)
     if not checkpoint.finished:
         raise ConfigurationError(
-            f"{run_dir}: training stopped after epoch {checkpoint.epoch} of "
-            f"{checkpoint.config.epochs}; run python training/train.py {run_dir / CONFIG}"
+            f"{run_dir}: the training is not finished, it stopped after epoch {checkpoint.epoch} "
+            f"of {checkpoint.config.epochs}; resume it: python training/train.py {run_dir / CONFIG}"
         )
     return checkpoint
 
@@ -122,51 +150,69 @@ def resumable(config: Config, facts: Facts | None = None) -> Checkpoint | None:
         facts: the facts that the training will record, for example digests of its models; None: do
             not compare them. A model that was replaced at its path changes only these.
 
+    Returns:
+        The checkpoint, which may be finished. Keys of how images are read may differ.
+
     Raises:
         ConfigurationError: the checkpoint has another configuration or other facts.
         VerificationError: the checkpoint is damaged.
     """
     if not (config.run_dir / CHECKPOINT).is_file():
         return None
-    done = read_checkpoint(config.run_dir)
-    before, now = (c.model_dump(exclude=HOW_IMAGES_ARE_READ) for c in (done.config, config))
-    if before != now:
-        keys = [key for key in now if before.get(key, now[key]) != now[key]] or ["kind"]
+    checkpoint = read_checkpoint(config.run_dir)
+    stored, requested = (
+        c.model_dump(exclude=HOW_IMAGES_ARE_READ) for c in (checkpoint.config, config)
+    )
+    if stored != requested:
+        keys = [k for k in requested if stored.get(k, requested[k]) != requested[k]] or ["kind"]
         raise ConfigurationError(
             f"{config.run_dir} holds a training of another configuration (different: "
             f"{', '.join(keys)}); choose another run_dir, or remove that folder"
         )
-    if facts is not None and done.facts != facts:
-        names = {*done.facts, *facts}
-        others = [name for name in names if done.facts.get(name) != facts.get(name)]
+    if facts is not None and checkpoint.facts != facts:
+        names = {*checkpoint.facts, *facts}
+        others = [name for name in names if checkpoint.facts.get(name) != facts.get(name)]
         raise ConfigurationError(
             f"{config.run_dir} holds a training begun with another model or other vectors "
             f"(different: {join_few(sorted(others))}); remove that folder to start again, or "
             "restore the files"
         )
-    return done
+    return checkpoint
 
 
 def load_part(module: nn.Module, checkpoint: Checkpoint, part: str) -> None:
-    """Load all tensors of one part. Raises ConfigurationError, listing those that do not fit."""
-    stored, wanted = checkpoint.part(part), module.state_dict()
-    problems = [f"{key} is missing" for key in wanted if key not in stored]
-    problems += [f"{key} is not expected" for key in stored if key not in wanted]
+    """Load all tensors of one part of a checkpoint into a module, in place.
+
+    Args:
+        module: the module; its parameters keep their device.
+        checkpoint: the checkpoint.
+        part: the name of the part, such as encoder, head or upgrade.
+
+    Raises:
+        ConfigurationError: a tensor is missing, superfluous or of another shape; the module is
+            unchanged. The message lists up to five.
+    """
+    stored, expected = checkpoint.part(part), module.state_dict()
+    problems = [f"{key} is missing" for key in expected if key not in stored]
+    problems += [f"{key} is not expected" for key in stored if key not in expected]
     problems += [
-        f"{key}: expected shape {list(wanted[key].shape)}, got {list(stored[key].shape)}"
-        for key in wanted
-        if key in stored and wanted[key].shape != stored[key].shape
+        f"{key}: expected shape {list(expected[key].shape)}, got {list(stored[key].shape)}"
+        for key in expected
+        if key in stored and expected[key].shape != stored[key].shape
     ]
     if problems:
         raise ConfigurationError(
-            f"checkpoint of {checkpoint.config.run_dir} does not fit its {part}: "
-            + "; ".join(problems[:5])
+            f"the {part} in the checkpoint of {checkpoint.config.run_dir} does not fit the network "
+            f"of the configuration: {'; '.join(problems[:5])}"
         )
     module.load_state_dict(stored)
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Return the optimiser's state as tensors with names `optimizer.INDEX.NAME`."""
+    """Return an optimizer's state, such as momenta, as tensors named `optimizer.INDEX.NAME`.
+
+    INDEX is the place of a parameter in the optimizer. Before the first step the result is empty.
+    """
     state = optimizer.state_dict()["state"]
     return {
         f"optimizer.{index}.{name}": torch.as_tensor(value)
@@ -181,7 +227,7 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, checkpoint: Checkpoint) 
 
     Args:
         optimizer: an optimizer of the same parameters in the same order; it is changed.
-        checkpoint: the checkpoint.
+        checkpoint: the checkpoint; one of a finished run has no momenta.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     state: dict[int, dict[str, Tensor]] = {}

@@ -19,9 +19,9 @@ from nobackfill.training.config import (
     SideEncoderConfig,
     UpgradeConfig,
 )
-from nobackfill.training.data.folders import hold_out, readable, require_classes
-from nobackfill.training.data.pictures import open_pictures, reading, streams
-from nobackfill.training.loop.loop import ProgressBars, fit, keep_freed_memory, launched
+from nobackfill.training.data.folders import hold_out, readable_images, require_classes
+from nobackfill.training.data.pictures import exceeds_memory, open_pictures, reading_options
+from nobackfill.training.loop.loop import ProgressBars, fit, keep_freed_memory, launch_fabric
 from nobackfill.training.loop.objective import Objective
 from nobackfill.training.loop.run import CHECKPOINT, Checkpoint, read_finished, resumable
 from nobackfill.training.loop.upgrade import train_upgrade
@@ -36,36 +36,54 @@ _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
 
 
 def train(config: Config, progress: ProgressBars) -> Checkpoint:
-    """Run a training; a finished run is returned unchanged.
+    """Run a training, or return its finished run unchanged.
+
+    It writes to config.run_dir, and features of frozen models to the folder `features` next to it.
+    Pretrained weights are downloaded if they are not cached. An interrupted training resumes.
+
+    Args:
+        config: the configuration of any kind.
+        progress: where to show progress.
+
+    Returns:
+        The finished checkpoint.
 
     Raises:
         BusyError: another process trains in the run folder.
-        ConfigurationError, InvalidInputError, DivergedError: from the parts.
+        ConfigurationError: a key does not fit the images, the other models or this machine, or the
+            run folder holds another training.
+        InvalidInputError: there are too few images or classes, or a file is no image.
+        NotFoundError, UnavailableError: pretrained weights cannot be read or downloaded.
+        VerificationError: a checkpoint, a release or a file of weights is damaged.
+        DivergedError: a loss or a weight is not finite.
+        CannotWriteError: the run folder cannot be written.
+        NobackfillError: a process that reads images was killed.
     """
     keep_freed_memory()
     config = _normalised(config)
     _check_names(config)
-    chosen, held_out = split_images(config)
-    done = resumable(config)
-    if done is not None and done.finished:
-        return done
+    training_images, held_out = split_images(config)
+    checkpoint = resumable(config)
+    if checkpoint is not None and checkpoint.finished:
+        return checkpoint
     with _run_lock(config.run_dir):
         if isinstance(config, UpgradeConfig):
-            return train_upgrade(config, chosen, held_out, progress)
-        return _train_network(config, chosen, progress)
+            return train_upgrade(config, training_images, held_out, progress)
+        return _train_network(config, training_images, progress)
 
 
 @contextmanager
 def _run_lock(run_dir: Path) -> Iterator[None]:
     """Lock the run folder: two trainings in it would overwrite each other's files."""
     path = run_dir / "lock"
-    with ExitStack() as held:
+    with ExitStack() as stack:
         if _leads():
             try:
-                held.enter_context(lock_file(path))
+                stack.enter_context(lock_file(path))
             except BusyError as error:
                 raise BusyError(
-                    f"another training works in {run_dir}; wait for it, or choose another run_dir"
+                    f"another process is training in the run folder {run_dir}; wait until it ends, "
+                    "or set another run_dir"
                 ) from error
             except OSError as error:
                 # Some network file systems have no locks, and a cluster may have nothing else.
@@ -88,8 +106,16 @@ def _leads() -> bool:
 
 
 def split_images(config: Config) -> tuple[ImageListing, ImageListing]:
-    """Return the images to train on and the held-out images. Raises ConfigurationError and
-    InvalidInputError."""
+    """Return the images to train on, and the held-out images, which may be none.
+
+    With skip_corrupt, files that are no images are left out, and stderr lists them.
+
+    Raises:
+        ConfigurationError: the folder of images or the class list cannot be read.
+        InvalidInputError: there are fewer than two classes (one for an upgrade), a class is empty,
+            or, where all files are checked now, a file is no image.
+        CannotWriteError: the result of that check cannot be written.
+    """
     listing = _usable(list_images(config.images, config.classes, config.class_list), config)
     # An upgrade may read no labels, so one class is enough.
     require_classes(listing, 1 if isinstance(config, UpgradeConfig) else 2)
@@ -112,20 +138,20 @@ def _usable(listing: ImageListing, config: Config) -> ImageListing:
 
     Images that are read on demand are checked now, so that a training does not fail after hours.
     """
-    later = not isinstance(config, UpgradeConfig) and streams(
-        listing, config.image_size, reading(config)
+    later = not isinstance(config, UpgradeConfig) and exceeds_memory(
+        listing, config.image_size, reading_options(config)
     )
     if not config.skip_corrupt and not later:
         return listing
-    left, skipped = readable(listing, config.run_dir.parent / "features")
+    usable, skipped = readable_images(listing, config.run_dir.parent / "features")
     if skipped and not config.skip_corrupt:
         raise InvalidInputError(
-            f"{len(skipped)} of the {len(listing)} files of {listing.root} are no images: "
-            f"{join_few(skipped)}; remove them, or train with skip_corrupt: true"
+            f"{len(skipped)} of the {len(listing)} files in {listing.root} are no images that can "
+            f"be decoded: {join_few(skipped)}; remove them, or train with --set skip_corrupt=true"
         )
     for path in skipped:
-        print(f"skipped, no image: {listing.root / path}", file=sys.stderr)
-    return left
+        print(f"{listing.root / path}: not trained on, because it is no image", file=sys.stderr)
+    return usable
 
 
 def _check_names(config: Config) -> None:
@@ -143,20 +169,21 @@ def _train_network(
     labels = torch.from_numpy(listing.labels)
     if len(listing) < config.batch_size:
         raise InvalidInputError(
-            f"{listing.root}: {len(listing)} images to train on are fewer than batch_size "
-            f"{config.batch_size}; lower it with --set batch_size={max(2, len(listing) // 2)}"
+            f"{listing.root}: expected at least batch_size ({config.batch_size}) images to train "
+            f"on, got {len(listing)}; add images, or train with "
+            f"--set batch_size={max(2, len(listing) // 2)}"
         )
     if isinstance(config, SideEncoderConfig):
         objective = side_objective(config, len(listing.class_names))
         _begin_with(config, objective, listing.class_names)
-        images = open_pictures(listing, config.image_size, reading(config))
+        images = open_pictures(listing, config.image_size, reading_options(config))
         rows = {"labels": labels, "images": images}
         return fit(objective, rows, config, listing.class_names, progress=progress)
     method = embedder_method(config.method)
     old = None if config.old is None else load_classifier(config.old)
-    images = open_pictures(listing, config.image_size, reading(config))
+    images = open_pictures(listing, config.image_size, reading_options(config))
     # Launched before the objective is built, which may encode every image.
-    fabric = launched(config)
+    fabric = launch_fabric(config)
     inputs = EmbedderInputs(config, listing.class_names, images, labels, old, fabric.device)
     embedder = method.objective(inputs)
     _begin_with(config, embedder, listing.class_names)

@@ -30,18 +30,18 @@ from nobackfill.training.config import (
     StoredVectorFiles,
     UpgradeConfig,
 )
-from nobackfill.training.data.folders import read_stored
-from nobackfill.training.data.pictures import reading
-from nobackfill.training.loop.loop import ProgressBars, finish, fit
+from nobackfill.training.data.folders import read_stored_vectors
+from nobackfill.training.data.pictures import reading_options
+from nobackfill.training.loop.loop import ProgressBars, fit, write_solved_run
 from nobackfill.training.loop.run import Checkpoint, load_part, read_finished, resumable
 from nobackfill.training.method import UpgradeInputs, UpgradeMethod, UpgradeShape
 from nobackfill.training.methods import upgrade_method
 from nobackfill.training.networks.frozen import (
     FrozenEncoder,
     augmented_views,
+    encoder_of_run,
+    encoders_of_release,
     load_classifier,
-    of_release,
-    of_run,
     training_features,
 )
 from nobackfill.training.networks.transform import UpgradeNetwork
@@ -62,60 +62,73 @@ class Groups:
     """The class or cluster of each training image, and the folds of groups that are left out.
 
     Attributes:
-        of: the group of each image, int64 [n], below `count`.
+        group_of: the group of each image, int64 [n], below `count`.
         count: the number of groups.
-        folds: groups that are left out together.
-        told: a description for the run's facts.
+        folds: groups that are left out together, int64 each.
+        description: what the groups are, for the run's facts.
     """
 
-    of: Ints
+    group_of: Ints
     count: int
     folds: tuple[Ints, ...]
-    told: str
+    description: str
 
 
 def check_choices(method: UpgradeMethod, config: UpgradeConfig) -> None:
-    """Raise ConfigurationError for an option in `choose` that cannot be selected, or is set."""
+    """Check the options that the key `choose` names; without any, do nothing.
+
+    Raises:
+        ConfigurationError: the method cannot select the option, it is set in `options`, or it is
+            named twice.
+    """
     for name in config.choose:
         if name not in method.choices:
             names = ", ".join(method.choices) or "none"
             raise ConfigurationError(
-                f"choose: method {config.method} has no option {name!r} to choose; it has {names}"
+                f"choose: method {config.method} has no option {name!r} whose value can be "
+                f"selected automatically; expected one of: {names}"
             )
         if name in config.options or config.choose.count(name) > 1:
-            raise ConfigurationError(f"choose: {name} is named twice, or set in options, too")
+            raise ConfigurationError(
+                f"choose: the option {name} is named twice, or also set in options; leave one out"
+            )
 
 
-def choose(
+def select_options(
     method: UpgradeMethod,
     inputs: UpgradeInputs,
     rows_of: Callable[[Ints], Mapping[str, Tensor]],
     train: Callable[[UpgradeInputs], UpgradeNetwork],
 ) -> UpgradeInputs:
-    """Select the values of the options in `choose`.
+    """Select the values of the options that the key `choose` names.
+
+    Each combination of values is scored by short trainings, which run in folders below
+    config.run_dir/choice. The module's docstring describes the rule.
 
     Args:
         method: the upgrade method.
         inputs: the inputs of the training.
-        rows_of: returns the features of some images, in views that show no other images.
+        rows_of: returns the features of images, given by their row numbers, in views that show no
+            other images.
         train: trains an upgrade.
 
     Returns:
-        `inputs` with the selected values.
+        `inputs` with `selection` and `selection_data`.
 
     Raises:
-        InvalidInputError: as `divide`.
+        InvalidInputError: there are too few classes and too few images to cluster.
+        DivergedError: a loss of a short training is not finite.
     """
-    groups = divide(inputs)
+    groups = make_groups(inputs)
     trained = [name for name in inputs.config.choose if name not in method.variants]
     after = [name for name in inputs.config.choose if name in method.variants]
     scores: dict[tuple[float, ...], Scores] = {}
     for first in _combinations(method, trained):
         for number, fold in enumerate(groups.folds):
-            shown = rows_of(np.flatnonzero(~np.isin(groups.of, fold)))
+            rows = rows_of(np.flatnonzero(~np.isin(groups.group_of, fold)))
             name = "-".join([f"{number}", *(f"{value:g}" for value in first.values())])
             config = _short(inputs.config, name)
-            trial = replace(inputs, config=config, rows=shown, held_out={}, chosen=first)
+            trial = replace(inputs, config=config, rows=rows, held_out={}, selection=first)
             upgrade = train(trial)
             for second in _combinations(method, after):
                 values = tuple((first | second)[option] for option in inputs.config.choose)
@@ -124,8 +137,8 @@ def choose(
                 for option, value in second.items():
                     variant = method.variants[option](variant, value)
                 of_groups[fold] = _scores(variant, inputs, groups, fold)
-    chosen = dict(zip(inputs.config.choose, by_rule(scores), strict=True))
-    return replace(inputs, chosen=chosen, chosen_on=groups.told)
+    selection = dict(zip(inputs.config.choose, best_values(scores), strict=True))
+    return replace(inputs, selection=selection, selection_data=groups.description)
 
 
 def _short(config: UpgradeConfig, name: str) -> UpgradeConfig:
@@ -140,11 +153,12 @@ def _short(config: UpgradeConfig, name: str) -> UpgradeConfig:
     return config.model_copy(update=changed)
 
 
-def by_rule(scores: Mapping[tuple[float, ...], Scores]) -> tuple[float, ...]:
+def best_values(scores: Mapping[tuple[float, ...], Scores]) -> tuple[float, ...]:
     """Return the values with the largest mean score over groups, unless the default is as good.
 
     Args:
-        scores: scores per group [g], by values; the first entry has the default values.
+        scores: float64 scores per group [g], g at least 2, by values; the first entry has the
+            default values.
 
     Returns:
         The best values if they beat the default by more than the standard error of the difference,
@@ -155,20 +169,25 @@ def by_rule(scores: Mapping[tuple[float, ...], Scores]) -> tuple[float, ...]:
     return best if gains.mean() > gains.std(ddof=1) / len(gains) ** 0.5 else usual
 
 
-def divide(inputs: UpgradeInputs) -> Groups:
-    """Divide the classes, or clusters of images, into three folds drawn by the seed.
+def make_groups(inputs: UpgradeInputs) -> Groups:
+    """Divide the classes, or clusters of images, into three folds drawn by config.seed.
+
+    With fewer than five classes the images are clustered by their new embeddings (k-means, ten
+    clusters).
 
     Raises:
-        InvalidInputError: there are too few images to cluster.
+        InvalidInputError: there are fewer than five classes, and fewer than 100 images or five
+            different embeddings to cluster.
     """
     labels, seed = inputs.rows["labels"].numpy(), inputs.config.seed
     names, kind = np.unique(labels), "classes"
     if len(names) < _FEWEST_GROUPS:
         if len(labels) < _FEWEST_IN_CLUSTER * _CLUSTERS:
             raise InvalidInputError(
-                f"choose: expected {_FEWEST_GROUPS} class folders, or "
-                f"{_FEWEST_IN_CLUSTER * _CLUSTERS} images to cluster, got {len(names)} with "
-                f"{len(labels)} images; leave choose out"
+                "choose: to select option values, expected images of at least "
+                f"{_FEWEST_GROUPS} class folders, or at least {_FEWEST_IN_CLUSTER * _CLUSTERS} "
+                f"images, got {len(names)} class folders with {len(labels)} images; leave the key "
+                "choose out"
             )
         # Imported here: it takes a second, and most trainings do not cluster.
         from sklearn.cluster import KMeans
@@ -178,12 +197,13 @@ def divide(inputs: UpgradeInputs) -> Groups:
         names, kind = np.unique(labels), "clusters"
         if len(names) < _FEWEST_GROUPS:
             raise InvalidInputError(
-                f"choose: the images have {len(names)} new embeddings that differ; leave it out"
+                f"choose: to select option values, expected at least {_FEWEST_GROUPS} different "
+                f"new embeddings of the images, got {len(names)}; leave the key choose out"
             )
-    of = np.searchsorted(names, labels).astype(np.int64)
+    group_of = np.searchsorted(names, labels).astype(np.int64)
     drawn = np.random.default_rng(seed).permutation(len(names))
     folds = tuple(np.sort(fold) for fold in np.array_split(drawn, _FOLDS))
-    return Groups(of, len(names), folds, f"{len(names)} {kind}, a third held back at a time")
+    return Groups(group_of, len(names), folds, f"{len(names)} {kind}, a third held back at a time")
 
 
 def _combinations(method: UpgradeMethod, names: list[str]) -> Iterator[Values]:
@@ -196,32 +216,42 @@ def _scores(upgrade: UpgradeNetwork, inputs: UpgradeInputs, groups: Groups, fold
     """Return the mean of CMC-1 and mAP for each group of the fold.
 
     New embeddings of the group are the queries; all migrated embeddings are the gallery."""
-    drawn = np.random.default_rng(inputs.config.seed).permutation(len(groups.of))[:_MOST_SEARCHED]
+    drawn = np.random.default_rng(inputs.config.seed).permutation(len(groups.group_of))[
+        :_MOST_SEARCHED
+    ]
     view = {name: rows[drawn, 0] for name, rows in inputs.rows.items() if rows.ndim > 2}
     with torch.no_grad():
-        carried = upgrade(view["old"], view.get("side")).embedding.numpy()
-    own = groups.of[drawn]
-    asking = np.flatnonzero(np.isin(own, fold))
-    relevance = same_label(own[asking], own, asking, np.arange(len(own)))
-    ranking = rank(view["new"].numpy()[asking], carried, relevance)
-    both = (cmc(ranking, 1) + average_precision(ranking)) / 2
+        gallery = upgrade(view["old"], view.get("side")).embedding.numpy()
+    group_of = groups.group_of[drawn]
+    queries = np.flatnonzero(np.isin(group_of, fold))
+    relevance = same_label(group_of[queries], group_of, queries, np.arange(len(group_of)))
+    ranking = rank(view["new"].numpy()[queries], gallery, relevance)
+    figures = (cmc(ranking, 1) + average_precision(ranking)) / 2
     # An image that is alone in its group has no relevant item.
-    found = [both[(own[asking] == group) & np.isfinite(both)] for group in fold]
-    return np.array([one.mean() if len(one) else 0.0 for one in found])
+    by_group = [figures[(group_of[queries] == group) & np.isfinite(figures)] for group in fold]
+    return np.array([one.mean() if len(one) else 0.0 for one in by_group])
 
 
 @dataclass(frozen=True)
 class Sources:
-    """The frozen models of an upgrade; None: not used. `stored` vectors replace an old model."""
+    """The frozen models of an upgrade; None: not used.
+
+    Attributes:
+        old: the old embedder; None if there are `vector_files`.
+        vector_files: stored vectors of the old embedder, which replace it.
+        old_side: the encoder of the side-information that is read.
+        new: the new embedder.
+        new_side: the encoder of the side-information that is written.
+    """
 
     old: FrozenEncoder | None
-    stored: StoredVectorFiles | None
+    vector_files: StoredVectorFiles | None
     old_side: FrozenEncoder | None
     new: FrozenEncoder
     new_side: FrozenEncoder | None
 
     def encoders(self) -> dict[str, FrozenEncoder]:
-        """Return the encoders by the name of their features."""
+        """Return the encoders by the name of their features: old, side, new, new_side."""
         named = {
             "old": self.old,
             "side": self.old_side,
@@ -232,29 +262,37 @@ class Sources:
 
 
 def open_sources(config: UpgradeConfig) -> Sources:
-    """Load the models that the configuration names. Raises ConfigurationError for another kind."""
-    old = stored = old_side = None
+    """Load the models that the configuration names; files of stored vectors are not opened.
+
+    Raises:
+        ConfigurationError: a run is missing, unfinished or of another kind; a release is not
+            published; or a side encoder is missing.
+        InvalidInputError: a release reads images in a way that training does not support.
+        VerificationError: a checkpoint or a release is damaged.
+    """
+    old = vector_files = old_side = None
     if isinstance(config.old, StoredVectorFiles):
-        stored = config.old
+        vector_files = config.old
     elif isinstance(config.old, PublishedSource):
-        old, old_side = of_release(config.old)
+        old, old_side = encoders_of_release(config.old)
     else:
-        old = of_run(config.old, "embedder")
+        old = encoder_of_run(config.old, "embedder")
     if config.old_side is not None:
-        old_side = of_run(config.old_side, "side_encoder")
+        old_side = encoder_of_run(config.old_side, "side_encoder")
     if isinstance(config.new, PublishedSource):
-        new, new_side = of_release(config.new)
+        new, new_side = encoders_of_release(config.new)
     else:
-        new, new_side = of_run(config.new, "embedder"), None
+        new, new_side = encoder_of_run(config.new, "embedder"), None
     if config.new_side is not None:
-        new_side = of_run(config.new_side, "side_encoder")
+        new_side = encoder_of_run(config.new_side, "side_encoder")
     if config.side == "maps" and new_side is None:
         raise ConfigurationError(
-            f"{config.new}: side: maps needs a side encoder, but it has none; add new_side"
+            f"side: maps needs the new side encoder, but {config.new} has none; add the key "
+            "new_side with a run folder, or set side: drops"
         )
     return Sources(
         old,
-        stored,
+        vector_files,
         old_side if config.reads_side else None,
         new,
         new_side if config.side == "maps" else None,
@@ -264,19 +302,31 @@ def open_sources(config: UpgradeConfig) -> Sources:
 def upgrade_rows(
     sources: Sources, listing: ImageListing, config: UpgradeConfig, views: int, mixed_views: int = 0
 ) -> dict[str, Tensor]:
-    """Compute the features that an upgrade is trained on.
+    """Compute the features that an upgrade is trained on, from the cache or into it.
+
+    Args:
+        sources: the models.
+        listing: n images.
+        config: the configuration, with the augmentation, the seed and the place of the cache.
+        views: the number of views, the images themselves included.
+        mixed_views: the number of additional views that mix two images.
 
     Returns:
         `old`, `side`, `new`, `new_side` float32 [n,views + mixed_views,dim], as far as the sources
-        have them, and `labels` int64 [n].
+        have them, and `labels` int64 [n]. Stored old vectors have one view.
+
+    Raises:
+        InvalidInputError: a file is no image, or stored vectors do not match the images.
+        ConfigurationError: a file of stored vectors is missing.
+        CannotWriteError: the cache cannot be written.
     """
     columns: dict[str, list[np.ndarray]] = {name: [] for name in sources.encoders()}
     for read in _views_read(sources.encoders(), listing, config, views, mixed_views):
         for name, vectors in read.items():
             columns[name].append(vectors)
     rows = {name: torch.from_numpy(np.stack(parts, 1)) for name, parts in columns.items()}
-    if sources.stored is not None:
-        rows["old"] = torch.from_numpy(read_stored(sources.stored, listing))[:, None]
+    if sources.vector_files is not None:
+        rows["old"] = torch.from_numpy(read_stored_vectors(sources.vector_files, listing))[:, None]
     return {**rows, "labels": torch.from_numpy(listing.labels)}
 
 
@@ -291,30 +341,47 @@ def _views_read(
     cache = config.run_dir.parent / "features"
     sizes = tuple(encoder.image_size for encoder in encoders.values())
     for images in augmented_views(
-        listing, sizes, views, config.augmentation, config.split_seed, reading(config), mixed_views
+        listing,
+        sizes,
+        views,
+        config.augmentation,
+        config.split_seed,
+        reading_options(config),
+        mixed_views,
     ):
         read: dict[str, NDArray[np.float32]] = {}
         for size, source in images.items():
             named = {name: one for name, one in encoders.items() if one.image_size == size}
-            found = training_features(list(named.values()), source, cache)
-            read |= zip(named, found, strict=True)
+            vectors = training_features(list(named.values()), source, cache)
+            read |= zip(named, vectors, strict=True)
         yield read
 
 
-def keep_features(
+def cache_features(
     configs: Sequence[UpgradeConfig], train: ImageListing, held_out: ImageListing
 ) -> None:
-    """Compute the features of `train_upgrade` into the cache.
+    """Compute the features that `train_upgrade` needs into the cache, and return nothing.
 
-    Each view is made once for all configurations, which must differ only in models and methods."""
+    Each view is made once for all configurations.
+
+    Args:
+        configs: at least one configuration; they must differ only in models and methods.
+        train: the images to train on.
+        held_out: the held-out images; may be none.
+
+    Raises:
+        ConfigurationError, InvalidInputError, VerificationError: as `open_sources`.
+        InvalidInputError: a file is no image.
+        CannotWriteError: the cache cannot be written.
+    """
     encoders: dict[str, FrozenEncoder] = {}
     for config in configs:
         encoders |= {one.digest: one for one in open_sources(config).encoders().values()}
-    shown = configs[0]
-    for _ in _views_read(encoders, train, shown, shown.views, shown.mixed_views):
+    first = configs[0]
+    for _ in _views_read(encoders, train, first, first.views, first.mixed_views):
         pass
     if len(held_out):
-        for _ in _views_read(encoders, held_out, shown, 1):
+        for _ in _views_read(encoders, held_out, first, 1):
             pass
 
 
@@ -330,10 +397,13 @@ def repeat_unseen(
     it never saw; embeddings of unseen classes do not. docs/training.md explains this.
 
     Args:
-        rows: tensors of equal length, with `labels`.
+        rows: tensors of equal length, with `labels` int64.
         class_names: names of the labels.
         old_classes: names of the old model's training classes.
-        copies: how often to repeat a row.
+        copies: how often such a row occurs in the result; other rows occur once.
+
+    Returns:
+        The tensors with repeated rows next to each other.
 
     Raises:
         ConfigurationError: the old model was trained on every class.
@@ -341,14 +411,15 @@ def repeat_unseen(
     unseen = torch.tensor([name not in old_classes for name in class_names])
     if not unseen.any():
         raise ConfigurationError(
-            "unseen_copies: the old model trained on every class of the images; leave the key out"
+            "unseen_copies: the old model was trained on every class of the images, so there is no "
+            "unseen class to repeat; leave the key out"
         )
     times = torch.where(unseen, copies, 1)[rows["labels"]]
     return {name: tensor.repeat_interleave(times, 0) for name, tensor in rows.items()}
 
 
 def shape_of(rows: Mapping[str, Tensor], unit: bool) -> UpgradeShape:
-    """Return the dimensions of the features."""
+    """Return the dimensions of features [n,v,dim] by name; 0 for old, side, new_side if absent."""
     dims = {name: rows[name].shape[2] if name in rows else 0 for name in _FEATURES}
     return UpgradeShape(dims["old"], dims["side"], dims["new"], dims["new_side"], unit)
 
@@ -359,27 +430,43 @@ _FEATURES = ("old", "side", "new", "new_side")
 def train_upgrade(
     config: UpgradeConfig, train: ImageListing, held_out: ImageListing, progress: ProgressBars
 ) -> Checkpoint:
-    """Train the upgrade of a configuration; a finished run is returned unchanged.
+    """Train the upgrade of a configuration, or return its finished run unchanged.
+
+    Features of the frozen models are computed into a cache next to the run folder. The caller holds
+    the lock of the run folder.
+
+    Args:
+        config: the configuration.
+        train: the images to train on.
+        held_out: images that no model was trained on; may be none.
+        progress: where to show progress.
+
+    Returns:
+        The finished checkpoint.
 
     Raises:
-        ConfigurationError: the method, an option or a model does not fit.
-        InvalidInputError: there are too few images.
-        DivergedError: a loss is not finite.
+        ConfigurationError: the method, an option or a model does not fit, or the run folder holds
+            another training.
+        InvalidInputError: there are too few images, a file is no image, or stored vectors do not
+            match the images.
+        VerificationError: a checkpoint or a release is damaged.
+        DivergedError: a loss or a weight is not finite.
+        CannotWriteError: the run folder or the cache cannot be written.
     """
     method = upgrade_method(config.method)
     if config.mixed_views and method.reads_labels(config):
         raise ConfigurationError(
-            f"method {config.method} reads labels, but views that mix two images have none; "
-            "set mixed_views: 0, or options without a term on labels"
+            f"method {config.method} reads labels, but views that mix two images have none; train "
+            "with mixed_views: 0, or with options without a term on labels"
         )
     check_choices(method, config)
     if len(train) < 2:
         raise InvalidInputError(
             f"{train.root}: expected at least two images to train an upgrade, got {len(train)}"
         )
-    done = resumable(config)
-    if done is not None and done.finished:
-        return done
+    checkpoint = resumable(config)
+    if checkpoint is not None and checkpoint.finished:
+        return checkpoint
     sources = open_sources(config)
     rows = upgrade_rows(sources, train, config, config.views, config.mixed_views)
     new_head, new_names = None, train.class_names
@@ -400,7 +487,7 @@ def train_upgrade(
         digests["old_vectors_digest"] = sha256_file(config.old.vectors)
         digests["old_paths_digest"] = sha256_file(config.old.paths)
     if config.choose:
-        inputs = choose(
+        inputs = select_options(
             method,
             inputs,
             lambda picked: _rows_of(sources, train.select(picked), config, rows, picked),
@@ -430,7 +517,26 @@ def _rows_of(
 def fit_upgrade(
     inputs: UpgradeInputs, progress: ProgressBars, digests: Mapping[str, str]
 ) -> Checkpoint:
-    """Train or solve an upgrade; `digests` record which models it belongs to."""
+    """Train or solve an upgrade, and write its run to config.run_dir.
+
+    A finished run with the same configuration and facts is returned unchanged if the method is
+    trained; a method in closed form is solved again.
+
+    Args:
+        inputs: the features and the configuration.
+        progress: where to show progress.
+        digests: facts that record which models the upgrade belongs to.
+
+    Returns:
+        The finished checkpoint, part `upgrade`.
+
+    Raises:
+        ConfigurationError: the method or an option does not fit, or the run folder holds another
+            training.
+        VerificationError: the checkpoint in the run folder is damaged.
+        DivergedError: a loss or a weight is not finite.
+        CannotWriteError: the run folder cannot be written.
+    """
     config, shape = inputs.config, inputs.shape
     method = upgrade_method(config.method)
     torch.manual_seed(config.seed)
@@ -442,30 +548,36 @@ def fit_upgrade(
         "new_side_dim": shape.new_side_dim,
         "unit": shape.unit,
         **digests,
-        **{f"chosen_{name}": value for name, value in inputs.chosen.items()},
+        **{f"chosen_{name}": value for name, value in inputs.selection.items()},
     }
-    if inputs.chosen_on:
-        facts["chosen_on"] = inputs.chosen_on
+    if inputs.selection_data:
+        facts["chosen_on"] = inputs.selection_data
     if isinstance(config.old, StoredVectorFiles | PublishedSource):
         facts["old_release"] = config.old.release
     if method.solve is not None:
         if config.keep_best:
-            raise ConfigurationError(f"keep_best: {config.method} is solved and has no epochs")
+            raise ConfigurationError(
+                f"keep_best: method {config.method} is solved in closed form and has no epochs to "
+                "select from; leave the key keep_best out"
+            )
         method.solve(upgrade, inputs)
-        return finish({"upgrade": upgrade}, config, inputs.class_names, facts)
+        return write_solved_run({"upgrade": upgrade}, config, inputs.class_names, facts)
     assert method.objective is not None
     objective = method.objective(upgrade, inputs)
     return fit(objective, inputs.rows, config, inputs.class_names, progress=progress, facts=facts)
 
 
 def load_upgrade(checkpoint: Checkpoint) -> UpgradeNetwork:
-    """Load the finished upgrade of a checkpoint, in eval mode.
+    """Build the upgrade of a finished checkpoint, on the CPU, in eval mode and without gradients.
 
-    Raises ConfigurationError for another kind of run."""
+    Raises:
+        ConfigurationError: the run is of another kind, or its tensors do not fit the network.
+    """
     config, facts = checkpoint.config, checkpoint.facts
     if not isinstance(config, UpgradeConfig):
         raise ConfigurationError(
-            f"{config.run_dir}: expected a run of kind upgrade, got {config.kind}"
+            f"{config.run_dir}: expected the folder of a run of kind upgrade, got one of kind "
+            f"{config.kind}"
         )
     shape = UpgradeShape(
         int(facts["old_dim"]),
@@ -480,6 +592,14 @@ def load_upgrade(checkpoint: Checkpoint) -> UpgradeNetwork:
 
 
 def read_upgrade(run_dir: Path) -> tuple[UpgradeNetwork, Checkpoint]:
-    """Load the finished upgrade of a run folder, with its checkpoint."""
+    """Load the finished upgrade of a run folder, with its checkpoint.
+
+    Returns:
+        The network on the CPU, in eval mode and without gradients, and the checkpoint.
+
+    Raises:
+        ConfigurationError: the run is missing, unfinished or of another kind.
+        VerificationError: the checkpoint is damaged.
+    """
     checkpoint = read_finished(run_dir)
     return load_upgrade(checkpoint), checkpoint

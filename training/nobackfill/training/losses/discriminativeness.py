@@ -43,12 +43,22 @@ def confidence_weights(
 ) -> Tensor:
     """Return the weights of DMU Eq. 13: softmax of the true class's probability.
 
-    Arguments and result as in `entropy_weights`, with labels int64 [n].
+    Args:
+        old_cosines: products of unit old features and unit old classifier rows [n, c].
+        labels: int64 [n], each below c.
+        entropy_scale: factor of the cosines; 1 in the paper.
+        weight_temperature: divisor of the probabilities; 1 in the paper.
+
+    Returns:
+        Weights [n] with the sum 1; a batch of one row has the weight 1.
     """
     confidence = true_class_probability(entropy_scale * old_cosines, labels)
     return torch.softmax(confidence / weight_temperature, 0)
 
 
 def selective_loss(losses: Tensor, weights: Tensor) -> Tensor:
-    """Sum lambda(x) * l(x; phi_n, omega_o) over the batch (DMU Eq. 10): [n], [n] -> scalar."""
+    """Sum lambda(x) * l(x; phi_n, omega_o) over the batch (DMU Eq. 10): [n], [n] -> scalar.
+
+    The weights get no gradient.
+    """
     return (weights.detach() * losses).sum()

@@ -22,6 +22,8 @@ def focal_weights(
 ) -> Tensor:
     """Return base + focus where the old classifier is right, else base: [n, c], [n] -> [n].
 
+    The old classifier is right where the largest of its logits is that of the label, int64.
+
     Source: positive-congruent training (Yan et al. 2021), the baseline of DMU Table 8.
     """
     return base + focus * (old_logits.argmax(1) == labels).to(old_logits.dtype)
@@ -30,7 +32,12 @@ def focal_weights(
 def focal_distillation(
     new_logits: Tensor, old_logits: Tensor, labels: Tensor, temperature: float = 1.0
 ) -> Tensor:
-    """KL(softmax(old / T) || softmax(new / T)) times `focal_weights`: [n, c], [n] -> [n]."""
+    """KL(softmax(old / T) || softmax(new / T)) times `focal_weights`: [n, c], [n, c], [n] -> [n].
+
+    T is the temperature. The old logits get no gradient.
+
+    Source: positive-congruent training (Yan et al. 2021), the baseline of DMU Table 8.
+    """
     target = (old_logits.detach() / temperature).log_softmax(1)
     divergence = F.kl_div(
         (new_logits / temperature).log_softmax(1), target, log_target=True, reduction="none"
@@ -39,7 +46,10 @@ def focal_distillation(
 
 
 def reversed_kl(predicted_logits: Tensor, target_logits: Tensor) -> Tensor:
-    """KL(softmax(predicted) || softmax(target)): [n, c], [n, c] -> [n] (FCT Table 12, reversed)."""
+    """KL(softmax(predicted) || softmax(target)): [n, c], [n, c] -> [n] (FCT Table 12, reversed).
+
+    Both arguments get a gradient.
+    """
     predicted = predicted_logits.log_softmax(1)
     return (predicted.exp() * (predicted - target_logits.log_softmax(1))).sum(1)
 
@@ -47,7 +57,8 @@ def reversed_kl(predicted_logits: Tensor, target_logits: Tensor) -> Tensor:
 def forward_kl(predicted_logits: Tensor, target_logits: Tensor) -> Tensor:
     """KL(softmax(target) || softmax(predicted)): [n, c], [n, c] -> [n] (FCT Table 12; section E.1).
 
-    Both are responses of the frozen new classifier: to h's output and to the new embedding.
+    Both are responses of the frozen new classifier: to h's output and to the new embedding. The
+    target gets no gradient.
     """
     return reversed_kl(target_logits.detach(), predicted_logits)
 

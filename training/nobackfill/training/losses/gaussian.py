@@ -10,7 +10,15 @@ _LARGEST_LOG = 20.0
 
 
 def gaussian_nll(predicted: Tensor, target: Tensor, log_variance: Tensor) -> Tensor:
-    """Negative log-likelihood per dimension of N(predicted, s^2 I) at `target`: [n, d], [n] -> [n].
+    """Negative log-likelihood per dimension of N(predicted, s^2 I) at `target`.
+
+    Args:
+        predicted: upgraded embeddings [n, d].
+        target: new embeddings [n, d].
+        log_variance: log s^2 [n]; values beyond -20 to 20 are clamped.
+
+    Returns:
+        One value per row [n], in nats; it may be negative.
 
     Source: FastFill (Jaeckle et al. 2023), with one variance s^2 = exp(log_variance) per item. The
     likelihood is divided by d, so that its weight does not depend on the dimension.
@@ -22,8 +30,8 @@ def gaussian_nll(predicted: Tensor, target: Tensor, log_variance: Tensor) -> Ten
 def attenuated(losses: Tensor, log_variance: Tensor) -> Tensor:
     """Return (l / s^2 + log s^2) / 2 with s^2 = exp(log_variance): [n], [n] -> [n].
 
-    The minimum is at s^2 = l. This is FastFill's objective, where l contains distance and
-    classification.
+    The minimum is at s^2 = l. Log variances beyond -20 to 20 are clamped. This is FastFill's
+    objective, where l contains distance and classification.
     """
     log_s2 = log_variance.clamp(-_LARGEST_LOG, _LARGEST_LOG)
     return 0.5 * (losses * torch.exp(-log_s2) + log_s2)
@@ -32,8 +40,8 @@ def attenuated(losses: Tensor, log_variance: Tensor) -> Tensor:
 def variance_factor(predicted: Tensor, target: Tensor, log_variance: Tensor) -> float:
     """Return the factor by which to multiply predicted variances to fit held-out residuals.
 
-    It is the maximum-likelihood factor, the mean of |predicted - target|^2 / (d s^2) over images;
-    1 means calibrated.
+    It is the maximum-likelihood factor, the mean of |predicted - target|^2 / (d s^2) over images.
+    With 1 the variances are calibrated. Without rows the result is NaN.
 
     Args:
         predicted: upgraded embeddings [n, d].

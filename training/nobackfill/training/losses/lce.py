@@ -11,12 +11,18 @@ from torch import Tensor
 
 
 def centre_alignment(predicted: Tensor, target: Tensor, labels: Tensor) -> Tensor:
-    """Return 1 - cos between the class means of both sides: [n, d], [n, d], [n] -> [classes seen].
+    """Return 1 - cos between the class means of both sides.
 
-    Only classes in the batch have a value; `target` gets no gradient.
+    Args:
+        predicted: transformed features [n, d].
+        target: true features [n, d], without gradient.
+        labels: int64 [n].
+
+    Returns:
+        One value per class that occurs in the batch, by ascending label.
     """
-    seen, place = torch.unique(labels, return_inverse=True)
-    one_hot = F.one_hot(place, len(seen)).to(predicted.dtype)
+    classes, place = torch.unique(labels, return_inverse=True)
+    one_hot = F.one_hot(place, len(classes)).to(predicted.dtype)
     counts = one_hot.sum(0)[:, None]
     ours, theirs = one_hot.t() @ predicted / counts, one_hot.t() @ target.detach() / counts
     return 1 - F.cosine_similarity(ours, theirs, dim=1)
@@ -27,7 +33,7 @@ def boundary(predicted: Tensor, target: Tensor, centres: Tensor, labels: Tensor)
 
     Args:
         predicted: transformed features [n, d].
-        target: true features [n, d].
+        target: true features [n, d], without gradient.
         centres: class centres [c, d].
         labels: int64 [n].
 

@@ -5,7 +5,10 @@ from torch import Tensor
 
 
 def squared_distances(a: Tensor, b: Tensor) -> Tensor:
-    """Return squared L2 distances [n, m] between [n, d] and [m, d], differentiable everywhere."""
+    """Return squared L2 distances [n, m] between [n, d] and [m, d], differentiable everywhere.
+
+    Rounding errors below 0 become 0.
+    """
     return (a.square().sum(1, keepdim=True) + b.square().sum(1)[None, :] - 2 * (a @ b.t())).clamp(
         min=0
     )
@@ -19,19 +22,19 @@ def listwise(predicted: Tensor, target: Tensor, queue: Tensor, temperature: floa
 
     Args:
         predicted: upgraded embeddings [n, d].
-        target: new embeddings [n, d].
+        target: new embeddings [n, d], without gradient.
         queue: other new embeddings [m, d].
-        temperature: in units of squared distance.
+        temperature: in units of squared distance, above 0.
 
     Returns:
         One value per row [n].
     """
-    wanted = (-squared_distances(target, queue) / temperature).softmax(1).detach()
-    seen = F.log_softmax(-squared_distances(predicted, queue) / temperature, 1)
-    return -(wanted * seen).sum(1)
+    expected = (-squared_distances(target, queue) / temperature).softmax(1).detach()
+    log_predicted = F.log_softmax(-squared_distances(predicted, queue) / temperature, 1)
+    return -(expected * log_predicted).sum(1)
 
 
 def mean_squared_distance(features: Tensor) -> Tensor:
-    """Return the mean squared distance between two different rows of [n, d]: a scalar."""
+    """Return the mean squared distance between two different rows of [n, d], n >= 2: a scalar."""
     n = len(features)
     return 2 * (features - features.mean(0)).square().sum() / (n - 1)

@@ -8,7 +8,10 @@ from torch import Tensor
 
 
 def cosines(embedding: Tensor, weights: Tensor) -> Tensor:
-    """Return cosines [n, c] of embeddings [n, d] and class weights [c, d], in float32 or wider."""
+    """Return cosines [n, c] of embeddings [n, d] and class weights [c, d], in float32 or wider.
+
+    Autocast does not apply. The cosine of a zero vector is 0.
+    """
     wide = torch.promote_types(embedding.dtype, torch.float32)
     # Autocast would multiply in bf16, which is too coarse for the margin of a cosine.
     with torch.autocast(embedding.device.type, enabled=False):
@@ -16,7 +19,7 @@ def cosines(embedding: Tensor, weights: Tensor) -> Tensor:
 
 
 def cosface(cosine: Tensor, labels: Tensor, margin: float, scale: float) -> Tensor:
-    """Cross-entropy of scale * (cos - margin on the true class): [n, c], [n] -> [n].
+    """Cross-entropy of scale * (cos - margin on the true class): cosines [n, c], [n] -> [n].
 
     Source: BCT's cosine margin loss (bct.txt section 3.2). Margin 0 gives the normalised softmax.
     """
@@ -25,7 +28,7 @@ def cosface(cosine: Tensor, labels: Tensor, margin: float, scale: float) -> Tens
 
 
 def arcface(cosine: Tensor, labels: Tensor, margin: float, scale: float) -> Tensor:
-    """Cross-entropy of scale * cos(theta + margin on the true class): [n, c], [n] -> [n].
+    """Cross-entropy of scale * cos(theta + margin on the true class): cosines [n, c], [n] -> [n].
 
     Source: UniBCT Eq. 4 and DMU Eq. 1, with `margin` in radians. cos(theta + m) is expanded,
     because arccos has no finite gradient where an embedding equals its class weight.
@@ -52,5 +55,5 @@ def share_of_batch(losses: Tensor, batch_size: int) -> Tensor:
 
 
 def spread(weights: Tensor) -> Tensor:
-    """Return max / min of weights [n]; 1 means that all are equal."""
+    """Return max / min of positive weights [n], n >= 1: a scalar, 1 if all are equal."""
     return weights.max() / weights.min().clamp(min=torch.finfo(weights.dtype).tiny)

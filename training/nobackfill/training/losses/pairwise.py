@@ -6,7 +6,10 @@ from torch import Tensor
 
 
 def half_squared_l2(embedding: Tensor, old: Tensor) -> Tensor:
-    """1/2 |phi(x) - phi_old(x)|^2: [n, d] -> [n] (BCT Eq. 3, the l2 baseline)."""
+    """1/2 |phi(x) - phi_old(x)|^2: [n, d], [n, d] -> [n] (BCT Eq. 3, the l2 baseline).
+
+    The old embedding gets no gradient.
+    """
     return 0.5 * (embedding - old.detach()).square().sum(1)
 
 
@@ -20,7 +23,10 @@ def regress(embedding: Tensor, old: Tensor) -> Tensor:
 
 
 def cosine_regression(embedding: Tensor, target: Tensor) -> Tensor:
-    """1 - cos(phi_n(x), phi_o(x)): [n, d] -> [n] (DMU Eq. 14)."""
+    """1 - cos(phi_n(x), phi_o(x)): [n, d], [n, d] -> [n] (DMU Eq. 14).
+
+    The target gets no gradient.
+    """
     return 1 - F.cosine_similarity(embedding, target.detach(), dim=1)
 
 

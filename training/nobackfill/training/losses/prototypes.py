@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def class_average(old: Tensor) -> Tensor:
-    """Return the mean of one class's old features: [m, d] -> [d] (BCT section 2.5)."""
+    """Return the mean of one class's old features: [m, d] -> [d], m >= 1 (BCT section 2.5)."""
     return old.mean(0)
 
 
@@ -24,6 +24,8 @@ def drop_average(old: Tensor, share: float = 0.1) -> Tensor:
 def nearest_to_mean(old: Tensor, labels: Tensor, classes: int, share: float) -> Tensor:
     """Select in each class the `share` of rows (rounded up) that are nearest to the class mean.
 
+    A class without rows is allowed.
+
     Args:
         old: features [n, d].
         labels: int64 [n], each below `classes`.
@@ -33,11 +35,11 @@ def nearest_to_mean(old: Tensor, labels: Tensor, classes: int, share: float) -> 
     Returns:
         A mask, bool [n].
     """
-    chosen = torch.zeros(len(old), dtype=torch.bool, device=old.device)
+    mask = torch.zeros(len(old), dtype=torch.bool, device=old.device)
     for label in range(classes):
         rows = torch.nonzero(labels.to(old.device) == label)[:, 0]
-        chosen[rows[_nearest(old[rows], math.ceil(share * len(rows)))]] = True
-    return chosen
+        mask[rows[_nearest(old[rows], math.ceil(share * len(rows)))]] = True
+    return mask
 
 
 def _nearest(old: Tensor, count: int) -> Tensor:
@@ -47,11 +49,15 @@ def _nearest(old: Tensor, count: int) -> Tensor:
 def transition(new: Tensor, temperature: float) -> Tensor:
     """Return the transition matrix of UniBCT Eq. 6 for one class: new features [m, d] -> [m, m].
 
-    Each row is a softmax over cosine / temperature of the other images; the diagonal is 0. Raises
-    ValueError for fewer than 2 images.
+    Each row is a softmax over cosine / temperature of the other images; the diagonal is 0.
+
+    Raises:
+        ValueError: there are fewer than 2 images.
     """
     if len(new) < 2:
-        raise ValueError("Eq. 6 needs at least 2 images of a class")
+        raise ValueError(
+            f"UniBCT's transition matrix (Eq. 6) needs at least 2 images of a class, got {len(new)}"
+        )
     unit = F.normalize(new)
     similarity = unit @ unit.t() / temperature
     return similarity.fill_diagonal_(-torch.inf).softmax(1)
@@ -66,7 +72,7 @@ def refined_features(
         old: old features V(0) of one class [m, d].
         new: new features of the same images [m, d'].
         temperature: of the transition matrix E.
-        blend: lambda.
+        blend: lambda, 0 to below 1; with 0 the result is V(0).
 
     Returns:
         Refined old features [m, d]; V(0) itself for a class of one image.
@@ -83,6 +89,8 @@ def refined_average(
     old: Tensor, new: Tensor, *, temperature: float = 0.05, blend: float = 0.9
 ) -> Tensor:
     """Return the mean of `refined_features` over rows: [m, d], [m, d'] -> [d] (UniBCT Eq. 10).
+
+    Arguments as in `refined_features`.
 
     The published pseudocode takes the softmax over dim 0, without temperature. The columns of its
     matrix sum to one, so the mean over rows would be that of V(0), and the refinement would have no
@@ -104,6 +112,9 @@ def by_class(labels: Tensor, classes: int, make: Callable[[Tensor], Tensor]) -> 
     """
     counts = torch.bincount(labels, minlength=classes)
     if (counts == 0).any():
-        raise ValueError(f"class {int(counts.argmin())} has no image to make a prototype from")
+        raise ValueError(
+            f"class number {int(counts.argmin())} of {classes} has no training image, so it has no "
+            "prototype"
+        )
     rows = torch.split(labels.argsort(stable=True), counts.tolist())
     return torch.stack([make(picked) for picked in rows])

@@ -69,12 +69,20 @@ UPGRADE_METHODS: dict[str, UpgradeMethod] = {
 
 
 def embedder_method(name: str) -> EmbedderMethod:
-    """Return an embedder method by name. Raises ConfigurationError for an unknown name."""
+    """Return an embedder method by its name, a key of EMBEDDER_METHODS.
+
+    Raises:
+        ConfigurationError: the name is unknown; the message lists the known ones.
+    """
     return _look_up(name, EMBEDDER_METHODS, "embedder")
 
 
 def upgrade_method(name: str) -> UpgradeMethod:
-    """Return an upgrade method by name. Raises ConfigurationError for an unknown name."""
+    """Return an upgrade method by its name, a key of UPGRADE_METHODS.
+
+    Raises:
+        ConfigurationError: the name is unknown; the message lists the known ones.
+    """
     return _look_up(name, UPGRADE_METHODS, "upgrade")
 
 

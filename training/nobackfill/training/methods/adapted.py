@@ -38,9 +38,13 @@ from nobackfill.training.networks.maps import procrustes
 class AdaptedLayer(nn.Module):
     """A frozen layer with additional outputs, followed by a trained linear map.
 
-    features [n,w] -> map([own(features), further(features)]) [n,dim]. `further` starts with the
-    rows of `layer` after the first `own_dim`. `map` is [dim,dim] and starts with `start`; an
-    orthogonal map stays orthogonal and has no bias.
+    features [n,w] -> map([own(features), further(features)]) [n,dim]. `further` is trained.
+
+    Args of the constructor:
+        layer: the embedding layer; it is copied.
+        own_dim: the first outputs of `layer` that are frozen. `further` starts with its other rows.
+        start: the map at the start [dim,dim].
+        orthogonal: the map stays orthogonal in training and has no bias.
     """
 
     def __init__(self, layer: nn.Linear, own_dim: int, start: Tensor, *, orthogonal: bool) -> None:
@@ -68,7 +72,7 @@ class AdaptedLayer(nn.Module):
         return own if self.further is None else torch.cat((own, self.further(features)), 1)
 
     def folded(self) -> nn.Linear:
-        """Return one linear layer that computes the same."""
+        """Return one new linear layer that computes the same, on the device of this one."""
         with torch.no_grad():
             layer = nn.Linear(self.own.in_features, self.map.out_features)
             layer.to(self.own.weight.device)
@@ -90,8 +94,11 @@ def _rows(layer: nn.Linear, rows: slice) -> nn.Linear:
     return picked
 
 
-def completed(rows: Tensor) -> Tensor:
-    """Complete orthonormal rows [k,n] to an orthonormal basis [n,n]."""
+def complete_basis(rows: Tensor) -> Tensor:
+    """Complete orthonormal rows [k,n], k <= n, to an orthonormal basis [n,n].
+
+    The basis begins with the given rows.
+    """
     return torch.cat((rows, torch.linalg.svd(rows).Vh[len(rows) :]))
 
 
@@ -113,49 +120,55 @@ class AdaptedObjective(CompatibleObjective):
         config = inputs.config
         if config.init is None or config.last_nonlin:
             raise ConfigurationError(
-                f"method {config.method} keeps an independent new model and puts a linear map "
-                "behind it: expected init: RUN and last_nonlin: false, got "
-                f"{config.init} and {config.last_nonlin}"
+                f"method {config.method} adds a linear map after an independent new model: "
+                "expected init: RUN, the run folder of that model, and last_nonlin: false, got "
+                f"init: {config.init} and last_nonlin: {config.last_nonlin}"
             )
         self.old_classifier, extended = extended_classifier(self, inputs)
         self.known_labels.copy_(extended)
         self.images, self.device = inputs.images, inputs.device
         self.path, _ = linear_layers(self.embedder.backbone)[-1]
 
-    def start_from(self, begun: Checkpoint, class_names: tuple[str, ...]) -> None:
-        """Load and freeze the embedder of a finished run.
+    def start_from(self, checkpoint: Checkpoint, class_names: tuple[str, ...]) -> None:
+        """Load and freeze the embedder of a finished run, and put the trained map after it.
 
-        The map starts as the rotation that brings its vectors nearest to the old ones.
+        All training images are encoded by both models. The map starts as the rotation that brings
+        the new vectors nearest to the old ones.
+
+        Args:
+            checkpoint: of the run `init`, of kind embedder.
+            class_names: not used; the head is trained from the start.
 
         Raises:
             ConfigurationError: the run has another backbone or an unsuitable dimension.
+            InvalidInputError: a file among the images is no image.
         """
-        before = begun.config
+        before = checkpoint.config
         own_dim = before.embedding_dim if isinstance(before, EmbedderConfig) else 0
         self.check_dimension(own_dim)
         _, layer = linear_layers(self.embedder.backbone)[-1]
-        tensors = dict(begun.tensors)
+        tensors = dict(checkpoint.tensors)
         for name, drawn in layer.state_dict().items():
             key = f"encoder.backbone.{self.path}.{name}"
             if key in tensors and tensors[key].shape[1:] == drawn.shape[1:]:
                 tensors[key] = torch.cat((tensors[key], drawn[own_dim:]))
-        load_part(self.embedder, replace(begun, tensors=tensors), "encoder")
+        load_part(self.embedder, replace(checkpoint, tensors=tensors), "encoder")
         self.embedder.requires_grad_(False)
         own = encode_all(self.embedder, self.images, self.device)
         own[:, own_dim:] = 0
         old = encode_all(self.old.encoder, self.images, self.device)
         if self.embedder.unit:
             own = F.normalize(own)
-        start = completed(procrustes(own, old, scaled=False).weight)
+        start = complete_basis(procrustes(own, old, scaled=False).weight)
         adapted = AdaptedLayer(layer, own_dim, start, orthogonal=self.orthogonal)
         replace_layer(self.embedder.backbone, self.path, adapted)
 
     @property
     def layer(self) -> AdaptedLayer:
-        """The embedding layer with its map, between `start_from` and `finish`."""
-        found = self.embedder.backbone.get_submodule(self.path)
-        assert isinstance(found, AdaptedLayer)
-        return found
+        """The embedding layer with its map; it exists between `start_from` and `finish`."""
+        layer = self.embedder.backbone.get_submodule(self.path)
+        assert isinstance(layer, AdaptedLayer)
+        return layer
 
     def check_dimension(self, own_dim: int) -> None:
         """Raise ConfigurationError if embedding_dim does not fit the frozen layer's `own_dim`."""
@@ -174,13 +187,13 @@ class AdaptedObjective(CompatibleObjective):
 
     def compatibility(self, embedding: Tensor, pixels: Tensor, labels: Tensor) -> Terms:
         influence = self.old_classifier.loss(embedding, self.known_labels[labels])
-        apart = cosine_regression(self.as_old(embedding), self.old_embedding(pixels))
+        distances = cosine_regression(self.as_old(embedding), self.old_embedding(pixels))
         # In bf16 an orthogonal map would not be orthogonal.
         with torch.autocast(embedding.device.type, enabled=False):
             preservation = self.preservation(embedding)
         return {
             "influence": self.options.weight * influence.mean(),
-            "cosine": self.options.cosine * apart.mean(),
+            "cosine": self.options.cosine * distances.mean(),
             **preservation,
         }
 
@@ -194,10 +207,10 @@ class AdaptedObjective(CompatibleObjective):
 
 class Bt2Options(AdaptedOptions):
     """`share` of a vector's length that is the independent model's; its square is the weight of
-    that model's distances. `kept` is the weight of the term that enforces the share."""
+    that model's distances. `kept` (`share_weight`) is the weight of the term that enforces it."""
 
     share: float = Field(0.9, gt=0, lt=1)
-    kept: float = Field(10.0, ge=0)
+    share_weight: float = Field(10.0, ge=0, alias="kept")
 
 
 class Bt2Objective(AdaptedObjective):
@@ -221,9 +234,9 @@ class Bt2Objective(AdaptedObjective):
         dim = self.config.embedding_dim
         if dim <= own_dim:
             raise ConfigurationError(
-                f"method bt2 adds dimensions to the {own_dim} of {self.config.init}: "
-                f"expected embedding_dim above that, e.g. {own_dim + self.old.encoder.dim}, got "
-                f"{dim}"
+                f"method bt2 adds dimensions to the {own_dim} of the run {self.config.init}: "
+                f"expected embedding_dim above {own_dim}, e.g. {own_dim + self.old.encoder.dim}, "
+                f"got {dim}"
             )
 
     def forward(self, batch: Batch) -> Terms:
@@ -236,7 +249,7 @@ class Bt2Objective(AdaptedObjective):
         before = F.normalize(embedding) @ layer.map.weight
         share = before[:, : layer.own.out_features].norm(dim=1)
         off = (share - self.options.share).square()
-        return {"kept": self.options.kept * off.mean()}
+        return {"kept": self.options.share_weight * off.mean()}
 
 
 class LambdaOptions(AdaptedOptions):
@@ -267,8 +280,8 @@ class LambdaObjective(AdaptedObjective):
         dim = self.config.embedding_dim
         if dim != own_dim:
             raise ConfigurationError(
-                f"method lambda_orthogonal keeps the dimension of {self.config.init}: expected "
-                f"embedding_dim: {own_dim}, got {dim}"
+                f"method lambda_orthogonal keeps the dimension of the run {self.config.init}: "
+                f"expected embedding_dim: {own_dim}, got {dim}"
             )
 
     def preservation(self, embedding: Tensor) -> Terms:

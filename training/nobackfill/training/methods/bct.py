@@ -33,7 +33,17 @@ class BctObjective(CompatibleObjective):
         return {"influence": self.weight * self.influence(embedding, labels)}
 
     def influence(self, embedding: Tensor, labels: Tensor) -> Tensor:
-        """Return the second term of Eq. 8: the old classifier's loss on new embeddings of T_old."""
+        """Return the second term of Eq. 8: the old classifier's loss on new embeddings of T_old.
+
+        The sum over images of classes that it knows is divided by the size of the batch.
+
+        Args:
+            embedding: new embeddings [b,dim].
+            labels: int64 [b].
+
+        Returns:
+            A scalar; 0 if it knows no class of the batch.
+        """
         old_labels = self.known_labels[labels]
         known = old_labels >= 0
         losses = self.old_classifier.loss(embedding[known], old_labels[known])
@@ -71,8 +81,19 @@ def extended_classifier(
     length and a bias; a synthesized row gets the mean of both over the old rows. (The paper
     synthesizes only under a cosine head, where neither matters.)
 
+    All images of such classes are encoded by the old model.
+
+    Args:
+        objective: the objective with the old model and classifier; it is not changed.
+        inputs: the images with their labels; each class that is missing needs an image.
+
     Returns:
-        The classifier, and each new class's row in it, int64 [new classes].
+        The classifier, the old one itself if it lacks no class; and each new class's row in it,
+        int64 [new classes].
+
+    Raises:
+        InvalidInputError: a file among the images is no image.
+        ValueError: a missing class has no image.
     """
     known, old = objective.known_labels, objective.old_classifier
     missing = (known < 0).nonzero()[:, 0]
@@ -80,9 +101,9 @@ def extended_classifier(
     if not len(missing):
         return old, rows
     labels = inputs.labels
-    wanted = torch.isin(labels, missing)
-    features = encode_all(objective.old.encoder, inputs.images[wanted], inputs.device)
-    place = torch.searchsorted(missing, labels[wanted])
+    needed = torch.isin(labels, missing)
+    features = encode_all(objective.old.encoder, inputs.images[needed], inputs.device)
+    place = torch.searchsorted(missing, labels[needed])
     means = by_class(place, len(missing), lambda picked: class_average(features[picked]))
     bias = None
     if old.form == "softmax":

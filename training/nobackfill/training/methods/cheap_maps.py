@@ -29,7 +29,13 @@ def input_shape(config: UpgradeConfig, shape: UpgradeShape) -> InputShape:
 
 
 def concatenate(embedding: Tensor, side: Tensor | None, reads: InputShape) -> Tensor:
-    """Concatenate the inputs that are read: [n, embedding + side]."""
+    """Concatenate the inputs that are read: [n, embedding + side].
+
+    Args:
+        embedding: [n, old_dim].
+        side: [n, side_dim]; None is allowed only if side-information is not read.
+        reads: which inputs are read.
+    """
     if not reads.side:
         return embedding
     assert side is not None
@@ -37,12 +43,15 @@ def concatenate(embedding: Tensor, side: Tensor | None, reads: InputShape) -> Te
 
 
 def flat(rows: Mapping[str, Tensor], name: str) -> Tensor:
-    """Flatten a feature's views: [n,v,d] -> [n * v,d]."""
+    """Flatten a feature's views: [n,v,d] -> [n * v,d]; views of one image are consecutive rows."""
     return rows[name].flatten(0, 1)
 
 
 class LinearMap(nn.Module):
-    """One or two linear layers over the concatenated inputs; normalised with `unit`."""
+    """One linear layer over the concatenated inputs, or two with `rank` values between them.
+
+    With `unit` the output is normalised.
+    """
 
     def __init__(self, reads: InputShape, dim: int, unit: bool, rank: int | None = None) -> None:
         super().__init__()
@@ -66,14 +75,18 @@ class LowRankOptions(Options):
 
 
 def set_linear(layer: nn.Linear, solution: AffineMap) -> None:
-    """Copy a solution into a layer."""
+    """Copy a solution into a layer of the same shape, in place."""
     with torch.no_grad():
         layer.weight.copy_(solution.weight)
         layer.bias.copy_(solution.bias)
 
 
 def build_linear(config: UpgradeConfig, shape: UpgradeShape) -> UpgradeNetwork:
-    """Build h, and g if new side-information is written, as one linear layer each."""
+    """Build h, and g if new side-information is written, as one linear layer each.
+
+    Raises:
+        ConfigurationError: `options` is not empty.
+    """
     read_options(config.options, Options, config.method)
     reads = input_shape(config, shape)
     return UpgradeNetwork(
@@ -84,13 +97,23 @@ def build_linear(config: UpgradeConfig, shape: UpgradeShape) -> UpgradeNetwork:
 
 
 def solve_affine(upgrade: UpgradeNetwork, inputs: UpgradeInputs) -> None:
-    """Fit the new embedding, and new side-information, by least squares on the inputs."""
+    """Fit the new embedding, and new side-information, by ridge regression on the inputs.
+
+    The penalty is selected by leaving out one image at a time, with all of its views.
+
+    Args:
+        upgrade: the network of `build_linear`; its weights are set.
+        inputs: the pairs of vectors.
+
+    Raises:
+        ValueError: there are fewer than two images.
+    """
     reads = input_shape(inputs.config, inputs.shape)
     x = training_inputs(inputs.rows, reads)
     for network, target in ((upgrade.h, "new"), (upgrade.g, "new_side")):
         if isinstance(network, LinearMap):
             y = flat(inputs.rows, target)
-            set_linear(network.up, affine(x, y, together=inputs.rows["new"].shape[1]))
+            set_linear(network.up, affine(x, y, group=inputs.rows["new"].shape[1]))
 
 
 def training_inputs(rows: Mapping[str, Tensor], reads: InputShape) -> Tensor:
@@ -100,12 +123,17 @@ def training_inputs(rows: Mapping[str, Tensor], reads: InputShape) -> Tensor:
 
 
 def build_procrustes(config: UpgradeConfig, shape: UpgradeShape) -> UpgradeNetwork:
-    """Build h as one linear layer of the embedding; a rotation cannot use side-information."""
+    """Build h as one linear layer of the embedding; a rotation cannot use side-information.
+
+    Raises:
+        ConfigurationError: `options` is not empty, or the upgrade is configured to read only
+            side-information, or to write some.
+    """
     read_options(config.options, Options, config.method)
     if not config.reads_embedding or shape.new_side_dim:
         raise ConfigurationError(
-            "method procrustes maps only embeddings: set reads_embedding: true and side: carries "
-            "or drops"
+            "method procrustes maps only embeddings: expected reads_embedding: true and side: "
+            "carries or drops; for side-information use method: affine"
         )
     h = LinearMap(InputShape(shape.old_dim, 0), shape.new_dim, shape.unit)
     return UpgradeNetwork(h, reads_side=False)
@@ -124,25 +152,44 @@ def solve_procrustes(upgrade: UpgradeNetwork, inputs: UpgradeInputs) -> None:
 
 
 def build_low_rank(config: UpgradeConfig, shape: UpgradeShape) -> UpgradeNetwork:
-    """Build h as two linear layers with `rank` values between them."""
+    """Build h as two linear layers with `rank` values between them.
+
+    Raises:
+        ConfigurationError: an option is wrong, the rank exceeds a dimension, or the upgrade is
+            configured to write side-information.
+    """
     options = read_options(config.options, LowRankOptions, config.method)
     if shape.new_side_dim:
-        raise ConfigurationError("method low_rank maps no side-information; use affine")
+        raise ConfigurationError(
+            "method low_rank cannot compute new side-information (side: maps); use method: affine, "
+            "or side: carries or drops"
+        )
     reads = input_shape(config, shape)
     largest = min(reads.embedding + reads.side, shape.new_dim)
     rank = max(1, shape.new_dim // 4) if options.rank is None else options.rank
     if rank > largest:
-        raise ConfigurationError(f"method low_rank: expected a rank of 1 to {largest}, got {rank}")
+        raise ConfigurationError(
+            f"method low_rank: expected an option rank of 1 to {largest}, the smallest dimension, "
+            f"got {rank}"
+        )
     h = LinearMap(reads, shape.new_dim, shape.unit, rank)
     return UpgradeNetwork(h, reads_side=shape.side_dim > 0)
 
 
 def solve_low_rank(upgrade: UpgradeNetwork, inputs: UpgradeInputs) -> None:
-    """Fit a reduced-rank regression of the new embedding on the inputs."""
+    """Fit a reduced-rank regression of the new embedding on the inputs.
+
+    Args:
+        upgrade: the network of `build_low_rank`; its weights are set.
+        inputs: the pairs of vectors.
+
+    Raises:
+        ValueError: there are fewer than two images.
+    """
     assert isinstance(upgrade.h, LinearMap) and upgrade.h.down is not None
     x = training_inputs(inputs.rows, upgrade.h.reads)
     y, views = flat(inputs.rows, "new"), inputs.rows["new"].shape[1]
-    down, up = low_rank(x, y, upgrade.h.down.out_features, together=views)
+    down, up = low_rank(x, y, upgrade.h.down.out_features, group=views)
     set_linear(upgrade.h.down, down)
     set_linear(upgrade.h.up, up)
 

@@ -46,18 +46,34 @@ AnyOptions = TypeVar("AnyOptions", bound=Options)
 
 
 def read_options(options: Mapping[str, object], model: type[AnyOptions], method: str) -> AnyOptions:
-    """Validate `options`. Raises ConfigurationError, which lists the wrong and the known ones."""
+    """Validate the key `options` of a configuration.
+
+    Args:
+        options: the values by option.
+        model: the options of the method, with their defaults.
+        method: the method's name, for error messages.
+
+    Raises:
+        ConfigurationError: an option is unknown or of a wrong value; the message lists the wrong
+            and the known ones.
+    """
     try:
         return model.model_validate(dict(options))
     except ValidationError as error:
         problems = "; ".join(f"{'.'.join(map(str, p['loc']))}: {p['msg']}" for p in error.errors())
+        known = [field.alias or name for name, field in model.model_fields.items()]
         raise ConfigurationError(
-            f"method {method}: {problems}; options: {', '.join(model.model_fields)}"
+            f"options of method {method}: {problems}; this method has "
+            f"{'the options ' + ', '.join(known) if known else 'no options'}"
         ) from error
 
 
 class CompatibleObjective(EmbedderObjective):
-    """Classification on the new classes, plus the terms of `compatibility`."""
+    """Classification on the new classes, plus the terms of `compatibility`.
+
+    The constructor raises ConfigurationError without an old model, or if the new embedding is
+    shorter than the old one.
+    """
 
     known_labels: Tensor
 
@@ -82,7 +98,10 @@ class CompatibleObjective(EmbedderObjective):
         raise NotImplementedError
 
     def old_embedding(self, pixels: Tensor) -> Tensor:
-        """Return old embeddings [b,old_dim] of pixels [b,3,H,W], without gradient."""
+        """Return old embeddings float32 [b,old_dim] of pixels [b,3,H,W] in 0..1, without gradient.
+
+        Pixels are resized to the old model's input size.
+        """
         return self.old_encoder(pixels).float()
 
     def as_old(self, embedding: Tensor) -> Tensor:
@@ -108,18 +127,22 @@ class _Resized(torch.nn.Module):
 
 
 def old_model(inputs: EmbedderInputs) -> Classifier:
-    """Return the old model. Raises ConfigurationError without one, or if the new embedding is
-    shorter."""
+    """Return the old model of a compatible training.
+
+    Raises:
+        ConfigurationError: there is no old model, or the new embedding is shorter than the old one.
+    """
     config = inputs.config
     if inputs.old is None:
         raise ConfigurationError(
-            f"method {config.method} needs the old model's run folder: set old: RUN"
+            f"method {config.method} trains a model that is compatible with an old one: set the "
+            "key old to the old model's run folder"
         )
     dim = inputs.old.encoder.dim
     if config.embedding_dim < dim:
         raise ConfigurationError(
-            f"method {config.method}: embedding_dim is {config.embedding_dim}, below the old "
-            f"model's {dim}; a compatible embedding needs at least as many elements"
+            f"method {config.method}: expected embedding_dim of at least {dim}, the old model's, "
+            f"because the first elements are compared with old vectors; got {config.embedding_dim}"
         )
     return inputs.old
 
@@ -127,10 +150,18 @@ def old_model(inputs: EmbedderInputs) -> Classifier:
 def encode_all(encoder: ImageEncoder, images: Images, device: torch.device) -> Tensor:
     """Encode images uint8 [n,H,W,3] without augmentation.
 
-    Mode and device of `encoder` are restored afterwards.
+    Images are resized to the encoder's input size.
+
+    Args:
+        encoder: the encoder; its mode and device are restored afterwards.
+        images: at least one image.
+        device: where to compute.
 
     Returns:
         float32 [n,dim], on the CPU.
+
+    Raises:
+        InvalidInputError: a file among the images is no image.
     """
     training, before = encoder.training, next(encoder.parameters()).device
     encode = _Resized(encoder.to(device)).eval()

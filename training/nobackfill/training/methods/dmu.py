@@ -65,7 +65,11 @@ class ForwardAdaptiveHead(nn.Module):
 
 
 def build_forward(config: EmbedderConfig, shape: UpgradeShape) -> UpgradeNetwork:
-    """Build psi as the upgrade to publish."""
+    """Build psi as the upgrade to publish; it reads no side-information.
+
+    Raises:
+        ConfigurationError: an option is unknown or of a wrong value.
+    """
     options = read_options(config.options, DmuOptions, config.method)
     head = ForwardAdaptiveHead(shape.old_dim, shape.new_dim, options.hidden_dim, shape.unit)
     return UpgradeNetwork(head, reads_side=False)
@@ -90,14 +94,22 @@ class DmuObjective(CompatibleObjective):
         terms = {"classification": self.head(embedding, labels)}
         weights = self.weights(old, labels)
         self.statistics["weight_spread"] = float(spread(weights))
-        losses = self.inherited(embedding, old, labels)
+        losses = self.old_space_losses(embedding, old, labels)
         terms["selective"] = self.options.weight * selective_loss(losses, weights)
         if self.upgrade is not None:
             terms["forward"] = self.forward_adaptive(old, embedding, labels)
         return terms
 
     def weights(self, old: Tensor, labels: Tensor) -> Tensor:
-        """Return lambda(x) of Eq. 10 or 13 [b], with the sum 1."""
+        """Return lambda(x) of Eq. 10 or 13 [b], with the sum 1, or equal weights.
+
+        Args:
+            old: old embeddings [b,old_dim].
+            labels: int64 [b].
+
+        Raises:
+            ValueError: the batch has one row and the measure is entropy.
+        """
         options = self.options
         sharpness = {
             "entropy_scale": options.entropy_scale,
@@ -111,16 +123,27 @@ class DmuObjective(CompatibleObjective):
             return confidence_weights(products, self.known_labels[labels], **sharpness)
         return torch.full_like(products[:, 0], 1 / len(old))
 
-    def inherited(self, embedding: Tensor, old: Tensor, labels: Tensor) -> Tensor:
-        """Return the losses [b] that Eq. 10 weights: of the old classifier, or Eq. 14."""
+    def old_space_losses(self, embedding: Tensor, old: Tensor, labels: Tensor) -> Tensor:
+        """Return the losses [b] that Eq. 10 weights: of the old classifier, or Eq. 14.
+
+        Args:
+            embedding: new embeddings [b,dim].
+            old: old embeddings [b,old_dim].
+            labels: int64 [b].
+        """
         if self.options.regularizer == "regression":
             return cosine_regression(self.as_old(embedding), old)
         return self.old_classifier.loss(embedding, self.known_labels[labels])
 
     def forward_adaptive(self, old: Tensor, embedding: Tensor, labels: Tensor) -> Tensor:
-        """Return L_FA (Eq. 11): psi's output under the new head; trains psi and the head.
+        """Return L_FA (Eq. 11), a scalar: psi's output under the new head; trains psi and the head.
 
         In the regression variant, only psi is trained, towards the new embedding.
+
+        Args:
+            old: old embeddings [b,old_dim].
+            embedding: new embeddings [b,dim].
+            labels: int64 [b].
         """
         assert self.upgrade is not None
         adapted = self.upgrade(old).embedding

@@ -55,7 +55,11 @@ class VarianceHead(nn.Module):
 
 
 def build_fastfill(config: UpgradeConfig, shape: UpgradeShape) -> UpgradeNetwork:
-    """Build FCT's h and g, and a small network for the variance."""
+    """Build FCT's h and g, and a small network for the variance.
+
+    Raises:
+        ConfigurationError: an option is unknown or of a wrong value.
+    """
     read_options(config.options, FastFillOptions, config.method)
     upgrade = build_fct(config, shape)
     upgrade.log_variance = VarianceHead(input_shape(config, shape), config.projection_dim)
@@ -66,8 +70,8 @@ class FastFillObjective(ForwardObjective):
     """Distance, classification, and the Gaussian likelihood of the residual.
 
     The likelihood trains only the variance. Through it, h would improve easy items more than hard
-    ones, but an upgrade must carry the hard ones too. With `joint` it trains h as well and contains
-    the classification.
+    ones, but an upgrade must migrate the hard ones too. With `joint` it trains h as well and
+    contains the classification.
     """
 
     options_model: type[FastFillOptions] = FastFillOptions
@@ -101,9 +105,12 @@ class FastFillObjective(ForwardObjective):
         return attenuated(losses, log_variance + torch.log(predicted.shape[1] / self.spread)).mean()
 
     def finish(self) -> None:
-        """Scale the variances to the residuals of held-out images, if there are any."""
+        """Scale the variances to the residuals of held-out images; without any, leave them.
+
+        The factor is logged as `variance_factor`.
+        """
         super().finish()
-        self.settle()
+        self.adjust_upgrade()
         if not self.held_out or not len(self.held_out["old"]):
             return
         head = self.upgrade.log_variance
@@ -116,20 +123,26 @@ class FastFillObjective(ForwardObjective):
             head.offset += math.log(factor)
         self.statistics["variance_factor"] = factor
 
-    def settle(self) -> None:
-        """Change the trained network before its variances are scaled; here: do nothing."""
+    def adjust_upgrade(self) -> None:
+        """Change the trained network before its variances are scaled; this class does nothing."""
 
 
-def classifies(config: UpgradeConfig, options: type[FastFillOptions] = FastFillOptions) -> bool:
-    """Return whether the classification term has, or may be given, a weight above 0."""
-    told = read_options(config.options, options, config.method)
-    return told.classification > 0 or CLASSIFICATION in config.choose
+def uses_labels(config: UpgradeConfig, options: type[FastFillOptions] = FastFillOptions) -> bool:
+    """Return whether a training needs labels, for a classification term with a weight above 0.
+
+    It does, too, if the key `choose` may select such a weight.
+
+    Raises:
+        ConfigurationError: an option is unknown or of a wrong value.
+    """
+    values = read_options(config.options, options, config.method)
+    return values.classification > 0 or CLASSIFICATION in config.choose
 
 
 CLASSIFICATION = "classification"
 FASTFILL = UpgradeMethod(
     build=build_fastfill,
     objective=FastFillObjective,
-    reads_labels=classifies,
+    reads_labels=uses_labels,
     choices={CLASSIFICATION: (1.0, 0.0)},
 )

@@ -32,13 +32,13 @@ class BestEpoch(nn.Module):
         self.register_buffer("least", torch.tensor(torch.finfo(torch.float32).max))
 
     def offer(self, network: nn.Module, figure: float) -> None:
-        """Copy the weights of `network` if `figure` is the least so far."""
+        """Copy the weights of `network` if `figure` is below all earlier ones; NaN never is."""
         if figure < float(self.least):
             self.kept.load_state_dict(network.state_dict())
             self.least.fill_(figure)
 
     def restore(self, network: nn.Module) -> None:
-        """Load the best weights into `network`."""
+        """Load the best weights into `network`, in place; those of the constructor without any."""
         network.load_state_dict(self.kept.state_dict())
 
 
@@ -48,7 +48,11 @@ def squared_l2(predicted: Tensor, target: Tensor) -> Tensor:
 
 
 def build_fct(config: UpgradeConfig, shape: UpgradeShape) -> UpgradeNetwork:
-    """Build h, and g of the same architecture if new side-information is written (section 4.4)."""
+    """Build h, and g of the same architecture if new side-information is written (section 4.4).
+
+    Keys reads_embedding, projection_dim and inner_dim of the configuration apply. `options` is not
+    read.
+    """
 
     def transform(dim: int, unit: bool) -> FctTransform:
         return FctTransform(
@@ -71,7 +75,8 @@ class FctObjective(Objective):
     """Squared L2 distance of h's output to the new embedding, and of g's to new side-information.
 
     Each row of a batch draws one of its cached views, the same for all models. Subclasses extend
-    `distance_terms`.
+    `distance_terms`. The constructor raises ConfigurationError if the key keep_best has no held-out
+    images to select an epoch by.
     """
 
     def __init__(self, upgrade: UpgradeNetwork, inputs: UpgradeInputs) -> None:
@@ -81,7 +86,8 @@ class FctObjective(Objective):
         self._held_out = inputs.held_out
         if inputs.config.keep_best and not self._held_out:
             raise ConfigurationError(
-                "keep_best: no image is held out to select an epoch by; raise held_out"
+                "keep_best: there is no held-out image to select the best epoch by; set held_out "
+                "to a larger share, or leave keep_best out"
             )
         self.best = BestEpoch(upgrade) if inputs.config.keep_best else None
 
@@ -120,7 +126,12 @@ class FctObjective(Objective):
         return self.distance_terms(self.upgrade(view["old"], view.get("side")), view)
 
     def distance_terms(self, upgraded: UpgradeOutput, view: Batch) -> Terms:
-        """Return the terms for outputs and targets of one view per row, [b,dim] each."""
+        """Return the terms for outputs and targets of one view per row, [b,dim] each.
+
+        Args:
+            upgraded: the outputs of h and g.
+            view: features by name, as of `draw_view`.
+        """
         terms = {"distance": squared_l2(upgraded.embedding, view["new"])}
         if upgraded.side is not None:
             terms["side_distance"] = squared_l2(upgraded.side, view["new_side"])
@@ -132,7 +143,10 @@ class FctObjective(Objective):
 
 
 def draw_view(batch: Batch) -> Batch:
-    """Draw one view per row: features [b,v,d] -> [b,d], the same view of a row in every tensor."""
+    """Draw one view per row: features [b,v,d] -> [b,d], the same view of a row in every tensor.
+
+    Tensors of other names, such as labels, stay as they are. Torch's default generator draws.
+    """
     n, views = batch["old"].shape[:2]
     picked = torch.randint(views, (n,)).to(batch["old"].device)
     row = torch.arange(n, device=picked.device)

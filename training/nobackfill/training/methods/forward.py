@@ -41,11 +41,17 @@ class ForwardObjective(FctObjective):
         return (predicted - target).square().sum(1) / self.spread
 
     def classification(self, predicted: Tensor, labels: Tensor) -> Tensor:
-        """Return the new classifier's mean loss over rows of classes that it knows: scalar."""
+        """Return the new classifier's mean loss over rows [n,d]: a scalar.
+
+        Rows of classes that it does not know count as 0.
+        """
         return self.class_losses(predicted, labels).mean()
 
     def class_losses(self, predicted: Tensor, labels: Tensor) -> Tensor:
-        """Return the losses by row [n]; 0 for classes that the new classifier does not know."""
+        """Return the new classifier's losses by row: [n,d], labels int64 [n] -> [n].
+
+        A row of a class that it does not know has the loss 0.
+        """
         own = self.new_labels[labels]
         known = torch.nonzero(own >= 0)[:, 0]
         losses = self.classifier.loss(predicted[known], own[known])
@@ -57,6 +63,12 @@ def new_classifier(inputs: UpgradeInputs) -> tuple[FixedClassifier, Tensor]:
 
     A published model has no head. Its classifier is made from class averages of its own embeddings
     of the training images.
+
+    Args:
+        inputs: the inputs of the training.
+
+    Returns:
+        The classifier, and rows int64 [classes of the training].
     """
     if inputs.new_head is not None:
         return of_head(inputs.new_head), labels_in(inputs.new_class_names, inputs.class_names)
@@ -70,7 +82,7 @@ def new_classifier(inputs: UpgradeInputs) -> tuple[FixedClassifier, Tensor]:
     compact = known[labels]
     means = by_class(compact, len(present), lambda rows: class_average(new[rows]))
     if inputs.shape.unit:
-        made = FixedClassifier(means, form="normalized_softmax", margin=0.0, scale=_SCALE)
+        classifier = FixedClassifier(means, form="normalized_softmax", margin=0.0, scale=_SCALE)
     else:
-        made = gaussian_classifier(means, new, compact)
-    return made, known
+        classifier = gaussian_classifier(means, new, compact)
+    return classifier, known

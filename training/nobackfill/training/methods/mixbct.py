@@ -23,11 +23,11 @@ from nobackfill.training.networks.embedder import to_pixels
 
 
 class MixBctOptions(Options):
-    """`share` of a batch that is replaced by old embeddings; only the `kept` share of a class's
-    images, those nearest to its old mean, are replaced (the paper's denoising)."""
+    """`share` of a batch that is replaced by old embeddings. `kept` (`trusted_share`) of a class's
+    images, those nearest to its old mean, may be replaced (the paper's denoising)."""
 
     share: float = Field(0.3, gt=0, lt=1)
-    kept: float = Field(0.9, gt=0, le=1)
+    trusted_share: float = Field(0.9, gt=0, le=1, alias="kept")
 
 
 class MixBctObjective(CompatibleObjective):
@@ -40,11 +40,13 @@ class MixBctObjective(CompatibleObjective):
         self.options = read_options(inputs.config.options, MixBctOptions, "mixbct")
         if inputs.config.embedding_dim != self.old.encoder.dim:
             raise ConfigurationError(
-                "method mixbct classifies old and new embeddings alike: expected embedding_dim: "
-                f"{self.old.encoder.dim}, the old model's, got {inputs.config.embedding_dim}"
+                "method mixbct trains one classifier on old and new embeddings: expected "
+                f"embedding_dim: {self.old.encoder.dim}, the old model's, got "
+                f"{inputs.config.embedding_dim}"
             )
         old = encode_all(self.old.encoder, inputs.images, inputs.device)
-        trusted = nearest_to_mean(old, inputs.labels, len(inputs.class_names), self.options.kept)
+        classes, share = len(inputs.class_names), self.options.trusted_share
+        trusted = nearest_to_mean(old, inputs.labels, classes, share)
         # Images that may be replaced, bool [n].
         self.register_buffer("trusted", trusted)
 

@@ -57,12 +57,17 @@ class ResidualBottlenecks(nn.Module):
 
 
 def build_rbt(config: UpgradeConfig, shape: UpgradeShape) -> UpgradeNetwork:
-    """Build h of residual bottlenecks. Raises ConfigurationError if it should read or write
-    side-information alone."""
+    """Build h of residual bottlenecks, which ignores side-information.
+
+    Raises:
+        ConfigurationError: an option is wrong, or the upgrade is configured to read only
+            side-information, or to write some.
+    """
     options = read_options(config.options, RbtOptions, config.method)
     if not config.reads_embedding or shape.new_side_dim:
         raise ConfigurationError(
-            "method rbt maps only embeddings: set reads_embedding: true and side: carries or drops"
+            "method rbt maps only embeddings: expected reads_embedding: true and side: carries or "
+            "drops; for side-information use method: fct"
         )
     h = ResidualBottlenecks(shape.old_dim, shape.new_dim, options, shape.unit)
     return UpgradeNetwork(h, reads_side=False)

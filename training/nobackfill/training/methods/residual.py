@@ -24,7 +24,7 @@ from nobackfill.training.methods.fastfill import (
     FastFillObjective,
     FastFillOptions,
     VarianceHead,
-    classifies,
+    uses_labels,
 )
 from nobackfill.training.networks.maps import affine, whitening
 from nobackfill.training.networks.transform import UpgradeNetwork, UpgradeOutput
@@ -69,7 +69,7 @@ class Whitened(nn.Module):
         return output
 
     def solve(self, x: Tensor) -> None:
-        """Fit to rows x [n,d]."""
+        """Fit to rows x [n,d], n >= 2, in place. A constant element becomes 0."""
         deviation = x.std(0)
         self.shift.copy_(x.mean(0))
         # A constant element carries no information: its scale is 0, not infinite.
@@ -99,20 +99,23 @@ class ResidualMap(nn.Module):
 
     @property
     def members(self) -> list[nn.Sequential]:
-        """The residual networks."""
+        """The residual networks, at least one; `residual` is the first."""
         return [self.residual, *(one for one in self.others if isinstance(one, nn.Sequential))]
 
     def forward(self, embedding: Tensor, side: Tensor | None) -> Tensor:
         white = self.whitened(embedding, side)
-        asked = self.members if self.active is None else [self.members[self.active]]
-        output: Tensor = asked[0](white)
-        if len(asked) > 1:
-            output = torch.stack([output, *(network(white) for network in asked[1:])]).mean(0)
+        networks = self.members if self.active is None else [self.members[self.active]]
+        output: Tensor = networks[0](white)
+        if len(networks) > 1:
+            output = torch.stack([output, *(network(white) for network in networks[1:])]).mean(0)
         output = self.straight(white) + output
         return F.normalize(output) if self.unit else output
 
     def whitened(self, embedding: Tensor, side: Tensor | None) -> Tensor:
-        """Whiten each input separately and concatenate: [n, embedding + side]."""
+        """Whiten each input that is read, and concatenate them: [n, embedding + side].
+
+        `side` may be None only if it is not read.
+        """
         parts = []
         if self.embedding is not None:
             parts.append(self.embedding(embedding))
@@ -122,7 +125,10 @@ class ResidualMap(nn.Module):
         return torch.cat(parts, 1)
 
     def solve(self, embedding: Tensor, side: Tensor | None, target: Tensor) -> None:
-        """Fit all but the residual networks to rows [n, …] and their targets [n, dim]."""
+        """Fit whitening and affine map to rows [n, …] and targets [n, dim], n >= 2, in place.
+
+        The residual networks stay as they are.
+        """
         with torch.no_grad():
             if self.embedding is not None:
                 self.embedding.solve(embedding)
@@ -149,7 +155,11 @@ def _network(total: int, inner_dim: int, dim: int) -> nn.Sequential:
 
 
 def build_residual(config: UpgradeConfig, shape: UpgradeShape) -> UpgradeNetwork:
-    """Build h and g of this form, with FastFill's variance."""
+    """Build h, and g if new side-information is written, with FastFill's variance.
+
+    Raises:
+        ConfigurationError: an option is unknown or of a wrong value.
+    """
     options = read_options(config.options, ResidualOptions, config.method)
     reads = input_shape(config, shape)
     side = shape.new_side_dim
@@ -162,7 +172,10 @@ def build_residual(config: UpgradeConfig, shape: UpgradeShape) -> UpgradeNetwork
 
 
 class ResidualObjective(FastFillObjective):
-    """FastFill's terms and the listwise term, starting at the affine solution."""
+    """FastFill's terms and the listwise term, starting at the affine solution.
+
+    The constructor solves the affine parts of h and g.
+    """
 
     options_model = ResidualOptions
 
@@ -203,12 +216,12 @@ class ResidualObjective(FastFillObjective):
         terms["listwise"] = options.listwise * losses.mean()
         return terms
 
-    def settle(self) -> None:
+    def adjust_upgrade(self) -> None:
         shrink(self.upgrade, self.listwise_options.share)
 
 
 def shrink(upgrade: UpgradeNetwork, share: float) -> None:
-    """Scale the output of h's residual networks by `share`, in place."""
+    """Scale the output of h's residual networks by `share` (0 to 1), in place; repeats multiply."""
     assert isinstance(upgrade.h, ResidualMap)
     for network in upgrade.h.members:
         last = network[-1]
@@ -219,7 +232,7 @@ def shrink(upgrade: UpgradeNetwork, share: float) -> None:
 
 
 def shrunk(upgrade: UpgradeNetwork, share: float) -> UpgradeNetwork:
-    """Return a copy with the residual networks scaled by `share`."""
+    """Return a copy of an upgrade whose residual networks are scaled by `share` (0 to 1)."""
     copied = copy.deepcopy(upgrade)
     shrink(copied, share)
     return copied
@@ -228,7 +241,7 @@ def shrunk(upgrade: UpgradeNetwork, share: float) -> UpgradeNetwork:
 RESIDUAL = UpgradeMethod(
     build=build_residual,
     objective=ResidualObjective,
-    reads_labels=lambda config: classifies(config, ResidualOptions),
+    reads_labels=lambda config: uses_labels(config, ResidualOptions),
     choices={"share": (1.0, 0.75, 0.5, 0.25, 0.0), CLASSIFICATION: (0.0, 1.0)},
     variants={"share": shrunk},
 )

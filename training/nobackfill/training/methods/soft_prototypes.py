@@ -42,7 +42,7 @@ class SoftPrototypes(nn.Module):
         self.register_buffer("prototypes", torch.zeros(classes, dim))
 
     def logits(self, embedding: Tensor, side: Tensor | None) -> Tensor:
-        """Return the linear classifier's logits [n,c]."""
+        """Return the linear classifier's logits [n,c] for embeddings [n,old_dim] and their side."""
         output: Tensor = self.classifier(concatenate(embedding, side, self.reads))
         return output
 
@@ -52,18 +52,29 @@ class SoftPrototypes(nn.Module):
 
 
 def build_soft_prototypes(config: UpgradeConfig, shape: UpgradeShape) -> UpgradeNetwork:
-    """Build h as a mixture of class averages. Raises ConfigurationError if it should map
-    side-information."""
+    """Build h as a mixture of class averages, which are zero until the objective is made.
+
+    Raises:
+        ConfigurationError: the option `classes` is missing or wrong, or the upgrade is configured
+            to write side-information.
+    """
     options = read_options(config.options, SoftPrototypesOptions, config.method)
     if shape.new_side_dim:
-        raise ConfigurationError("method soft_prototypes maps no side-information; use side: drops")
+        raise ConfigurationError(
+            "method soft_prototypes cannot compute new side-information (side: maps); use side: "
+            "carries or drops"
+        )
     reads = input_shape(config, shape)
     h = SoftPrototypes(reads, options.classes, shape.new_dim, shape.unit)
     return UpgradeNetwork(h, reads_side=shape.side_dim > 0)
 
 
 class SoftPrototypesObjective(Objective):
-    """Cross-entropy of the linear classifier; the prototypes are the new model's class averages."""
+    """Cross-entropy of the linear classifier; the prototypes are the new model's class averages.
+
+    The constructor sets the prototypes. It raises ConfigurationError if the images have another
+    number of classes than the option, and ValueError if a class has no image.
+    """
 
     def __init__(self, upgrade: UpgradeNetwork, inputs: UpgradeInputs) -> None:
         super().__init__()
@@ -72,8 +83,8 @@ class SoftPrototypesObjective(Objective):
         new, classes = flat(inputs.rows, "new"), len(inputs.class_names)
         if classes != len(self.h.prototypes):
             raise ConfigurationError(
-                f"method soft_prototypes: options.classes is {len(self.h.prototypes)}, the images "
-                f"have {classes} classes"
+                f"method soft_prototypes: expected the option classes: {classes}, the number of "
+                f"classes of the images, got {len(self.h.prototypes)}"
             )
         labels = inputs.rows["labels"].repeat_interleave(inputs.rows["new"].shape[1])
         means = by_class(labels, classes, lambda rows: class_average(new[rows]))

@@ -83,7 +83,7 @@ class UniBctObjective(CompatibleObjective):
 
     @cached_property
     def old_features(self) -> Tensor:
-        """Old features of all images [n,old_dim]."""
+        """Old features of all training images, float32 [n,old_dim]; the first use computes them."""
         return encode_all(self.old.encoder, self.images, self.device)
 
     def _pseudo_classifier(self) -> FixedClassifier:
@@ -104,7 +104,14 @@ class UniBctObjective(CompatibleObjective):
 
 
 def refresh_epochs(epochs: int, options: UniBctOptions) -> tuple[int, set[int]]:
-    """Return the first epoch with the term, and the epochs before which prototypes are computed."""
+    """Return the first epoch with the term, and the epochs before which prototypes are computed.
+
+    Without a warm-up (a share that rounds to no epoch), they are computed once, before epoch 0.
+
+    Args:
+        epochs: the number of epochs of the training.
+        options: the warm-up's share of the epochs, and the number of refreshes.
+    """
     first = round(options.warmup_share * epochs)
     if not first:
         return 0, {0}
@@ -114,10 +121,16 @@ def refresh_epochs(epochs: int, options: UniBctOptions) -> tuple[int, set[int]]:
 def pseudo_classifier(
     prototypes: Tensor, old_features: Tensor, labels: Tensor, head: Head
 ) -> FixedClassifier:
-    """Make a classifier of the form of `head` from prototypes [c,d].
+    """Make a classifier of the form of `head` from pseudo prototypes.
 
     Angular heads use them as rows (Eq. 5). A softmax head, which the paper does not have, gets the
     classifier of squared distances to them, which ranks by L2 as a search does.
+
+    Args:
+        prototypes: one for each class [c,d].
+        old_features: old features of the training images [n,d]; used for a softmax head.
+        labels: int64 [n].
+        head: gives form, margin and scale.
     """
     form = form_of(head)
     if form != "softmax":

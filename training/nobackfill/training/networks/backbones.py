@@ -52,7 +52,11 @@ class _Residual(nn.Module):
 
 
 def small(embedding_dim: int, width: int, pooling: str, image_size: int) -> nn.Module:
-    """Build four convolutions at two resolutions and a linear layer, for small simple images."""
+    """Build four convolutions and a linear layer, for small simple images.
+
+    `width` is the number of channels of the first one, and `pooling` avg or gem. `image_size` is
+    not used, as in the other networks that take any size.
+    """
     return nn.Sequential(
         _conv(3, width),
         _conv(width, 2 * width, 2),
@@ -100,7 +104,11 @@ def fct_resnet50(embedding_dim: int, width: int, pooling: str, image_size: int) 
 
 
 def small_mobilenet(embedding_dim: int, width: int, pooling: str, image_size: int) -> nn.Module:
-    """Build a MobileNetV2 of four inverted residuals; its last maps have an eighth of the side."""
+    """Build a MobileNetV2 of four inverted residuals; its last maps have an eighth of the side.
+
+    Raises:
+        ConfigurationError: `pooling` is gem, because the network pools by a function.
+    """
     from torchvision.models import MobileNetV2
 
     # Per stage: expansion, channels, blocks, stride.
@@ -112,14 +120,19 @@ def small_mobilenet(embedding_dim: int, width: int, pooling: str, image_size: in
 
 
 def small_vit(embedding_dim: int, width: int, pooling: str, image_size: int) -> nn.Module:
-    """Build a vision transformer of four layers, over patches of an eighth of the image's side."""
+    """Build a vision transformer of four layers, over patches of an eighth of the image's side.
+
+    Raises:
+        ConfigurationError: the image has no whole number of patches; or `pooling` is gem, which a
+            transformer does not have.
+    """
     from torchvision.models import VisionTransformer
 
     patch = max(2, image_size // 8)
     if image_size % patch:
         raise ConfigurationError(
-            f"small_vit cuts {image_size} pixels into patches of {patch}; expected image_size in "
-            f"whole patches, e.g. {image_size - image_size % patch}"
+            f"backbone small_vit cuts images of {image_size} pixels into patches of {patch}: "
+            f"expected a multiple of {patch} as image_size, e.g. {image_size - image_size % patch}"
         )
     dim = 4 * width
     network = VisionTransformer(image_size, patch, 4, 4, dim, 2 * dim, num_classes=embedding_dim)
@@ -158,30 +171,36 @@ AUXILIARY = ("googlenet", "inception_v3")
 
 
 def backbone_names() -> list[str]:
-    """List the names that `build_backbone` knows, without public models."""
+    """List the names that `build_backbone` knows, without public models.
+
+    The names of this project come first, then torchvision's.
+    """
     # Imported here: it takes seconds, and the small networks do not need it.
     import torchvision
 
-    known: list[str] = torchvision.models.list_models(module=torchvision.models)
-    return sorted(_OWN) + known
+    return sorted(_OWN) + list(torchvision.models.list_models(module=torchvision.models))
 
 
 def build_backbone(
     name: str, embedding_dim: int, *, width: int, pooling: str, last_nonlin: bool, image_size: int
 ) -> nn.Module:
-    """Build an untrained network.
+    """Build a network with random weights from torch's default generator.
 
     Args:
         name: the backbone.
         embedding_dim: the number of outputs.
-        width: channels of the first stage of small networks.
+        width: channels of the first stage of networks whose name begins with `small`.
         pooling: avg or gem.
         last_nonlin: append a ReLU.
-        image_size: side of the square images in pixels.
+        image_size: side of the square images in pixels; not every network depends on it.
+
+    Returns:
+        A module: pixels float32 [n,3,image_size,image_size] -> float32 [n,embedding_dim].
 
     Raises:
         ConfigurationError: the name is unknown (similar names are listed), the model has no linear
-            layer to replace (SqueezeNet), or no pooling to one cell for GeM.
+            layer to replace (SqueezeNet), no pooling to one cell for GeM, or does not take images
+            of this size; or the package of a public model is not installed.
     """
     if name in _OWN:
         network = _OWN[name](embedding_dim, width, pooling, image_size)
@@ -192,8 +211,8 @@ def build_backbone(
     else:
         near = difflib.get_close_matches(name, backbone_names(), 5) or ["resnet18", "resnet50"]
         raise ConfigurationError(
-            f"unknown backbone {name!r}; expected {', '.join(_OWN)} or a torchvision "
-            f"classification model, e.g. {', '.join(near)}"
+            f"unknown backbone {name!r}; expected {', '.join(_OWN)}, or a classification model of "
+            f"torchvision, e.g. {', '.join(near)}"
         )
     if last_nonlin:
         network = nn.Sequential(network, nn.ReLU())
@@ -204,14 +223,17 @@ def build_backbone(
 def _public(name: str, embedding_dim: int, pooling: str, image_size: int) -> nn.Module:
     model = open_public(name, weights=False)
     if pooling != "avg":
-        raise ConfigurationError(f"backbone {name} pools by itself; train with pooling: avg")
+        raise ConfigurationError(
+            f"backbone {name} has its own pooling, which pooling: {pooling} cannot replace; train "
+            "with pooling: avg"
+        )
     try:
         with torch.no_grad():
             model.network(torch.zeros(1, 3, image_size, image_size))
     except Exception as error:
         # Foreign networks raise various errors for images of an unsupported size.
         raise ConfigurationError(
-            f"backbone {name} does not take images of {image_size} pixels; train with image_size: "
+            f"backbone {name} cannot read images of {image_size} pixels; train with image_size: "
             f"{model.pixels.size[0]}"
         ) from error
     return nn.Sequential(model.network, nn.Linear(model.dim, embedding_dim))
@@ -226,8 +248,8 @@ def _torchvision(name: str, embedding_dim: int, pooling: str, image_size: int) -
     linear = linear_layers(network)
     if not linear:
         raise ConfigurationError(
-            f"backbone {name} has no linear layer to replace, because it classifies by a "
-            "convolution; choose another one, e.g. mobilenet_v3_small"
+            f"backbone {name} classifies by a convolution, so it has no linear layer that an "
+            "embedding could replace; train another one, e.g. backbone: mobilenet_v3_small"
         )
     path, last = linear[-1]
     replace_layer(network, path, nn.Linear(last.in_features, embedding_dim))
@@ -243,7 +265,8 @@ def _pooled(network: nn.Module, name: str, pooling: str) -> nn.Module:
         pools = [p for p, m in network.named_modules() if _pools_to_one_cell(m)]
         if not pools:
             raise ConfigurationError(
-                f"backbone {name} has no average pooling for GeM to replace; use pooling: avg"
+                f"backbone {name} has no average pooling to one cell that pooling: gem could "
+                "replace; train with pooling: avg"
             )
         replace_layer(network, pools[-1], GeM())
     return network
@@ -262,11 +285,18 @@ def _small_stem(network: nn.Module) -> None:
 
 
 def linear_layers(network: nn.Module) -> list[tuple[str, nn.Linear]]:
-    """List the linear layers with their paths, in order; a backbone's last one is the embedding."""
+    """List the linear layers with their paths, in order; a backbone's last one is the embedding.
+
+    Without linear layers the list is empty.
+    """
     return [(p, m) for p, m in network.named_modules() if isinstance(m, nn.Linear)]
 
 
 def replace_layer(network: nn.Module, path: str, module: nn.Module) -> None:
-    """Replace the layer at `path` by `module`."""
+    """Replace the layer at `path` (names with dots between) by `module`, in place.
+
+    Raises:
+        AttributeError: there is no parent of such a layer.
+    """
     parent, _, name = path.rpartition(".")
     setattr(network.get_submodule(parent), name, module)

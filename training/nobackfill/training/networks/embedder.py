@@ -26,8 +26,8 @@ class Binarise(nn.Module):
         signs = torch.where(x >= 0, torch.ones_like(x), -torch.ones_like(x))
         if not self.training:
             return signs
-        kept = x.clamp(-1, 1)
-        return signs.detach() + kept - kept.detach()
+        clamped = x.clamp(-1, 1)
+        return signs.detach() + clamped - clamped.detach()
 
 
 # Kinds of psi with an additional BatchNorm at the end of the model (fct.txt D.4.1).
@@ -43,6 +43,13 @@ class ImageEncoder(nn.Module):
     """A backbone with scaling before it and, with `unit`, L2 normalisation after it.
 
     Pixels in 0..1 are normalised as (x - mean) / std, per colour channel.
+
+    Args of the constructor:
+        backbone: normalised pixels [n,3,image_size,image_size] -> [n,dim].
+        dim: the dimension of its output.
+        image_size: side of the square images in pixels.
+        unit: normalise the output to length 1.
+        mean, std: of red, green and blue.
     """
 
     mean: Tensor
@@ -79,8 +86,13 @@ class ImageEncoder(nn.Module):
 
 
 def build_encoder(config: EmbedderConfig | SideEncoderConfig) -> ImageEncoder:
-    """Build the untrained network of a configuration. Raises ConfigurationError for an unknown
-    backbone."""
+    """Build the network of a configuration with random weights; key `weights` is not loaded.
+
+    An embedder returns unit vectors unless its head is softmax. Side-information is not normalised.
+
+    Raises:
+        ConfigurationError: the backbone is unknown, or does not fit the other keys.
+    """
     if isinstance(config, EmbedderConfig):
         dim, unit = config.embedding_dim, config.head != "softmax"
     else:
@@ -102,7 +114,7 @@ def build_encoder(config: EmbedderConfig | SideEncoderConfig) -> ImageEncoder:
 
 
 def bare_backbone(encoder: ImageEncoder, config: EmbedderConfig | SideEncoderConfig) -> nn.Module:
-    """Return the backbone without the layers that `build_encoder` appends."""
+    """Return the backbone of an encoder of `build_encoder`, without the layers that it appends."""
     network = encoder.backbone
     behind = config.last_nonlin + (
         isinstance(config, SideEncoderConfig) and config.side_info in _NORMALISED
@@ -133,20 +145,24 @@ class EmbedderObjective(Objective):
         embedding = self.embedder.encode(self.augment(to_pixels(batch["images"])))
         return {"classification": self.head(embedding, batch["labels"])}
 
-    def start_from(self, begun: Checkpoint, class_names: tuple[str, ...]) -> None:
+    def start_from(self, checkpoint: Checkpoint, class_names: tuple[str, ...]) -> None:
         """Load the embedder of another run, and its head if kind and classes are the same.
+
+        Args:
+            checkpoint: the checkpoint of the other run.
+            class_names: the classes of this training; with other ones the head is not loaded.
 
         Raises:
             ConfigurationError: a tensor is missing, superfluous or of another shape.
         """
-        load_part(self.embedder, begun, "encoder")
-        before = begun.config
+        load_part(self.embedder, checkpoint, "encoder")
+        before = checkpoint.config
         if (
             isinstance(before, EmbedderConfig)
             and before.head == self.config.head
-            and begun.class_names == class_names
+            and checkpoint.class_names == class_names
         ):
-            load_part(self.head, begun, "head")
+            load_part(self.head, checkpoint, "head")
 
     def trained(self) -> nn.ModuleDict:
         return nn.ModuleDict({"encoder": self.embedder, "head": self.head})

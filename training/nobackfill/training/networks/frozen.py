@@ -33,8 +33,14 @@ from nobackfill.training.config import (
     PublishedSource,
     SideEncoderConfig,
 )
-from nobackfill.training.data.augment import Augment, mixed
-from nobackfill.training.data.pictures import CHUNK, ImageSource, Listed, Reading, chunks
+from nobackfill.training.data.augment import Augment, mix_pictures
+from nobackfill.training.data.pictures import (
+    CHUNK,
+    ImageSource,
+    ListedImages,
+    ReadingOptions,
+    chunks,
+)
 from nobackfill.training.loop.loop import reads_in_bf16
 from nobackfill.training.loop.run import CHECKPOINT, Checkpoint, load_part, read_finished
 from nobackfill.training.method import Classifier
@@ -54,17 +60,25 @@ _AT_ONCE = {"cpu": 64, "cuda": CHUNK}
 
 @dataclass(frozen=True)
 class FrozenEncoder:
-    """A frozen encoder: images uint8 [n,size,size,3] -> vectors float32 [n,dim]."""
+    """A frozen encoder: images uint8 [n,size,size,3] -> vectors float32 [n,dim].
+
+    Attributes:
+        name: the run folder or the release, for messages.
+        run: computes the vectors of at least one image.
+        dim: the dimension of the vectors.
+        image_size: side of the images in pixels.
+        unit: the vectors have length 1.
+        digest: SHA-256 of the checkpoint or of the ONNX file, in hex.
+        run_in_bf16: the same as `run` in bf16, for features to train on; None: not available.
+    """
 
     name: str
     run: Callable[[NDArray[np.uint8]], Floats]
     dim: int
     image_size: int
     unit: bool
-    # SHA-256 of the checkpoint or of the ONNX file.
     digest: str
-    # The same in bf16, for features to train on; None: not available.
-    quick: Callable[[NDArray[np.uint8]], Floats] | None = None
+    run_in_bf16: Callable[[NDArray[np.uint8]], Floats] | None = None
 
 
 def load_encoder(run_dir: Path) -> tuple[ImageEncoder, Checkpoint]:
@@ -79,7 +93,8 @@ def load_encoder(run_dir: Path) -> tuple[ImageEncoder, Checkpoint]:
     config = checkpoint.config
     if not isinstance(config, EmbedderConfig | SideEncoderConfig):
         raise ConfigurationError(
-            f"{run_dir}: expected a run of kind embedder or side_encoder, got {config.kind}"
+            f"{run_dir}: expected the folder of a run of kind embedder or side_encoder, got one of "
+            f"kind {config.kind}"
         )
     encoder = build_encoder(config)
     load_part(encoder, checkpoint, "encoder")
@@ -96,7 +111,10 @@ def load_classifier(run_dir: Path) -> Classifier:
     encoder, checkpoint = load_encoder(run_dir)
     config = checkpoint.config
     if not isinstance(config, EmbedderConfig):
-        raise ConfigurationError(f"{run_dir}: expected a run of kind embedder, got {config.kind}")
+        raise ConfigurationError(
+            f"{run_dir}: expected the folder of a run of kind embedder, got one of kind "
+            f"{config.kind}"
+        )
     head: Head = build_head(
         config.head,
         len(checkpoint.class_names),
@@ -108,8 +126,8 @@ def load_classifier(run_dir: Path) -> Classifier:
     return Classifier(encoder, head.eval().requires_grad_(False), checkpoint.class_names)
 
 
-def of_run(run_dir: Path, kind: str) -> FrozenEncoder:
-    """Open the frozen encoder of a run folder.
+def encoder_of_run(run_dir: Path, kind: str) -> FrozenEncoder:
+    """Open the frozen encoder of a run folder, on the GPU if there is one.
 
     Args:
         run_dir: the folder of a finished run.
@@ -122,7 +140,8 @@ def of_run(run_dir: Path, kind: str) -> FrozenEncoder:
     encoder, checkpoint = load_encoder(run_dir)
     if checkpoint.config.kind != kind:
         raise ConfigurationError(
-            f"{run_dir}: expected a run of kind {kind}, got {checkpoint.config.kind}"
+            f"{run_dir}: expected the folder of a run of kind {kind}, got one of kind "
+            f"{checkpoint.config.kind}"
         )
     device = _device()
     encoder.to(device)
@@ -136,7 +155,7 @@ def of_run(run_dir: Path, kind: str) -> FrozenEncoder:
                 parts.append(encoder(chunk).float().cpu().numpy())
         return np.concatenate(parts)
 
-    def quick(images: NDArray[np.uint8]) -> Floats:
+    def run_in_bf16(images: NDArray[np.uint8]) -> Floats:
         with torch.autocast(device.type, torch.bfloat16):
             return run(images)
 
@@ -147,61 +166,90 @@ def of_run(run_dir: Path, kind: str) -> FrozenEncoder:
         encoder.image_size,
         encoder.unit,
         sha256_file(run_dir / CHECKPOINT),
-        quick if reads_in_bf16(checkpoint.config) else None,
+        run_in_bf16 if reads_in_bf16(checkpoint.config) else None,
     )
 
 
 def features(encoder: FrozenEncoder, images: ImageSource, cache: Path) -> Floats:
-    """Return float32 [n,dim] of images uint8 [n,size,size,3], cached in the folder `cache`."""
-    return _features([encoder], images, cache, quick=False)[0]
+    """Compute the vectors of images, or read them from a cache.
+
+    Args:
+        encoder: the encoder.
+        images: n images of its size.
+        cache: a folder, made if missing, that gets one file per encoder and images.
+
+    Returns:
+        float32 [n,dim].
+
+    Raises:
+        InvalidInputError: a file among the images is missing or no image.
+        CannotWriteError: the cache cannot be written.
+    """
+    return _features([encoder], images, cache, bf16=False)[0]
 
 
 def training_features(
     encoders: Sequence[FrozenEncoder], images: ImageSource, cache: Path
 ) -> list[Floats]:
-    """Return the features that an upgrade is trained on, for each encoder.
+    """Compute the features that an upgrade is trained on, or read them from a cache.
 
-    Encoders that were trained in bf16 compute in bf16. The images are read only once."""
-    return _features(encoders, images, cache, quick=True)
+    Encoders that were trained in bf16 compute in bf16, if the device can. The images are read once
+    for all encoders, and not at all if all features are cached.
+
+    Args:
+        encoders: encoders of one image size.
+        images: n images of this size.
+        cache: a folder, made if missing.
+
+    Returns:
+        float32 [n,dim] of each encoder.
+
+    Raises:
+        InvalidInputError: a file among the images is missing or no image.
+        CannotWriteError: the cache cannot be written.
+    """
+    return _features(encoders, images, cache, bf16=True)
 
 
 def _features(
-    encoders: Sequence[FrozenEncoder], images: ImageSource, cache: Path, *, quick: bool
+    encoders: Sequence[FrozenEncoder], images: ImageSource, cache: Path, *, bf16: bool
 ) -> list[Floats]:
-    paths, kept, computed = [], {}, {}
+    paths, cached, computed = [], {}, {}
     for encoder in encoders:
-        run, digits = (encoder.quick, " bf16") if quick and encoder.quick else (encoder.run, "")
+        run, digits = encoder.run, ""
+        if bf16 and encoder.run_in_bf16:
+            run, digits = encoder.run_in_bf16, " bf16"
         key = hashlib.sha256(f"{encoder.digest} {images.digest}{digits}".encode())
         path = cache / f"{key.hexdigest()[:32]}.npy"
         paths.append(path)
         shape = (len(images), encoder.dim)
-        found = _read_features(path, shape)
-        if found is None:
+        stored = _read_features(path, shape)
+        if stored is None:
             computed[path] = (run, np.empty(shape, np.float32))
         else:
-            kept[path] = found
+            cached[path] = stored
     if computed:
-        done = 0
+        start = 0
         for part in images.chunks():
             for run, vectors in computed.values():
-                vectors[done : done + len(part)] = run(part.numpy())
-            done += len(part)
+                vectors[start : start + len(part)] = run(part.numpy())
+            start += len(part)
         make_dir(cache)
     for path, (_, vectors) in computed.items():
         data = io.BytesIO()
         np.save(data, vectors, allow_pickle=False)
         write_file(path, data.getvalue())
-    return [kept[path] if path in kept else computed[path][1] for path in paths]
+    return [cached[path] if path in cached else computed[path][1] for path in paths]
 
 
 def _read_features(path: Path, shape: tuple[int, int]) -> Floats | None:
     """Read a feature file; None if it is missing or damaged, for example by a full disk."""
     try:
         with path.open("rb") as file:
-            found = np.lib.format.read_array(file, allow_pickle=False)
+            array = np.lib.format.read_array(file, allow_pickle=False)
     except (ValueError, EOFError, OSError):
         return None
-    return found if found.shape == shape and found.dtype == np.float32 else None
+    return array if array.shape == shape and array.dtype == np.float32 else None
 
 
 @dataclass(frozen=True)
@@ -209,13 +257,19 @@ class AugmentedView:
     """Images augmented at their own size and scaled to `size`: uint8 [n,size,size,3].
 
     A seed gives the same view at every size.
+
+    Attributes:
+        images: the images.
+        size: side of the result in pixels.
+        config: the augmentation.
+        seed: of all random numbers of the view.
+        mixed: mix each image with another of the same listing, drawn by the seed.
     """
 
-    images: Listed
+    images: ListedImages
     size: int
     config: Augmentation
     seed: int
-    # Mix each image with another image of the same listing, drawn by the seed.
     mixed: bool = False
 
     def __len__(self) -> int:
@@ -223,14 +277,21 @@ class AugmentedView:
 
     @property
     def digest(self) -> str:
-        """The digest of this view, computed without making it."""
+        """SHA-256 of everything that determines this view, in hex; no image is read.
+
+        Raises:
+            InvalidInputError: a file does not exist.
+        """
         drawn = f"{self.seed} {'mixed ' if self.mixed else ''}{self.config.model_dump_json()}"
         what = f"{self.images.digest} {self.size} {drawn}"
         return hashlib.sha256(f"{what} torch-{torch.__version__}".encode()).hexdigest()
 
     def chunks(self) -> Iterator[Tensor]:
-        """Yield all images in order, in chunks."""
-        augment, device, images = Augment(self.config), _device(), self.images.opened
+        """Yield all images in order, in chunks; errors as `open_pictures`.
+
+        It seeds torch's default generator, so nothing else may draw from it between chunks.
+        """
+        augment, device, images = Augment(self.config), _device(), self.images.images
         torch.manual_seed(self.seed)
         if not self.mixed:
             for part in chunks(images):
@@ -239,7 +300,7 @@ class AugmentedView:
         others = images[torch.randperm(len(images))]
         for part, other in zip(chunks(images), chunks(others), strict=True):
             pair = (augment(to_pixels(one.to(device))) for one in (part, other))
-            yield _to_images(mixed(*pair), self.size).cpu()
+            yield _to_images(mix_pictures(*pair), self.size).cpu()
 
 
 def augmented_views(
@@ -248,7 +309,7 @@ def augmented_views(
     views: int,
     config: Augmentation,
     seed: int,
-    reading: Reading,
+    reading: ReadingOptions,
     mixed_views: int = 0,
 ) -> Iterator[Mapping[int, ImageSource]]:
     """Yield views of the images at each of `sizes`, by size.
@@ -264,8 +325,11 @@ def augmented_views(
         seed: the seed of the augmentation.
         reading: how images are read.
         mixed_views: the number of additional mixed views.
+
+    Yields:
+        The images of one view by size, not yet read.
     """
-    plain = {size: Listed(listing, size, reading) for size in set(sizes)}
+    plain = {size: ListedImages(listing, size, reading) for size in set(sizes)}
     yield plain
     largest = plain[max(sizes)]
     for view in range(1, views + mixed_views):
@@ -286,14 +350,36 @@ def _to_images(pixels: Tensor, size: int) -> Tensor:
 _CHUNK = 256
 
 
-def of_release(source: PublishedSource) -> tuple[FrozenEncoder, FrozenEncoder | None]:
-    """Open the embedder of a release and, if it has one, its side encoder."""
+def encoders_of_release(source: PublishedSource) -> tuple[FrozenEncoder, FrozenEncoder | None]:
+    """Open the embedder of a published release and, if it has one, its side encoder.
+
+    Raises:
+        ConfigurationError: the release is not published.
+        InvalidInputError: it reads no square images, or scales them otherwise than training does.
+        VerificationError: a file or signature of the publication is wrong.
+        NotFoundError, UnavailableError: the publication cannot be read.
+    """
     manifest = require_release(source.release, read_publication(source.model_repo).manifests)
-    return of_manifest(source.model_repo, manifest)
+    return encoders_of_manifest(source.model_repo, manifest)
 
 
-def of_manifest(files: Files, manifest: Manifest) -> tuple[FrozenEncoder, FrozenEncoder | None]:
-    """Open the encoders of a manifest whose files, published or drafted, are at `files`."""
+def encoders_of_manifest(
+    files: Files, manifest: Manifest
+) -> tuple[FrozenEncoder, FrozenEncoder | None]:
+    """Open the embedder and the side encoder of a manifest, on all cores.
+
+    Args:
+        files: the publication folder, or local files by published path.
+        manifest: the release.
+
+    Returns:
+        The embedder, and the side encoder, None without one.
+
+    Raises:
+        InvalidInputError: the release reads no square images, or scales them otherwise than
+            training does.
+        VerificationError: a file differs from the manifest's, or cannot be loaded.
+    """
     spec, side = manifest.embedder, manifest.side_encoder
     size, sha256 = _square(manifest)
     threads = os.cpu_count() or 1
@@ -316,12 +402,13 @@ def of_manifest(files: Files, manifest: Manifest) -> tuple[FrozenEncoder, Frozen
 def _square(manifest: Manifest) -> tuple[int, str]:
     """Return the side of the images, and the digest of the image model."""
     frame, file = manifest.frame, manifest.embedder.file
-    assert file is not None, "what reads images has a model"
+    assert file is not None, "a release that reads images has a model"
     if frame != Frame(frame.height, frame.height):
         raise InvalidInputError(
-            f"release {manifest.release} takes {frame.height} x {frame.width} images by "
-            f"{frame.fit}, {frame.interpolation}; training supports only square images with "
-            "stretch and bilinear. Train from the release's stored vectors"
+            f"release {manifest.release} cannot be used for training: it reads images of "
+            f"{frame.height} x {frame.width} pixels by {frame.fit} and {frame.interpolation}, but "
+            "training reads square images by stretch and bilinear. Train from the release's stored "
+            "vectors: old: {vectors, paths, release}"
         )
     return frame.height, file.sha256
 

@@ -24,7 +24,13 @@ from nobackfill.training.losses.margins import arcface, cosface, cosines, linear
 
 
 class Head(nn.Module):
-    """A classification head. `unit`: only directions matter, so the space holds unit vectors."""
+    """A classification head over embeddings.
+
+    Attributes:
+        unit: only directions matter, so the space has unit vectors.
+        scale: the factor of the cosines; 1 without cosines.
+        margin: a cosine (CosFace) or radians (ArcFace); 0 without one.
+    """
 
     unit: bool
     scale: float
@@ -159,7 +165,16 @@ _NATS = 8.0
 
 
 class FixedClassifier(nn.Module):
-    """Class weights [c, k] as buffers without gradient, with the loss of a head."""
+    """Class weights [c, k] as buffers without gradient, with the loss of a head.
+
+    Args of the constructor:
+        weights: [c, k]; copied.
+        form: the name of the head: softmax, normalized_softmax, cosface or arcface.
+        margin, scale: of the head's loss.
+        bias: [c], used by the form softmax; None: zeros.
+
+    The constructor raises ConfigurationError for an unknown form.
+    """
 
     weights: Tensor
     bias: Tensor
@@ -181,14 +196,26 @@ class FixedClassifier(nn.Module):
         return self.weights.shape[1]
 
     def logits(self, embedding: Tensor) -> Tensor:
-        """Return scaled logits [n, c], without margin, from the first k elements of [n, K >= k]."""
+        """Return scaled logits [n, c], without margin, from the first k elements of [n, K].
+
+        Raises:
+            ConfigurationError: K is below k.
+        """
         first = first_elements(embedding, self.dim)
         if self.form == "softmax":
             return F.linear(first, self.weights, self.bias)
         return self.scale * cosines(first, self.weights)
 
     def loss(self, embedding: Tensor, labels: Tensor) -> Tensor:
-        """Return the head's loss per row [n] against the fixed weights: [n, K >= k], int64 [n]."""
+        """Return the head's loss per row [n], from the first k elements of embeddings [n, K].
+
+        Args:
+            embedding: [n, K]; n may be 0.
+            labels: int64 [n], rows of the weights.
+
+        Raises:
+            ConfigurationError: K is below k.
+        """
         if self.form == "softmax":
             return linear_softmax(self.logits(embedding), labels)
         cosine = cosines(first_elements(embedding, self.dim), self.weights)
@@ -254,7 +281,7 @@ def first_elements(embedding: Tensor, k: int) -> Tensor:
 
 
 def of_head(head: Head) -> FixedClassifier:
-    """Make a fixed copy of a head."""
+    """Make a fixed copy of a head; later changes of the head do not affect it."""
     bias = head.linear.bias if isinstance(head, SoftmaxHead) else None
     return FixedClassifier(
         head.classifier(), form=form_of(head), margin=head.margin, scale=head.scale, bias=bias
@@ -262,8 +289,10 @@ def of_head(head: Head) -> FixedClassifier:
 
 
 def form_of(head: Head) -> str:
-    """Return the name of a head's loss, as in configurations; a simplex is a CosFace without
-    margin."""
+    """Return the form of a head as FixedClassifier takes it: softmax, cosface or arcface.
+
+    A normalised softmax and a simplex are cosface with margin 0.
+    """
     if isinstance(head, SimplexHead):
         return head.fixed.form
     return head.form if isinstance(head, AngularHead) else "softmax"
@@ -280,6 +309,10 @@ def gaussian_classifier(prototypes: Tensor, features: Tensor, labels: Tensor) ->
         prototypes: [c,d].
         features: [n,d].
         labels: int64 [n], rows of `prototypes`.
+
+    Returns:
+        A classifier of the form softmax. If all features equal their prototypes, its weights are
+        infinite.
     """
     sharpness = 2 * _NATS / (features - prototypes[labels]).square().sum(1).mean()
     return FixedClassifier(

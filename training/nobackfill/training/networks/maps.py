@@ -19,12 +19,12 @@ class AffineMap:
     bias: Tensor
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[n, a] -> [n, b]."""
+        """Map rows [n, a] to [n, b]."""
         return x @ self.weight.t() + self.bias
 
 
 def procrustes(x: Tensor, y: Tensor, *, scaled: bool) -> AffineMap:
-    """Fit the orthogonal map and shift of least squared error.
+    """Fit the orthogonal map and shift of least squared error (Schoenemann 1966).
 
     Minimises |s (x - mean x) R - (y - mean y)| with R R' = 1. The solution is R = U V' of the
     singular value decomposition of xc' yc. Between different dimensions R is semi-orthogonal: it
@@ -45,24 +45,29 @@ def procrustes(x: Tensor, y: Tensor, *, scaled: bool) -> AffineMap:
     return _shifted(factor * rotation.t(), shift_x, shift_y)
 
 
-def affine(x: Tensor, y: Tensor, ridge: float | None = None, together: int = 1) -> AffineMap:
+def affine(x: Tensor, y: Tensor, ridge: float | None = None, group: int = 1) -> AffineMap:
     """Fit an affine map by ridge regression, without a penalty on the bias.
 
     Args:
         x: [n, a].
         y: [n, b].
         ridge: the penalty, as a multiple of the mean variance of x. None: selected by leaving out
-            `together` rows at a time.
-        together: the number of consecutive rows that belong together (views of one image).
+            one group at a time.
+        group: the number of consecutive rows of a group, such as the views of one image; used only
+            to select the penalty.
+
+    Returns:
+        The map in float64, on the device of x.
 
     Raises:
-        ValueError: x and y are not paired rows.
+        ValueError: x and y are not paired rows, there are fewer than 2 rows or groups, or with
+            `ridge` None a value is NaN.
     """
     if ridge is None:
         _check_paired(x, y)
         rows = split_into_blocks(x.double().cpu().numpy(), y.double().cpu().numpy())
-        found = fit_ridge(rows, group=together)
-        parts = [torch.from_numpy(part).to(x.device) for part in (found.weight, found.bias)]
+        solution = fit_ridge(rows, group=group)
+        parts = [torch.from_numpy(part).to(x.device) for part in (solution.weight, solution.bias)]
         return AffineMap(*parts)
     xc, yc, shift_x, shift_y = _centred(x, y)
     gram = xc.t() @ xc
@@ -72,38 +77,45 @@ def affine(x: Tensor, y: Tensor, ridge: float | None = None, together: int = 1) 
 
 
 def low_rank(
-    x: Tensor, y: Tensor, rank: int, ridge: float | None = None, together: int = 1
+    x: Tensor, y: Tensor, rank: int, ridge: float | None = None, group: int = 1
 ) -> tuple[AffineMap, AffineMap]:
     """Fit the affine map of a given rank with least squared error (reduced-rank regression).
 
     It projects the affine solution onto the leading principal directions of its predictions.
 
     Args:
-        x, y, ridge, together: as in `affine`.
+        x, y, ridge, group: as in `affine`.
         rank: 1 to min(a, b).
 
     Returns:
         Two maps, [a -> rank] and [rank -> b].
 
     Raises:
-        ValueError: the rank is out of range.
+        ValueError: the rank is out of range, or as in `affine`.
     """
     largest = min(x.shape[1], y.shape[1])
     if not 1 <= rank <= largest:
         raise ValueError(f"expected a rank of 1 to {largest}, got {rank}")
-    full = affine(x, y, ridge, together)
+    full = affine(x, y, ridge, group)
     predicted = full(x.double())
     centre = predicted.mean(0)
     _, _, vt = torch.linalg.svd(predicted - centre, full_matrices=False)
-    kept = vt[:rank]
-    down = AffineMap(kept @ full.weight, kept @ (full.bias - centre))
-    return down, AffineMap(kept.t(), centre)
+    leading = vt[:rank]
+    down = AffineMap(leading @ full.weight, leading @ (full.bias - centre))
+    return down, AffineMap(leading.t(), centre)
 
 
 def whitening(x: Tensor, ridge: float = 1e-3) -> AffineMap:
-    """Fit x [n, d] -> uncorrelated directions of unit variance.
+    """Fit a map of rows to uncorrelated directions of unit variance (PCA whitening).
 
-    Directions whose variance is below `ridge` times the mean variance are not scaled up fully."""
+    Args:
+        x: [n, d], n at least 2; with n = 1 the map is NaN.
+        ridge: a multiple of the mean variance, added to each variance. Directions with less
+            variance are therefore not scaled up to 1.
+
+    Returns:
+        A map [d -> d] in float64; its directions have ascending variance.
+    """
     shift = x.double().mean(0)
     xc = x.double() - shift
     variances, directions = torch.linalg.eigh(xc.t() @ xc / (len(x) - 1))
@@ -115,8 +127,8 @@ def whitening(x: Tensor, ridge: float = 1e-3) -> AffineMap:
 def _check_paired(x: Tensor, y: Tensor) -> None:
     if x.ndim != 2 or y.ndim != 2 or len(x) != len(y) or len(x) < 2:
         raise ValueError(
-            f"expected paired rows [n, a] and [n, b] of at least 2, got {list(x.shape)} and "
-            f"{list(y.shape)}"
+            "to fit a map, expected paired vectors [n, a] and [n, b] with n of at least 2, got "
+            f"shapes {list(x.shape)} and {list(y.shape)}"
         )
 
 

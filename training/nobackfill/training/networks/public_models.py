@@ -40,21 +40,20 @@ def is_public(name: str) -> bool:
 
 
 def open_public(name: str, *, weights: bool = True) -> PublicModel:
-    """Open a public model.
+    """Open a public model of images; its package downloads weights that are not cached.
 
     Args:
         name: timm:NAME.TAG or open_clip:NAME/TAG.
-        weights: load the published weights; False: random ones.
+        weights: load the published weights; False: random ones, without a download.
 
     Raises:
         ConfigurationError: the package is missing, the name is unknown (similar ones are listed),
-        or
-            its preprocessing is not supported.
+            the model cannot be built, or its preprocessing is not supported.
         NotFoundError: the weights' folder does not exist.
         UnavailableError: the weights cannot be downloaded.
     """
-    opened = _timm if name.startswith(TIMM) else _open_clip
-    return opened(name, weights)
+    open_model = _timm if name.startswith(TIMM) else _open_clip
+    return open_model(name, weights)
 
 
 def _timm(name: str, weights: bool) -> PublicModel:
@@ -94,7 +93,10 @@ def _open_clip(name: str, weights: bool) -> PublicModel:
     pixels = _read(name, lambda: read_open_clip(open_clip.get_model_preprocess_cfg(model)))
     dim = getattr(model.visual, "output_dim", None)
     if dim is None:
-        raise ConfigurationError(f"{name}: its model of images does not say its dimension")
+        raise ConfigurationError(
+            f"{name}: the dimension of this model's image vectors is unknown to open_clip; export "
+            "the model to ONNX and publish it with --onnx FILE"
+        )
     return PublicModel(name, model.visual.eval(), int(dim), pixels)
 
 
@@ -104,15 +106,24 @@ def _package(name: str, package: str, install: str) -> Iterator[None]:
         yield
     except ImportError as error:
         raise ConfigurationError(
-            f"{name}: {package} is not installed here ({error}); pip install {install}"
+            f"{name}: this model needs the package {package}, which is not installed ({error}); "
+            f"run: pip install {install}"
         ) from error
 
 
 def unknown(name: str, package: str, model_name: str, names: list[str]) -> ConfigurationError:
-    """Make the error of an unknown name, which lists similar names."""
+    """Make, but do not raise, the error of an unknown model name, which lists similar names.
+
+    Args:
+        name: the name as the user wrote it.
+        package: the package without this model.
+        model_name: the part of the name that is unknown.
+        names: the package's names; up to five similar ones are listed, else the first five.
+    """
     near = difflib.get_close_matches(model_name, names, 5, 0.4) or names[:5]
     return ConfigurationError(
-        f"{name}: {package} has no {model_name}; near: {', '.join(near) or 'none'}"
+        f"{name}: the package {package} has no model {model_name}; similar names: "
+        f"{', '.join(near) or 'none'}"
     )
 
 
@@ -130,16 +141,18 @@ def _build(name: str, make: Callable[[], Any]) -> Any:
         causes = (error, error.__cause__, error.__context__)
         if any(isinstance(one, OSError) for one in causes) or "download" in str(error).lower():
             raise _out_of_reach(name, error) from error
-        raise ConfigurationError(f"{name}: cannot be built ({_first_line(error)})") from error
+        raise ConfigurationError(
+            f"{name}: its package cannot build this model ({_first_line(error)}); use another model"
+        ) from error
     finally:
         logging.disable(before)
 
 
 def _out_of_reach(name: str, error: BaseException) -> UnavailableError:
     return UnavailableError(
-        f"{name}: its weights cannot be downloaded ({_first_line(error)}); without a network, copy "
-        "them to the hub's cache (HF_HOME), or name a folder, local-dir:FOLDER, or open_clip's "
-        "file, open_clip:NAME/FILE"
+        f"the weights of {name} cannot be downloaded ({_first_line(error)}); without a network, "
+        "copy them to the cache of huggingface_hub (HF_HOME), or name a folder, "
+        "timm:local-dir:FOLDER, or a file, open_clip:NAME/FILE"
     )
 
 
@@ -152,6 +165,6 @@ def _read(name: str, read: Callable[[], Preprocessing]) -> Preprocessing:
         return read()
     except ValueError as error:
         raise ConfigurationError(
-            f"{name}: its preprocessing is not supported ({error}); export the model as ONNX and "
-            "publish that with --onnx"
+            f"{name}: the preprocessing of this model is not supported ({error}); export the model "
+            "to ONNX with its preprocessing, and publish it with --onnx FILE"
         ) from error

@@ -50,8 +50,13 @@ _INSIDE = ("state_dict", "model_state_dict", "model")
 
 @dataclass(frozen=True)
 class Weights:
-    """Tensors by name. `name` is that of the configuration; `class_names` are those of the
-    classifier, empty if unknown."""
+    """Pretrained tensors.
+
+    Attributes:
+        name: the name in the configuration, or the file.
+        tensors: on the CPU, by name.
+        class_names: the classes of the classifier, in the order of its rows; empty if unknown.
+    """
 
     name: str
     tensors: Mapping[str, Tensor]
@@ -66,20 +71,26 @@ class Normalisation:
     std: tuple[float, float, float]
 
 
-def is_file(name: str) -> bool:
-    """Return whether `weights: name` is a path, and not a name of a package."""
+def names_file(name: str) -> bool:
+    """Return whether the value of the key `weights` is a path, and not a name of a package.
+
+    A path contains a slash or ends with one of FILES. The file need not exist.
+    """
     return not is_public(name) and ("/" in name or Path(name).suffix in FILES)
 
 
 def public_name(name: str) -> str:
-    """Return `name` without paths of this machine, for a manifest."""
-    if is_file(name):
+    """Return the value of the key `weights` without paths of this machine, for a manifest.
+
+    A file becomes its name without folders; other names stay.
+    """
+    if names_file(name):
         return Path(name).name
-    package, _, rest = name.partition(":")
-    if rest.startswith("local-dir:"):
+    package, _, model_name = name.partition(":")
+    if model_name.startswith("local-dir:"):
         return f"{package}:local-dir"
-    model, _, tag = rest.partition("/")
-    if not rest.startswith("hf-hub:") and is_file(tag):
+    model, _, tag = model_name.partition("/")
+    if not model_name.startswith("hf-hub:") and names_file(tag):
         return f"{package}:{model}/{Path(tag).name}"
     return name
 
@@ -87,36 +98,48 @@ def public_name(name: str) -> str:
 def read_weights(name: str, backbone: str) -> Weights:
     """Read the tensors of a file, of torchvision's weights for the backbone, or of a public model.
 
+    Weights of a package are downloaded if they are not cached.
+
     Args:
         name: the value of the key `weights`.
         backbone: the value of the key `backbone`.
 
     Raises:
         NotFoundError: the file does not exist.
-        VerificationError: damaged, another digest, or more than plain tensors.
+        VerificationError: the file is damaged, has another digest, or contains more than plain
+            tensors.
         UnavailableError: the download failed.
-        ConfigurationError: the name is unknown.
+        ConfigurationError: the name is unknown, or its package is not installed.
+        CannotWriteError: the cache cannot be written.
     """
-    if is_file(name):
+    if names_file(name):
         return read_file(Path(name))
     if is_public(name):
         tensors = open_public(name).network.state_dict()
         return Weights(name, {f"0.{key}": tensor for key, tensor in tensors.items()})
-    return replace(read_file(download(of_torchvision(name, backbone).url)), name=name)
+    return replace(read_file(download(torchvision_weights(name, backbone).url)), name=name)
 
 
 def normalisation(name: str, backbone: str) -> Normalisation | None:
-    """Return the normalisation that named weights expect; None for a file, which does not say.
+    """Return the normalisation of pixels that named weights expect.
+
+    Args:
+        name: the value of the key `weights`.
+        backbone: the value of the key `backbone`.
+
+    Returns:
+        None for a file, which does not contain it.
 
     Raises:
-        ConfigurationError: the name is unknown.
+        ConfigurationError: the name is unknown, or its package is not installed.
+        NotFoundError, UnavailableError: a public model cannot be opened.
     """
-    if is_file(name):
+    if names_file(name):
         return None
     if is_public(name):
         pixels = open_public(name, weights=False).pixels
         return Normalisation(pixels.mean, pixels.std)
-    transforms = of_torchvision(name, backbone).transforms()
+    transforms = torchvision_weights(name, backbone).transforms()
     return Normalisation(tuple(transforms.mean), tuple(transforms.std))
 
 
@@ -124,6 +147,9 @@ def download(url: str) -> Path:
     """Download a file to torch's cache (`TORCH_HOME`), unless it is there, and verify it.
 
     The name must end in the first digits of the SHA-256, which are compared every time.
+
+    Returns:
+        The file in the cache.
 
     Raises:
         UnavailableError: the download failed.
@@ -138,33 +164,41 @@ def download(url: str) -> Path:
             torch.hub.download_url_to_file(url, str(path), expected)
         except urllib.error.URLError as error:
             raise UnavailableError(
-                f"{url}: cannot be downloaded ({error}); without a network, copy the file to "
-                f"{path}, or name one with weights: FILE"
+                f"the weights {url} cannot be downloaded ({error}); without a network, copy the "
+                f"file to {path}, or train with --weights FILE"
             ) from error
         except RuntimeError as error:
             raise VerificationError(
-                f"{url}: the downloaded file is not the one that torchvision names ({error}); it "
-                "was deleted"
+                f"the file from {url} is not the one that torchvision names ({error}) and was "
+                "deleted; run the command again"
             ) from error
         except OSError as error:
-            raise CannotWriteError(f"{path}: cannot be written ({error})") from error
-    stored = sha256_file(path)
-    if not stored.startswith(expected):
+            raise CannotWriteError(
+                f"the downloaded weights cannot be written to {path} ({error}); free space, or set "
+                "TORCH_HOME to another folder"
+            ) from error
+    digest = sha256_file(path)
+    if not digest.startswith(expected):
         raise VerificationError(
-            f"{path}: expected a SHA-256 that begins with {expected}, got {stored[:12]}; delete it"
+            f"the weights {path} are damaged: expected a SHA-256 that begins with {expected}, got "
+            f"{digest[:12]}; delete the file, and run the command again"
         )
     return path
 
 
 def read_file(path: Path) -> Weights:
-    """Read a weights file.
+    """Read a weights file: safetensors, or a state dict of torch.save. It runs no pickled code.
+
+    The class names of a safetensors file are those in its metadata.
 
     Raises:
         NotFoundError: the file does not exist.
         VerificationError: it is damaged, or contains more than plain tensors.
     """
     if not path.is_file():
-        raise NotFoundError(f"no weights {path}; check the key weights")
+        raise NotFoundError(
+            f"the weights file {path} does not exist; correct --weights or the key weights"
+        )
     try:
         if path.suffix == ".safetensors":
             return _safetensors(path)
@@ -178,8 +212,8 @@ def read_file(path: Path) -> Weights:
         KeyError,
     ) as error:
         raise VerificationError(
-            f"{path}: expected safetensors, or a state dict of torch.save with nothing but tensors "
-            f"({str(error).splitlines()[0][:200] if str(error) else error!r})"
+            f"the weights file {path}: expected safetensors, or a state dict of torch.save with "
+            f"only tensors ({str(error).splitlines()[0][:200] if str(error) else error!r})"
         ) from error
     return Weights(str(path), _state_dict(saved, path))
 
@@ -196,34 +230,42 @@ def _state_dict(saved: object, path: Path) -> dict[str, Tensor]:
         if isinstance(saved, Mapping) and isinstance(saved.get(key), Mapping):
             saved = saved[key]
     tensors = saved if isinstance(saved, Mapping) else {}
-    strangers = [key for key, value in tensors.items() if not isinstance(value, Tensor)]
-    if not tensors or strangers:
+    others = [key for key, value in tensors.items() if not isinstance(value, Tensor)]
+    if not tensors or others:
         raise VerificationError(
-            f"{path}: expected a state dict of tensors by name, got "
-            f"{join_few(map(str, strangers)) or type(saved).__name__}"
+            f"the weights file {path}: expected a state dict of tensors by name, got "
+            f"{join_few(map(str, others)) or type(saved).__name__}; save model.state_dict() alone"
         )
     return {str(key): value for key, value in tensors.items()}
 
 
-def of_torchvision(name: str, backbone: str) -> "WeightsEnum":
-    """Return torchvision's weights of a backbone: `DEFAULT`, `IMAGENET1K_V2` or
-    `ResNet50_Weights.IMAGENET1K_V2`. Raises ConfigurationError for another name."""
+def torchvision_weights(name: str, backbone: str) -> "WeightsEnum":
+    """Return torchvision's entry of pretrained weights, without downloading them.
+
+    Args:
+        name: such as DEFAULT, IMAGENET1K_V2 or ResNet50_Weights.IMAGENET1K_V2.
+        backbone: the name of a torchvision model.
+
+    Raises:
+        ConfigurationError: torchvision has no such weights for the backbone; the message lists
+            those it has.
+    """
     import torchvision
 
     try:
-        known = torchvision.models.get_model_weights(backbone)
+        enum = torchvision.models.get_model_weights(backbone)
     except ValueError as error:
         raise ConfigurationError(
-            f"weights: {name}: torchvision has none for the backbone {backbone}; name a file "
-            f"({', '.join(FILES)})"
+            f"weights: {name}: torchvision has no pretrained weights for the backbone {backbone}; "
+            f"name a file ({', '.join(FILES)})"
         ) from error
-    of, _, member = name.rpartition(".")
-    if of not in ("", known.__name__) or member not in known.__members__:
+    enum_name, _, member = name.rpartition(".")
+    if enum_name not in ("", enum.__name__) or member not in enum.__members__:
         raise ConfigurationError(
-            f"weights: torchvision has no {name} for {backbone}; known: "
-            f"{', '.join(known.__members__)}, or a file ({', '.join(FILES)})"
+            f"weights: torchvision has no {name} for {backbone}; expected "
+            f"{', '.join(enum.__members__)}, or a file ({', '.join(FILES)})"
         )
-    return known[member]
+    return enum[member]
 
 
 def load_pretrained(
@@ -252,9 +294,9 @@ def load_pretrained(
             shape.
     """
     network = bare_backbone(encoder, config)
-    expected = network.state_dict()
-    prefix = _prefix(weights.tensors, expected)
-    stored = {k.removeprefix(prefix): v for k, v in weights.tensors.items() if k.startswith(prefix)}
+    target = network.state_dict()
+    prefix = _prefix(weights.tensors, target)
+    source = {k.removeprefix(prefix): v for k, v in weights.tensors.items() if k.startswith(prefix)}
     linear = linear_layers(network)
     if not linear:
         raise ConfigurationError(
@@ -262,92 +304,94 @@ def load_pretrained(
             "not fit; leave weights out"
         )
     last, _ = linear[-1]
-    anew = _anew(stored, expected, last, classifier=not is_file(weights.name))
-    if problems := _problems(stored, expected, anew, last):
+    untrained = _untrained(source, target, last, classifier=not names_file(weights.name))
+    if problems := _problems(source, target, untrained, last):
         small_stem = config.image_size <= 64 and problems[0].startswith("conv1.weight")
         raise ConfigurationError(
-            f"{weights.name} does not fit {config.backbone}: {join_few(problems)}"
-            + (_STEM if small_stem else "")
+            f"the weights {weights.name} do not fit the backbone {config.backbone}: "
+            f"{join_few(problems)}" + (_STEM if small_stem else "")
         )
     with torch.no_grad():
-        for key in expected.keys() - anew:
-            expected[key].copy_(stored[key])
-        left = len(class_names)
-        if head is not None and not any(key.startswith(f"{last}.") for key in anew):
-            left -= _keep_classes(head, weights, class_names)
-    fresh = sorted(anew)
-    if head is not None and left:
-        fresh.append(f"the classifier of {left} of {len(class_names)} classes")
+        for key in target.keys() - untrained:
+            target[key].copy_(source[key])
+        new_classes = len(class_names)
+        if head is not None and not any(key.startswith(f"{last}.") for key in untrained):
+            new_classes -= _load_classes(head, weights, class_names)
+    names = sorted(untrained)
+    if head is not None and new_classes:
+        names.append(f"the classifier of {new_classes} of {len(class_names)} classes")
     print(
-        f"{weights.name}: loaded; not pretrained: {', '.join(fresh) or 'nothing'}", file=sys.stderr
+        f"{weights.name}: loaded; not pretrained: {', '.join(names) or 'nothing'}", file=sys.stderr
     )
 
 
-_STEM = "; at image_size 64 and below resnets have a stem of 3 x 3, pretrained ones have 7 x 7"
+_STEM = (
+    "; at image_size 64 and below our resnets begin with a convolution of 3 x 3, pretrained ones "
+    "with 7 x 7: train with image_size above 64"
+)
 
 
-def _prefix(stored: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> str:
+def _prefix(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> str:
     """Return the prefix of the backbone's names: DataParallel's, a wrapper's, or our runs'."""
-    first = next(iter(expected))
-    before = {key.removesuffix(first) for key in stored if key.endswith(first)}
+    first = next(iter(target))
+    before = {key.removesuffix(first) for key in source if key.endswith(first)}
     prefixes = [p for p in before if not p or p.endswith(".")]
-    fits = {p: sum(p + key in stored for key in expected) for p in sorted(prefixes)}
+    fits = {p: sum(p + key in source for key in target) for p in sorted(prefixes)}
     return max(fits, key=lambda p: fits[p], default="")
 
 
-def _anew(
-    stored: Mapping[str, Tensor], expected: Mapping[str, Tensor], last: str, *, classifier: bool
+def _untrained(
+    source: Mapping[str, Tensor], target: Mapping[str, Tensor], last: str, *, classifier: bool
 ) -> set[str]:
     """Return the tensors that are not loaded.
 
     These are the embedding layer if the file has a classifier or another shape there, GeM's
     exponent, and counters that old files lack."""
-    layer = {key for key in expected if key.startswith(f"{last}.")}
-    differs = {
-        key for key in layer if key not in stored or stored[key].shape != expected[key].shape
-    }
-    rest = {
+    layer = {key for key in target if key.startswith(f"{last}.")}
+    differs = {key for key in layer if key not in source or source[key].shape != target[key].shape}
+    optional = {
         key
-        for key in expected.keys() - stored.keys()
+        for key in target.keys() - source.keys()
         if key.endswith(("pool.p", ".num_batches_tracked"))
     }
-    return (layer if classifier or differs else set()) | rest
+    return (layer if classifier or differs else set()) | optional
 
 
 def _problems(
-    stored: Mapping[str, Tensor], expected: Mapping[str, Tensor], anew: set[str], last: str
+    source: Mapping[str, Tensor], target: Mapping[str, Tensor], untrained: set[str], last: str
 ) -> list[str]:
+    loaded = [key for key in target if key not in untrained]
     problems = [
-        f"{key}: expected shape {list(expected[key].shape)}, got {list(stored[key].shape)}"
-        for key in expected
-        if key in stored and key not in anew and stored[key].shape != expected[key].shape
+        f"{key}: expected shape {list(target[key].shape)}, got {list(source[key].shape)}"
+        for key in loaded
+        if key in source and source[key].shape != target[key].shape
     ]
-    problems += [f"{key} is missing" for key in expected if key not in stored and key not in anew]
+    problems += [f"{key} is missing" for key in loaded if key not in source]
     # Classifiers, heads and auxiliary classifiers are not part of an embedder.
     others = ("head.", "AuxLogits.", "aux1.", "aux2.", "optimizer.", f"{last}.")
     return problems + [
-        f"{key} {list(stored[key].shape)} is not expected"
-        for key in stored
-        if key not in expected and not key.startswith(others)
+        f"{key} {list(source[key].shape)} is not expected"
+        for key in source
+        if key not in target and not key.startswith(others)
     ]
 
 
-def _keep_classes(head: Head, weights: Weights, class_names: Sequence[str]) -> int:
+def _load_classes(head: Head, weights: Weights, class_names: Sequence[str]) -> int:
     """Load the head's weights of the classes that both know; return their number."""
-    mine = {name: row for row, name in enumerate(class_names)}
-    theirs = {name: row for row, name in enumerate(weights.class_names)}
-    shared = [name for name in class_names if name in theirs]
-    kept = 0
+    head_rows = {name: row for row, name in enumerate(class_names)}
+    file_rows = {name: row for row, name in enumerate(weights.class_names)}
+    shared = [name for name in class_names if name in file_rows]
+    count = 0
     for key, tensor in head.state_dict().items():
         stored = weights.tensors.get(f"head.{key}")
         # An angular head stores its classes in columns.
-        across = key.endswith("loss.W")
+        in_columns = key.endswith("loss.W")
         if stored is None or stored.ndim != tensor.ndim:
             continue
-        to, source = (tensor.t(), stored.t()) if across else (tensor, stored)
-        if to.shape[1:] != source.shape[1:] or len(source) != len(theirs):
+        target, source = (tensor.t(), stored.t()) if in_columns else (tensor, stored)
+        if target.shape[1:] != source.shape[1:] or len(source) != len(file_rows):
             continue
         for name in shared:
-            to[mine[name]] = source[theirs[name]]
-        kept = len(shared)
-    return kept
+            target[head_rows[name]] = source[file_rows[name]]
+        count = len(shared)
+    return count

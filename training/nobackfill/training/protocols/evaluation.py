@@ -27,7 +27,7 @@ PROTOCOLS: Mapping[str, Callable[[Path, Path], Protocol]] = {
 def protocol_named(
     name: str, points: persons.OperatingPoints | None = None
 ) -> Callable[[Path, Path], Protocol]:
-    """Return the reader of a protocol.
+    """Return the reader of a protocol, a function of its folder and of a temporary folder.
 
     Args:
         name: a key of PROTOCOLS.
@@ -37,11 +37,16 @@ def protocol_named(
         ConfigurationError: the name is unknown, or the protocol has no operating points.
     """
     if name not in PROTOCOLS:
-        raise ConfigurationError(f"unknown protocol {name!r}; known: {', '.join(PROTOCOLS)}")
+        raise ConfigurationError(
+            f"--protocol: unknown protocol {name!r}; known: {', '.join(PROTOCOLS)}"
+        )
     if points is None:
         return PROTOCOLS[name]
     if name != "ijbc":
-        raise ConfigurationError(f"--far and --fpir need ijbc; {name} has no operating points")
+        raise ConfigurationError(
+            f"--far and --fpir need ijbc, because protocol {name} has no operating points; leave "
+            "them out"
+        )
     return partial(persons.ijbc, points=points)
 
 
@@ -55,7 +60,7 @@ def evaluate_protocol(
     int8: bool = False,
     points: OperatingPoints | None = None,
 ) -> dict[str, Figures]:
-    """Measure a protocol's figures for each cell.
+    """Embed the images of a protocol by published releases, and measure its figures for each cell.
 
     Args:
         name: the protocol.
@@ -71,8 +76,9 @@ def evaluate_protocol(
 
     Raises:
         ConfigurationError: the name is unknown, or the protocol has no operating points.
-        NotFoundError: a file or image is missing.
-        InvalidInputError: a file has another form.
+        NotFoundError: a file or image is missing, or a cell names an unpublished release.
+        InvalidInputError: a file has another form, or vectors of a cell cannot be compared.
+        VerificationError: a file of a release is damaged, or a model returns unusable vectors.
     """
     read = protocol_named(name, points)
     with tempfile.TemporaryDirectory(prefix="nobackfill-protocol-") as folder:

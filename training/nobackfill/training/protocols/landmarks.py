@@ -26,7 +26,14 @@ from nobackfill.images import check_header, read_file
 from nobackfill.metrics.distances import Metric
 from nobackfill.metrics.ranking import Ints, Ranking, Relevance, rank
 from nobackfill.metrics.retrieval import PerQuery, average_precision_at, mean
-from nobackfill.training.protocols.protocol import Figures, Protocol, either, images, ranked, table
+from nobackfill.training.protocols.protocol import (
+    Figures,
+    Protocol,
+    first_existing,
+    images,
+    ranking_protocol,
+    read_table,
+)
 from nobackfill.vectors import Vectors
 
 MAP_AT = 100
@@ -35,7 +42,13 @@ SOLUTION = "retrieval_solution_v2.1.csv"
 
 @dataclass(frozen=True)
 class Landmarks:
-    """Query and index ids in the order of their vectors; relevance by positions in `index`."""
+    """The queries of one usage of Google Landmarks v2.
+
+    Attributes:
+        queries: image ids, in the order of their vectors.
+        index: image ids of the gallery, in the order of their vectors.
+        relevance: positions in `index` that each query should find; may be none.
+    """
 
     queries: tuple[str, ...]
     index: tuple[str, ...]
@@ -43,45 +56,66 @@ class Landmarks:
 
 
 def read_landmarks(folder: Path, usage: str = "Private") -> Landmarks:
-    """Read the queries of one usage. Papers report Private (750 queries); Public selects models.
+    """Read the queries of one usage of Google Landmarks v2, and its index.
+
+    Papers report Private (750 queries); Public selects models.
+
+    Args:
+        folder: the data set's folder, with both CSV files in it, or in `index` and `test`.
+        usage: Private or Public.
 
     Raises:
         NotFoundError: a file is missing.
-        InvalidInputError: an answer is not in the index, or there is no query of this usage.
+        InvalidInputError: a column is missing, an answer is not in the index, or there is no query
+            of this usage.
     """
-    listed = either(folder / "index.csv", folder / "index" / "index.csv")
-    index = tuple(row["id"] for row in table(listed, ("id",)))
+    listed = first_existing(folder / "index.csv", folder / "index" / "index.csv")
+    index = tuple(row["id"] for row in read_table(listed, ("id",)))
     position = {image: place for place, image in enumerate(index)}
-    path = either(folder / SOLUTION, folder / "test" / SOLUTION)
+    path = first_existing(folder / SOLUTION, folder / "test" / SOLUTION)
     queries, relevant = [], []
-    for row in table(path, ("id", "images", "Usage")):
+    for row in read_table(path, ("id", "images", "Usage")):
         if row["Usage"] != usage:
             continue
         answers = row["images"].split()
         unknown = [image for image in answers if image not in position]
         if unknown:
             raise InvalidInputError(
-                f"{path}: image {unknown[0]} of query {row['id']} is not in index.csv"
+                f"{path}: query {row['id']} has the answer {unknown[0]}, which {listed} does not "
+                "list; download both files of the same version again"
             )
         queries.append(row["id"])
         relevant.append(np.array([position[image] for image in answers], np.int64))
     if not queries:
-        raise InvalidInputError(f"{path}: no query of usage {usage!r}; known: Public, Private")
+        raise InvalidInputError(
+            f"{path}: there is no query of usage {usage!r}; expected Public or Private"
+        )
     nothing = np.empty(0, np.int64)
     return Landmarks(tuple(queries), index, Relevance(relevant, [nothing] * len(queries)))
 
 
 def image_path(image_id: str) -> str:
-    """Return the path of an image in the data set: below the first three characters of its id."""
+    """Return the path of an image in the data set: below the first three characters of its id.
+
+    The id has at least three characters, such as "0a1b", which gives "0/a/1/0a1b.jpg".
+    """
     return f"{image_id[0]}/{image_id[1]}/{image_id[2]}/{image_id}.jpg"
 
 
 def gldv2(root: Path, _scratch: Path) -> Protocol:
-    """Read the protocol of mAP@100 over the private queries."""
+    """Read Google Landmarks v2's protocol: mAP@100 of the private queries over the index.
+
+    Args:
+        root: the data set's folder.
+
+    Raises:
+        NotFoundError: a file or image is missing.
+        InvalidInputError: a file has another form.
+    """
     landmarks = read_landmarks(root)
     queries = images(root / "test", [image_path(query) for query in landmarks.queries])
     index = images(root / "index", [image_path(image) for image in landmarks.index])
-    return ranked(queries, index, landmarks.relevance, _figures)
+    return ranking_protocol(queries, index, landmarks.relevance, _figures)
 
 
 def _figures(ranking: Ranking) -> Figures:
@@ -95,7 +129,9 @@ def _figures(ranking: Ranking) -> Figures:
 def _latin1(text: str, encoding: str) -> bytes:
     """Stand in for _codecs.encode, by which Python 3 writes bytes into an old pickle protocol."""
     if encoding != "latin1":
-        raise pickle.UnpicklingError(f"the codec {encoding} is not plain data")
+        raise pickle.UnpicklingError(
+            f"it encodes bytes by {encoding}, expected latin1 as in plain data"
+        )
     return text.encode("latin1")
 
 
@@ -125,19 +161,29 @@ _ALLOWED: Mapping[tuple[str, str], object] = {
 class _Plain(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> object:
         if (module, name) not in _ALLOWED:
-            raise pickle.UnpicklingError(f"the name {module}.{name} is not plain data")
+            raise pickle.UnpicklingError(
+                f"it needs {module}.{name}, which is not plain data and is not loaded"
+            )
         return _ALLOWED[module, name]
 
 
-def read_plain(path: Path) -> Any:
-    """Read the plain data in a pickle. Raises NotFoundError, or InvalidInputError for other
-    content."""
+def read_plain_pickle(path: Path) -> Any:
+    """Read a pickle that contains only lists, dicts, numbers, strings and numpy arrays.
+
+    It runs no other code that the file names.
+
+    Raises:
+        NotFoundError: the file does not exist.
+        InvalidInputError: it is no pickle, or names anything else.
+    """
     try:
         with path.open("rb") as file:
             # Files of Python 2 contain bytes instead of text.
             return _Plain(file, encoding="latin1").load()
     except FileNotFoundError as error:
-        raise NotFoundError(f"no protocol file {path}") from error
+        raise NotFoundError(
+            f"no protocol file {path}; download the data set's ground truth to this place"
+        ) from error
     except (pickle.UnpicklingError, EOFError, ValueError, KeyError, IndexError, TypeError) as error:
         raise InvalidInputError(f"{path}: expected a pickle of plain data: {error}") from error
 
@@ -155,7 +201,14 @@ _SETUPS: Mapping[Difficulty, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 @dataclass(frozen=True)
 class Revisited:
-    """Image names in vector order; queries are cropped to `boxes` (x0, y0, x1, y1)."""
+    """The revisited Oxford or Paris at one difficulty.
+
+    Attributes:
+        queries: image names without suffix, in the order of their vectors.
+        boxes: the part of each query image that is embedded, (x0, y0, x1, y1) in pixels.
+        gallery: image names without suffix, in the order of their vectors.
+        relevance: positions in `gallery` that each query should find, and those to ignore.
+    """
 
     queries: tuple[str, ...]
     boxes: tuple[tuple[float, float, float, float], ...]
@@ -164,10 +217,22 @@ class Revisited:
 
 
 def read_revisited(path: Path, difficulty: Difficulty) -> Revisited:
-    """Read a ground truth file; DMU reports medium. Raises NotFoundError and InvalidInputError."""
+    """Read a ground truth file of the revisited Oxford or Paris.
+
+    Args:
+        path: gnd_roxford5k.pkl or gnd_rparis6k.pkl.
+        difficulty: easy, medium or hard; DMU reports medium.
+
+    Raises:
+        NotFoundError: the file does not exist.
+        InvalidInputError: the difficulty is unknown, or the file has another form.
+    """
     if difficulty not in _SETUPS:
-        raise InvalidInputError(f"expected easy, medium or hard, got {difficulty!r}")
-    data = read_plain(path)
+        raise InvalidInputError(
+            "expected the difficulty easy, medium or hard of a landmark protocol, got "
+            f"{difficulty!r}"
+        )
+    data = read_plain_pickle(path)
     try:
         gallery, queries = tuple(map(str, data["imlist"])), tuple(map(str, data["qimlist"]))
         truths = list(data["gnd"])
@@ -179,10 +244,14 @@ def read_revisited(path: Path, difficulty: Difficulty) -> Revisited:
         )
     except (KeyError, TypeError) as error:
         raise InvalidInputError(
-            f"{path}: expected imlist, qimlist and gnd with bbx, easy, hard, junk ({error!r})"
+            f"{path}: expected a ground truth with imlist, qimlist, and gnd with bbx, easy, hard "
+            f"and junk of each query ({error!r}); download it again"
         ) from error
     if len(queries) != len(truths):
-        raise InvalidInputError(f"{path}: {len(queries)} queries, {len(truths)} ground truths")
+        raise InvalidInputError(
+            f"{path}: expected one ground truth for each query, got {len(queries)} queries and "
+            f"{len(truths)} ground truths; download it again"
+        )
     return Revisited(queries, boxes, gallery, relevance)
 
 
@@ -197,9 +266,9 @@ def trapezoid_average_precision(ranking: Ranking) -> PerQuery:
         if not relevant:
             values.append(np.nan)
             continue
-        found = np.arange(1, len(ranks) + 1)
-        after = found / ranks
-        before = np.where(ranks == 1, 1.0, (found - 1) / np.maximum(ranks - 1, 1))
+        count = np.arange(1, len(ranks) + 1)
+        after = count / ranks
+        before = np.where(ranks == 1, 1.0, (count - 1) / np.maximum(ranks - 1, 1))
         values.append(float((after + before).sum() / (2 * relevant)))
     return np.array(values)
 
@@ -207,7 +276,9 @@ def trapezoid_average_precision(ranking: Ranking) -> PerQuery:
 def precision_at(ranking: Ranking, k: int) -> PerQuery:
     """Return the share of relevant images among the first k (mP@k), per query [q].
 
-    If the last relevant image comes earlier, only the images up to it count."""
+    If the last relevant image comes earlier, only the images up to it count. NaN for a query
+    without relevant images. k is at least 1.
+    """
     values = []
     for ranks in ranking.ranks:
         if not len(ranks):
@@ -219,31 +290,49 @@ def precision_at(ranking: Ranking, k: int) -> PerQuery:
 
 
 def oxford(root: Path, scratch: Path) -> Protocol:
-    """Read the protocol of mAP and mP@10 on the revisited Oxford, for each difficulty."""
+    """Read the protocol of mAP and mP@10 on the revisited Oxford, for each difficulty.
+
+    Args:
+        root: the data set's folder.
+        scratch: an empty folder, to which the boxes of the query images are written.
+
+    Raises:
+        NotFoundError: the ground truth or an image is missing.
+        InvalidInputError: the ground truth has another form, or a query image cannot be cut.
+    """
     return _protocol(root, "gnd_roxford5k.pkl", scratch)
 
 
 def paris(root: Path, scratch: Path) -> Protocol:
-    """Read the protocol of mAP and mP@10 on the revisited Paris, for each difficulty."""
+    """Read the protocol of mAP and mP@10 on the revisited Paris, for each difficulty.
+
+    Args:
+        root: the data set's folder.
+        scratch: an empty folder, to which the boxes of the query images are written.
+
+    Raises:
+        NotFoundError: the ground truth or an image is missing.
+        InvalidInputError: the ground truth has another form, or a query image cannot be cut.
+    """
     return _protocol(root, "gnd_rparis6k.pkl", scratch)
 
 
 def _protocol(root: Path, truth: str, scratch: Path) -> Protocol:
     setups = {difficulty: read_revisited(root / truth, difficulty) for difficulty in _SETUPS}
-    read = setups["medium"]
-    asked = images(root / "jpg", _paths(root / "jpg", read.queries))
-    for number, (path, box) in enumerate(zip(asked.paths, read.boxes, strict=True)):
-        _write_cut(asked.root / path, box, scratch / f"{number}.png")
-    cut = images(scratch, [f"{number}.png" for number in range(len(asked))])
-    gallery = images(root / "jpg", _paths(root / "jpg", read.gallery))
+    medium = setups["medium"]
+    queries = images(root / "jpg", _paths(root / "jpg", medium.queries))
+    for number, (path, box) in enumerate(zip(queries.paths, medium.boxes, strict=True)):
+        _write_cut(queries.root / path, box, scratch / f"{number}.png")
+    cut = images(scratch, [f"{number}.png" for number in range(len(queries))])
+    gallery = images(root / "jpg", _paths(root / "jpg", medium.gallery))
 
-    def figures(queries: Vectors, gallery_vectors: Vectors, metric: Metric) -> Figures:
-        found = {}
+    def figures(query_vectors: Vectors, gallery_vectors: Vectors, metric: Metric) -> Figures:
+        shares = {}
         for difficulty, setup in setups.items():
-            ranking = rank(queries, gallery_vectors, setup.relevance, metric)
-            found[f"map_{difficulty}"] = mean(trapezoid_average_precision(ranking))
-            found[f"mp_at_{PRECISION_AT}_{difficulty}"] = mean(precision_at(ranking, PRECISION_AT))
-        return found
+            ranking = rank(query_vectors, gallery_vectors, setup.relevance, metric)
+            shares[f"map_{difficulty}"] = mean(trapezoid_average_precision(ranking))
+            shares[f"mp_at_{PRECISION_AT}_{difficulty}"] = mean(precision_at(ranking, PRECISION_AT))
+        return shares
 
     return Protocol(cut, gallery, figures)
 
@@ -253,8 +342,8 @@ def _paths(folder: Path, names: Sequence[str]) -> list[str]:
     flat = [f"{name}.jpg" for name in names]
     if all((folder / path).is_file() for path in flat):
         return flat
-    found = {path.name: path.relative_to(folder).as_posix() for path in folder.rglob("*.jpg")}
-    return [found.get(path, path) for path in flat]
+    nested = {path.name: path.relative_to(folder).as_posix() for path in folder.rglob("*.jpg")}
+    return [nested.get(path, path) for path in flat]
 
 
 def _write_cut(image: Path, box: tuple[float, float, float, float], to: Path) -> None:
@@ -265,14 +354,19 @@ def _write_cut(image: Path, box: tuple[float, float, float, float], to: Path) ->
             left, top, right, bottom = map(round, box)
             whole.convert("RGB").crop((left, top, right, bottom)).save(to)
     except (InvalidInputError, OSError, ValueError) as error:
-        raise InvalidInputError(f"{image}: cannot be cut to {box}: {error}") from error
+        raise InvalidInputError(
+            f"the query image {image} cannot be cut to its box {box}: {error}"
+        ) from error
 
 
 def _positions(truth: Mapping[str, object], kinds: tuple[str, ...], size: int) -> Ints:
     parts = [np.asarray(truth[kind], np.int64).reshape(-1) for kind in kinds]
     positions = np.unique(np.concatenate(parts))
     if len(positions) and not 0 <= positions[0] <= positions[-1] < size:
-        raise InvalidInputError(f"a ground truth names image {positions[-1]} of {size}")
+        raise InvalidInputError(
+            f"a ground truth names the gallery image {positions[-1]}, but there are only {size}; "
+            "download the ground truth again"
+        )
     return positions
 
 

@@ -32,10 +32,10 @@ from nobackfill.training.protocols.protocol import (
     Figures,
     Protocol,
     images,
-    integer,
-    ranked,
-    table,
-    words,
+    parse_integer,
+    ranking_protocol,
+    read_table,
+    read_words,
 )
 from nobackfill.vectors import Vectors
 
@@ -44,7 +44,12 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class OperatingPoints:
-    """Rates of false accepts (far) and false positives (fpir); defaults are BCT's main tables."""
+    """The rates at which IJB-C is measured; the defaults are those of BCT's main tables.
+
+    Attributes:
+        far: false accept rates of the 1:1 protocol, 0 to 1.
+        fpir: false positive identification rates of the 1:N protocol, 0 to 1.
+    """
 
     far: tuple[float, ...] = (1e-4,)
     fpir: tuple[float, ...] = (1e-2,)
@@ -52,7 +57,13 @@ class OperatingPoints:
 
 @dataclass(frozen=True)
 class Faces:
-    """Face images in the order of their vectors, each with its template and media."""
+    """Face images in the order of their vectors.
+
+    Attributes:
+        names: paths below the folder of cropped faces.
+        templates: the template of each face, int64 [n].
+        media: the photograph or video of each face, int64 [n].
+    """
 
     names: tuple[str, ...]
     templates: Ints
@@ -61,25 +72,42 @@ class Faces:
 
 @dataclass(frozen=True)
 class Templates:
-    """One unit vector per template."""
+    """One unit vector per template.
+
+    Attributes:
+        ids: template ids, int64 [t], ascending.
+        vectors: [t,dim], in the order of `ids`.
+    """
 
     ids: Ints
     vectors: Floats
 
     def of(self, ids: Ints) -> Floats:
-        """Return the vectors of template ids. Raises InvalidInputError for one without a face."""
+        """Return the vectors of template ids: int64 [m] -> [m,dim]; ids may repeat.
+
+        Raises:
+            InvalidInputError: a template has no face.
+        """
         places = np.searchsorted(self.ids, ids)
         places = np.minimum(places, len(self.ids) - 1)
         missing = ids[self.ids[places] != ids]
         if len(missing):
-            raise InvalidInputError(f"template {missing[0]} has no face in the media list")
-        found: Floats = self.vectors[places]
-        return found
+            raise InvalidInputError(
+                f"IJB-C's template {missing[0]} is named by a pair, gallery or probe file, but has "
+                "no face in ijbc_face_tid_mid.txt; use files of one version"
+            )
+        vectors: Floats = self.vectors[places]
+        return vectors
 
 
 @dataclass(frozen=True)
 class VerificationPairs:
-    """Template pairs of the 1:1 protocol; `same` is true for pairs of one person."""
+    """Template pairs of the 1:1 protocol.
+
+    Attributes:
+        first, second: template ids, int64 [p].
+        same: whether a pair is of one person, bool [p].
+    """
 
     first: Ints
     second: Ints
@@ -87,50 +115,93 @@ class VerificationPairs:
 
 
 @dataclass(frozen=True)
-class Enrolled:
-    """Templates with their subjects, one row per template: a gallery, or the probes."""
+class SubjectTemplates:
+    """Templates with their subjects, one row per template: a gallery, or the probes.
+
+    Attributes:
+        templates: template ids, int64 [t], ascending.
+        subjects: the person of each template, int64 [t].
+    """
 
     templates: Ints
     subjects: Ints
 
 
 def read_faces(folder: Path) -> Faces:
-    """Read the faces of IJB-C. Raises NotFoundError and InvalidInputError."""
+    """Read the faces of IJB-C from ijbc_face_tid_mid.txt in `folder`.
+
+    Raises:
+        NotFoundError: the file does not exist.
+        InvalidInputError: it has no line, or a line that is not a name and two numbers.
+    """
     path = folder / "ijbc_face_tid_mid.txt"
-    rows = list(words(path, 3))
-    numbers = np.array([[integer(t, path), integer(m, path)] for _, t, m in rows], np.int64)
+    rows = list(read_words(path, 3))
+    numbers = np.array(
+        [[parse_integer(t, path), parse_integer(m, path)] for _, t, m in rows], np.int64
+    )
     if not rows:
-        raise InvalidInputError(f"{path}: expected faces, got none")
+        raise InvalidInputError(
+            f"{path}: expected lines of image, template and media, got an empty file"
+        )
     return Faces(tuple(name for name, _, _ in rows), numbers[:, 0], numbers[:, 1])
 
 
 def read_pairs(folder: Path) -> VerificationPairs:
-    """Read the template pairs of IJB-C. Raises NotFoundError and InvalidInputError."""
+    """Read the template pairs of IJB-C from ijbc_template_pair_label.txt in `folder`.
+
+    Raises:
+        NotFoundError: the file does not exist.
+        InvalidInputError: it has no line, or a line that is not two templates and 0 or 1.
+    """
     path = folder / "ijbc_template_pair_label.txt"
-    numbers = np.array([[integer(w, path) for w in row] for row in words(path, 3)], np.int64)
+    numbers = np.array(
+        [[parse_integer(w, path) for w in row] for row in read_words(path, 3)], np.int64
+    )
     if not len(numbers) or not np.isin(numbers[:, 2], (0, 1)).all():
-        raise InvalidInputError(f"{path}: expected pairs labelled 0 or 1")
+        raise InvalidInputError(
+            f"{path}: expected lines of two templates and the label 0 or 1, got another label or "
+            "an empty file"
+        )
     return VerificationPairs(numbers[:, 0], numbers[:, 1], numbers[:, 2] == 1)
 
 
-def read_enrolled(path: Path) -> Enrolled:
-    """Read a gallery or probe file, in which a template has one row per media."""
+def read_subject_templates(path: Path) -> SubjectTemplates:
+    """Read a gallery or probe file of IJB-C, in which a template has one row per media.
+
+    Raises:
+        NotFoundError: the file does not exist.
+        InvalidInputError: a column is missing, a number is none, or a template has two subjects.
+    """
     subjects: dict[int, int] = {}
-    for row in table(path, ("TEMPLATE_ID", "SUBJECT_ID")):
-        template, subject = integer(row["TEMPLATE_ID"], path), integer(row["SUBJECT_ID"], path)
+    for row in read_table(path, ("TEMPLATE_ID", "SUBJECT_ID")):
+        template, subject = (
+            parse_integer(row["TEMPLATE_ID"], path),
+            parse_integer(row["SUBJECT_ID"], path),
+        )
         if subjects.setdefault(template, subject) != subject:
-            raise InvalidInputError(f"{path}: template {template} has two subjects")
+            raise InvalidInputError(
+                f"{path}: expected one subject for each template, but template {template} has two"
+            )
     ids = np.array(sorted(subjects), np.int64)
-    return Enrolled(ids, np.array([subjects[i] for i in ids.tolist()], np.int64))
+    return SubjectTemplates(ids, np.array([subjects[i] for i in ids.tolist()], np.int64))
 
 
-def pool(faces: Faces, vectors: Floats) -> Templates:
+def pool_templates(faces: Faces, vectors: Floats) -> Templates:
     """Compute template vectors: the mean of the means of each media, normalised.
 
-    A long video therefore has the same weight as a photograph."""
+    A long video therefore has the same weight as a photograph.
+
+    Args:
+        faces: n faces with their templates and media.
+        vectors: their vectors [n,dim].
+
+    Raises:
+        InvalidInputError: there is another number of vectors.
+    """
     if len(vectors) != len(faces.names):
         raise InvalidInputError(
-            f"expected {len(faces.names)} vectors, one a face, got {len(vectors)}"
+            f"expected one vector for each of the {len(faces.names)} faces of IJB-C, got "
+            f"{len(vectors)}"
         )
     keys = np.stack((faces.templates, faces.media), 1)
     media, place = np.unique(keys, axis=0, return_inverse=True)
@@ -142,9 +213,22 @@ def pool(faces: Faces, vectors: Floats) -> Templates:
 def verify_templates(
     pairs: VerificationPairs, first: Templates, second: Templates, rates: Sequence[float]
 ) -> Mapping[float, float]:
-    """Measure TAR at each FAR.
+    """Measure the true accept rate (TAR) at each false accept rate (FAR).
 
-    The first template of a pair is embedded by one model, the second by another (BCT 3.3)."""
+    The first template of a pair is embedded by one model, the second by another (BCT 3.3).
+
+    Args:
+        pairs: pairs of one person and of two.
+        first, second: the templates by each model.
+        rates: the FARs, 0 to 1.
+
+    Returns:
+        TAR by FAR, shares 0 to 1.
+
+    Raises:
+        InvalidInputError: a template of a pair has no face.
+        ValueError: there are no pairs of one kind, or a rate is out of range.
+    """
     products = np.einsum("pd,pd->p", first.of(pairs.first), second.of(pairs.second))
     distances = 1 - products
     genuine, impostor = distances[pairs.same], distances[~pairs.same]
@@ -152,8 +236,8 @@ def verify_templates(
 
 
 def search_templates(
-    probes: Enrolled,
-    galleries: Sequence[Enrolled],
+    probes: SubjectTemplates,
+    galleries: Sequence[SubjectTemplates],
     of_probes: Templates,
     of_galleries: Templates,
     rates: Sequence[float],
@@ -161,34 +245,48 @@ def search_templates(
 ) -> Mapping[str, float]:
     """Measure TPIR at each FPIR, rank-1 and rank-5.
 
+    TPIR and FPIR are the true and false positive identification rates.
+
+    Args:
+        probes: the queries.
+        galleries: at least one gallery.
+        of_probes: the probes' templates by the query model.
+        of_galleries: the galleries' templates by the gallery's model.
+        rates: the FPIRs, 0 to 1.
+        metric: how distances are computed.
+
     Returns:
         Means over the galleries, each gallery's own figures (`G1 rank-1`), and ranks in the merged
         galleries, where every probe has a mate. A probe whose subject is in another gallery is
-        non-mated in this one.
+        non-mated in this one. All figures are shares 0 to 1.
+
+    Raises:
+        InvalidInputError: a template has no face.
+        ValueError: a gallery has no mated or no non-mated probes, or a rate is out of range.
     """
     queries = of_probes.of(probes.templates)
 
-    def ranks(gallery: Enrolled) -> dict[str, float]:
+    def ranks(gallery: SubjectTemplates) -> dict[str, float]:
         relevance = same_label(probes.subjects, gallery.subjects)
         ranking = rank(queries, of_galleries.of(gallery.templates), relevance, metric)
         return {f"rank-{k}": mean(cmc(ranking, k)) for k in (1, 5)}
 
-    apart = []
+    by_gallery = []
     for gallery in galleries:
         relevance = same_label(probes.subjects, gallery.subjects)
-        found = open_set_search(queries, of_galleries.of(gallery.templates), relevance, metric)
-        told = {f"tpir@fpir={rate:g}": tpir_at_fpir(found, rate) for rate in rates}
-        apart.append(told | ranks(gallery))
-    figures = {name: float(np.mean([told[name] for told in apart])) for name in apart[0]}
-    for number, told in enumerate(apart, 1):
-        figures |= {f"G{number} {name}": value for name, value in told.items()}
+        search = open_set_search(queries, of_galleries.of(gallery.templates), relevance, metric)
+        shares = {f"tpir@fpir={rate:g}": tpir_at_fpir(search, rate) for rate in rates}
+        by_gallery.append(shares | ranks(gallery))
+    figures = {name: float(np.mean([one[name] for one in by_gallery])) for name in by_gallery[0]}
+    for number, shares in enumerate(by_gallery, 1):
+        figures |= {f"G{number} {name}": value for name, value in shares.items()}
     merged = ranks(_merged(galleries))
     return figures | {f"merged {name}": value for name, value in merged.items()}
 
 
-def _merged(galleries: Sequence[Enrolled]) -> Enrolled:
+def _merged(galleries: Sequence[SubjectTemplates]) -> SubjectTemplates:
     templates = np.concatenate([gallery.templates for gallery in galleries])
-    return Enrolled(templates, np.concatenate([gallery.subjects for gallery in galleries]))
+    return SubjectTemplates(templates, np.concatenate([gallery.subjects for gallery in galleries]))
 
 
 def ijbc(root: Path, _scratch: Path, points: OperatingPoints = OperatingPoints()) -> Protocol:
@@ -196,16 +294,26 @@ def ijbc(root: Path, _scratch: Path, points: OperatingPoints = OperatingPoints()
 
     The first template of a pair and the probes are embedded by the query model, the others by the
     gallery's.
+
+    Args:
+        root: the data set's folder, with `meta` and `loose_crop` in it.
+        points: the rates to measure at.
+
+    Raises:
+        NotFoundError: a file or image is missing.
+        InvalidInputError: a file has another form.
     """
     meta = root / "meta"
     faces, pairs = read_faces(meta), read_pairs(meta)
-    probes = read_enrolled(meta / "ijbc_1N_probe_mixed.csv")
-    galleries = [read_enrolled(meta / f"ijbc_1N_gallery_G{number}.csv") for number in (1, 2)]
+    probes = read_subject_templates(meta / "ijbc_1N_probe_mixed.csv")
+    galleries = [
+        read_subject_templates(meta / f"ijbc_1N_gallery_G{number}.csv") for number in (1, 2)
+    ]
     listing = images(root / "loose_crop", faces.names)
 
     def figures(queries: Vectors, gallery_vectors: Vectors, _metric: Metric) -> Figures:
         # Templates are unit vectors, which both metrics rank equally.
-        first, second = pool(faces, queries), pool(faces, gallery_vectors)
+        first, second = pool_templates(faces, queries), pool_templates(faces, gallery_vectors)
         verified = verify_templates(pairs, first, second, points.far)
         accepted = {f"tar@far={rate:g}": share for rate, share in verified.items()}
         return accepted | dict(search_templates(probes, galleries, first, second, points.fpir))
@@ -216,8 +324,8 @@ def ijbc(root: Path, _scratch: Path, points: OperatingPoints = OperatingPoints()
 def _group_means(vectors: Floats, place: Ints, groups: int) -> Floats:
     sums = np.zeros((groups, vectors.shape[1]))
     np.add.at(sums, place, vectors)
-    means: Floats = sums / np.bincount(place, minlength=groups)[:, None]
-    return means
+    averages: Floats = sums / np.bincount(place, minlength=groups)[:, None]
+    return averages
 
 
 SUBSAMPLE = 50
@@ -228,31 +336,48 @@ def subsample(
 ) -> NDArray[np.int64]:
     """Draw `per_class` images of every class; return their rows, ascending.
 
-    The result depends only on the listing and the seed. The images are both queries and gallery.
+    The result depends only on the labels and the seed.
+
+    Args:
+        listing: the images.
+        per_class: the number of images of each class.
+        seed: of the random choice.
+
+    Returns:
+        int64.
 
     Raises:
         InvalidInputError: a class has fewer images.
     """
     rng = np.random.default_rng(seed)
-    chosen = []
+    drawn = []
     for label, name in enumerate(listing.class_names):
         rows = np.flatnonzero(listing.labels == label)
         if len(rows) < per_class:
             raise InvalidInputError(
-                f"class {name} of {listing.root}: expected at least {per_class} images, "
-                f"got {len(rows)}"
+                f"class {name} of {listing.root}: expected at least {per_class} images for this "
+                f"test protocol, got {len(rows)}; use the complete test set"
             )
-        chosen.append(rng.permutation(rows)[:per_class])
-    return np.sort(np.concatenate(chosen))
+        drawn.append(rng.permutation(rows)[:per_class])
+    return np.sort(np.concatenate(drawn))
 
 
 def vggface2(root: Path, _scratch: Path) -> Protocol:
-    """Read the protocol of CMC and mAP over class folders, one per subject; queries exclude
-    themselves."""
+    """Read VGGFace2's protocol: CMC and mAP of 50 images of each subject, among each other.
+
+    A query is left out of its own answers.
+
+    Args:
+        root: the test set, one folder for each subject.
+
+    Raises:
+        ConfigurationError: the folder cannot be read.
+        InvalidInputError: a subject has fewer than 50 images.
+    """
     listing = list_images(root)
     drawn = listing.select(subsample(listing))
     relevance = same_label(drawn.labels, drawn.labels, drawn.paths, drawn.paths)
-    return ranked(drawn, drawn, relevance, _face_figures)
+    return ranking_protocol(drawn, drawn, relevance, _face_figures)
 
 
 def _face_figures(ranking: Ranking) -> Figures:
@@ -265,15 +390,21 @@ _BAD = -1
 
 
 @dataclass(frozen=True)
-class Sightings:
-    """The images of a folder, ordered by name: paths, persons and cameras."""
+class PersonImages:
+    """The images of a folder of Market-1501, ordered by name.
+
+    Attributes:
+        paths: the files.
+        persons: the person of each, int64 [n]; 0 is a distractor, -1 a bad detection.
+        cameras: the camera of each, int64 [n].
+    """
 
     paths: tuple[Path, ...]
     persons: NDArray[np.int64]
     cameras: NDArray[np.int64]
 
 
-def read_sightings(folder: Path) -> Sightings:
+def read_person_images(folder: Path) -> PersonImages:
     """Read a folder of Market-1501: `query`, `bounding_box_test` or `bounding_box_train`.
 
     Raises:
@@ -281,27 +412,37 @@ def read_sightings(folder: Path) -> Sightings:
         InvalidInputError: it has no images, or one with another name than Market-1501's.
     """
     if not folder.is_dir():
-        raise NotFoundError(f"there is no folder {folder}; expected Market-1501's")
+        raise NotFoundError(
+            f"the folder {folder} of Market-1501 does not exist; correct --root, or download the "
+            "data set"
+        )
     paths = sorted(path for path in folder.iterdir() if path.suffix == ".jpg")
     if not paths:
-        raise InvalidInputError(f"{folder}: expected images like 0002_c1s1_000451_03.jpg, got none")
+        raise InvalidInputError(
+            f"{folder}: expected images of Market-1501 such as 0002_c1s1_000451_03.jpg, got none"
+        )
     persons, cameras = [], []
     for path in paths:
         match = _NAME.match(path.name)
         if match is None:
-            raise InvalidInputError(f"{path}: expected a name like 0002_c1s1_000451_03.jpg")
+            raise InvalidInputError(
+                f"{path}: expected a file name of Market-1501 such as 0002_c1s1_000451_03.jpg; "
+                "remove the file"
+            )
         persons.append(int(match[1]))
         cameras.append(int(match[2]))
-    return Sightings(tuple(paths), np.array(persons), np.array(cameras))
+    return PersonImages(tuple(paths), np.array(persons), np.array(cameras))
 
 
-def relevance(queries: Sightings, gallery: Sightings) -> Relevance:
-    """Return which gallery images each query should find: those of its person by other cameras.
+def market_relevance(queries: PersonImages, gallery: PersonImages) -> Relevance:
+    """Return which gallery images each query of Market-1501 should find.
+
+    These are the images of its person by other cameras.
 
     Bad detections are ignored, and so are images of the query's person by the query's camera.
 
     Returns:
-        Positions in the gallery, one array for each query; it may be empty.
+        Relevant and ignored positions in the gallery, one array for each query; it may be empty.
     """
     bad = gallery.persons == _BAD
     relevant, ignored = [], []
@@ -317,19 +458,20 @@ def market1501(root: Path, _scratch: Path) -> Protocol:
     """Read Market-1501's protocol: rank-1 and mAP of `query` in `bounding_box_test`.
 
     Args:
-        root: The folder of the data set.
+        root: the folder of the data set.
 
     Raises:
-        NotFoundError: One of the two folders does not exist.
-        InvalidInputError: A folder is empty, or a file has another name than Market-1501's.
+        NotFoundError: one of the two folders does not exist.
+        InvalidInputError: a folder is empty, or a file has another name than Market-1501's.
     """
-    queries, gallery = (read_sightings(root / part) for part in ("query", "bounding_box_test"))
-    asked, searched = (
-        images(sightings.paths[0].parent, [path.name for path in sightings.paths])
-        for sightings in (queries, gallery)
+    queries, gallery = (read_person_images(root / part) for part in ("query", "bounding_box_test"))
+    query_listing, gallery_listing = (
+        images(persons.paths[0].parent, [path.name for path in persons.paths])
+        for persons in (queries, gallery)
     )
-    return ranked(asked, searched, relevance(queries, gallery), _sighting_figures)
+    relevance = market_relevance(queries, gallery)
+    return ranking_protocol(query_listing, gallery_listing, relevance, _person_figures)
 
 
-def _sighting_figures(ranking: Ranking) -> Figures:
+def _person_figures(ranking: Ranking) -> Figures:
     return {"rank-1": mean(cmc(ranking, 1)), "map": mean(average_precision(ranking))}

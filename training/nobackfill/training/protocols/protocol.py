@@ -18,56 +18,83 @@ from nobackfill.metrics.ranking import Ranking, Relevance, rank
 from nobackfill.vectors import Vectors
 
 
-def lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield numbered lines that are not blank. Raises NotFoundError, or InvalidInputError for bytes
-    that are no text."""
+def read_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield the number, from 1, and the text of each line that is not blank.
+
+    Raises:
+        NotFoundError: the file does not exist.
+        InvalidInputError: it is no UTF-8 text.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
-        raise NotFoundError(f"no protocol file {path}") from error
+        raise NotFoundError(
+            f"no protocol file {path}; correct --root, or download the data set's files there"
+        ) from error
     except UnicodeDecodeError as error:
-        raise InvalidInputError(f"{path}: expected text, got other bytes") from error
+        raise InvalidInputError(
+            f"the protocol file {path}: expected UTF-8 text, got other bytes; download it again"
+        ) from error
     for number, line in enumerate(text.splitlines(), start=1):
         if line.strip():
             yield number, line
 
 
-def either(*paths: Path) -> Path:
-    """Return the first existing path, else the first one."""
+def first_existing(*paths: Path) -> Path:
+    """Return the first path that is a file, else the first path, of which there is at least one."""
     return next((path for path in paths if path.is_file()), paths[0])
 
 
-def words(path: Path, count: int) -> Iterator[list[str]]:
-    """Yield the space-separated words of each line. Raises InvalidInputError unless there are
-    `count`."""
-    for number, line in lines(path):
-        found = line.split()
-        if len(found) != count:
+def read_words(path: Path, count: int) -> Iterator[list[str]]:
+    """Yield the words of each line that is not blank, separated by spaces or tabs.
+
+    Raises:
+        NotFoundError: the file does not exist.
+        InvalidInputError: it is no UTF-8 text, or a line has not `count` words.
+    """
+    for number, line in read_lines(path):
+        columns = line.split()
+        if len(columns) != count:
             raise InvalidInputError(
-                f"{path} line {number}: expected {count} words, got {len(found)}"
+                f"{path} line {number}: expected {count} words, separated by spaces, got "
+                f"{len(columns)}"
             )
-        yield found
+        yield columns
 
 
-def table(path: Path, columns: Sequence[str]) -> Iterator[dict[str, str]]:
-    """Yield rows of a CSV file with a header as the given columns; case and other columns are
-    ignored."""
-    reader = csv.DictReader(line for _, line in lines(path))
+def read_table(path: Path, columns: Sequence[str]) -> Iterator[dict[str, str]]:
+    """Yield the rows of a CSV file with a header, as texts by column.
+
+    Only the given columns are returned. The header's letter case does not matter.
+
+    Raises:
+        NotFoundError: the file does not exist.
+        InvalidInputError: it is no UTF-8 text, the header lacks a column, or a row is too short.
+    """
+    reader = csv.DictReader(line for _, line in read_lines(path))
     lower = {column.lower(): column for column in columns}
     reader.fieldnames = [lower.get(name.strip().lower(), name) for name in reader.fieldnames or ()]
     missing = [name for name in columns if name not in reader.fieldnames]
     if missing:
         raise InvalidInputError(
-            f"{path}: expected the columns {', '.join(columns)}, got {join_few(reader.fieldnames)}"
+            f"{path}: expected a header with the columns {', '.join(columns)}, got "
+            f"{join_few(reader.fieldnames) or 'an empty file'}"
         )
     for number, row in enumerate(reader, start=2):
         if any(row[name] is None for name in columns):
-            raise InvalidInputError(f"{path} row {number}: expected {', '.join(columns)}")
+            raise InvalidInputError(
+                f"{path} row {number}: expected values of {', '.join(columns)}, but the row is too "
+                "short"
+            )
         yield {name: row[name] for name in columns}
 
 
-def integer(text: str, path: Path) -> int:
-    """Parse an integer. Raises InvalidInputError, which names the file."""
+def parse_integer(text: str, path: Path) -> int:
+    """Parse a whole number that was read from the file `path`.
+
+    Raises:
+        InvalidInputError: the text is no whole number.
+    """
     try:
         return int(text)
     except ValueError as error:
@@ -92,21 +119,31 @@ class Protocol:
 
 
 def images(root: Path, paths: Sequence[str]) -> ImageListing:
-    """List images below `root`, in this order. Raises NotFoundError for missing ones."""
+    """List images below `root`, in this order, as one class; no file is opened.
+
+    Raises:
+        NotFoundError: an image is missing.
+    """
     missing = [path for path in paths if not (root / path).is_file()]
     if missing:
         raise NotFoundError(
             f"{len(missing)} of the protocol's {len(paths)} images are missing, the first is "
-            f"{root / missing[0]}"
+            f"{root / missing[0]}; correct --root, or download the images"
         )
     return ImageListing(root, (root.name,), tuple(paths), np.zeros(len(paths), np.int64))
 
 
-def ranked(
+def ranking_protocol(
     queries: ImageListing,
     gallery: ImageListing,
     relevance: Relevance,
     figures: Callable[[Ranking], Figures],
 ) -> Protocol:
-    """Make a protocol whose figures depend on one ranking of the gallery per query."""
+    """Make a protocol whose figures depend on one ranking of the gallery per query.
+
+    Args:
+        queries, gallery: the images.
+        relevance: what each query should find, by positions in `gallery`.
+        figures: computes shares 0 to 1 by name from the ranking.
+    """
     return Protocol(queries, gallery, lambda q, g, metric: figures(rank(q, g, relevance, metric)))
