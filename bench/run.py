@@ -29,19 +29,44 @@ BUILD = record.ROOT / "build" / "bench"
 
 def main(
     topics: Annotated[
-        list[str] | None, typer.Argument(help=f"Some of: {', '.join(TOPICS)}. None: all.")
+        list[str] | None,
+        typer.Argument(
+            help=f"Topics to measure: {', '.join(TOPICS)}. Without a topic, all are measured."
+        ),
     ] = None,
-    full: Annotated[bool, typer.Option("--full", help="The large sizes.")] = False,
-    docs: Annotated[bool, typer.Option(help="Only put the results into the docs.")] = False,
+    full: Annotated[
+        bool,
+        typer.Option(
+            "--full", help="Measure large sizes, for hours. Without this flag, small ones are used."
+        ),
+    ] = False,
+    docs: Annotated[
+        bool,
+        typer.Option(
+            help="Write the stored results into the documents again, and measure nothing. With "
+            "--no-docs, the topics are measured."
+        ),
+    ] = False,
     beside: Annotated[
         Path | None,
-        typer.Option(help="Compare one topic with this checkout, a folder with its own .venv."),
+        typer.Option(
+            help="Folder of another checkout, with its own .venv, with which one topic is compared "
+            "in pairs of runs. Without it, only this checkout is measured."
+        ),
     ] = None,
     number: Annotated[
-        int, typer.Option("--pairs", min=2, help="Pairs of runs that --beside takes.")
+        int,
+        typer.Option(
+            "--pairs", min=2, help="Number of pairs of runs by which --beside compares checkouts."
+        ),
     ] = 10,
     file: Annotated[
-        Path | None, typer.Option("--json", help="Write what --beside found to this file, too.")
+        Path | None,
+        typer.Option(
+            "--json",
+            help="File to which the comparison of --beside is also written as JSON; an existing "
+            "one is replaced. Without it, only tables are printed.",
+        ),
     ] = None,
     part: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> None:

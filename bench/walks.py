@@ -370,14 +370,27 @@ def shortest(rounds: Sequence[Walk]) -> Walk:
 
 def main(
     walks: Annotated[
-        list[str] | None, typer.Argument(help=f"Some of: {', '.join(WALKS)}. None: all.")
+        list[str] | None,
+        typer.Argument(
+            help=f"Walks to count: {', '.join(WALKS)}. Without a walk, all are counted."
+        ),
     ] = None,
     json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write all counts there, too.")
+        Path | None,
+        typer.Option(
+            "--json",
+            metavar="FILE",
+            help="File to which all counts are also written as JSON; an existing one is replaced. "
+            "Without it, only the table is printed.",
+        ),
     ] = None,
     files: Annotated[
         str | None,
-        typer.Option(metavar="WALK", help="Print the files of this walk, by first entry."),
+        typer.Option(
+            metavar="WALK",
+            help="Print the files of this walk in the order in which it enters them, in place of "
+            "the table of counts. Without it, the counts are printed.",
+        ),
     ] = None,
 ) -> None:
     """Count files, functions and moves of walks."""

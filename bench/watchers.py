@@ -31,8 +31,12 @@ _AT_ONCE = 500
 
 
 def main(
-    watchers: Annotated[int, typer.Option(help="streams in all")] = 10_000,
-    connections: Annotated[int, typer.Option(help="that share the streams; 512 at most")] = 500,
+    watchers: Annotated[
+        int, typer.Option(help="Number of streams that watch the gateway.")
+    ] = 10_000,
+    connections: Annotated[
+        int, typer.Option(help="Number of connections that share the streams, at most 512.")
+    ] = 500,
 ) -> None:
     """Measure one gateway before, while and after it is watched."""
     with tempfile.TemporaryDirectory() as folder, trials.near():

@@ -86,47 +86,106 @@ def alone(out: Path) -> Iterator[None]:
 
 
 def command(
-    out: Annotated[Path, typer.Option(help="Everything is kept here.")] = Path("build/demo"),
+    out: Annotated[
+        Path,
+        typer.Option(
+            help="Folder to which everything is written: models, releases, galleries and logs; an "
+            "interrupted run in it goes on."
+        ),
+    ] = Path("build/demo"),
     images: Annotated[
-        Path | None, typer.Option(help="Your own images: a folder of class folders, only read.")
+        Path | None,
+        typer.Option(
+            help="Folder with your own images, one folder in it for each class; it is only read. "
+            "Without it, the demo uses scanned digits."
+        ),
     ] = None,
-    rollout: Annotated[Rollout, typer.Option(help="How release 2 comes into use.")] = "cutover",
+    rollout: Annotated[
+        Rollout,
+        typer.Option(
+            help="How the gateway changes to release 2: cutover after the whole gallery is "
+            "upgraded, dual with both models until then, or direct without an upgrade."
+        ),
+    ] = "cutover",
     store: Annotated[
-        Store, typer.Option(help="postgresql: two gateways, upgraded by Ray, one of them killed.")
+        Store,
+        typer.Option(
+            help="Where the gallery is stored: sqlite, one file of one gateway, or postgresql, a "
+            "database of two gateways that Ray upgrades while one of them is killed."
+        ),
     ] = "sqlite",
-    seed: Annotated[int, typer.Option(min=0, help="Cuts the images, seeds the training.")] = 0,
+    seed: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Seed of the random numbers that divide the images and start each training."
+        ),
+    ] = 0,
     image_size: Annotated[
         int | None,
         typer.Option(
-            min=8, max=224, help="Side of the models' input.", show_default="that of the pictures"
+            min=8,
+            max=224,
+            help="Side of the square images that the models read, in pixels.",
+            show_default="that of the pictures",
         ),
     ] = None,
     epochs: Annotated[
         int | None,
-        typer.Option(min=1, help="Epochs of every training.", show_default="as in configs/digits"),
+        typer.Option(
+            min=1,
+            help="Number of epochs of every training.",
+            show_default="as in configs/digits",
+        ),
     ] = None,
     batch_size: Annotated[
         int | None,
         typer.Option(
             min=2,
-            help="Images a step; few images want small batches.",
+            help="Number of images in each training step; with few images use a small number.",
             show_default="as in configs/digits",
         ),
     ] = None,
     images_per_class: Annotated[
         int | None,
-        typer.Option(min=13, help="Take at most so many of each class.", show_default="all"),
+        typer.Option(
+            min=13, help="Largest number of images of each class to use.", show_default="all"
+        ),
     ] = None,
-    clients: Annotated[int, typer.Option(min=1, max=64, help="Clients during the swap.")] = 4,
+    clients: Annotated[
+        int,
+        typer.Option(
+            min=1, max=64, help="Number of clients that search while the gateway changes the model."
+        ),
+    ] = 4,
     steady_seconds: Annotated[
-        float, typer.Option(min=0.5, help="Load before and after the swap, in seconds.")
+        float,
+        typer.Option(
+            min=0.5, help="Seconds for which the clients search before and after the change."
+        ),
     ] = 6,
     force: Annotated[
-        bool, typer.Option("--force", help="Publish releases that do not pass their gate, too.")
+        bool,
+        typer.Option(
+            "--force",
+            help="Publish releases even if they do not pass their gate. Without this flag, the "
+            "demo ends with the gate's table.",
+        ),
     ] = False,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Forget an earlier run.")] = False,
+    fresh: Annotated[
+        bool,
+        typer.Option(
+            "--fresh",
+            help="Delete an earlier run in the folder of --out first. Without this flag, an "
+            "unfinished run resumes.",
+        ),
+    ] = False,
     stay: Annotated[
-        bool, typer.Option("--open", help="Then show gallery and console, until Ctrl-C.")
+        bool,
+        typer.Option(
+            "--open",
+            help="Serve the gallery and the console at the end until Ctrl-C, and print their "
+            "addresses. Without this flag, the demo ends after its table.",
+        ),
     ] = False,
 ) -> None:
     """Train, publish, serve, hot-swap and upgrade, with a table at the end."""

@@ -160,12 +160,24 @@ def _found(device: Device, titles: Sequence[str]) -> Lists:
 
 
 def main(
-    packages: Annotated[Path, typer.Option(help="Folder of the packages with weights and texts.")],
-    out: Annotated[Path, typer.Option(help="Folder of all that is made.")],
-    pairs: Annotated[int, typer.Option(min=50, help="Texts that the map is fitted on.")] = 2000,
-    measured: Annotated[int, typer.Option(min=40, help="Texts that the gate asks for.")] = 800,
-    items: Annotated[int, typer.Option(min=50, help="Notes of the galleries.")] = 300,
-    queries: Annotated[int, typer.Option(min=20, help="Queries.")] = 100,
+    packages: Annotated[
+        Path, typer.Option(help="Folder of the packages with weights and texts; only read.")
+    ],
+    out: Annotated[
+        Path, typer.Option(help="Folder to which everything is written; results in it are reused.")
+    ],
+    pairs: Annotated[
+        int, typer.Option(min=50, help="Number of texts on which the map is fitted.")
+    ] = 2000,
+    measured: Annotated[
+        int, typer.Option(min=40, help="Number of texts by which the gate measures the release.")
+    ] = 800,
+    items: Annotated[
+        int, typer.Option(min=50, help="Number of notes in each of the two galleries.")
+    ] = 300,
+    queries: Annotated[
+        int, typer.Option(min=20, help="Number of searches that are measured.")
+    ] = 100,
 ) -> None:
     """Publish two pretrained models as releases, and carry notes from one to the other."""
     out.mkdir(parents=True, exist_ok=True)

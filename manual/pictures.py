@@ -100,8 +100,12 @@ def _save(picture: bytes, file: Path) -> Path:
 
 
 def command(
-    life: Annotated[Path, typer.Option(help="A demo's folder.")] = Path("build/demo"),
-    into: Annotated[Path, typer.Option(help="Where the pictures shall be.")] = Path("docs"),
+    life: Annotated[Path, typer.Option(help="Folder of a finished `make demo`; only read.")] = Path(
+        "build/demo"
+    ),
+    into: Annotated[Path, typer.Option(help="Folder to which the pictures are written.")] = Path(
+        "docs"
+    ),
 ) -> None:
     """Draw the pictures of docs/ anew from a demo's folder."""
     try:

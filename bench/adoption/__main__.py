@@ -36,11 +36,32 @@ DRAWN = 5000
 
 
 def main(
-    packages: Annotated[Path, typer.Option(help="As `make demo-adopt` fills it.")],
-    out: Annotated[Path, typer.Option(help="Folder for vectors; what is there is kept.")],
-    lists: Annotated[Path | None, typer.Option(help="apt's …_i18n_Translation-en.lz4.")] = None,
-    mpnet: Annotated[Path | None, typer.Option(help="Unpacked all-mpnet-base-v2.")] = None,
-    only: Annotated[str, typer.Option(help="Pairs with this in their name.")] = "",
+    packages: Annotated[
+        Path, typer.Option(help="Folder of packages as `make demo-adopt` fills it; only read.")
+    ],
+    out: Annotated[
+        Path, typer.Option(help="Folder to which vectors are written; those in it are used again.")
+    ],
+    lists: Annotated[
+        Path | None,
+        typer.Option(
+            help="File …_i18n_Translation-en.lz4 of apt, with descriptions of packages as a second "
+            "set of texts. Without it, only the texts of --packages are measured."
+        ),
+    ] = None,
+    mpnet: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder with the unpacked model all-mpnet-base-v2, to which model.onnx is "
+            "written. Without it, this model is not measured."
+        ),
+    ] = None,
+    only: Annotated[
+        str,
+        typer.Option(
+            help="Measure only pairs of models whose name contains this text; empty: every pair."
+        ),
+    ] = "",
 ) -> None:
     """Measure verdicts, maps, converters and valleys, and keep the tables."""
     models = dict(zip(("L3", "L6"), lay_out(packages, out / "models"), strict=True))

@@ -42,16 +42,35 @@ MORE = 3000
 
 def main(
     packages: Annotated[
-        Path, typer.Option(help="Where demo/adoption/requirements-images.txt lies.")
+        Path,
+        typer.Option(
+            help="Folder in which the packages of demo/adoption/requirements-images.txt are "
+            "installed; only read."
+        ),
     ],
-    pictures: Annotated[Path, typer.Option(help="Folders of PNGs, one a class.")],
-    out: Annotated[Path, typer.Option(help="Folder for vectors; what is there is kept.")],
-    items: Annotated[int, typer.Option(min=100, help="Pictures.")] = 4000,
-    pairs: Annotated[int, typer.Option(min=50, help="Of them, those that are fitted on.")] = 2000,
+    pictures: Annotated[
+        Path,
+        typer.Option(help="Folder of PNG files, one folder in it for each class; only read."),
+    ],
+    out: Annotated[
+        Path, typer.Option(help="Folder to which vectors are written; those in it are used again.")
+    ],
+    items: Annotated[int, typer.Option(min=100, help="Number of pictures to measure on.")] = 4000,
+    pairs: Annotated[
+        int, typer.Option(min=50, help="Number of these pictures on which maps are fitted.")
+    ] = 2000,
     queries: Annotated[
-        int, typer.Option(min=20, help="Pictures that a second view asks for.")
+        int,
+        typer.Option(
+            min=20, help="Number of pictures that are searched for by a second view of them."
+        ),
     ] = 500,
-    only: Annotated[str, typer.Option(help="Pairs with this in their name.")] = "",
+    only: Annotated[
+        str,
+        typer.Option(
+            help="Measure only pairs of models whose name contains this text; empty: every pair."
+        ),
+    ] = "",
 ) -> None:
     """Measure verdicts, maps, rivals and valleys on pictures, and keep the tables."""
     some = drawn(pictures, items)

@@ -142,15 +142,28 @@ def _searched(dual: Dual, by_old: list[list[float]], by_new: list[list[float]]) 
 
 
 def main(
-    packages: Annotated[Path, typer.Option(help="Folder of the packages with weights and texts.")],
-    out: Annotated[Path, typer.Option(help="Folder of all that is made.")],
+    packages: Annotated[
+        Path, typer.Option(help="Folder of the packages with weights and texts; only read.")
+    ],
+    out: Annotated[
+        Path, typer.Option(help="Folder to which everything is written; results in it are reused.")
+    ],
     images: Annotated[
         str | None,
-        typer.Option(help="Pictures in place of texts: a folder, or `packages`: what those bring."),
+        typer.Option(
+            help="Use pictures instead of texts: a folder of them, or the word packages for those "
+            "of the packages. Without it, the texts are used."
+        ),
     ] = None,
-    items: Annotated[int, typer.Option(min=100, help="Documents or pictures.")] = 4000,
-    sampled: Annotated[int, typer.Option(min=50, help="Items embedded again to fit.")] = 2000,
-    queries: Annotated[int, typer.Option(min=20, help="Queries.")] = 500,
+    items: Annotated[
+        int, typer.Option(min=100, help="Number of documents or pictures in the table.")
+    ] = 4000,
+    sampled: Annotated[
+        int, typer.Option(min=50, help="Number of items that are re-embedded to fit the map on.")
+    ] = 2000,
+    queries: Annotated[
+        int, typer.Option(min=20, help="Number of queries that each option is measured by.")
+    ] = 500,
 ) -> None:
     """Move a table from one pretrained model to another, and say what each way keeps."""
     folder = out.absolute()
