@@ -60,6 +60,30 @@ def test_rows_that_beat_or_tie_ours_anywhere_are_shown() -> None:
     assert found == [OURS, "better", "tie", "fewer_flips", "bct"]
 
 
+def test_the_page_names_the_best_row_of_each_column() -> None:
+    told = " ".join(
+        " ".join(
+            short_table(
+                results(
+                    **{OURS: row(0.9, 0.8, 0.05)},
+                    tie=row(0.90004, 0.7, 0.01),
+                    better=row(0.8, 0.95, 0.1),
+                    elsewhere=row(1.0, 1.0, 0.0, shared=False),
+                ),
+                "all.md",
+            )
+        ).split()
+    )
+    best = f"main CMC-1 `{OURS}` and `tie` (90.0), main mAP `better` (95.0), flips `tie` (1.0)."
+    assert f"Best row by column: {best}" in told
+
+
+def test_a_table_says_how_many_classes_it_tests() -> None:
+    (digits,) = (file for file in RESULTS if file.name == "compare-digits-core.json")
+    told = " ".join(" ".join(short_table(read_results(digits), "all.md")).split())
+    assert "Main tests 10 classes; unseen tests 3 classes; unseen classes are too few" in told
+
+
 def test_the_page_says_what_is_left_out_and_what_fails() -> None:
     told = "\n".join(
         short_table(results(**{OURS: row(0.9, 0.8, 0.05)}, affine=row(0.8, 0.7, 0.1)), "all.md")

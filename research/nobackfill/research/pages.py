@@ -437,7 +437,8 @@ def _columns(results: Results, name: str) -> dict[str, float]:
             assert part is not None
             values[f"{split} {FIGURE_NAMES[figure]}"] = part.cells[SERVED][figure][0]
     values["flips"] = -results.main.rows[name].extras["negative_flips"]
-    return {column: round(1000 * value) for column, value in values.items()}
+    # As the table prints them.
+    return {column: round(100 * value, 1) for column, value in values.items()}
 
 
 def _caption(results: Results, link: str, left_out: int) -> list[str]:
@@ -458,8 +459,39 @@ def _caption(results: Results, link: str, left_out: int) -> list[str]:
         else f"[More figures]({link})"
     )
     notes.append(f"{link_text}, with every claim.")
-    points = [f"Rows that beat or tie ours: {_reaching_named(results)}.", *_claims(results)]
+    points = [
+        f"Best row by column: {_best(results)}.{_tested(results)}",
+        f"Rows that beat or tie ours: {_reaching_named(results)}.",
+        *_claims(results),
+    ]
     return [_wrapped(" ".join(notes)), "", *(_wrapped(point, "- ") for point in points)]
+
+
+def _best(results: Results) -> str:
+    """Name the rows with the largest figure of each column, as rounded, with the figure."""
+    by_row = {
+        name: _columns(results, name) for name, row in results.main.rows.items() if row.shared
+    }
+    texts = []
+    for column in dict.fromkeys(column for columns in by_row.values() for column in columns):
+        values = {name: columns[column] for name, columns in by_row.items() if column in columns}
+        largest = max(values.values())
+        names = " and ".join(f"`{name}`" for name, value in values.items() if value == largest)
+        texts.append(f"{column} {names} ({abs(largest):.1f})")
+    return ", ".join(texts)
+
+
+def _tested(results: Results) -> str:
+    """Say how many classes each split tests; empty for a folder of unknown size."""
+    if results.data not in PRESETS:
+        return ""
+    counts = {
+        split.name: split.tested_end - split.tested_first for split in PRESETS[results.data].splits
+    }
+    texts = [f"{split} tests {counts[split]} classes" for split in results.splits]
+    few = [split for split in results.splits if counts[split] < FEWEST_CLASSES]
+    decides = f"; {' and '.join(few)} classes are too few to judge others by" if few else ""
+    return f" {'; '.join(texts)}{decides}.".replace(" main tests", " Main tests", 1)
 
 
 def _rivals(results: Results, link: str) -> list[str]:
