@@ -31,7 +31,7 @@ class Given(EmbeddedListing):
     def native(self, release: int) -> Vectors:
         return self._vectors[release]
 
-    def along(self, releases: tuple[int, ...], *, int8: bool = False) -> Upgraded:
+    def vectors_along(self, releases: tuple[int, ...], *, int8: bool = False) -> Upgraded:
         found = self._carried if len(releases) > 1 else self._vectors[releases[0]]
         return Upgraded(found, None, None)
 
@@ -74,7 +74,7 @@ def test_what_is_told_is_what_a_gallery_finds_by_the_weights(
     apart = {
         release: distances(
             judged.queries.native(release),
-            judged.items.along((1, 2) if release == 2 else (1,)).embedding,
+            judged.items.vectors_along((1, 2) if release == 2 else (1,)).embedding,
             metrics[release],
         )
         for release in (1, 2)
@@ -87,7 +87,7 @@ def test_what_is_told_is_what_a_gallery_finds_by_the_weights(
     for release in (1, 2):
         alone = search_and_measure(
             judged.queries.native(release),
-            judged.items.along((1, 2) if release == 2 else (1,)).embedding,
+            judged.items.vectors_along((1, 2) if release == 2 else (1,)).embedding,
             judged.relevance,
             metrics[release],
         )

@@ -35,7 +35,7 @@ def test_second_views_ask_for_their_pictures(life: Life, tmp_path: Path) -> None
             embed(decode_listing(of, *manifest.frame)) for of in (views, listing)
         )
     files = {file.path: life.repo / file.path for m in manifests.values() for file in m.files()}
-    carried = PublishedListing(listing, files, manifests).along((1, 2), int8=True).embedding
+    carried = PublishedListing(listing, files, manifests).vectors_along((1, 2), int8=True).embedding
     by = {
         "old": nearest(asked[1], held[1]), "served": nearest(asked[2], carried),
         "new": nearest(asked[2], held[2]),

@@ -35,6 +35,6 @@ def test_odd_texts_are_nowhere(engine: Engine) -> None:
             store.put([odd], [NewVectors(ONE, vectors(1, 3), vectors(1, 4, SIDE_DIM))])
         for metadata in ({odd: 1}, {"t": odd}, {"t": ["x", odd]}):
             with pytest.raises(InvalidInputError):
-                store.describe_some(labels, None, metadata, [])
-        assert store.describe_some(labels, None, {}, [odd]) <= 3
+                store.change_some_metadata(labels, None, metadata, [])
+        assert store.change_some_metadata(labels, None, {}, [odd]) <= 3
     assert store.count() == 3

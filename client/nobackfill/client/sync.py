@@ -1164,7 +1164,9 @@ class _Sync:
         for release in sorted(releases, reverse=True):
             if release <= active or releases[release] is not None:
                 continue
-            if not self._options.join_early and not self._trust.belongs(release, self._cohort):
+            if not self._options.join_early and not self._trust.is_offered_to(
+                release, self._cohort
+            ):
                 share = self._trust.share(release)
                 self._report.notes.append(
                     f"release {release} is rolled out to {100 * share:g} % of the devices so far, "

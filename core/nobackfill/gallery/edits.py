@@ -84,7 +84,7 @@ class EditableStore(Protocol):
         """
         ...
 
-    def describe_some(
+    def change_some_metadata(
         self, labels: Labels, condition: Filter | None, values: Metadata, remove: Collection[str]
     ) -> int:
         """Change the metadata of items that exist and pass the filter now; others are skipped.
@@ -193,7 +193,7 @@ def change_metadata(
     metadata_text(values)
     count = 0
     for piece in selection.pieces():
-        count += store.describe_some(piece.labels, piece.condition, values, remove)
+        count += store.change_some_metadata(piece.labels, piece.condition, values, remove)
         after_piece()
     return count
 

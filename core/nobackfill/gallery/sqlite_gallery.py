@@ -57,7 +57,7 @@ class SqliteGallery(Store):
 
         return edits.delete_in_file(self, edits.Selection(labels, condition))
 
-    def describe_some(
+    def change_some_metadata(
         self, labels: Labels, condition: Filter | None, values: Metadata, remove: Collection[str]
     ) -> int:
         """Change the metadata of items that exist and pass the filter now, in one transaction.

@@ -35,7 +35,7 @@ class EmbeddedListing(ABC):
         """Return embeddings by the release's own model, float32 [n, dim]."""
 
     @abstractmethod
-    def along(self, releases: tuple[int, ...], *, int8: bool = False) -> Upgraded:
+    def vectors_along(self, releases: tuple[int, ...], *, int8: bool = False) -> Upgraded:
         """Return vectors of the first release, upgraded along the others.
 
         Args:
@@ -123,7 +123,7 @@ class PublishedListing(EmbeddedListing):
             self._side[release] = self._run(model.run, release)
         return self._side[release]
 
-    def along(self, releases: tuple[int, ...], *, int8: bool = False) -> Upgraded:
+    def vectors_along(self, releases: tuple[int, ...], *, int8: bool = False) -> Upgraded:
         """Return vectors of the first release, upgraded along the others.
 
         Args:
@@ -219,7 +219,7 @@ def cell_vectors(
         VerificationError: A file differs from its manifest, cannot be loaded, or returns no usable
             vectors.
     """
-    vectors = gallery.along(cell.gallery, int8=int8).embedding
+    vectors = gallery.vectors_along(cell.gallery, int8=int8).embedding
     return query_vectors(cell, queries, vectors), vectors
 
 

@@ -251,7 +251,7 @@ class QuerySet:
     relevance: Relevance
     classes: Ints | None = None
 
-    def gained(self, values: PerQuery, other: PerQuery) -> Difference:
+    def bootstrap_gain(self, values: PerQuery, other: PerQuery) -> Difference:
         """Bootstrap the mean of `values` - `other` over queries; classes are drawn where they are
         known.
 
@@ -323,8 +323,8 @@ def measure_rank_fusion(
     for name, one in (("carried", carried), ("stayed", stayed)):
         figures = one.measure(judging.relevance)
         gains[name] = (
-            judging.gained(fused.map, figures.map),
-            judging.gained(fused.cmc1, figures.cmc1),
+            judging.bootstrap_gain(fused.map, figures.map),
+            judging.bootstrap_gain(fused.cmc1, figures.cmc1),
         )
     if any(gain.high < 0 for pair in gains.values() for gain in pair):
         return None
@@ -431,7 +431,7 @@ def backfill_curves(
         ValueError: No query has a relevant item, or vectors are not finite.
     """
     line = served_line(cell, queries) if line is None else line
-    served, native = gallery.along(cell.gallery, int8=int8), gallery.native(cell.query)
+    served, native = gallery.vectors_along(cell.gallery, int8=int8), gallery.native(cell.query)
     meets_served = query_vectors(cell, queries, served.embedding)
     uncertainty = served.uncertainty
     makers: dict[str, Callable[[], Ints]] = {
@@ -532,7 +532,7 @@ def measure_lazy_reembedding(
         scaled_cmc1=tuple(scaled.cmc1.tolist()),
     )
     gains = [
-        half.gained(scaled.map_areas, raw.map_areas),
-        half.gained(scaled.cmc1_areas, raw.cmc1_areas),
+        half.bootstrap_gain(scaled.map_areas, raw.map_areas),
+        half.bootstrap_gain(scaled.cmc1_areas, raw.cmc1_areas),
     ]
     return evidence, choose_line(evidence, gains, line)

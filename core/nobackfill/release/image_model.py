@@ -79,7 +79,7 @@ class ImageModel:
         """
         spec = manifest.embedder
         if spec.file is None:
-            raise manifest.no_images()
+            raise manifest.no_images_error()
         file = ModelFile(spec.file.path, spec.file.sha256, spec.file.length)
         return cls(manifest.release, file, manifest.frame, spec.dim, spec.unit)
 

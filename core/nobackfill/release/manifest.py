@@ -660,7 +660,7 @@ class Manifest(ManifestPart):
         """
         spec = self.embedder
         if spec.height is None or spec.width is None:
-            raise self.no_images()
+            raise self.no_images_error()
         return Frame(spec.height, spec.width, spec.fit, spec.shortest, spec.interpolation)
 
     @property
@@ -671,10 +671,10 @@ class Manifest(ManifestPart):
             NoEncoderError: It embeds no texts.
         """
         if self.text_encoder is None:
-            raise self.no_texts()
+            raise self.no_texts_error()
         return self.text_encoder
 
-    def no_images(self) -> NoEncoderError:
+    def no_images_error(self) -> NoEncoderError:
         """Return, without raising it, the error for an image that is sent to a release that embeds
         none."""
         return NoEncoderError(
@@ -682,7 +682,7 @@ class Manifest(ManifestPart):
             f"{'a text, or ' if self.text_encoder else ''}an embedding of its space"
         )
 
-    def no_texts(self) -> NoEncoderError:
+    def no_texts_error(self) -> NoEncoderError:
         """Return, without raising it, the error for a text that is sent to a release that embeds
         none."""
         return NoEncoderError(
@@ -734,7 +734,7 @@ class Manifest(ManifestPart):
         """
         return tuple(file for _, file in self._places())
 
-    def embedder_ends(self) -> ModelInterface:
+    def embedder_interface(self) -> ModelInterface:
         """Return the ONNX inputs and outputs of the image embedder.
 
         Raises:
@@ -742,12 +742,12 @@ class Manifest(ManifestPart):
         """
         return (self._image(),), (_vector("embedding", self.embedder.dim),)
 
-    def text_encoder_ends(self, encoder: TextEncoder) -> ModelInterface:
+    def text_encoder_interface(self, encoder: TextEncoder) -> ModelInterface:
         """Return the ONNX inputs and outputs of the text encoder."""
         tokens = tuple((name, "int64", (None,)) for name in encoder.inputs)
         return tokens, (_vector("embedding", self.embedder.dim),)
 
-    def side_encoder_ends(self, encoder: PublishedSideEncoder) -> ModelInterface:
+    def side_encoder_interface(self, encoder: PublishedSideEncoder) -> ModelInterface:
         """Return the ONNX inputs and outputs of the side-information encoder.
 
         Raises:
@@ -755,7 +755,7 @@ class Manifest(ManifestPart):
         """
         return (self._image(),), (_vector("side", encoder.dim),)
 
-    def upgrade_ends(self, upgrade: Upgrade) -> ModelInterface:
+    def upgrade_interface(self, upgrade: Upgrade) -> ModelInterface:
         """Return the ONNX inputs and outputs of an upgrade of this release."""
         inputs = [_vector("embedding", upgrade.from_dim)]
         outputs = [_vector("upgraded", self.embedder.dim)]
@@ -772,17 +772,17 @@ class Manifest(ManifestPart):
         path."""
         models: dict[str, ModelInterface] = {}
         if self.embedder.file is not None:
-            models[embedder_model(self.release)] = self.embedder_ends()
+            models[embedder_model(self.release)] = self.embedder_interface()
         if (text := self.text_encoder) is not None:
-            models[text_encoder_model(self.release)] = self.text_encoder_ends(text)
+            models[text_encoder_model(self.release)] = self.text_encoder_interface(text)
             if text.query_file is not None:
-                models[query_encoder_model(self.release)] = self.text_encoder_ends(text)
+                models[query_encoder_model(self.release)] = self.text_encoder_interface(text)
         encoder = self.side_encoder
         if encoder is not None and encoder.origin_release == self.release:
-            models[side_encoder_model(self.release)] = self.side_encoder_ends(encoder)
+            models[side_encoder_model(self.release)] = self.side_encoder_interface(encoder)
         for upgrade in self.upgrades:
             name = upgrade_model(upgrade.from_release, self.release)
-            models[name] = self.upgrade_ends(upgrade)
+            models[name] = self.upgrade_interface(upgrade)
         return {config_path(name): _config(name, ends) for name, ends in models.items()}
 
     def _image(self) -> Tensor:

@@ -109,7 +109,7 @@ class UpgradeModel:
         self._session = session
         self._manifest = manifest
         self.upgrade = upgrade
-        self._outputs = [name for name, _, _ in manifest.upgrade_ends(upgrade)[1]]
+        self._outputs = [name for name, _, _ in manifest.upgrade_interface(upgrade)[1]]
 
     def run(self, embedding: Vectors, side: Vectors | None) -> Upgraded:
         """Upgrade embeddings into the target's space.

@@ -189,7 +189,7 @@ def _check_vocabulary(model: TextModel) -> None:
     """Check that the model accepts every token; an unknown one would crash whatever serves it."""
     for role in TEXT_ROLES:
         try:
-            model.embed(model.reader.largest_token, role)
+            model.embed(model.reader.largest_token_inputs, role)
         except UnusableOutputError:
             # The token is known; a token alone may have no vector.
             continue
@@ -362,14 +362,14 @@ def check_release(files: Files, manifest: Manifest) -> None:
     """
     checks: list[tuple[PublishedFile, ModelInterface]] = []
     if (images := manifest.embedder.file) is not None:
-        checks.append((images, manifest.embedder_ends()))
+        checks.append((images, manifest.embedder_interface()))
     if (text := manifest.text_encoder) is not None:
-        ends = manifest.text_encoder_ends(text)
+        ends = manifest.text_encoder_interface(text)
         checks += [(text.model_file(role), ends) for role in TEXT_ROLES]
     if (encoder := manifest.side_encoder) is not None:
-        checks.append((encoder.file, manifest.side_encoder_ends(encoder)))
+        checks.append((encoder.file, manifest.side_encoder_interface(encoder)))
     for upgrade in manifest.upgrades:
-        ends = manifest.upgrade_ends(upgrade)
+        ends = manifest.upgrade_interface(upgrade)
         checks.append((upgrade.file, ends))
         if upgrade.int8_file is not None:
             checks.append((upgrade.int8_file, ends))

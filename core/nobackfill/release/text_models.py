@@ -50,7 +50,7 @@ class TextReader:
         return self._select_inputs(self._tokenizing.tokens([prefix + text for text in texts]))
 
     @cached_property
-    def largest_token(self) -> Tokens:
+    def largest_token_inputs(self) -> Tokens:
         """Return the inputs for one text of one token, the one with the largest id."""
         one = np.full((1, 1), self._tokenizing.largest(), np.int64)
         mask, types = np.ones_like(one), np.zeros_like(one)

@@ -145,7 +145,7 @@ def compare(
     images = PublishedListing(pictures, folder, manifests, threads=1)
     relevance = relevance_among_others(pictures)
     old_vectors, native = images.native(old), images.native(new)
-    served = images.along(names["new/served"].gallery, int8=True)
+    served = images.vectors_along(names["new/served"].gallery, int8=True)
     comparable = {
         "old/old": True,
         "new/old": old_vectors.shape[1] == native.shape[1],

@@ -125,7 +125,7 @@ def row_cells(row: MethodRow, test: Evaluation) -> Cells:
         if not cell.raw or new.shape[1] >= old.shape[1]
     }
     cells = {name: measured[cell] for name, cell in names.items() if cell in measured}
-    served = images.along(names["new/served"].gallery, int8=row.int8)
+    served = images.vectors_along(names["new/served"].gallery, int8=row.int8)
     if row.route:
         figures = search_and_measure(
             served.embedding, served.embedding, test.relevance, test.metric

@@ -96,7 +96,7 @@ class TrainedImages(EmbeddedListing):
         """Return the vectors float32 [n,dim] of OLD or NEW."""
         return self._vectors[release]
 
-    def along(self, releases: tuple[int, ...], *, int8: bool = False) -> Upgraded:
+    def vectors_along(self, releases: tuple[int, ...], *, int8: bool = False) -> Upgraded:
         """Return vectors migrated along a route; the result is cached.
 
         Args:

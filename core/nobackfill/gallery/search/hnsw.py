@@ -124,7 +124,7 @@ class HnswIndex:
         elements[self._elements if mask is None else self._elements[mask]] = True
         return self._exact.search(queries, k, elements)
 
-    def seeking(self, ef: int) -> "HnswIndex":
+    def with_candidates(self, ef: int) -> "HnswIndex":
         """Return an index over the same graph with at least `ef` candidates for each search.
 
         The graph itself does not change: it may be in use, and its own ef applies to every search.
@@ -182,7 +182,7 @@ class HnswIndex:
             answer.labels[unanswered], answer.distances[unanswered] = exact.labels, exact.distances
         return answer
 
-    def walked(self, k: int, ef: int) -> int | None:
+    def walk_size(self, k: int, ef: int) -> int | None:
         """Return the number of candidates of a walk for one query; None if every row is compared
         instead.
 
@@ -606,10 +606,10 @@ def tune_index(
     Returns:
         An index over the same graph; `index` itself does not change.
     """
-    index = index.seeking(0)
+    index = index.with_candidates(0)
     farthest = _farthest(index, queries, after_piece)
     for ef in (index.ef, *(ef for ef in WIDEST_EF if ef > index.ef)):
-        candidate = index.seeking(ef)
+        candidate = index.with_candidates(ef)
         if _recall(candidate, queries, farthest, after_piece) >= LEAST_RECALL:
             break
     return candidate

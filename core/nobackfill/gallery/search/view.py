@@ -83,7 +83,7 @@ class GraphIndex(Protocol):
     graph: Any
     compiled: "_native.Graph | None"
 
-    def walked(self, k: int, ef: int) -> int | None:
+    def walk_size(self, k: int, ef: int) -> int | None:
         """Return the number of candidates of a walk for one query; None if every row is compared
         instead.
 
@@ -152,7 +152,7 @@ class CompiledSearch:
         Returns:
             None if every row must be compared instead.
         """
-        candidates = self._index.walked(k, ef)
+        candidates = self._index.walk_size(k, ef)
         pair = (
             None if candidates is None else self._snapshot.search(query, k, candidates, base, delta)
         )
@@ -220,7 +220,7 @@ class CompiledSearch:
 
     def _walks(self, k: int) -> int | None:
         if k not in self._candidates_by_k:
-            self._candidates_by_k[k] = self._index.walked(k, 0)
+            self._candidates_by_k[k] = self._index.walk_size(k, 0)
         return self._candidates_by_k[k]
 
 
@@ -394,7 +394,7 @@ class Snapshot:
         return len(self.base) + len(self.delta)
 
     @cached_property
-    def graphed(self) -> bool:
+    def is_graph(self) -> bool:
         """Tell whether the base is a graph, so that a search may miss an item."""
         return not isinstance(self.base.index, ExactIndex)
 
@@ -402,7 +402,7 @@ class Snapshot:
     def compared(self) -> int:
         """Return how many numbers a search compares one by one, in the delta and in an exact
         base."""
-        return (len(self.delta) + (not self.graphed) * len(self.base)) * self.spec.dim
+        return (len(self.delta) + (not self.is_graph) * len(self.base)) * self.spec.dim
 
     @cached_property
     def compiled(self) -> CompiledSearch | None:

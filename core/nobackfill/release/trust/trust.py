@@ -798,7 +798,7 @@ class Trust:
             for n, path in sorted(_without_none(numbers).items())
         }
 
-    def belongs(self, release: int, device: str) -> bool:
+    def is_offered_to(self, release: int, device: str) -> bool:
         """Tell whether a release is offered to a device.
 
         Args:
@@ -840,7 +840,7 @@ class Trust:
         """
         unfit: UnfitError | None = None
         good = [n for n, reason in self.releases().items() if reason is None]
-        first = [n for n in good if device is None or self.belongs(n, device)]
+        first = [n for n in good if device is None or self.is_offered_to(n, device)]
         for release in sorted(first, reverse=True) + sorted(set(good) - set(first), reverse=True):
             try:
                 return self.manifest(release).release

@@ -357,13 +357,13 @@ class InProcessModels:
     def embed(self, manifest: Manifest, images: Images) -> Vectors:
         model = self._models(manifest).images
         if model is None:
-            raise manifest.no_images()
+            raise manifest.no_images_error()
         return model.run(images)
 
     def texts(self, manifest: Manifest, texts: Sequence[str], role: TextRole) -> Vectors:
         model = self._models(manifest).texts
         if model is None:
-            raise manifest.no_texts()
+            raise manifest.no_texts_error()
         return model.run(texts, role)
 
     def side(self, manifest: Manifest, images: Images) -> Vectors | None:
@@ -556,7 +556,7 @@ class Embedding:
 
     def _text(self, manifest: Manifest, text: str) -> Row:
         if manifest.text_encoder is None:
-            raise manifest.no_texts()
+            raise manifest.no_texts_error()
         batcher = self._text_batchers.get(manifest.release)
         if batcher is None:
             new_batcher: Batcher[str, Row] = Batcher(
@@ -718,7 +718,7 @@ class Embedding:
             CancelledError: the caller has cancelled the call, between batches.
         """
         if manifest.text_encoder is None:
-            raise manifest.no_texts()
+            raise manifest.no_texts_error()
         rows: list[Row] = [no_text_vector_error(manifest)] * len(texts)
         valid_places = []
         for place, text in enumerate(texts):

@@ -1068,7 +1068,7 @@ class ImmediateAnswers:
         vectors = [vector for (vector, _, _), answer in pairs if answer is not None]
         if not vectors:
             return
-        if not snapshot.graphed:
+        if not snapshot.is_graph:
             self._exact.inc(len(vectors))
         else:
             self._graph.inc(len(vectors))

@@ -251,7 +251,7 @@ def count_index(view: LiveView) -> IndexCounts:
 
 def _counts(snapshot: Snapshot) -> IndexCounts:
     base = len(snapshot.base)
-    graph = base if snapshot.graphed else 0
+    graph = base if snapshot.is_graph else 0
     return IndexCounts(graph, base - graph, len(snapshot.delta))
 
 
@@ -276,7 +276,7 @@ class IndexSizes(Collector):
                 counts = _counts(snapshot)
                 for kind in vectors:
                     vectors[kind] += getattr(counts, kind)
-                if snapshot.graphed:
+                if snapshot.is_graph:
                     with self._lock:
                         oldest = min(oldest, self._first_seen.setdefault(snapshot.base.index, now))
         family = GaugeMetricFamily(

@@ -196,11 +196,11 @@ class ItemWriter:
                 check_batch([put.id], None, [put.metadata])
                 if isinstance(put.content, bytes):
                     if plan.query.embedder.file is None:
-                        raise plan.query.no_images()
+                        raise plan.query.no_images_error()
                     images.append(put)
                 elif isinstance(put.content, str):
                     if plan.query.text_encoder is None:
-                        raise plan.query.no_texts()
+                        raise plan.query.no_texts_error()
                     texts.append((put, put.content))
                 else:
                     ready.append(_ReadyPut(put, self._bare(plan, put.content)))

@@ -117,7 +117,7 @@ def probes(manifest: Manifest, reader: TextReader | None) -> dict[str, Inputs]:
         shape = (1, manifest.frame.height, manifest.frame.width, 3)
         inputs[embedder_model(manifest.release)] = {"image": np.zeros(shape, np.uint8)}
     if reader is not None:
-        inputs |= dict.fromkeys(text_models(manifest), reader.largest_token)
+        inputs |= dict.fromkeys(text_models(manifest), reader.largest_token_inputs)
     return inputs
 
 
@@ -292,13 +292,13 @@ class TritonModels:
     def embed(self, manifest: Manifest, images: Images) -> Vectors:
         spec = manifest.embedder
         if manifest.embedder.file is None:
-            raise manifest.no_images()
+            raise manifest.no_images_error()
         vectors = self._run(embedder_model(manifest.release), {"image": images}, "embedding")
         return _check_output(vectors, spec.dim, unit=spec.unit)
 
     def texts(self, manifest: Manifest, texts: Sequence[str], role: TextRole) -> Vectors:
         if manifest.text_encoder is None:
-            raise manifest.no_texts()
+            raise manifest.no_texts_error()
         with self._lock:
             reader = self._readers.get(manifest.release)
         if reader is None:

@@ -193,7 +193,7 @@ class PostgresqlGallery(Reads):
         self._report(Change({}, deleted))
         return len(deleted)
 
-    def describe_some(
+    def change_some_metadata(
         self, labels: Labels, filtered: Filter | None, values: Metadata, remove: Collection[str]
     ) -> int:
         condition = condition_of(filtered)
