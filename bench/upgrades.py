@@ -119,7 +119,7 @@ class Upgrading:
         store, took = self._store, np.zeros(3)
         runner = open_route(self._pair.repo, self._route, 2, int8=True)
         source = store.active()
-        store.begin(self._target)
+        store.add_staging_space(self._target)
         target = store.space(self._target.space)
         count = store.count()
         for first in range(0, count, SLICE):

@@ -376,7 +376,7 @@ def _sqlite() -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         with closing(SqliteGallery.create(folder / "gallery", spec())) as store:
-            store.begin(spec(2))
+            store.add_staging_space(spec(2))
             with store.transaction() as connection:
                 queue._prepare(connection)
             FileLedger(folder, store, spec().space).close()
@@ -450,7 +450,7 @@ def read_postgresql(server: "Server") -> dict[str, Any]:
         database.open(schema.prepare)
         gallery = PostgresqlGalleries(database).create("g", [spec()], {})
         DatabaseLedger(gallery, spec().space)
-        gallery.begin(spec(2))
+        gallery.add_staging_space(spec(2))
         found["gateways"] = _postgresql_names(server, url)
         database.write(lambda connection: journal.begin_journal(connection, gallery.schema))
         found["gateways with Milvus"] = {

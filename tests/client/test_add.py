@@ -147,7 +147,7 @@ def test_metadata_of_items_that_are_held_is_set(setting: Setting) -> None:
     told = ask(setting.gallery, "set", setting.images[0], "--to", "trip=Rome", "--to", "stars=5")
     assert told == {"changed": 1}
     with Device(setting.gallery) as device:
-        (item,) = [i for i in device.store.listing() if "trip" in i.metadata]
+        (item,) = [i for i in device.store.list_items() if "trip" in i.metadata]
         assert item.metadata["path"] == str(setting.images[0])
         assert (item.metadata["trip"], item.metadata["stars"]) == ("Rome", 5)
     after = edge.contents(setting.gallery)
@@ -237,7 +237,7 @@ def test_folders_of_too_many_files_and_none_that_can_be_read(
 
 def test_a_gallerys_own_small_copies_are_no_photos(setting: Setting, tmp_path: Path) -> None:
     with Device(setting.gallery) as device:
-        assert Thumbnails(setting.gallery).of(device.store.listing(0, 1)[0])
+        assert Thumbnails(setting.gallery).of(device.store.list_items(0, 1)[0])
     copies = sidecar(setting.gallery, "thumbs")
     assert any(copies.iterdir())
     found = find_images([setting.gallery.parent])
@@ -253,7 +253,7 @@ def test_a_place_that_nobody_may_look_at_is_none(setting: Setting, tmp_path: Pat
     (image,) = blocks.write_pngs(tmp_path / "here", 1, seed=5)
     put(setting.gallery, image)
     with Device(setting.gallery) as device:
-        item = device.store.listing(0, 100)[-1]
+        item = device.store.list_items(0, 100)[-1]
         gone = {**item.metadata, "path": f"/{'x' * 300}/a.png"}
         device.store.put([item.id], [], digests=[item.digest], metadata=[gone])
     assert put(setting.gallery, image).added == [str(image)]

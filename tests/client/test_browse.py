@@ -42,9 +42,9 @@ def attacked(
     """One for all attacks: none of them changes anything."""
     setting = world.setting(tmp_path_factory.mktemp("attacked"))
     with Device(setting.gallery) as device:
-        before = device.store.state(), [item.id for item in device.store.listing()]
+        before = device.store.state(), [item.id for item in device.store.list_items()]
         yield opened_at(device), device
-        assert before == (device.store.state(), [item.id for item in device.store.listing()])
+        assert before == (device.store.state(), [item.id for item in device.store.list_items()])
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def opened_at(device: Device) -> TestClient:
 
 
 def first_label(device: Device) -> int:
-    return device.store.listing()[0].label
+    return device.store.list_items()[0].label
 
 
 def test_only_who_knows_the_address_is_answered(target: TestClient) -> None:
@@ -226,7 +226,7 @@ def test_the_pages_follow_what_other_commands_do(
     label = first_label(device)
     assert len(names(f"item/{label}")) == len(setting.images) - 1
     with Device(setting.gallery) as other:
-        delete(other, [other.store.listing()[-1].id])
+        delete(other, [other.store.list_items()[-1].id])
     assert len(names(f"item/{label}")) == len(setting.images) - 2
     before = names(f"item/{label}")
     world.publish(setting.repo, 2)

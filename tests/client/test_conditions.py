@@ -109,7 +109,7 @@ def test_a_device_is_searched_by_any_filter(setting: Setting) -> None:
     rows = np.random.default_rng(1).standard_normal((40, graphs.DIM)).astype(np.float32)
     rows /= np.linalg.norm(rows, axis=1, keepdims=True)
     with Device(setting.gallery) as device:
-        device.store.delete([item.id for item in device.store.listing()])
+        device.store.delete([item.id for item in device.store.list_items()])
         device.store.put(
             [f"item-{row}" for row in range(40)],
             [NewVectors(device.store.active().spec.space, rows)],

@@ -142,8 +142,8 @@ def check_rescued(setting: Setting, saved: Path) -> None:
     with Device(setting.gallery) as old, Device(saved) as new:
         space = old.store.active().spec.space
         truth = dict(zip(*(part.tolist() for part in old.store.load(space)), strict=True))
-        items = {item.label: item for item in old.store.listing(limit=ITEMS * 2)}
-        found = new.store.listing(limit=ITEMS * 2)
+        items = {item.label: item for item in old.store.list_items(limit=ITEMS * 2)}
+        found = new.store.list_items(limit=ITEMS * 2)
         assert [item for item in found if items[item.label].id != item.id] == []
         assert all(np.allclose(truth[n], v) for n, v in zip(*new.store.load(space), strict=True))
         with new.store.reading() as connection:

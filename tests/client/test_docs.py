@@ -83,7 +83,7 @@ def test_the_blocks_run(
             continue
         if "$ITEM" in line:
             with Device(tmp_path / "gallery.sqlite") as device:
-                scene["$ITEM"] = device.store.listing()[0].id
+                scene["$ITEM"] = device.store.list_items()[0].id
         for name, value in scene.items():
             line = line.replace(name, value)
         documents.run_command(run_line, shlex.split(line), monkeypatch)

@@ -42,7 +42,7 @@ def test_a_full_disk(setting: Setting, tmp_path: Path, disk: Path, here: Run, fr
         copy(path, disk / path.name)
     gallery = disk / "gallery.sqlite"
     with Device(gallery) as device:
-        item = device.store.listing()[0].id
+        item = device.store.list_items()[0].id
     new = blocks.write_pngs(tmp_path / "new", 60, seed=5)
     disks.fill(disk, free)
     for command in (

@@ -36,13 +36,13 @@ def pushed(setting: Setting, address: str) -> Iterator[Setting]:
     folder.mkdir()
     own = [shutil.copy(image, folder) for image in setting.images]
     with Device(setting.gallery) as device:
-        device.store.delete([item.id for item in device.store.listing()])
+        device.store.delete([item.id for item in device.store.list_items()])
     edge.fill(setting.gallery, folder)
     setting = dataclasses.replace(setting, images=[Path(image) for image in own])
     assert pushes(setting, address).pushed == 12
     yield setting
     with Device(setting.gallery) as device:
-        device.store.delete([item.id for item in device.store.listing()])
+        device.store.delete([item.id for item in device.store.list_items()])
     pushes(setting, address, new_key=True)
 
 

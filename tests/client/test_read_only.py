@@ -39,7 +39,7 @@ def prepared(setting: Setting, folder: Path) -> tuple[Setting, str]:
     """The same with images of its own, the last one new to the gallery; and the first item."""
     images = [Path(shutil.copy(setting.images[0], folder)), *blocks.write_pngs(folder / "new", 13)]
     with Device(setting.gallery) as device:
-        return Setting(setting.repo, setting.gallery, images), device.store.listing()[0].id
+        return Setting(setting.repo, setting.gallery, images), device.store.list_items()[0].id
 
 
 def moved(setting: Setting, folder: Path) -> Setting:

@@ -25,7 +25,7 @@ def vectors(setting: Setting) -> NDArray[np.float32]:
     rows[7] = rows[3]
     rows /= np.linalg.norm(rows, axis=1, keepdims=True)
     with Device(setting.gallery) as device:
-        device.store.delete([item.id for item in device.store.listing()])
+        device.store.delete([item.id for item in device.store.list_items()])
         device.store.put(
             [f"item-{row}" for row in range(ITEMS)],
             [NewVectors(device.store.active().spec.space, rows)],

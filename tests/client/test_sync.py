@@ -179,7 +179,7 @@ def test_backfill_re_embeds_the_least_certain_from_their_files(
     # The same pictures in other files: the gallery follows them there once the old ones are gone.
     shutil.copytree(setting.images[0].parent, tmp_path / "own")
     with Device(setting.gallery) as device:
-        device.store.delete([item.id for item in device.store.listing()])
+        device.store.delete([item.id for item in device.store.list_items()])
     edge.fill(setting.gallery, tmp_path / "own")
     world.publish(setting.repo, 2)
     edge.follow(setting.gallery)

@@ -208,7 +208,7 @@ def test_searches_answer_while_a_sync_runs(setting: Setting, world: edge.World) 
         stdout=subprocess.PIPE,
     )
     with syncing, Device(setting.gallery) as device:
-        item = device.store.listing()[0].id
+        item = device.store.list_items()[0].id
         while syncing.poll() is None:
             answer = Search(device, {}).by_id(item, 3)
             assert len(answer.hits) == 3

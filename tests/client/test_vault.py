@@ -48,7 +48,7 @@ class VaultReader:
         for image in self.images[:count]:
             (folder / image.name).write_bytes(image.read_bytes())
         with Device(self.gallery) as device:
-            device.store.delete([item.id for item in device.store.listing()])
+            device.store.delete([item.id for item in device.store.list_items()])
         edge.fill(self.gallery, folder)
         return folder
 
@@ -76,7 +76,7 @@ def vaulted(setting: Setting, gateway: str) -> Iterator[VaultReader]:
     yield made
     # The gateway is shared: leave nothing for the next test.
     with Device(made.gallery) as device:
-        remove(device, [item.id for item in device.store.listing()])
+        remove(device, [item.id for item in device.store.list_items()])
     made.push()
     assert made.blobs() == []
 
@@ -236,7 +236,7 @@ def test_an_item_removed_during_its_push_leaves_nothing_behind(vaulted: VaultRea
     vaulted.push()
     with Device(vaulted.gallery) as device:
         # What a push leaves that had listed the item before it was removed.
-        device.store.delete([device.store.listing()[0].id])
+        device.store.delete([device.store.list_items()[0].id])
     assert vaulted.push().removed == 1
     assert len(vaulted.blobs()) == 11
 

@@ -41,7 +41,7 @@ def pulled(gallery: Path, folder: Path) -> PullReport:
 
 def emptied(gallery: Path, where: str) -> None:
     with Device(gallery) as device:
-        remove(device, [item.id for item in device.store.listing()])
+        remove(device, [item.id for item in device.store.list_items()])
     pushed(gallery, where)
 
 
@@ -103,7 +103,7 @@ def test_a_vault_that_has_lost_images_is_noticed_at_the_same_address(
     own.mkdir()
     paths = [Path(shutil.copy(image, own)) for image in setting.images]
     with Device(setting.gallery) as device:
-        device.store.delete([item.id for item in device.store.listing()])
+        device.store.delete([item.id for item in device.store.list_items()])
         put(device, {path.name: path for path in paths})
     with running(repo, tmp_path / "data") as gateway:
         address = gateway.address
@@ -142,7 +142,7 @@ def test_an_image_that_was_replaced_is_pushed_anew(
     old, new = setting.images[0].read_bytes(), setting.images[1].read_bytes()
     (own / "cover.png").write_bytes(old)
     with Device(setting.gallery) as device:
-        device.store.delete([item.id for item in device.store.listing()])
+        device.store.delete([item.id for item in device.store.list_items()])
         put(device, {"cover": own / "cover.png"})
     assert pushed(setting.gallery, gateways[0]).pushed == 1
     (own / "cover.png").write_bytes(new)
@@ -180,7 +180,7 @@ def test_images_of_any_id_are_restored_inside_the_folder(
         path.parent.mkdir()
         path.write_bytes(image.read_bytes())
     with Device(setting.gallery) as device:
-        device.store.delete([item.id for item in device.store.listing()])
+        device.store.delete([item.id for item in device.store.list_items()])
         assert put(device, dict(images)) == {}
     assert pushed(setting.gallery, gateways[0]).pushed == len(ids)
     done = pulled(setting.gallery, tmp_path / "to" / "here")

@@ -164,7 +164,7 @@ def dump(top: Path) -> dict[str, Any]:
         with SqliteGallery.open(path) as store:
             for info in store.spaces():
                 space, items = info.spec.space, {}
-                for item in store.listing():
+                for item in store.list_items():
                     vector = store.vector(item.label, space)
                     found = store.items([item.label], space)[0]
                     digest = (

@@ -209,7 +209,7 @@ class GalleryModel(RuleBasedStateMachine):
         if not hasattr(self, "store"):
             return
         assert {i.spec.release: i.state for i in self.store.spaces()} == self.states
-        listed = {item.id: item for item in self.store.listing()}
+        listed = {item.id: item for item in self.store.list_items()}
         assert listed.keys() == self.things.keys()
         for name, thing in self.things.items():
             item = listed[name]

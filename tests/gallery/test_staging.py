@@ -25,7 +25,7 @@ def states(store: SqliteGallery) -> dict[int, State]:
 
 
 def write_all(store: SqliteGallery, release: int, *, seed: int = 9) -> None:
-    labels = np.array([item.label for item in store.listing()], np.int64)
+    labels = np.array([item.label for item in store.list_items()], np.int64)
     staging.write_vectors(store, spec(release).space, labels, vectors(len(labels), seed))
 
 

@@ -233,9 +233,9 @@ def test_a_strided_array_is_stored_as_its_values(tmp_path: Path) -> None:
 
 def test_items_are_listed_in_pages(tmp_path: Path) -> None:
     with filled(tmp_path / "g.sqlite", 10) as store:
-        first = store.listing(limit=4)
+        first = store.list_items(limit=4)
         assert [item.id for item in first] == ids(4)
-        assert [item.id for item in store.listing(start_after=first[-1].label)] == ids(6, 4)
+        assert [item.id for item in store.list_items(start_after=first[-1].label)] == ids(6, 4)
         found = store.items([3, 99, 1], SPACE)
         assert [item and (item.id, item.origin) for item in found] == [
             ("item-2", "native"), None, ("item-0", "native"),

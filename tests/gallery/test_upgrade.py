@@ -169,7 +169,7 @@ def test_puts_and_deletes_meanwhile_are_resolved(tmp_path: Path) -> None:
         assert outcome.left_behind == 0
         source, target = rows(store, ONE), rows(store, TWO)
         # Nothing that was deleted came back, and what was put again is carried from its new self.
-        assert sorted(target) == sorted(source) == sorted(i.label for i in store.listing())
+        assert sorted(target) == sorted(source) == sorted(i.label for i in store.list_items())
         assert store.get("item-3") is None
         linear = Linear()
         for label, (old, _, _) in source.items():

@@ -144,7 +144,7 @@ def test_what_milvus_lost_is_told_again_and_what_is_gone_is_dropped(engine: Milv
     store = engine.create(spec())
     assert isinstance(store, MilvusGallery)
     store.put(ids(200), [NewVectors(ONE, vectors(200, 1))])
-    store.begin(spec(2))
+    store.add_staging_space(spec(2))
     engine.feeder.start()
     name = engine.collection(store, ONE)
     try:

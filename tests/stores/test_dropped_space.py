@@ -16,7 +16,7 @@ ONE, TWO = spec().space, spec(release=2).space
 def test_it_counts_as_empty(empty: PostgresqlGallery, tmp_path: Path) -> None:
     """A gateway that started meanwhile set the gallery aside, and ended if it had no other."""
     empty.put(ids(3), [NewVectors(ONE, vectors(3, 1))])
-    empty.begin(spec(release=2))
+    empty.add_staging_space(spec(release=2))
     hosted = HostedInDatabase("g", tmp_path, empty)
     assert hosted.sizes() == {ONE: 3, TWO: 0}
     hosted._counts = {}

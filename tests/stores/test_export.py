@@ -21,7 +21,7 @@ def test_windows_are_of_one_moment(engine: Engine) -> None:
     """Puts, re-puts and deletions between two windows are not seen by the second."""
     store = filled(engine, 20)
     labels, embedding = store.load(ONE)
-    windows = store.frozen([ONE], 8)
+    windows = store.iterate_snapshot([ONE], 8)
     first = next(windows)
     store.delete(["item-1", "item-12"])
     store.put(["item-13", "new"], [NewVectors(ONE, vectors(2, 9))], digests=["other", "n"])
@@ -33,7 +33,7 @@ def test_windows_are_of_one_moment(engine: Engine) -> None:
     np.testing.assert_array_equal(found, embedding)
     assert store.count() == 19
     # Left before its end, it keeps nobody from changing the spaces.
-    left = store.frozen([ONE], 8)
+    left = store.iterate_snapshot([ONE], 8)
     next(left)
     left.close()  # type: ignore[attr-defined]
     run_upgrade(store, Linear(reads_side=False), spec(2))
@@ -42,7 +42,7 @@ def test_windows_are_of_one_moment(engine: Engine) -> None:
 
 def test_pairs_are_read_from_an_export(engine: Engine, tmp_path: Path) -> None:
     store = filled(engine, 50)
-    store.begin(spec(2))
+    store.add_staging_space(spec(2))
     run_upgrade(store, Linear(), spec(2))
     new = [NewVectors(space, vectors(30, 5)) for space in (ONE, TWO)]
     store.put([f"both-{n}" for n in range(30)], new, digests=[f"d{n}" for n in range(30)])

@@ -96,7 +96,7 @@ def test_a_native_vector_takes_the_place_of_a_carried_one(engine: Engine) -> Non
     store = engine.create(spec())
     old = NewVectors(ONE, vectors(3, 1))
     labels = store.put(["a", "b", "c"], [old], digests=["x"] * 3).labels
-    store.begin(spec(2))
+    store.add_staging_space(spec(2))
     written = store.write(TWO, labels[::-1], vectors(3, 2)[::-1], uncertainty=[3.0, 2, 1])
     assert written.tolist() == labels.tolist()
     store.write(TWO, labels[2:], vectors(1, 3), origin="re-embedded", replace=True)
@@ -109,7 +109,7 @@ def test_a_native_vector_takes_the_place_of_a_carried_one(engine: Engine) -> Non
     assert [item and item.uncertainty for item in items] == [None, 2.0, None]
     expected = np.stack([native[0], vectors(3, 2)[1], vectors(1, 3)[0]])
     np.testing.assert_array_equal(store.load(TWO)[1], expected)
-    assert [item.id for item in store.upgraded(TWO, ["a", "b", "nobody"])] == ["b"]
+    assert [item.id for item in store.find_migrated(TWO, ["a", "b", "nobody"])] == ["b"]
 
 
 def pages(
@@ -184,9 +184,9 @@ def test_groups_of_a_key(engine: Engine) -> None:
     ]
     new = NewVectors(ONE, vectors(6, 1))
     labels = store.put(ids(6), [new], metadata=metadata).labels.tolist()
-    found = {(type(g.value), g.value): g for g in store.groups("c", ONE)}
+    found = {(type(g.value), g.value): g for g in store.group_by_value("c", ONE)}
     assert {key: group.items for key, group in found.items()} == {
         (str, "red"): 2, (str, "blue"): 1, (int, 1): 2, (bool, True): 1,
     }  # fmt: skip
     assert found[str, "red"].labels.tolist() == labels[:2]
-    assert not store.groups("nobody", ONE)
+    assert not store.group_by_value("nobody", ONE)

@@ -18,7 +18,7 @@ TRIGGERS = "SELECT count(*) FROM pg_trigger WHERE tgname LIKE 'pending%'"
 def store(empty: PostgresqlGallery) -> PostgresqlGallery:
     """Three items in a space, none in another."""
     empty.put(ids(3), [NewVectors(ONE, vectors(3, 1))], digests=["a"] * 3)
-    empty.begin(spec(2))
+    empty.add_staging_space(spec(2))
     return empty
 
 
@@ -135,7 +135,7 @@ def test_a_space_that_a_gateway_without_milvus_began_joins_the_journal(
     begin(store)
     noted(store)
     assert complete()
-    store.begin(spec(3))
+    store.add_staging_space(spec(3))
     assert not complete()
     begin(store)
     assert complete()

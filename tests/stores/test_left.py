@@ -30,7 +30,7 @@ READ = (
 @pytest.fixture
 def store(empty: PostgresqlGallery) -> PostgresqlGallery:
     """A gallery of nothing, with a second space."""
-    empty.begin(spec(2))
+    empty.add_staging_space(spec(2))
     return empty
 
 

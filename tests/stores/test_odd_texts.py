@@ -22,7 +22,7 @@ def test_odd_texts_are_nowhere(engine: Engine) -> None:
         assert store.get(odd) is None
         assert len(store.labels_of([odd])) == 0
         assert store.delete([odd]) == 0
-        assert store.groups(odd, ONE) == []
+        assert store.group_by_value(odd, ONE) == []
         with pytest.raises(IncompatibleSpaceError):
             store.space(odd)
         tests: list[Filter] = [

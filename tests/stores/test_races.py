@@ -43,12 +43,12 @@ def test_puts_of_the_same_ids_keep_one_of_each(engine: Engine) -> None:
     listed = [item for item, _ in store.page(ONE, 100)[0]]
     assert len({item.id for item in listed}) == len(listed) == store.count() == store.count(ONE)
     assert store.load(ONE)[0].tolist() == [item.label for item in listed]
-    assert len(store.groups("s", ONE)) <= 4
+    assert len(store.group_by_value("s", ONE)) <= 4
 
 
 def test_an_upgrade_beside_puts_and_deletions_carries_what_is_there(engine: Engine) -> None:
     store = filled(engine, 200)
-    store.begin(spec(2))
+    store.add_staging_space(spec(2))
     linear = Linear(reads_side=False)
     ended = threading.Event()
 

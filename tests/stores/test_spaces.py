@@ -55,13 +55,13 @@ def test_spaces_refuse_what_would_break_them(engine: Engine) -> None:
         store.drop(ONE)
     with pytest.raises(NotFoundError, match="earlier"):
         store.rollback()
-    store.begin(spec(2))
-    store.begin(spec(2))
+    store.add_staging_space(spec(2))
+    store.add_staging_space(spec(2))
     with pytest.raises(InvalidInputError, match="dim"):
-        store.begin(spec(2, dim=DIM + 1))
+        store.add_staging_space(spec(2, dim=DIM + 1))
     with pytest.raises(PreconditionError, match="5 items"):
         store.flip(TWO)
-    assert store.left_behind(TWO) == 5
+    assert store.count_left_behind(TWO) == 5
     assert [item.id for item in store.left_behind_items(TWO, limit=2)] == ids(2)
     assert [item.id for item in store.left_behind_items(TWO)] == ids(5)
     store.flip(TWO, leave_behind=True)
@@ -94,7 +94,7 @@ def test_windows_meet_puts_and_deletions(engine: Engine, order: Order) -> None:
 
     run_upgrade(store, Linear(), spec(2), chunk=10, order=order, on_progress=race)
     run_upgrade(store, Linear(), spec(2))
-    assert store.left_behind(TWO) == 0
+    assert store.count_left_behind(TWO) == 0
     names = {item.id for item, _ in store.page(ONE, 100)[0]}
     gone, came = {"item-1", "item-2", "item-3"}, {"new-1", "new-2", "new-3"}
     assert names == ({*ids(30)} - gone) | came

@@ -18,7 +18,7 @@ def filled(store: PostgresqlGallery, content: Vectors, metric: Metric = "squared
     # A graph of the first one is of no use here, and takes longest to grow.
     drop = f"DROP INDEX IF EXISTS {store.schema}.vectors_1_graph"
     store.database.write(lambda connection: run(connection, drop))
-    store.begin(spec(2, dim=content.shape[1], metric=metric))
+    store.add_staging_space(spec(2, dim=content.shape[1], metric=metric))
     first = NewVectors(spec(1).space, vectors(len(content), 3))
     store.put(ids(len(content)), [first, NewVectors(SPACE, content)])
     return store.space(SPACE)

@@ -57,7 +57,7 @@ class Carried:
         should_stop: Callable[[], bool] = lambda: False,
     ) -> UpgradeOutcome:  # fmt: skip
         """In this thread, while another puts new items, puts some again and deletes."""
-        self.store.begin(self.target)
+        self.store.add_staging_space(self.target)
         ended = threading.Event()
         with ThreadPoolExecutor(1) as beside:
             writing = beside.submit(self._write, ended)

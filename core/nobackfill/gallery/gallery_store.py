@@ -206,7 +206,7 @@ class GalleryStore(UpgradableStore, EditableStore, Protocol):
         """
         ...
 
-    def frozen(self, spaces: Sequence[str], size: int) -> Iterator[StoredWindow]:
+    def iterate_snapshot(self, spaces: Sequence[str], size: int) -> Iterator[StoredWindow]:
         """Yield every item by increasing label, with its vectors in some spaces, from one snapshot.
 
         The snapshot is held until the iterator ends or is closed.
@@ -225,7 +225,7 @@ class GalleryStore(UpgradableStore, EditableStore, Protocol):
         """
         ...
 
-    def groups(self, key: str, space: str) -> list[MetadataGroup]:
+    def group_by_value(self, key: str, space: str) -> list[MetadataGroup]:
         """Group the items by the value of a metadata key.
 
         Args:
@@ -322,7 +322,7 @@ class GalleryStore(UpgradableStore, EditableStore, Protocol):
         """
         ...
 
-    def upgraded(self, space: str, ids: Sequence[str]) -> list[StoredItem]:
+    def find_migrated(self, space: str, ids: Sequence[str]) -> list[StoredItem]:
         """Return the items of `ids` whose vector in a space was migrated.
 
         Args:

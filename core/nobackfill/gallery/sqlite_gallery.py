@@ -108,7 +108,7 @@ class SqliteGallery(Store):
         with self.reading() as connection:
             return stored_vectors(connection, labels, find_space(connection, space))
 
-    def frozen(self, spaces: Sequence[str], size: int) -> Iterator[StoredWindow]:
+    def iterate_snapshot(self, spaces: Sequence[str], size: int) -> Iterator[StoredWindow]:
         """Yield every item by increasing label in windows of `size`, with its vectors in `spaces`.
 
         All windows are of one snapshot, which is held until the iterator ends or is closed.
@@ -127,7 +127,7 @@ class SqliteGallery(Store):
                     items, [stored_vectors(connection, labels, info) for info in infos]
                 )
 
-    def groups(self, key: str, space: str) -> "list[MetadataGroup]":
+    def group_by_value(self, key: str, space: str) -> "list[MetadataGroup]":
         """Group the items by the value of a metadata key; items without it are in no group.
 
         Returns:
@@ -141,7 +141,7 @@ class SqliteGallery(Store):
 
         return groups_by_value(self, key, space)
 
-    def begin(self, spec: SpaceSpec) -> None:
+    def add_staging_space(self, spec: SpaceSpec) -> None:
         """Add a staging space, unless the gallery has it already, in any state.
 
         Raises:
@@ -189,7 +189,7 @@ class SqliteGallery(Store):
             replace=replace,
         )  # fmt: skip
 
-    def left_behind(self, space: str) -> int:
+    def count_left_behind(self, space: str) -> int:
         """Return the number of items without a vector in a space.
 
         Raises:
@@ -256,7 +256,7 @@ class SqliteGallery(Store):
 
         staging.drop_space(self, space)
 
-    def upgraded(self, space: str, ids: Sequence[str]) -> list[StoredItem]:
+    def find_migrated(self, space: str, ids: Sequence[str]) -> list[StoredItem]:
         """Return the items of `ids` whose vector in a space was migrated, by falling uncertainty.
 
         Unknown ids are skipped; an unknown uncertainty comes last.

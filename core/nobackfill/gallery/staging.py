@@ -172,7 +172,7 @@ class UpgradableStore(Protocol):
         """
         ...
 
-    def begin(self, spec: SpaceSpec) -> None:
+    def add_staging_space(self, spec: SpaceSpec) -> None:
         """Add a staging space, unless the gallery has it already, in any state.
 
         Raises:
@@ -220,7 +220,7 @@ class UpgradableStore(Protocol):
         """
         ...
 
-    def left_behind(self, space: str) -> int:
+    def count_left_behind(self, space: str) -> int:
         """Return the number of items without a vector in a space.
 
         Raises:
@@ -304,11 +304,11 @@ def run_upgrade(
             (closed), UnavailableError or VerificationError.
         Exception: Any error of the runner, of `on_progress` or of `should_stop`.
     """
-    store.begin(target)
+    store.add_staging_space(target)
     windows = store.windows(source or store.active().spec.space, target, runner.reads_side)
     started = time.monotonic()
     total = store.count()
-    done_before = total - store.left_behind(target.space)
+    done_before = total - store.count_left_behind(target.space)
     written = 0
     stopped = False
 
@@ -329,7 +329,7 @@ def run_upgrade(
                 on_progress(
                     UpgradeProgress(done, max(total, done), written, time.monotonic() - started)
                 )
-    return UpgradeOutcome(written, store.left_behind(target.space), stopped)
+    return UpgradeOutcome(written, store.count_left_behind(target.space), stopped)
 
 
 def _in_turn(runner: Runner, chunks: Iterator[Chunk]) -> Generator[Transformed]:

@@ -788,7 +788,7 @@ class Store:
         with self.reading() as connection:
             return items_by_label(connection, labels, space)
 
-    def listing(self, start_after: int = 0, limit: int = 1000) -> list[StoredItem]:
+    def list_items(self, start_after: int = 0, limit: int = 1000) -> list[StoredItem]:
         """Return a page of items by increasing label, without origin and uncertainty.
 
         Args:

@@ -68,7 +68,7 @@ def export(
     try:
         with _write_errors(out), ExitStack() as closing:
             files = [closing.enter_context(_Files(staged, info.spec, side)) for info in infos]
-            for piece in store.frozen([info.spec.space for info in infos], window):
+            for piece in store.iterate_snapshot([info.spec.space for info in infos], window):
                 count += len(piece.items)
                 items = {item.label: item for item in piece.items}
                 for file, stored in zip(files, piece.vectors, strict=True):

@@ -92,7 +92,7 @@ def _copy_spaces(source: GalleryStore, target: GalleryStore) -> None:
     infos = source.spaces()
     for info in infos:
         if info.spec.space not in states:
-            target.begin(info.spec)
+            target.add_staging_space(info.spec)
     active = source.active().spec.space
     if target.active().spec.space != active:
         target.flip(active, leave_behind=True)

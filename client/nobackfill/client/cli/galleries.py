@@ -186,10 +186,10 @@ def list_items(arguments: Namespace) -> None:
     from nobackfill.client.device import Device
 
     with Device(arguments.gallery) as device:
-        page = device.store.listing(arguments.after, arguments.limit)
+        page = device.store.list_items(arguments.after, arguments.limit)
         space = device.store.active().spec.space
         items = [i for i in device.store.items([i.label for i in page], space) if i is not None]
-        more = bool(device.store.listing(page[-1].label, 1)) if page else False
+        more = bool(device.store.list_items(page[-1].label, 1)) if page else False
     answer = [
         {"label": i.label, "id": i.id, "origin": i.origin, "metadata": dict(i.metadata)}
         for i in items

@@ -136,7 +136,7 @@ def push(
 
 def _items(device: GalleryFile) -> Iterator[StoredItem]:
     label = 0
-    while page := device.store.listing(label, _PAGE):
+    while page := device.store.list_items(label, _PAGE):
         yield from page
         label = page[-1].label
 

@@ -81,7 +81,7 @@ class MilvusGallery(PostgresqlGallery):
 
         gallery.database.write(work)
 
-    def begin(self, spec: SpaceSpec) -> None:
+    def add_staging_space(self, spec: SpaceSpec) -> None:
         """Add a staging space and its journal, unless the space exists.
 
         Raises:

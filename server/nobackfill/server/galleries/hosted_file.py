@@ -678,7 +678,7 @@ class FileHome:
         durable.make_dir(unfinished, 0o700)
         with SqliteGallery.create(unfinished / _FILE, specs[0]) as store:
             for spec in specs[1:]:
-                store.begin(spec)
+                store.add_staging_space(spec)
                 store.flip(spec.space)
             store.state_set(state)
         durable.publish_dir(unfinished, self._folder / name)

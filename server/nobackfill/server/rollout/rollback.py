@@ -189,7 +189,7 @@ class Rollbacks:
             space = _space_of(hosted, target)
             if space is None:
                 continue
-            lost += hosted.store.left_behind(space.spec.space)
+            lost += hosted.store.count_left_behind(space.spec.space)
             items = hosted.store.left_behind_items(
                 space.spec.space, limit=LARGEST_LISTING - len(listed) or 1
             )

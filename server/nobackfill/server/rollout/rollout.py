@@ -384,7 +384,7 @@ class Rollout:
                 self._parts.serving.replan_one(hosted)
 
     def _begin(self, hosted: Hosted, manifest: Manifest) -> None:
-        hosted.store.begin(SpaceSpec.of(manifest))
+        hosted.store.add_staging_space(SpaceSpec.of(manifest))
         hosted.remember({ROLLOUT: self._record.rollout, NOTE: None})
 
     def _refuse_rollout(self, new: Manifest, old: Manifest) -> None:
@@ -559,13 +559,13 @@ class Rollout:
         if hosted.spec().space == manifest.space:
             return False
         # In a shared database this makes the other gateways' puts wait.
-        hosted.store.begin(SpaceSpec.of(manifest))
-        if hosted.store.left_behind(manifest.space):
+        hosted.store.add_staging_space(SpaceSpec.of(manifest))
+        if hosted.store.count_left_behind(manifest.space):
             # Run here, within this thread's transaction.
             should_stop = self._run.cancelled.is_set
             self._parts.upgrading.run(hosted, manifest, 0.0, should_stop, in_this_thread=True)
             self._run.stop_if_cancelled()
-        missing = hosted.store.left_behind(manifest.space)
+        missing = hosted.store.count_left_behind(manifest.space)
         if missing:
             hosted.remember({NOTE: _missing_note(missing, hosted)})
         return not missing

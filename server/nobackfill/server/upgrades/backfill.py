@@ -48,7 +48,7 @@ def backfill(
             raise PreconditionError(
                 "the gallery is being upgraded; run the backfill when that has ended"
             )
-        items = hosted.store.upgraded(manifest.space, list(images))[: budget or None]
+        items = hosted.store.find_migrated(manifest.space, list(images))[: budget or None]
         reasons = list[str]()
         with embedding.decoding.batch([images[item.id] for item in items]):
             for start in range(0, len(items), LARGEST_BATCH):

@@ -60,7 +60,7 @@ def subgroups(hosted: Hosted, searching: Searching, key: str) -> list[Subgroup]:
         InvalidInputError: no item has the key, or it has more than 200 values.
     """
     plan = hosted.plan
-    groups = hosted.store.groups(key, plan.query.space)
+    groups = hosted.store.group_by_value(key, plan.query.space)
     if not 0 < len(groups) <= _MAX_GROUPS:
         raise InvalidInputError(
             f"metadata {key[:64]!r} has {len(groups)} values in gallery {hosted.name!r}; "

@@ -221,7 +221,7 @@ class PostgresqlGallery(Reads):
 
         self.database.write(work)
 
-    def begin(self, spec: SpaceSpec) -> None:
+    def add_staging_space(self, spec: SpaceSpec) -> None:
         self._exclusive(lambda connection: writing.begin(connection, self.schema, spec))
 
     def write(
@@ -289,7 +289,7 @@ class PostgresqlGallery(Reads):
             snapshot=True,
         )
 
-    def upgraded(self, space: str, ids: Sequence[str]) -> list[StoredItem]:
+    def find_migrated(self, space: str, ids: Sequence[str]) -> list[StoredItem]:
         table = self._table(space)
         return self.database.read(
             lambda connection: [

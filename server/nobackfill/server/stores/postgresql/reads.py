@@ -224,7 +224,7 @@ class Reads:
         info = self.space(space)
         return self.database.read(lambda c: rows.stored(c, self.schema, labels, info))
 
-    def frozen(self, spaces: Sequence[str], size: int) -> Iterator[StoredWindow]:
+    def iterate_snapshot(self, spaces: Sequence[str], size: int) -> Iterator[StoredWindow]:
         with self.database.snapshot() as connection:
             infos = [rows.find_space(connection, self.schema, space) for space in spaces]
             after = 0
@@ -270,7 +270,7 @@ class Reads:
         found = [(item, place) for item, place in zip(items, places, strict=True) if item]
         return found, places[-1] if len(places) == limit else None
 
-    def groups(self, key: str, space: str) -> list[MetadataGroup]:
+    def group_by_value(self, key: str, space: str) -> list[MetadataGroup]:
         if not is_storable(key):
             return []
         query = (
@@ -294,7 +294,7 @@ class Reads:
     def windows(self, source: str, target: SpaceSpec, needs_side: bool) -> PostgresqlWindows:
         return PostgresqlWindows(self.database, self.schema, source, target, needs_side)
 
-    def left_behind(self, space: str) -> int:
+    def count_left_behind(self, space: str) -> int:
         info = self.space(space)
         return self.database.read(
             lambda connection: left_behind(connection, self.schema, info.number)

@@ -177,11 +177,11 @@ def run_by_workers(
 ) -> UpgradeOutcome:  # fmt: skip
     """As gallery.staging.run_upgrade does in one thread. Raises what it raises, UnavailableError
     where no worker is left."""
-    store.begin(work.target)
+    store.add_staging_space(work.target)
     windows = store.windows(work.source, work.target, work.route.reads_side)
     started = time.monotonic()
     total = store.count()
-    before = total - store.left_behind(work.target.space)
+    before = total - store.count_left_behind(work.target.space)
     written, stopped, found = 0, False, True
     untold: set[int] = set()
 
@@ -210,4 +210,4 @@ def run_by_workers(
         # A worker that ends half-way has written what neither it nor who repeats the piece tells.
         if untold:
             store.written_elsewhere(np.array(sorted(untold), np.int64))
-    return UpgradeOutcome(written, store.left_behind(work.target.space), stopped)
+    return UpgradeOutcome(written, store.count_left_behind(work.target.space), stopped)
