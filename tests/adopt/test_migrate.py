@@ -3,6 +3,8 @@
 import json
 import os
 import re
+import shlex
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -320,6 +322,92 @@ def test_another_store_or_another_question_is_refused_by_name(
     assert "for others use `fit`, then `carry`" in capsys.readouterr().err
     assert run("status", "--work", "nowhere") == 66
     assert "no migration is here" in capsys.readouterr().err
+
+
+def test_ctrl_c_says_what_is_done_and_how_to_continue(
+    documents: tuple[str, Connection, Path],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source, connection, folder = documents
+    monkeypatch.setattr("nobackfill.adopt.embedding.native_vectors.NativeVectorMaker.window", 50)
+
+    def interrupted(kind: Any, method: str, call: int) -> str:
+        """Send SIGINT, as Ctrl-C does, in one call of a method."""
+        original, calls = getattr(kind, method), []
+
+        def counting(self: Any, *parts: Any, **options: Any) -> Any:
+            calls.append(1)
+            if len(calls) == call:
+                os.kill(os.getpid(), signal.SIGINT)
+            return original(self, *parts, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(kind, method, counting)
+            assert run(source, *START, "--yes") == 130
+        (line,) = [
+            one for one in capsys.readouterr().err.splitlines() if one.startswith("interrupted")
+        ]
+        return line
+
+    line = interrupted(EmbeddingRun, "embed", 1)
+    again = shlex.join(["nobackfill", "migrate", source, *START, "--yes"])
+    assert "nothing was written to the table" in line and line.endswith(f"run: {again}")
+    assert columns(connection) == {"id", "body", "v"}
+    line = interrupted(NativeVectorMaker, "make", 3)
+    # Two windows of 50 rows, if the signal came before the third.
+    assert re.search(r"100 of 300 rows have a new vector, 200 remain", line), line
+    assert f"run: {again}; to undo it, run: nobackfill migrate back --work" in line
+    assert len(vectors(connection, "v_new")) == 100
+    words = shlex.split(line.partition("to continue, run: ")[2].partition("; to undo")[0])
+    assert run(*words[2:]) == 0
+    same(vectors(connection), folder / "new", connection)
+
+
+def test_a_second_back_says_that_nothing_is_left(
+    documents: tuple[str, Connection, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, connection, _ = documents
+    nothing, undone = "nothing is left to take back: the table has its old", "taken back: the table"
+    assert run(source, *START) == 0 == run("back")
+    assert nothing in capsys.readouterr().out
+    assert run(source, *START, "--yes") == 0 == run("back")
+    shown = capsys.readouterr().out
+    assert undone in shown and nothing not in shown
+    before = vectors(connection)
+    assert run("back") == 0
+    shown = capsys.readouterr().out
+    assert nothing in shown and undone not in shown.replace(nothing, "")
+    assert vectors(connection) == before
+
+
+def test_a_lost_lock_ends_the_writing(
+    documents: tuple[str, Connection, Path],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source, connection, folder = documents
+    monkeypatch.setattr("nobackfill.adopt.embedding.native_vectors.NativeVectorMaker.window", 50)
+    make = NativeVectorMaker.make
+    ended: list[Any] = []
+
+    def ending(self: NativeVectorMaker, *parts: Any) -> Any:
+        if not ended:
+            ended.extend(
+                connection.execute(
+                    "SELECT pg_terminate_backend(pid) FROM pg_locks WHERE locktype = 'advisory'"
+                ).fetchall()
+            )
+        return make(self, *parts)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(NativeVectorMaker, "make", ending)
+        assert run(source, *START, "--yes") == 69
+    assert ended == [(True,)]
+    assert "that session kept others out" in capsys.readouterr().err
+    assert not vectors(connection, "v_new")
+    assert run(source, *START, "--yes") == 0
+    same(vectors(connection), folder / "new", connection)
 
 
 def set_plan(folder: Path, **parts: object) -> None:

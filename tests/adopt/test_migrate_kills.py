@@ -19,16 +19,20 @@ import sqlite_vec
 
 from tests.adopt.table_beside import Connection
 from tests.support.postgres import Server
+from tests.support.waiting import wait_until
 
 COUNT = 300
 MODELS = """
-import hashlib, time
+import hashlib, os, time
 import numpy as np
 
 FINGERPRINT = "{name}"
 
 def embed(texts):
     time.sleep({seconds} * len(texts))
+    while os.path.exists("hold"):
+        open("reached", "w").close()
+        time.sleep(0.02)
     made = []
     for text in texts:
         seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little")
@@ -296,6 +300,35 @@ def life(table: Migrated, way: str, kills: int, seed: int) -> None:
     table.check_objects(finished=False)
     table.run("finish")
     table.check_objects(finished=True)
+
+
+def test_two_folders_never_write_the_same_table(table: Migrated) -> None:
+    words = [f"{table.address}#t", "--new", "newmodel:embed", "--column", "body", "-n", "60"]
+    table.run(*words)
+    table.run(*words, "--work", "second")
+    hold, reached = table.folder / "hold", table.folder / "reached"
+    hold.touch()
+    first = table.start(*words, "--yes")
+    wait_until(
+        lambda: reached.exists() or first.poll() is not None,
+        "the first migration embeds rows",
+        seconds=300,
+    )
+    for second in ([*words, "--yes"], ["back"]):
+        process = table.start(*second, "--work", "second")
+        error = process.communicate(timeout=600)[1].decode()
+        assert process.returncode == 75, error
+        assert "another `nobackfill migrate` writes to this table" in error
+    hold.unlink()
+    error = first.communicate(timeout=600)[1].decode()
+    assert first.returncode == 0, error
+    table.check("v", NEW_SCALE)
+    # The lock is free again, and the second one sees what the first has done.
+    process = table.start(*words, "--yes", "--work", "second")
+    error = process.communicate(timeout=600)[1].decode()
+    assert process.returncode not in (0, 75), error
+    assert "another migration has flipped it since this verdict" in error
+    assert not list(table.folder.rglob("*nobackfill.lock"))
 
 
 def test_two_kills_lose_nothing(table: Migrated) -> None:

@@ -5,6 +5,7 @@ Each command imports what it needs when it runs, so `--help` stays quick.
 
 import difflib
 import json
+import shlex
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -22,6 +23,7 @@ from nobackfill.version_option import Version
 if TYPE_CHECKING:
     from nobackfill.adopt.carrying import VectorMaker
     from nobackfill.adopt.maps import Map
+    from nobackfill.adopt.migrating import Migration, MigrationPlan
     from nobackfill.adopt.sources.source import Source, Target
 
 FitOption = Annotated[
@@ -115,7 +117,7 @@ sqlite:FILE#TABLE with sqlite-vec.
 
 Exit codes: 0 done, or nothing to do, 2 wrong usage, 65 refused data or failed verification, 66 not
 found, 69 a server does not answer, 73 cannot write or exists already, 75 busy: run it again,
-77 not permitted, 78 an extra is missing or the configuration is wrong.
+77 not permitted, 78 an extra is missing or the configuration is wrong, 130 ended by Ctrl-C.
 """
 
 app = typer.Typer(
@@ -931,6 +933,8 @@ Work = Annotated[
     ),
 ]
 _WORK = Path("nobackfill-migration")
+# Exit code of a command that Ctrl-C ended, as typer has it for the others.
+_INTERRUPTED = 130
 
 
 @migrate_commands.command()
@@ -1043,7 +1047,6 @@ def start(
     vectors stay until `migrate finish`, and `migrate back` restores them.
     """
     from nobackfill.adopt.migrating import Migration, MigrationPlan
-    from nobackfill.adopt.sources.source import name_before
 
     if (queries is None) != (old is None):
         raise InvalidInputError(
@@ -1056,6 +1059,17 @@ def start(
         natives=None if natives is None else str(natives),
     )  # fmt: skip
     migration = Migration(work)
+    try:
+        _migrate(migration, plan, yes)
+    except (KeyboardInterrupt, typer.Abort):
+        _tell(_interruption(migration, work))
+        raise typer.Exit(_INTERRUPTED) from None
+
+
+def _migrate(migration: "Migration", plan: "MigrationPlan", yes: bool) -> None:
+    """Decide, ask unless `yes`, execute the verdict, and print what was done."""
+    from nobackfill.adopt.sources.source import name_before
+
     for line in migration.decide(plan, _tell):
         print(escape_hidden(line))
     way = migration.plan().way
@@ -1095,6 +1109,28 @@ def start(
         return
     for step in result.steps:
         print(escape_hidden(f"  {step}"))
+
+
+def _interruption(migration: "Migration", work: Path) -> str:
+    """Write what an interrupted run has done, what remains, and the command that continues."""
+    again = f"to continue, run: {shlex.join(['nobackfill', *sys.argv[1:]])}"
+    undo = shlex.join(["nobackfill", "migrate", "back", "--work", str(work)])
+    try:
+        progress = migration.status()
+    except NotFoundError:
+        return f"interrupted: nothing was written; {again}"
+    except NobackfillError as error:
+        return f"interrupted, and the store does not say what was written ({error}); {again}"
+    if progress.plan.state == "flipped":
+        return f"interrupted after the flip: the new vectors are in use; to undo it, run: {undo}"
+    if progress.plan.state != "writing":
+        kept = f"{work} keeps what was embedded"
+        return f"interrupted: nothing was written to the table; {kept}; {again}"
+    return (
+        f"interrupted: {progress.rows} of {progress.total} rows have a new vector, "
+        f"{progress.total - progress.rows} remain; searches still use the old ones; {again}; "
+        f"to undo it, run: {undo}"
+    )
 
 
 @migrate_commands.command()
@@ -1146,6 +1182,9 @@ def back(
     from nobackfill.adopt.migrating import Migration
 
     lost = Migration(work).back(lose=yes)
+    if lost is None:
+        print("nothing is left to take back: the table has its old vectors")
+        return
     print("migration taken back: the table has its old vectors")
     if lost:
         print(f"{lost} rows have no vector any more; embed them with the old model")

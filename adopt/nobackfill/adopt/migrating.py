@@ -290,7 +290,8 @@ class Migration:
         return [f"re-embedding the rest costs about {money:.2f} at the price given"]
 
     def write(self, tell: Callable[[str], None]) -> CarryResult:
-        """Execute the verdict, and flip.
+        """Execute the verdict, and flip. No other migration of the table runs meanwhile, in
+        whatever working folder it is.
 
         Args:
             tell: Called with a line of progress about once a second.
@@ -301,22 +302,27 @@ class Migration:
             with items that are gone it is "mapped".
 
         Raises:
-            BusyError: Another process works in this folder, or `pause` was called.
+            BusyError: Another process works in this folder or writes to the table by another one,
+                or `pause` was called.
             PreconditionError: Another migration has flipped the table since the verdict.
+            UnavailableError: The server ended the session that keeps other migrations out.
             CannotWriteError: The disk of the database or of the folder is full. Run it again.
         """
-        with self._locked():
-            plan = self.plan()
-            self._check_same_vectors(plan, self._source(plan))
+        with self._alone() as (plan, source, check_lock):
+            self._check_same_vectors(plan, source)
             if plan.way in ("stay", "switch"):
                 if plan.way == "switch":
                     model = open_embedder(plan.new, name=plan.new_name).fingerprint
-                    self._source(plan).name_model(model)
+                    source.name_model(model)
                 self._save(replace(plan, state="untouched"))
                 return CarryResult(0, 0, [])
-            self._check_pause()
-            self._counter = _Counter(tell, self._check_pause)
-            source = self._source(plan)
+
+            def check() -> None:
+                self._check_pause()
+                check_lock()
+
+            check()
+            self._counter = _Counter(tell, check)
             done = self._map_only(plan, source) if self._maps(plan) else self._reembed(plan, source)
             if plan.way == "both" and plan.items_gone:
                 self._save(replace(self.plan(), state="mapped"))
@@ -368,7 +374,7 @@ class Migration:
             model_name=plan.new_name,
             folder=self._new,
             natives=natives if searched else None,
-            pause=self._check_pause,
+            pause=self._counter.check,
         )
         target = maker.target(plan.to, reversible=True)
         mapped = plan.to + _MAPPED
@@ -456,7 +462,7 @@ class Migration:
             "`nobackfill migrate status` shows its state"
         )
 
-    def back(self, *, lose: bool = False) -> int:
+    def back(self, *, lose: bool = False) -> int | None:
         """Undo the migration.
 
         Before the flip, remove the new vectors. After it, give the old vectors their name back, and
@@ -466,7 +472,7 @@ class Migration:
             lose: Whether rows may lose their only vector, which was written since the flip.
 
         Returns:
-            The number of rows that lost their only vector.
+            The number of rows that lost their only vector; None if nothing was left to undo.
 
         Raises:
             NotFoundError: The folder has no migration.
@@ -474,22 +480,21 @@ class Migration:
             InvalidInputError: Rows would lose their only vector and `lose` is False, or the old
                 vectors may be stale.
             NotPermittedError: Row-level security may hide rows from this role.
-            BusyError: Another process works in this folder, or others hold the table.
+            BusyError: Another process works in this folder or writes to the table by another one,
+                or others hold the table.
         """
-        self.plan()
-        with self._locked():
-            plan = self.plan()
-            source = self._source(plan)
+        with self._alone() as (plan, source, _):
             state = self._state(plan, source)
             if state == "finished":
                 raise PreconditionError(
                     f"{self._folder}: the migration is finished: the old vectors are dropped, so "
                     "it cannot be undone"
                 )
-            lost = source.flip_back(plan.to, lose=lose) if state == "flipped" else 0
-            self._remove(plan, source, plan.to, plan.to + _MAPPED)
+            flipped = state == "flipped"
+            lost = source.flip_back(plan.to, lose=lose) if flipped else 0
+            removed = self._remove(plan, source, plan.to, plan.to + _MAPPED)
             self._save(replace(plan, state="taken back"))
-            return lost
+            return lost if flipped or removed else None
 
     def finish(self) -> None:
         """Drop the old vectors after the flip. The migration cannot be undone then.
@@ -500,12 +505,10 @@ class Migration:
             NotFoundError: The folder has no migration.
             PreconditionError: The migration is not flipped.
             InvalidInputError: An object of the database still depends on the old vectors.
-            BusyError: Another process works in this folder, or others hold the table.
+            BusyError: Another process works in this folder or writes to the table by another one,
+                or others hold the table.
         """
-        self.plan()
-        with self._locked():
-            plan = self.plan()
-            source = self._source(plan)
+        with self._alone() as (plan, source, _):
             state = self._state(plan, source)
             if state not in ("flipped", "finished"):
                 raise PreconditionError(
@@ -539,14 +542,17 @@ class Migration:
             f"{name} IS {json.dumps({'carried': plan.mark})!r}"
         )
 
-    def _remove(self, plan: MigrationPlan, source: Reversible, *columns: str) -> None:
-        """Remove new columns, except those of another migration or of `carry`."""
+    def _remove(self, plan: MigrationPlan, source: Reversible, *columns: str) -> bool:
+        """Remove new columns, except those of another migration or of `carry`.
+
+        Returns:
+            Whether one was removed.
+        """
         ours = {plan.mark} if plan.mark else set[str]()
         if ours and self._map.is_file():
             ours.add(load_map(self._map).digest)
-        for column in columns:
-            if source.mark_of(column) in ours:
-                source.rollback(column)
+        removed = [source.rollback(one) for one in columns if source.mark_of(one) in ours]
+        return any(removed)
 
     def _judge(
         self,
@@ -614,6 +620,19 @@ class Migration:
             )
 
     @contextmanager
+    def _alone(self) -> Iterator[tuple[MigrationPlan, Reversible, Callable[[], None]]]:
+        """Keep other processes out of the folder, and other migrations off the table.
+
+        Yields the plan, its source and a function that raises where the lock of the table is lost.
+        """
+        self.plan()
+        with self._locked():
+            plan = self.plan()
+            source = self._source(plan)
+            with source.migration_lock() as check:
+                yield plan, source, check
+
+    @contextmanager
     def _locked(self) -> Iterator[None]:
         with ExitStack() as locks:
             try:
@@ -666,7 +685,7 @@ class _Counter:
     """
 
     def __init__(self, tell: Callable[[str], None], check: Callable[[], None]) -> None:
-        self.tell, self._check = tell, check
+        self.tell, self.check = tell, check
         self.begin("written", 0)
 
     def begin(self, verb: str, total: int, count_before: int = 0, *, unit: str = "rows") -> None:
@@ -688,7 +707,7 @@ class _Counter:
                 f"{units} of {self._total} {self._unit} {self._verb}, {rate:.0f} a second, "
                 f"{duration(left) if left else '0 s'} left"
             )
-        self._check()
+        self.check()
 
 
 def _complete(request: MigrationPlan, former: MigrationPlan | None) -> MigrationPlan:

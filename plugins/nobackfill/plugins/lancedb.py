@@ -9,7 +9,7 @@ rows again. The flip renames both columns in one version of the table.
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from itertools import pairwise
@@ -25,6 +25,7 @@ from nobackfill.adopt.sources.source import (
     SearchMetric,
     Target,
     Window,
+    lock_by_file,
     metric_of,
     name_before,
 )
@@ -89,7 +90,7 @@ class LanceSource:
             raise NotFoundError(
                 f"{folder}: there is no such folder; name the folder of a LanceDB database"
             )
-        self._name, self._process = table, os.getpid()
+        self._folder, self._name, self._process = folder, table, os.getpid()
         with _translate_errors(table):
             # Each call sees what others have committed.
             database = lancedb.connect(folder, read_consistency_interval=timedelta(0))
@@ -466,6 +467,17 @@ class LanceSource:
         with _translate_errors(self._name):
             update = {"path": self.vector, "metadata": {_MARK: json.dumps(mark)}}
             self.table.update_field_metadata(update)
+
+    def migration_lock(self) -> AbstractContextManager[Callable[[], None]]:
+        """Keep other migrations of the table out, by a lock file in the folder of the database.
+
+        Yields a function that does nothing: a lock file is not lost.
+
+        Raises:
+            BusyError: Another migration of the table runs.
+        """
+        path = Path(self._folder).resolve() / f".{self._name}-nobackfill.lock"
+        return lock_by_file(path, self._name)
 
     def mark_of(self, column: str) -> str | None:
         """Return the digest of the map whose vectors a column holds; None for any other column, and

@@ -15,7 +15,7 @@ import os
 import re
 import sqlite3
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +31,7 @@ from nobackfill.adopt.sources.source import (
     Target,
     Window,
     even,
+    lock_by_file,
     name_before,
 )
 from nobackfill.errors import (
@@ -736,6 +737,17 @@ class SqliteVecSource:
         with self._database.transaction():
             facts = self._database.facts(self._table.name)
             self._database.note(self._table.name, facts | {"model": model})
+
+    def migration_lock(self) -> AbstractContextManager[Callable[[], None]]:
+        """Keep other migrations out, by a lock file next to the database: SQLite has one writer.
+
+        Yields a function that does nothing: a lock file is not lost.
+
+        Raises:
+            BusyError: Another migration in the same file runs.
+        """
+        path = Path(self._database.path).resolve()
+        return lock_by_file(path.with_name(f"{path.name}-nobackfill.lock"), self._table.name)
 
     def mark_of(self, column: str) -> str | None:
         """Return the digest of the map whose vectors a table holds; None for any other table, and

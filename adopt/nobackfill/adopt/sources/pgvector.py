@@ -4,7 +4,8 @@ New vectors go into a new column of the same rows, or into a table of their own.
 new vector when its old vector changes.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import Literal, LiteralString
 
@@ -12,7 +13,9 @@ import numpy as np
 
 from nobackfill.adopt.sources.postgres_rows import parsed
 from nobackfill.adopt.sources.source import (
+    LOCK_WAIT,
     MOST_NAME,
+    OTHER_MIGRATION,
     ColumnValues,
     Facts,
     Rows,
@@ -405,6 +408,9 @@ class PgvectorSource:
                 said=note(self._table.comment(self.vector), **said),
                 old=sql.Identifier(self.vector),
             )
+
+    def migration_lock(self) -> AbstractContextManager[Callable[[], None]]:
+        return self._table.lock("migrate", OTHER_MIGRATION, wait=LOCK_WAIT)
 
     def mark_of(self, column: str) -> str | None:
         """Return the digest of the transform that fills a column; None for another column."""

@@ -384,6 +384,9 @@ LET_GO = 0.5
 HOW: LiteralString = (
     "in the same moment either `carry` with --flip, or let nobody write, carry once more, and run:"
 )
+_OTHER_FLIP = (
+    "another --flip of this table is under way; wait until it has ended, then run carry again"
+)
 # The metric of each operator class, without those of sparse and binary vectors.
 _NAMES: Mapping[str, SearchMetric] = {
     "cosine": "cosine", "l2": "squared_l2", "ip": "inner_product", "l1": "l1",
@@ -528,7 +531,7 @@ class PgvectorColumn:
     @contextmanager
     def prepare_flip(self) -> Iterator[None]:
         refuse_flip(self._table, column_obstacles(self._table, self._source.vector, self._target))
-        with self._table.flip_lock():
+        with self._table.lock("flip", _OTHER_FLIP):
             check_watched(self._table, self._names["function"], self._triggers)
             build_indexes(self._table, *self._place, self._indexes())
             yield
@@ -889,7 +892,7 @@ class PgvectorTable:
 
     @contextmanager
     def prepare_flip(self) -> Iterator[None]:
-        with self._table.flip_lock():
+        with self._table.lock("flip", _OTHER_FLIP):
             check_watched(self._table, self._names["function"], self._triggers)
             build_indexes(self._table, *self._place, [self._index()])
             yield

@@ -7,11 +7,12 @@ import hashlib
 import json
 import re
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from typing import Any, LiteralString, TypeVar
+from typing import Any, Literal, LiteralString, TypeVar
 
 from nobackfill import processes
 from nobackfill.adopt.sources.source import Window
@@ -178,6 +179,13 @@ _OPERATORS: dict[str, LiteralString] = {"product": "<#>", "same": "="}
 _NO_TABLES = {"v": "view", "m": "materialized view", "f": "foreign table"}
 # A table that others use is locked for a moment, or not at all.
 _LOCK_WAIT = "5s"
+# Timeouts that would end the session of a lock; PostgreSQL 17 has the second one.
+_NO_TIMEOUTS: LiteralString = (
+    "SELECT set_config(name, '0', true) FROM pg_settings "
+    "WHERE name IN ('idle_in_transaction_session_timeout', 'transaction_timeout')"
+)
+# Seconds between two attempts to take a lock.
+_POLL = 0.1
 # Every trigger function of ours begins so. It has its owner's rights: attached to somebody else's
 # table it would change rows for them. By oid and by name: a table may be renamed, or restored.
 _HEAD_OF_TRIGGER: LiteralString = """
@@ -564,13 +572,26 @@ class SourceTable:
         ]
 
     @contextmanager
-    def flip_lock(self) -> Iterator[None]:
-        """Keep other flips of this table out for the block.
+    def lock(
+        self, purpose: Literal["flip", "migrate"], busy: str, *, wait: float = 0.0
+    ) -> Iterator[Callable[[], None]]:
+        """Keep other holders of a lock on this table out for the block; readers and writers of the
+        table do not notice it.
+
+        Args:
+            purpose: Name of the lock.
+            busy: The error's sentence where another session holds the lock.
+            wait: Seconds to wait for that session.
+
+        Yields:
+            A function that raises UnavailableError where the server has ended the lock's session,
+            and which keeps the connection in use.
 
         Raises:
-            BusyError: Another flip of the table is under way.
+            BusyError: Another session holds the lock.
         """
-        digest = hashlib.sha256(f"nobackfill flip {self.oid}".encode()).digest()
+        digest = hashlib.sha256(f"nobackfill {purpose} {self.oid}".encode()).digest()
+        deadline = time.monotonic() + wait
         lock = self.text(
             "SELECT pg_try_advisory_xact_lock({lock})",
             lock=int.from_bytes(digest[:8], "big", signed=True),
@@ -582,14 +603,26 @@ class SourceTable:
                 # It must keep no snapshot, for which a concurrent build would wait: so READ
                 # COMMITTED, and a query without parameters, whose portal ends at once.
                 connection.execute("BEGIN ISOLATION LEVEL READ COMMITTED")
-                (free,) = connection.execute(lock.encode()).fetchone()
-                connection.execute("SET LOCAL idle_in_transaction_session_timeout = 0")
+                connection.execute(_NO_TIMEOUTS)
+                # The server may notice a moment later that the last holder was killed.
+                while not (free := connection.execute(lock.encode()).fetchone()[0]):
+                    if time.monotonic() >= deadline:
+                        break
+                    time.sleep(_POLL)
             if not free:
-                raise BusyError(
-                    f"{self.name}: another --flip of this table is under way; wait until it has "
-                    "ended, then run carry again"
-                )
-            yield
+                raise BusyError(f"{self.name}: {busy}")
+
+            def check() -> None:
+                try:
+                    with translate_errors(self.name):
+                        connection.execute("SELECT")
+                except UnavailableError as error:
+                    raise UnavailableError(
+                        f"{error}; that session kept others out, so this run ends: run the same "
+                        "command again"
+                    ) from error
+
+            yield check
 
     def on_update(self) -> list[str]:
         """Return the owner's triggers that an update of a new column fires, also of partitions."""

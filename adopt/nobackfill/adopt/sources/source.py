@@ -4,8 +4,8 @@ Below are the checks, marks and addresses that several sources share.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol, runtime_checkable
@@ -13,6 +13,7 @@ from urllib.parse import SplitResult, urlsplit
 
 import numpy as np
 
+from nobackfill import durable
 from nobackfill.digests import SPACE_PREFIX
 from nobackfill.errors import (
     BusyError,
@@ -276,6 +277,16 @@ class Reversible(Source, Protocol):
     def name_model(self, model: str) -> None:
         """Note the fingerprint of the model in whose space the vectors are."""
 
+    def migration_lock(self) -> AbstractContextManager[Callable[[], None]]:
+        """Keep other migrations of the same vectors out for the block, from any working folder.
+
+        The death of the holder frees the lock. Yields a function that raises UnavailableError where
+        the lock was lost meanwhile.
+
+        Raises:
+            BusyError: Another migration holds the lock.
+        """
+
     def mark_of(self, column: str) -> str | None:
         """Return the digest of what wrote new vectors into a column; None for another column."""
 
@@ -434,6 +445,35 @@ def checked(rows: Rows, dim: int | None, where: str) -> Rows:
             "items"
         )
     return rows
+
+
+# The error of `Reversible.migration_lock`, after the name of the table.
+OTHER_MIGRATION = (
+    "another `nobackfill migrate` writes to this table from another working folder; wait until it "
+    "has ended, or stop it with `nobackfill migrate pause --work FOLDER`"
+)
+# Seconds to wait for a migration that was killed a moment ago.
+LOCK_WAIT = 3.0
+
+
+@contextmanager
+def lock_by_file(path: Path, name: str) -> Iterator[Callable[[], None]]:
+    """Hold `Reversible.migration_lock` by a lock file next to an embedded store.
+
+    Args:
+        path: The lock file; its holder removes it at the end.
+        name: Name of the table in the error.
+
+    Raises:
+        BusyError: Another migration holds the lock.
+    """
+    with ExitStack() as locks:
+        try:
+            locks.enter_context(durable.lock_file(path, LOCK_WAIT))
+        except BusyError as error:
+            raise BusyError(f"{name}: {OTHER_MIGRATION}") from error
+        locks.callback(path.unlink, missing_ok=True)
+        yield lambda: None
 
 
 def name_before(column: str) -> str:
