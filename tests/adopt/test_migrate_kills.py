@@ -104,7 +104,7 @@ class Migrated(ABC):
         """To its end, which may have to wait for a session of one that was killed."""
         for _ in range(5):
             process = self.start(*words)
-            error = process.communicate(timeout=120)[1].decode()
+            error = process.communicate(timeout=600)[1].decode()
             if process.returncode != 75:
                 break
         assert process.returncode == 0, error

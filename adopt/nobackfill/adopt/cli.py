@@ -162,6 +162,14 @@ Vector = Annotated[
         show_default="the only one",
     ),
 ]
+Where = Annotated[
+    str | None,
+    typer.Option(
+        metavar="CONDITION",
+        help="PostgreSQL: only rows with this condition in SQL, as in an index: \"model = 'a'\".",
+        show_default="all rows",
+    ),
+]
 Root = Annotated[
     Path | None,
     typer.Option(
@@ -264,7 +272,11 @@ def options(version: Version = False) -> None:
 
 @app.command()
 def inspect(
-    source: SourceArgument, key: Key = None, vector: Vector = None, as_json: Json = False
+    source: SourceArgument,
+    key: Key = None,
+    vector: Vector = None,
+    where: Where = None,
+    as_json: Json = False,
 ) -> None:
     """Show what a store holds: count, dimension, norms and defects of its vectors.
 
@@ -274,7 +286,7 @@ def inspect(
     from nobackfill.adopt import pairs
     from nobackfill.adopt.sources.opening import open_source
 
-    found = pairs.inspect(open_source(source, key=key, vector=vector))
+    found = pairs.inspect(open_source(source, key=key, vector=vector, where=where))
     _answer(as_json, asdict(found), found.sentences)
 
 
@@ -308,6 +320,7 @@ def sample(
     ] = 0,
     key: Key = None,
     vector: Vector = None,
+    where: Where = None,
 ) -> None:
     """Choose items to embed by the new model for `nobackfill fit`, spread over the old vectors."""
     from nobackfill.adopt import pairs
@@ -315,7 +328,7 @@ def sample(
     from nobackfill.adopt.sources.opening import open_items
     from nobackfill.durable import write_file
 
-    rows = read_all(open_items(source, source, key=key, vector=vector))
+    rows = read_all(open_items(source, source, key=key, vector=vector, where=where))
     if not len(rows):
         raise InvalidInputError(f"{source}: expected items with vectors, found none")
     ids = pairs.sample(rows, min(count, len(rows)), seed)
@@ -431,6 +444,7 @@ def embed(
             show_default="the primary key, or `id`",
         ),
     ] = None,
+    where: Where = None,
 ) -> None:
     """Embed texts or images by a model, and write their vectors into a folder.
 
@@ -451,7 +465,7 @@ def embed(
         fit=fit, size=size, shortest=shortest, interpolation=interpolation, mean=mean, std=std
     )
     wanted = None if only is None else read_ids(only)
-    found = read_items(items, column=column, key=key, only=wanted)
+    found = read_items(items, column=column, key=key, where=where, only=wanted)
     if wanted is not None and (lost := sorted(wanted - set(found.ids))):
         _tell(f"{only}: {len(lost)} ids have no item in {items}, the first: {lost[0]}")
     if found.others:
@@ -499,6 +513,7 @@ def fit(
     trainer: Also = None,
     key: Key = None,
     vector: Vector = None,
+    where: Where = None,
     as_json: Json = False,
 ) -> None:
     """Decide how to change the model, and write the map for `nobackfill carry`.
@@ -520,6 +535,7 @@ def fit(
         trainer_name=trainer,
         key=key,
         vector=vector,
+        where=where,
     )
     _answer(as_json, found.answer, found.lines)
 
@@ -791,6 +807,7 @@ def carry(
     ] = False,
     key: Key = None,
     vector: Vector = None,
+    where: Where = None,
     as_json: Json = False,
 ) -> None:
     """Migrate a store: write a new vector for every item next to its old one, and check it.
@@ -806,7 +823,7 @@ def carry(
     from nobackfill.adopt.sources.opening import open_items
     from nobackfill.adopt.sources.source import Target
 
-    opened = open_items(source, source, key=key, vector=vector)
+    opened = open_items(source, source, key=key, vector=vector, where=where)
     if rollback:
         removed = opened.rollback(to)
         line = f"{to}: removed" if removed else f"{to}: no new vectors have this name"
@@ -1040,6 +1057,7 @@ def start(
     work: Work = _WORK,
     key: Key = None,
     vector: Vector = None,
+    where: Where = None,
 ) -> None:
     """Decide whether to re-embed; then write the new vectors and flip to them, or stay.
 
@@ -1056,7 +1074,7 @@ def start(
     plan = MigrationPlan(
         source, new, key, vector, column=column, items=items, items_gone=items_gone, old=old,
         queries=queries, new_name=new_name, old_name=old_name, count=count, price=price,
-        natives=None if natives is None else str(natives),
+        natives=None if natives is None else str(natives), where=where,
     )  # fmt: skip
     migration = Migration(work)
     try:
@@ -1095,7 +1113,12 @@ def _migrate(migration: "Migration", plan: "MigrationPlan", yes: bool) -> None:
     print(
         f"{result.total} rows have a new vector, {result.write_count} of them written by this run"
     )
-    if after.state == "flipped":
+    if after.state == "flipped" and after.where is not None:
+        table = after.to.partition(":")[2]
+        print(escape_hidden(f"flipped: the table {table} holds the new vectors of these rows"))
+        print("next: join it in your queries, and switch them to the new model; then")
+        print("`nobackfill migrate finish`. Until then `nobackfill migrate back` drops the table")
+    elif after.state == "flipped":
         new_vectors = after.to.removesuffix("_new")
         old_vectors = name_before(new_vectors)
         print(f"flipped: {new_vectors} holds the new vectors, {old_vectors} the old ones")
@@ -1195,8 +1218,12 @@ def finish(work: Work = _WORK) -> None:
     """Drop the old vectors after the flip; `migrate back` cannot restore them then."""
     from nobackfill.adopt.migrating import Migration
 
-    Migration(work).finish()
-    print("migration finished: the old vectors are dropped")
+    migration = Migration(work)
+    migration.finish()
+    if migration.plan().where is None:
+        print("migration finished: the old vectors are dropped")
+    else:
+        print("migration finished: the old vectors stay in their column, which other rows share")
 
 
 def _tell(line: str) -> None:

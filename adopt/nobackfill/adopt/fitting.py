@@ -90,6 +90,7 @@ def fit_and_judge(
     trainer_name: str | None = None,
     key: str | None,
     vector: str | None,
+    where: str | None = None,
 ) -> FitAnswer:
     """Fit maps between two models, decide how to go on, and write the files.
 
@@ -103,6 +104,7 @@ def fit_and_judge(
         trainer_name: MODULE:FUNCTION of a trainer of one more candidate map.
         key: Key column of the old store; None for its primary key.
         vector: Vector column of the old store; None for the only one.
+        where: Condition of the old store's rows; None for all.
 
     Raises:
         InvalidInputError: Pairs or queries that do not fit.
@@ -113,7 +115,7 @@ def fit_and_judge(
     _check_folders(files)
     trainer = None if trainer_name is None else open_trainer(trainer_name)
     card = None if files.card is None else read_card(files.card)
-    old_source = open_items(old, "--old", key=key, vector=vector)
+    old_source = open_items(old, "--old", key=key, vector=vector, where=where)
     new_source = open_items(new, "--new")
     matched = match(old_source, new_source)
     pairs = matched.pairs

@@ -81,6 +81,7 @@ class MigrationPlan:
             request that leaves it as it is.
         natives: The file of `Dual` with native vectors and with the items that searches wanted;
             None for `natives.db` in the working folder.
+        where: Condition of the rows in SQL; None for all. Then `to` is a table of their own.
         state: The last step that was completed.
         way: The verdict; empty before it.
         mark: Digest of the new vectors in the store; empty before they are written.
@@ -103,6 +104,7 @@ class MigrationPlan:
     to: str = ""
     price: float | None = None
     natives: str | None = None
+    where: str | None = None
     state: State = "deciding"
     way: str = ""
     mark: str = ""
@@ -114,7 +116,7 @@ _PLAN = TypeAdapter(MigrationPlan)
 _FIXED = {
     "source": "SOURCE", "new": "--new", "key": "--key", "column": "--column", "items": "--items",
     "items_gone": "--items-gone", "old": "--old", "queries": "--queries",
-    "new_name": "--new-name", "old_name": "--old-name",
+    "new_name": "--new-name", "old_name": "--old-name", "where": "--where",
 }  # fmt: skip
 
 
@@ -416,7 +418,9 @@ class Migration:
 
     @staticmethod
     def _source(plan: MigrationPlan) -> Reversible:
-        source = open_items(plan.source, plan.source, key=plan.key, vector=plan.vector)
+        source = open_items(
+            plan.source, plan.source, key=plan.key, vector=plan.vector, where=plan.where
+        )
         if not isinstance(source, Reversible):
             raise InvalidInputError(
                 f"{source.facts().name}: expected a store that migrate can flip: PostgreSQL "
@@ -535,10 +539,12 @@ class Migration:
             return "writing"
         if state == "old":
             return "taken back"
-        name = source.facts().name
+        name, kind = source.facts().name, "COLUMN"
+        if plan.where is not None:
+            name, kind = plan.to.partition(":")[2], "TABLE"
         raise PreconditionError(
             f"{name}: its comment does not name this migration any more, so nothing was changed. "
-            "If this migration wrote its vectors, write the comment again: COMMENT ON COLUMN "
+            f"If this migration wrote its vectors, write the comment again: COMMENT ON {kind} "
             f"{name} IS {json.dumps({'carried': plan.mark})!r}"
         )
 
@@ -576,10 +582,14 @@ class Migration:
             durable.write_file(self._sample, text.encode(), 0o600)
         counter = _Counter(tell, self._check_pause)
         only = read_ids(self._sample)
-        where = plan.items or plan.source
-        key = None if plan.items else plan.key
+        key, condition = (None, None) if plan.items else (plan.key, plan.where)
         items = read_items(
-            where, column=plan.column or "text", key=key, vector=plan.vector, only=only
+            plan.items or plan.source,
+            column=plan.column or "text",
+            key=key,
+            vector=plan.vector,
+            where=condition,
+            only=only,
         )
         tell(f"embedding {len(items.ids)} items by {plan.new}")
         counter.begin("embedded", len(items.ids), unit="items")
@@ -608,6 +618,7 @@ class Migration:
             not plan.items_gone,
             key=plan.key,
             vector=plan.vector,
+            where=plan.where,
         )
         own_steps = set(map(str, verdict.answer.get("steps") or []))  # type: ignore[call-overload]
         lines = [line for line in verdict.lines if line not in own_steps]

@@ -68,6 +68,7 @@ def read_items(
     column: str,
     key: str | None = None,
     vector: str | None = None,
+    where: str | None = None,
     only: Collection[str] | None = None,
 ) -> ItemList:
     """Read the items to embed.
@@ -77,23 +78,27 @@ def read_items(
             left out); FILE.jsonl, with an object a line; or a source, as `open_source` opens it.
         column: Column or field with the texts.
         key: Column or field with the ids; None for `id`, or the source's key.
+        vector: The source's column of vectors; None for the only one.
+        where: Condition of the source's rows; None for all.
         only: The ids to keep; None for all.
 
     Raises:
         NotFoundError: There is nothing to embed.
-        InvalidInputError: An id occurs twice, or a text is no valid Unicode.
+        InvalidInputError: An id occurs twice, a text is no valid Unicode, or `where` is given for
+            another store than PostgreSQL.
     """
     path = Path(address)
-    if path.suffix == ".jsonl":
+    # Only a table of PostgreSQL takes a condition; `open_source` refuses it for anything else.
+    if where is None and path.suffix == ".jsonl":
         found = [(one.id, one.text) for one in read_texts(path, key=key or "id", column=column)]
-    elif path.is_dir() and any(_is_picture(p, path) for p in path.rglob("*")):
+    elif where is None and path.is_dir() and any(_is_picture(p, path) for p in path.rglob("*")):
         every = [p for p in path.rglob("*") if p.is_file()]
         files = sorted(p for p in every if _is_picture(p, path))
         names = [p.relative_to(path).as_posix() for p in files]
         images = _wanted("image", names, files, only, address)
         return replace(images, others=len(every) - len(files))
     else:
-        source = _source(address, key, vector)
+        source = _source(address, key, vector, where)
         found = []
         for window in source.windows(_WINDOW):
             values = source.column(window, column)
@@ -106,9 +111,9 @@ def _is_picture(file: Path, folder: Path) -> bool:
     return is_picture(file.name) and not any(map(is_clutter, below)) and file.is_file()
 
 
-def _source(address: str, key: str | None, vector: str | None) -> Source:
+def _source(address: str, key: str | None, vector: str | None, where: str | None) -> Source:
     try:
-        return open_source(address, key=key, vector=vector)
+        return open_source(address, key=key, vector=vector, where=where)
     except NotFoundError as error:
         if not Path(address).is_dir():
             raise

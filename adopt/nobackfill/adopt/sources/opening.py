@@ -19,7 +19,13 @@ KINDS = (
 _POSTGRES = "postgresql://…/DATABASE#TABLE"
 
 
-def open_source(address: str, *, key: str | None = None, vector: str | None = None) -> Source:
+def open_source(
+    address: str,
+    *,
+    key: str | None = None,
+    vector: str | None = None,
+    where: str | None = None,
+) -> Source:
     """Open the store at an address.
 
     The plug-in KIND of the group `nobackfill.sources` opens KIND:PLACE#COLLECTION. It is called
@@ -29,6 +35,8 @@ def open_source(address: str, *, key: str | None = None, vector: str | None = No
         address: An address, as KINDS lists them.
         key: Column of the keys; None for the primary key, or `id` in Parquet.
         vector: Column of the old vectors; None for the only one.
+        where: Condition of the rows in SQL, for a table of PostgreSQL with vectors of several
+            models; None for all rows. Never take it from a stranger.
 
     Raises:
         NotFoundError: There is no such file, table or collection.
@@ -37,7 +45,7 @@ def open_source(address: str, *, key: str | None = None, vector: str | None = No
         ConfigurationError: The address would send vectors or a password unencrypted.
     """
     if address.startswith(("postgresql://", "postgres://")):
-        from nobackfill.adopt.sources.pgvector import PgvectorSource
+        from nobackfill.adopt.sources.pgvector import PgvectorSelection, PgvectorSource
 
         try:
             address.encode()
@@ -46,7 +54,13 @@ def open_source(address: str, *, key: str | None = None, vector: str | None = No
         server, _, table = address.partition("#")
         if not table:
             raise InvalidInputError(f"name the table as well: {_POSTGRES}")
+        if where is not None:
+            return PgvectorSelection(server, table, key, vector, where=where)
         return PgvectorSource(server, table, key, vector)
+    if where is not None:
+        raise InvalidInputError(
+            f"--where: expected a table of PostgreSQL, {_POSTGRES}; the other stores are read whole"
+        )
     kind, colon, rest = address.partition(":")
     if colon and kind in plugin_names("sources"):
         place, _, collection = rest.partition("#")
@@ -73,13 +87,17 @@ def open_source(address: str, *, key: str | None = None, vector: str | None = No
 
 
 def open_searchable(
-    address: str, *, key: str | None = None, vector: str | None = None
+    address: str,
+    *,
+    key: str | None = None,
+    vector: str | None = None,
+    where: str | None = None,
 ) -> Searchable:
     """Open the store at an address for searches. Files are read into memory.
 
     The arguments and errors are those of `open_source`.
     """
-    source = open_source(address, key=key, vector=vector)
+    source = open_source(address, key=key, vector=vector, where=where)
     if isinstance(source, Searchable):
         return source
     from nobackfill.adopt.sources.arrays import MemorySource
@@ -88,7 +106,12 @@ def open_searchable(
 
 
 def open_items(
-    address: str, option: str, *, key: str | None = None, vector: str | None = None
+    address: str,
+    option: str,
+    *,
+    key: str | None = None,
+    vector: str | None = None,
+    where: str | None = None,
 ) -> Source:
     """Open a source of items' vectors, by the arguments of `open_source`.
 
@@ -97,12 +120,13 @@ def open_items(
         option: The source's name in an error, as its user gave it.
         key: Column of the keys.
         vector: Column of the old vectors.
+        where: Condition of the rows; None for all.
 
     Raises:
         InvalidInputError: The vectors are those of queries, from a model that encodes queries and
             documents in two ways. Also as `open_source`, whose other errors it raises, too.
     """
-    source = open_source(address, key=key, vector=vector)
+    source = open_source(address, key=key, vector=vector, where=where)
     not_read_as(source, QUERIES, f"{option}: expected the items' vectors, got those of queries")
     return source
 

@@ -6,6 +6,7 @@ new vector when its old vector changes.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import cached_property
 from typing import Literal, LiteralString
 
@@ -84,17 +85,25 @@ class PgvectorSource:
         table: Name of the table, with or without its schema.
         key: Column of the keys; None for the primary key.
         vector: Column of the old vectors; None for the only one.
+        where: Condition of the rows, in SQL, over the columns of the table; None for all rows (see
+            `PgvectorSelection`).
 
     Raises:
         NotFoundError: There is no such table.
         UnavailableError: The server does not answer.
-        InvalidInputError: The table has no such key or column.
+        InvalidInputError: The table has no such key or column, or PostgreSQL refuses the condition.
     """
 
     def __init__(
-        self, address: str, table: str, key: str | None = None, vector: str | None = None
+        self,
+        address: str,
+        table: str,
+        key: str | None = None,
+        vector: str | None = None,
+        *,
+        where: str | None = None,
     ) -> None:
-        self._table = SourceTable(address, table, key)
+        self._table = SourceTable(address, table, key, where)
         vectors = [name for name in self._table.columns if self._table.kind(name)]
         if vector is None:
             # New vectors, and the old ones of a flip, are a choice only by their name.
@@ -140,11 +149,17 @@ class PgvectorSource:
         Raises:
             InvalidInputError: The indexes are of several metrics.
         """
-        metrics = {METRICS[name] for name, _ in self._table.indexes(self.vector) if name in METRICS}
+        names = [name for name, _ in self._table.indexes(self.vector)]
+        # Without an index of the same rows, that of others tells how the vectors are searched.
+        names = names or [name for name, _, _ in self._table.every_index(self.vector)]
+        metrics = {METRICS[name] for name in names if name in METRICS}
         if len(metrics) > 1:
+            what_next = "drop those that no query uses"
+            if self._table.where is not None:
+                what_next = f"build one for the same rows, with WHERE {self._table.where}"
             raise InvalidInputError(
                 f"{self._table.name}.{self.vector}: expected indexes of one metric, found "
-                f"{join_few(sorted(metrics))}; drop those that no query uses"
+                f"{join_few(sorted(metrics))}; {what_next}"
             )
         return next(iter(metrics), None)
 
@@ -168,7 +183,8 @@ class PgvectorSource:
         lower: object = None
         while True:
             last = self._table.one(
-                "SELECT {key} FROM {table} t WHERE {above} ORDER BY {key} OFFSET {skipped} LIMIT 1",
+                "SELECT {key} FROM {table} t WHERE {above} AND {chosen} "
+                "ORDER BY {key} OFFSET {skipped} LIMIT 1",
                 above=self._table.window_condition(Window(lower), "t"),
                 skipped=rows - 1,
             )
@@ -185,8 +201,8 @@ class PgvectorSource:
         if name not in self._table.columns:
             raise InvalidInputError(f"{self._table.name}: no column {name!r}")
         found = self._table.all(
-            "SELECT {key}::text, {name}::text FROM {table} t WHERE {name} IS NOT NULL AND {within} "
-            "ORDER BY t.{key}",
+            "SELECT {key}::text, {name}::text FROM {table} t WHERE {name} IS NOT NULL AND {chosen} "
+            "AND {within} ORDER BY t.{key}",
             name=sql.Identifier(name),
             within=self._table.window_condition(window, "t"),
         )
@@ -202,11 +218,13 @@ class PgvectorSource:
         elif column not in self._table.columns:
             raise InvalidInputError(f"{self._table.name}: no column {column!r}")
         kind, expression = self._searched(column, of)
+        # A table of new vectors holds no rows but those of the condition.
         found = self._table.searched(
-            "SELECT {key}::text FROM {relation} t WHERE {column} IS NOT NULL "
+            "SELECT {key}::text FROM {relation} t WHERE {column} IS NOT NULL AND {which} "
             "ORDER BY {expression} {sign} {value}::{kind} LIMIT {count}",
-            "SET LOCAL hnsw.ef_search = {candidates}",
+            self._search_settings,
             relation=of or self._table.composed("{table}"),
+            which=self._table.composed("{chosen}" if of is None else "true"),
             column=sql.Identifier(column),
             expression=expression,
             sign=self._table.operator(_SIGNS[self.metric or "cosine"]),
@@ -216,6 +234,18 @@ class PgvectorSource:
             candidates=min(1000, max(40, count)),
         )
         return [name for (name,) in found]
+
+    @cached_property
+    def _search_settings(self) -> LiteralString:
+        """The settings of a search. An index that has rows of other conditions would find too few
+        hits: from 0.8 on, pgvector then reads on."""
+        settings: LiteralString = "SET LOCAL hnsw.ef_search = {candidates}"
+        if self._table.where is None or not self._table.one(
+            "SELECT string_to_array(extversion, '.')::int[] >= '{{0,8}}' "
+            "FROM pg_extension WHERE extname = 'vector'"
+        ):
+            return settings
+        return settings + "; SET LOCAL hnsw.iterative_scan = strict_order"
 
     def _searched(self, column: str, of: sql.Identifier | None) -> tuple[str, sql.Composable]:
         """Return the type and the expression by which an index searches a column."""
@@ -235,7 +265,7 @@ class PgvectorSource:
     def lookup(self, ids: Sequence[str]) -> Rows:
         found = self._table.searched(
             "SELECT {key}::text, {vector_send}({column}::{vector}) FROM {table} t "
-            "WHERE {column} IS NOT NULL AND {key} = ANY({ids}::{kind}[])",
+            "WHERE {column} IS NOT NULL AND {chosen} AND {key} = ANY({ids}::{kind}[])",
             column=sql.Identifier(self.vector),
             kind=sql.SQL(self._table.key_type),
             ids=list(ids),
@@ -249,7 +279,7 @@ class PgvectorSource:
             raise InvalidInputError(f"{self._table.name}: no column {column!r}")
         found = self._table.searched(
             "SELECT {key}::text, {column}::text FROM {table} t "
-            "WHERE {column} IS NOT NULL AND {key} = ANY({ids}::{kind}[])",
+            "WHERE {column} IS NOT NULL AND {chosen} AND {key} = ANY({ids}::{kind}[])",
             column=sql.Identifier(column),
             kind=sql.SQL(self._table.key_type),
             ids=list(ids),
@@ -542,7 +572,7 @@ class PgvectorSource:
             return 0
         return int(
             self._table.one(
-                "SELECT count(*) FROM {table} WHERE {column} IS NOT NULL",
+                "SELECT count(*) FROM {table} WHERE {column} IS NOT NULL AND {chosen}",
                 column=sql.Identifier(column),
             )
         )
@@ -567,8 +597,8 @@ class PgvectorSource:
         """
         found = self._table.copied(
             "SELECT t.{key}::text, {column}::{vector}, t.ctid, t.xmin, t.tableoid "
-            "FROM {table} t WHERE {column} IS NOT NULL AND {condition} AND {within} AND {which} "
-            "ORDER BY t.{key}",
+            "FROM {table} t WHERE {column} IS NOT NULL AND {chosen} AND {condition} AND {within} "
+            "AND {which} ORDER BY t.{key}",
             column=sql.Identifier(column),
             which=sql.SQL("true")
             if ids is None
@@ -583,6 +613,153 @@ class PgvectorSource:
             within=self._table.window_condition(window, "t"),
         )
         return parsed(found, self._table.name)
+
+
+class PgvectorSelection(PgvectorSource):
+    """The rows of a table that fulfil a condition, because the table holds vectors of several
+    models.
+
+    Their new vectors go into a table of their own, because other rows share the column. A flip adds
+    the foreign key of that table; the old vectors stay in the column. The condition is an
+    expression that PostgreSQL accepts in an index: over the table's own columns, and immutable.
+
+    Args:
+        address, table, key, vector, where: As for `PgvectorSource`.
+    """
+
+    @property
+    def flip_name(self) -> str:
+        """The beginning of the name of the table of new vectors, as `carry --to` takes it."""
+        return f"{pgvector_target.PREFIX}{self._table.relation}"
+
+    def facts(self) -> Facts:
+        # The comment of the column would name one model for the rows of all.
+        return replace(super().facts(), model=None)
+
+    def name_model(self, model: str) -> None:
+        """Do nothing: other rows of the column have another model."""
+
+    def obstacles(self, target: Target) -> list[str]:
+        return self._column_refusal(target) or super().obstacles(target)
+
+    def open_target(self, target: Target) -> TargetVectors:
+        if refusal := self._column_refusal(target):
+            raise InvalidInputError(f"{self._table.name}: {refusal[0]}")
+        return super().open_target(target)
+
+    @staticmethod
+    def _column_refusal(target: Target) -> list[str]:
+        if target.name.startswith(pgvector_target.PREFIX):
+            return []
+        return [
+            f"expected --to {pgvector_target.PREFIX}NAME with --where, got {target.name!r}: other "
+            "rows share the columns of the table"
+        ]
+
+    def _place(self, name: str) -> pgvector_target.FoundTable | None:
+        """Find a table of new vectors; None where there is none of this table."""
+        place = pgvector_target.find_table(self._table, self.vector, name)
+        return place if place.belongs else None
+
+    def count_vectors(self, column: str) -> int:
+        if not column.startswith(pgvector_target.PREFIX):
+            return super().count_vectors(column)
+        place = self._place(column)
+        if place is None:
+            return 0
+        query: LiteralString = "SELECT count(*) FROM {new_table} WHERE {old} IS NOT NULL"
+        return int(self._table.one(query, **place.names))
+
+    def mark_of(self, column: str) -> str | None:
+        place = self._place(column)
+        return None if place is None else place.mark.get("nobackfill")
+
+    def flip_state(self, mark: str) -> Literal["old", "flipped", "finished", "unknown"]:
+        place = self._place(f"{self.flip_name}_new")
+        if place is None or "nobackfill" in place.mark:
+            return "old"
+        if place.mark.get("carried") != mark:
+            return "unknown"
+        return "flipped" if "flipped" in place.mark else "finished"
+
+    def flip_back(self, to: str, *, lose: bool = False) -> int:
+        """Drop the table of new vectors.
+
+        Args:
+            to: Its name, as `carry --to` takes it.
+            lose: Go on where rows of it were written since the flip. Their old vectors, which may
+                be stale, are cleared.
+
+        Returns:
+            The number of these rows.
+
+        Raises:
+            NotFoundError: There is no such table, or no flip by `nobackfill migrate`.
+            InvalidInputError: Rows were written and `lose` is False, or the old vectors cannot be
+                NULL; or the table was restored from a dump, so that this cannot be known.
+        """
+        table, place = self._table, self._place(to)
+        if place is None or "flipped" not in place.mark:
+            raise NotFoundError(f"{table.name}: no table {to!r}: nothing was flipped")
+        table.every_row_is_seen()
+        names, new_table = place.names, place.names["new_table"].as_string()
+        relation, _, writer = place.mark["flipped"].partition(" ")
+        if relation != str(table.one("SELECT to_regclass({name})::oid", name=new_table)):
+            raise InvalidInputError(
+                f"{table.name}: {new_table} was restored from a dump since the flip, so the rows "
+                "that were written since then are not known; if there are none, run DROP TABLE "
+                f"{new_table}"
+            )
+        demanded = table.one(
+            "SELECT attnotnull FROM pg_attribute WHERE attrelid = {oid} AND attname = {column}",
+            oid=table.oid,
+            column=self.vector,
+        )
+        with table.changing() as changes:
+            changes.run("LOCK TABLE {new_table} IN ACCESS EXCLUSIVE MODE", **names)
+            changes.run(
+                "CREATE TEMPORARY TABLE nobackfill_lost ON COMMIT DROP AS SELECT {key} AS key "
+                "FROM {new_table} WHERE age(xmin) < age({writer}::xid)",
+                writer=writer,
+                **names,
+            )
+            ((lost,),) = changes.all("SELECT count(*) FROM nobackfill_lost")
+            if lost and (demanded or not lose):
+                ending = (
+                    f"{self.vector!r} is NOT NULL: write these vectors again by the old model, "
+                    f"then run DROP TABLE {new_table}"
+                    if demanded
+                    else "run it with --yes to clear their old vectors"
+                )
+                raise InvalidInputError(
+                    f"{table.name}: {lost} rows were written since the flip, so their old vectors "
+                    f"may be stale; {ending}"
+                )
+            if lost:
+                changes.run(
+                    # A row that has left the condition has a vector of another model by now.
+                    "UPDATE {table} SET {old} = NULL WHERE {chosen} "
+                    "AND {key} IN (SELECT l.key FROM nobackfill_lost l)",
+                    **names,
+                )
+            changes.run("DROP TABLE {new_table}", **names)
+        return int(lost)
+
+    def drop_old(self) -> None:
+        """Note that nothing can be undone any more. The old vectors stay, because other rows share
+        their column.
+
+        Raises:
+            NotFoundError: There is no table of new vectors.
+        """
+        place = self._place(f"{self.flip_name}_new")
+        if place is None:
+            raise NotFoundError(f"{self._table.name}: no table of new vectors: nothing was flipped")
+        facts = {name: fact for name, fact in place.mark.items() if name != "flipped"}
+        with self._table.changing() as changes:
+            changes.run(
+                "COMMENT ON TABLE {new_table} IS {comment}", comment=note(**facts), **place.names
+            )
 
 
 def _other(kind: str) -> bool:

@@ -93,6 +93,13 @@ def make_table(table: SourceTable, vector: str, target: Target) -> tuple[Names, 
     with table.changing() as changes:
         place = find_table(table, vector, target.name)
         names, triggers = place.names, table.triggers(place.function)
+        ours = target.mark in (place.mark.get("carried"), place.mark.get("nobackfill"))
+        if place.belongs and ours and place.mark.get("where") != table.where:
+            raise AlreadyExistsError(
+                f"{table.name}: table {target.name.removeprefix(PREFIX)!r} is that of "
+                f"{_rows_of(place.mark.get('where'))}, and this command reads "
+                f"{_rows_of(table.where)}; use the same --where, or choose another --to"
+            )
         if place.belongs and place.mark.get("carried") == target.mark:
             _check_columns(table, vector, place)
             return names, None
@@ -102,6 +109,8 @@ def make_table(table: SourceTable, vector: str, target: Target) -> tuple[Names, 
                 "not made by this map; choose another --to, or remove it with --rollback"
             )
         mark = {"nobackfill": target.mark, "of": names["function"].as_string()}
+        if table.where is not None:
+            mark["where"] = table.where
         if not place.exists:
             _make(changes, table, vector, names, target, mark)
         else:
@@ -115,6 +124,11 @@ def make_table(table: SourceTable, vector: str, target: Target) -> tuple[Names, 
             comment = note(model=target.model, triggers=digest, **mark)
             changes.run("COMMENT ON TABLE {new_table} IS {comment}", comment=comment, **names)
         return names, digest
+
+
+def _rows_of(where: str | None) -> str:
+    """Name rows by their condition in an error."""
+    return "all rows" if where is None else f"the rows with {where}"
 
 
 def _check_triggers(
@@ -792,7 +806,7 @@ class PgvectorTable:
             rows = parsed(
                 self._table.copied(
                     "SELECT t.{key}::text, t.{old}::{vector}, t.{key} FROM {table} t "
-                    "WHERE t.{old} IS NOT NULL AND {within} ORDER BY t.{key}",
+                    "WHERE t.{old} IS NOT NULL AND {chosen} AND {within} ORDER BY t.{key}",
                     within=self._table.window_condition(window, "t"),
                     **self._names,
                 ),
@@ -801,7 +815,8 @@ class PgvectorTable:
             return replace(rows, versions=[one + _NOWHERE for one in _bytes(rows.versions)])
         found = self._table.copied(
             "SELECT t.{key}::text, t.{old}::{vector}, t.{key}, "
-            "coalesce(b.place, '(0,0)'), coalesce(b.writer, '0') FROM {table} t {join} JOIN "
+            "coalesce(b.place, '(0,0)'), coalesce(b.writer, '0') "
+            "FROM (SELECT {key}, {old} FROM {table} WHERE {chosen}) t {join} JOIN "
             "(SELECT {key} AS key, ctid AS place, xmin AS writer, {old} IS NULL AS empty "
             "FROM {new_table} b WHERE {which} AND {within_new}) b ON b.key = t.{key} "
             "WHERE t.{old} IS NOT NULL AND b.empty IS NOT FALSE AND {within} ORDER BY t.{key}",
@@ -924,7 +939,7 @@ class PgvectorTable:
             # Vectors of rows that were removed without a trigger, as with a partition.
             changes.run(
                 "DELETE FROM {new_table} b WHERE {old} IS NOT NULL "
-                "AND NOT EXISTS (SELECT FROM {table} t WHERE t.{key} = b.{key})",
+                "AND NOT EXISTS (SELECT FROM {table} t WHERE t.{key} = b.{key} AND {chosen})",
                 **self._names,
             )
         return [
@@ -961,13 +976,22 @@ class PgvectorTable:
         new_table, here = names["new_table"].as_string(), text("{here}")
         # After the flip, this map fills the rows without a new vector.
         mark = {"carried": self._target.mark, "of": names["function"].as_string()}
+        if self._table.where is not None:
+            mark["where"] = self._table.where
+        if self._target.reversible:
+            # Later writers of the table have a younger transaction (see `flip_back`).
+            mark["flipped"] = self._table.one(
+                "SELECT to_regclass({name})::oid || ' ' || pg_current_xact_id()::xid",
+                name=new_table,
+            )
         return [
             text("LOCK TABLE {table} IN ACCESS EXCLUSIVE MODE"),
             unless_watched(self._table, names["function"], self._triggers),
             *self._table.finding_pgvector(),
             unless(
                 self._table,
-                "EXISTS (SELECT FROM {table} t LEFT JOIN {new_table} b ON b.{key} = t.{key} "
+                "EXISTS (SELECT FROM (SELECT {key}, {old} FROM {table} WHERE {chosen}) t "
+                "LEFT JOIN {new_table} b ON b.{key} = t.{key} "
                 "WHERE t.{old} IS NOT NULL AND b.{old} IS NULL)",
                 "rows have no new vector yet: run nobackfill carry again, or with --flip",
                 **names,
@@ -976,7 +1000,7 @@ class PgvectorTable:
             text("DROP INDEX {empty}", **names),
             text(
                 "DELETE FROM {new_table} b WHERE {old} IS NULL "
-                "OR NOT EXISTS (SELECT FROM {table} t WHERE t.{key} = b.{key})",
+                "OR NOT EXISTS (SELECT FROM {table} t WHERE t.{key} = b.{key} AND {chosen})",
                 **names,
             ),
             text(

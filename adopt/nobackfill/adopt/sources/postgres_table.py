@@ -171,7 +171,8 @@ def translate_errors(name: str) -> Iterator[None]:
 # The content of our comment: the digest of the map while its vectors are carried, and after the
 # flip; the model's fingerprint; the source that the vectors are of; the digest of the triggers that
 # have emptied stale vectors since the first one was written.
-_SAID = ("nobackfill", "carried", "model", "of", "triggers")
+# For rows that fulfil a condition: the condition, and after the flip which rows it found.
+_SAID = ("nobackfill", "carried", "model", "of", "triggers", "where", "flipped")
 # pgvector's types that are carried.
 _VECTOR = re.compile(r"(?:.*\.)?(vector|halfvec)(?:\((\d+)\))?")
 _OPERATORS: dict[str, LiteralString] = {"product": "<#>", "same": "="}
@@ -256,12 +257,14 @@ class SourceTable:
     """A table at `address` (libpq's; passwords belong into ~/.pgpass or PGPASSWORD).
 
     `name` may have a schema ("public.documents"); `key`: a column without equal or empty values,
-    None for the primary key. Statements know {table}, {here} (with its schema), {key},
-    {equals} (the key's) and {same} (a vector's); other braces are filled from names
-    (sql.Identifier) and values. Raises UnavailableError, NotFoundError, InvalidInputError.
+    None for the primary key; `where`: the condition of the rows to read, None for all. Statements
+    know {table}, {here} (with its schema), {key}, {equals} (the key's), {same} (a vector's) and
+    {chosen} (the condition, in which columns have no table's name before them); other braces are
+    filled from names (sql.Identifier) and values. Raises UnavailableError, NotFoundError,
+    InvalidInputError.
     """
 
-    def __init__(self, address: str, name: str, key: str | None) -> None:
+    def __init__(self, address: str, name: str, key: str | None, where: str | None = None) -> None:
         self.name = name
         self._connections = ThreadConnections(address, name)
         self._known: dict[str, Any] = {"table": sql.Identifier(*name.split("."))}
@@ -284,6 +287,46 @@ class SourceTable:
         self._known["key"] = sql.Identifier(self.key)
         self._known["here"] = sql.Identifier(self.schema, self.relation)
         self._known["equals"] = self._equality()
+        # In PostgreSQL's words, with the schema before each name of another schema's.
+        self.where: str | None = None
+        self.where_columns: list[str] = []
+        if where is not None:
+            self.where, self.where_columns = self._condition(where)
+        self._known["chosen"] = sql.SQL(self.where or "true")
+
+    def _condition(self, where: str) -> tuple[str, list[str]]:
+        """Have PostgreSQL check a condition, as that of an index of an empty copy of the table.
+
+        An index accepts an immutable expression over the table's own columns, and no subquery: so
+        the condition of a row changes only with the row, which triggers see.
+
+        Args:
+            where: The condition, as its user wrote it.
+
+        Returns:
+            The condition in PostgreSQL's words, and the columns that it reads.
+
+        Raises:
+            InvalidInputError: PostgreSQL refuses the condition.
+        """
+        with self.connected() as changes, changes.attempt():
+            with translate_errors(f"{self.name}: --where {where}"):
+                changes.run("CREATE TEMPORARY TABLE nobackfill_rows (LIKE {table})")
+                # A comment at the end of the condition ends with its line.
+                changes.run_single(
+                    "CREATE INDEX nobackfill_chosen ON pg_temp.nobackfill_rows ((true)) "
+                    f"WHERE ({where}\n)"
+                )
+            changes.run("SET LOCAL search_path = pg_catalog")
+            ((condition, columns),) = changes.all(
+                "SELECT pg_get_expr(indpred, indrelid), ARRAY(SELECT DISTINCT attname::text "
+                "FROM pg_depend JOIN pg_attribute ON attrelid = refobjid AND attnum = refobjsubid "
+                "WHERE classid = 'pg_class'::regclass AND objid = indexrelid "
+                "AND refobjid = indrelid ORDER BY 1) "
+                "FROM pg_index WHERE indexrelid = 'pg_temp.nobackfill_chosen'::regclass"
+            )
+        # A condition that is always true is stored as none.
+        return condition or "true", columns
 
     def _unseen_schema(self) -> str | None:
         """Return the schema of pgvector if it is not on the search path, else None."""
@@ -494,7 +537,7 @@ class SourceTable:
         return dict(
             self.all(
                 "SELECT {dims}({column}::{vector}), count(*) FROM {table} "
-                "WHERE {column} IS NOT NULL GROUP BY 1 ORDER BY 2 DESC",
+                "WHERE {column} IS NOT NULL AND {chosen} GROUP BY 1 ORDER BY 2 DESC",
                 dims=self.of_pgvector("vector_dims"),
                 column=sql.Identifier(column),
             )
@@ -519,38 +562,56 @@ class SourceTable:
         )
 
     def changed_text(self, column: str | None) -> sql.Composed:
-        """The rest of a trigger's condition: OR another value in a column, byte by byte.
+        """The rest of a trigger's condition: OR another value in a column, or in one of those that
+        the condition of the rows reads, byte by byte.
 
-        Empty for None. Raises InvalidInputError where the table has no such column.
+        None is no column. Raises InvalidInputError where the table has no such column.
         """
-        if column is None:
-            return sql.Composed([])
-        if column not in self.columns:
+        if column is not None and column not in self.columns:
             raise InvalidInputError(
                 f"{self.name}: no column {column!r}; its columns are {join_few(self.columns)}"
             )
-        return sql.SQL(
+        changed = sql.SQL(
             " OR (OLD.{0} IS NULL) <> (NEW.{0} IS NULL) OR NOT "
             'OLD.{0}::text COLLATE "C" OPERATOR(pg_catalog.=) NEW.{0}::text COLLATE "C"'
-        ).format(sql.Identifier(column))
+        )
+        watched = dict.fromkeys([*filter(None, [column]), *self.where_columns])
+        return sql.Composed([changed.format(sql.Identifier(one)) for one in watched])
 
     def indexes(self, column: str, of: sql.Identifier | None = None) -> list[tuple[str, str]]:
         """Return the operator class and the expression of each index that reads a column.
+
+        With a condition of the rows, only those with the same condition; without such an index,
+        those of all rows.
 
         Args:
             column: Name of the column.
             of: Another table that has it; None for this table and its partitions.
         """
-        return self.all(
-            "SELECT DISTINCT opcname, pg_get_indexdef(indexrelid, 1, true) FROM pg_index "
+        every = self.every_index(column, of)
+        if self.where is not None and of is None:
+            own = [one for one in every if one[2] == self.where]
+            every = own or [one for one in every if one[2] is None]
+        return [(name, expression) for name, expression, _ in every]
+
+    def every_index(
+        self, column: str, of: sql.Identifier | None = None
+    ) -> list[tuple[str, str, str | None]]:
+        """Return operator class, expression and condition of each index that reads a column; `of`
+        is that of `indexes`."""
+        # PostgreSQL writes conditions in the words of `where`.
+        read = self.all if self.where is None else self.described
+        return read(
+            "SELECT DISTINCT opcname, pg_get_indexdef(indexrelid, 1, true), "
+            "pg_get_expr(indpred, indrelid) FROM pg_index "
             "JOIN pg_opclass c ON c.oid = indclass[0] "
             "JOIN pg_depend ON classid = 'pg_class'::regclass AND objid = indexrelid "
             "AND refclassid = 'pg_class'::regclass AND refobjid = indrelid "
             "JOIN pg_attribute ON attrelid = indrelid AND attnum = refobjsubid "
-            "WHERE attname = {column} AND (indrelid = to_regclass({quoted}) "
-            "OR indrelid IN (SELECT relid FROM pg_partition_tree(to_regclass({quoted})))) "
-            "ORDER BY 1, 2",
-            quoted=self._quoted if of is None else of.as_string(),
+            "WHERE attname = {column} AND (indrelid = to_regclass({relation}) "
+            "OR indrelid IN (SELECT relid FROM pg_partition_tree(to_regclass({relation})))) "
+            "ORDER BY 1, 2, 3",
+            relation=(of or self._known["here"]).as_string(),
             column=column,
         )
 
@@ -866,6 +927,11 @@ class Changes:
         """Return all rows of a query."""
         rows: list[Any] = self._connection.execute(self._table.composed(query, **parts)).fetchall()
         return rows
+
+    def run_single(self, statement: str) -> None:
+        """Run a statement that is already text. PostgreSQL refuses a text of several statements."""
+        # The protocol of binary results takes one statement.
+        self._connection.cursor(binary=True).execute(statement.encode())
 
     def run_text(self, statement: str) -> None:
         """Run a statement that is already text."""

@@ -105,8 +105,8 @@ class Target:
         content: The column that they are computed from; None for the old vectors. A change of it
             makes a new vector stale.
         native: Whether a model computes them. A map cannot find a stale one among them later.
-        reversible: Whether triggers clear an old vector whose new one changes after the flip,
-            until the old vectors are dropped.
+        reversible: Whether the store tells until the old vectors are dropped which of them may be
+            stale, because their new vector was written after the flip.
     """
 
     name: str
