@@ -105,7 +105,7 @@ def test_the_full_rank_is_the_affine_map() -> None:
     x, y = paired(6, 4)
     down, up = low_rank(x, y, 4)
     torch.testing.assert_close(up(down(x)), affine(x, y)(x))
-    with pytest.raises(ValueError, match="rank of 1 to 4, got 5"):
+    with pytest.raises(ValueError, match=r"rank of 1 to 4, .* got 5"):
         low_rank(x, y, 5)
 
 

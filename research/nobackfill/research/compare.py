@@ -191,7 +191,9 @@ def main(
 ) -> None:
     """Train and evaluate methods on the same splits; print the table and the claims."""
     if pairs is not None and not vectors:
-        raise ConfigurationError("--pairs needs --vectors FILE.npz, whose pairs it counts")
+        raise ConfigurationError(
+            "--pairs is the number of training pairs of --vectors; also give --vectors FILE.npz"
+        )
     if vectors:
         others = {
             "--data": data, "--page": page, "--images": images, "--once": first_seed_methods,
@@ -204,9 +206,9 @@ def main(
         _compare_vectors(vectors, out, seeds, methods, pairs)
         return
     if page:
-        for one in page:
-            for file in rewrite_tables(one):
-                print(f"{one}: {file}")
+        for document in page:
+            for file in rewrite_tables(document):
+                print(f"{document}: wrote the tables of {file}")
         return
     if data is None:
         raise ConfigurationError(

@@ -170,7 +170,7 @@ class EmbedderConfig(_Network):
     @model_validator(mode="after")
     def _one_beginning(self) -> Self:
         if self.init is not None and self.weights is not None:
-            raise ValueError("expected init or weights to begin with, got both")
+            raise ValueError("expected one of the keys init and weights to start from, got both")
         return self
 
     @model_validator(mode="after")
@@ -268,13 +268,19 @@ class UpgradeConfig(_Training):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if not (self.reads_side or self.reads_embedding):
-            raise ValueError("expected reads_side or reads_embedding, got neither")
+            raise ValueError(
+                "the upgrade reads nothing: expected reads_side: true or reads_embedding: true, "
+                "got neither"
+            )
         if isinstance(self.old, StoredVectorFiles) and self.views + self.mixed_views > 1:
             raise ValueError(
-                "stored vectors have one view an image; expected views: 1 and mixed_views: 0"
+                "stored vectors have one view of each image: expected views: 1 and mixed_views: 0"
             )
         if self.side == "maps" and isinstance(self.new, Path) and self.new_side is None:
-            raise ValueError("side: maps needs new_side, the run of the new side encoder")
+            raise ValueError(
+                "side: maps predicts new side-information: add the key new_side with the run "
+                "folder of its encoder"
+            )
         if self.unseen_copies > 1 and not isinstance(self.old, Path):
             raise ValueError("unseen_copies needs old as a run, whose training classes are known")
         return self

@@ -35,7 +35,7 @@ def main(
 ) -> None:
     """Download CIFAR-100 and write it as class folders."""
     write_folders(folder)
-    print(f"{folder}: train and test")
+    print(f"{folder}: the folders train and test hold the images of CIFAR-100")
 
 
 def write_folders(folder: Path, dataset: type[CIFAR100] = CIFAR100) -> None:

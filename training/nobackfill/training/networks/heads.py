@@ -133,18 +133,22 @@ def build_head(
             simplex has vertices, or the head has no such margin or scale.
     """
     if name not in HEAD_NAMES:
-        raise ConfigurationError(f"unknown head {name!r}; known: {', '.join(HEAD_NAMES)}")
+        raise ConfigurationError(
+            f"unknown classification head {name!r}; known: {', '.join(HEAD_NAMES)}"
+        )
     if classes < 2:
         raise ConfigurationError(f"head {name}: expected at least 2 classes, got {classes}")
     if name == "softmax":
         if margin is not None or scale is not None:
-            raise ConfigurationError("head softmax has neither margin nor scale; remove them")
+            raise ConfigurationError(
+                "head softmax has neither margin nor scale; remove the keys margin and scale"
+            )
         return SoftmaxHead(classes, dim, label_smoothing)
     default_margin, default_scale = _DEFAULTS[name]
     m = default_margin if margin is None else margin
     s = default_scale if scale is None else scale
     if name in ("normalized_softmax", "simplex") and m:
-        raise ConfigurationError(f"head {name} has no margin; remove it")
+        raise ConfigurationError(f"head {name} has no margin; remove the key margin")
     if name == "simplex":
         return SimplexHead(classes, dim, s)
     # Imported here: it imports scipy's statistics, which take seconds.

@@ -95,7 +95,9 @@ def low_rank(
     """
     largest = min(x.shape[1], y.shape[1])
     if not 1 <= rank <= largest:
-        raise ValueError(f"expected a rank of 1 to {largest}, got {rank}")
+        raise ValueError(
+            f"low_rank: expected a rank of 1 to {largest}, the smallest dimension, got {rank}"
+        )
     full = affine(x, y, ridge, group)
     predicted = full(x.double())
     centre = predicted.mean(0)
