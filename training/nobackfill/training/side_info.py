@@ -65,12 +65,14 @@ class AlternateObjective(Objective):
         self.alpha = config.mixup_alpha if config.side_info == "mixup" else None
 
     def forward(self, batch: Batch) -> Terms:
+        """Return `classification`, the head's mean loss on one augmented view."""
         pixels = self.augment(to_pixels(batch["images"]))
         if self.alpha is not None:
             pixels = mix_images(pixels, self.alpha)
         return {"classification": self.head(self.encoder.encode(pixels), batch["labels"])}
 
     def trained(self) -> nn.ModuleDict:
+        """Return the parts encoder and head."""
         return nn.ModuleDict({"encoder": self.encoder, "head": self.head})
 
 
@@ -96,6 +98,7 @@ class Decoder(nn.Module):
         self.layers = nn.Sequential(*layers, nn.Conv2d(width, 3, 3, padding=1), nn.Sigmoid())
 
     def forward(self, code: Tensor) -> Tensor:
+        """Map codes [n,dim] to pixels float32 [n,3,S,S] in 0..1."""
         maps = self.start(code).unflatten(1, (self.width, 4, 4))
         pixels: Tensor = self.layers(maps)
         size = (self.image_size, self.image_size)
@@ -113,10 +116,12 @@ class AutoencoderObjective(Objective):
         self.augment = Augment(config.augmentation)
 
     def forward(self, batch: Batch) -> Terms:
+        """Return `reconstruction`, the mean squared error of one augmented view."""
         pixels = self.augment(to_pixels(batch["images"]))
         return {"reconstruction": F.mse_loss(self.decoder(self.encoder.encode(pixels)), pixels)}
 
     def trained(self) -> nn.ModuleDict:
+        """Return the parts encoder and decoder."""
         return nn.ModuleDict({"encoder": self.encoder, "decoder": self.decoder})
 
 
@@ -173,6 +178,7 @@ class SimclrObjective(Objective):
         self.augment = Augment(config.augmentation)
 
     def forward(self, batch: Batch) -> Terms:
+        """Return `contrastive` and, with small crops, `small_crop_0` and so on."""
         pixels, temperature = to_pixels(batch["images"]), self.config.temperature
         # Both views in one pass, so that BatchNorm sees one distribution.
         both = self.projection(
@@ -189,6 +195,7 @@ class SimclrObjective(Objective):
         return terms
 
     def trained(self) -> nn.ModuleDict:
+        """Return the parts encoder and projection."""
         return nn.ModuleDict({"encoder": self.encoder, "projection": self.projection})
 
 
@@ -233,6 +240,7 @@ class VicregObjective(Objective):
         self.augment = Augment(config.augmentation)
 
     def forward(self, batch: Batch) -> Terms:
+        """Return `invariance`, `variance` and `covariance` of two augmented views."""
         pixels = to_pixels(batch["images"])
         views = torch.cat((self.augment(pixels), self.augment(pixels)))
         first, second = self.expander(self.encoder.encode(views)).float().chunk(2)
@@ -245,6 +253,7 @@ class VicregObjective(Objective):
         }
 
     def trained(self) -> nn.ModuleDict:
+        """Return the parts encoder and expander."""
         return nn.ModuleDict({"encoder": self.encoder, "expander": self.expander})
 
 
@@ -260,6 +269,7 @@ class Projected(nn.Module):
         self.encoder, self.projection = encoder, projection
 
     def forward(self, pixels: Tensor) -> Tensor:
+        """Map pixels float32 [n,3,H,W] in 0..1 to projections [n,projection_dim]."""
         output: Tensor = self.projection(self.encoder.encode(pixels))
         return output
 
@@ -280,6 +290,7 @@ class DistilledObjective(Objective):
         self.augment = Augment(config.augmentation)
 
     def forward(self, batch: Batch) -> Terms:
+        """Return `distillation` of two augmented views; in training, move the teacher first."""
         pixels = to_pixels(batch["images"])
         views = torch.cat((self.augment(pixels), self.augment(pixels)))
         predicted = self.predictor(self.student(views))
@@ -297,6 +308,7 @@ class DistilledObjective(Objective):
             teacher.lerp_(student.detach(), 1 - MOMENTUM)
 
     def trained(self) -> nn.ModuleDict:
+        """Return the parts encoder, projection, predictor and teacher."""
         return nn.ModuleDict(
             {
                 "encoder": self.student.encoder,

@@ -280,6 +280,7 @@ class UpgradeGraph(nn.Module):
         self.outputs += ("uncertainty",) if upgrade.log_variance is not None else ()
 
     def forward(self, embedding: Tensor, side: Tensor | None = None) -> tuple[Tensor, ...]:
+        """Return the outputs of `outputs` for embeddings [n,dim] and side [n,side_dim]."""
         result = self.upgrade(embedding, side)
         variance = None if result.log_variance is None else result.log_variance.exp()
         return tuple(

@@ -62,6 +62,7 @@ class AdaptedLayer(nn.Module):
             nn.utils.parametrizations.orthogonal(self.map)
 
     def forward(self, features: Tensor) -> Tensor:
+        """Map features [n,w] to float32 [n,dim]; autocast does not apply."""
         # Autocast would round the map to bf16, and the result would not be orthogonal.
         with torch.autocast(features.device.type, enabled=False):
             output: Tensor = self.map(self._concatenate(features.float()))
@@ -175,10 +176,12 @@ class AdaptedObjective(CompatibleObjective):
         raise NotImplementedError
 
     def begin_epoch(self, epoch: int, epochs: int) -> None:
+        """Set the embedder to eval mode, so that its BatchNorm statistics stay."""
         # BatchNorm statistics of the independent model must stay, too.
         self.embedder.eval()
 
     def forward(self, batch: Batch) -> Terms:
+        """Return the terms of a batch; the classification trains only the head."""
         labels = batch["labels"]
         pixels = self.augment(to_pixels(batch["images"]))
         embedding = self.embedder.encode(pixels)
@@ -186,6 +189,7 @@ class AdaptedObjective(CompatibleObjective):
         return terms | self.compatibility(embedding, pixels, labels)
 
     def compatibility(self, embedding: Tensor, pixels: Tensor, labels: Tensor) -> Terms:
+        """Return `influence` and `cosine` towards the old space, and terms of `preservation`."""
         influence = self.old_classifier.loss(embedding, self.known_labels[labels])
         distances = cosine_regression(self.as_old(embedding), self.old_embedding(pixels))
         # In bf16 an orthogonal map would not be orthogonal.
@@ -202,6 +206,7 @@ class AdaptedObjective(CompatibleObjective):
         raise NotImplementedError
 
     def finish(self) -> None:
+        """Fold the trained map into the embedding layer, so that an ordinary embedder is left."""
         replace_layer(self.embedder.backbone, self.path, self.layer.folded())
 
 
@@ -231,6 +236,7 @@ class Bt2Objective(AdaptedObjective):
         self.options: Bt2Options = read_options(inputs.config.options, Bt2Options, "bt2")
 
     def check_dimension(self, own_dim: int) -> None:
+        """Raise ConfigurationError unless embedding_dim exceeds `own_dim`."""
         dim = self.config.embedding_dim
         if dim <= own_dim:
             raise ConfigurationError(
@@ -240,11 +246,13 @@ class Bt2Objective(AdaptedObjective):
             )
 
     def forward(self, batch: Batch) -> Terms:
+        """Return the terms of a batch, with the map's matrix exponential computed once."""
         # Two terms use the map's matrix exponential; compute it once.
         with nn.utils.parametrize.cached():
             return super().forward(batch)
 
     def preservation(self, embedding: Tensor) -> Terms:
+        """Return the term `kept`: how far the independent model's part is from `share`."""
         layer = self.layer
         before = F.normalize(embedding) @ layer.map.weight
         share = before[:, : layer.own.out_features].norm(dim=1)
@@ -277,6 +285,7 @@ class LambdaObjective(AdaptedObjective):
         self.options: LambdaOptions = read_options(inputs.config.options, LambdaOptions, method)
 
     def check_dimension(self, own_dim: int) -> None:
+        """Raise ConfigurationError unless embedding_dim equals `own_dim`."""
         dim = self.config.embedding_dim
         if dim != own_dim:
             raise ConfigurationError(

@@ -30,6 +30,7 @@ class BctObjective(CompatibleObjective):
         self.weight = options.weight
 
     def compatibility(self, embedding: Tensor, pixels: Tensor, labels: Tensor) -> Terms:
+        """Return the term `influence`, the weighted second term of Eq. 8."""
         return {"influence": self.weight * self.influence(embedding, labels)}
 
     def influence(self, embedding: Tensor, labels: Tensor) -> Tensor:
@@ -54,6 +55,7 @@ class BctDistillationObjective(BctObjective):
     """BCT with distillation on T_new minus T_old (bct-supplement.txt section 1)."""
 
     def compatibility(self, embedding: Tensor, pixels: Tensor, labels: Tensor) -> Terms:
+        """Return `influence`, and `distillation` on images of classes new to the old model."""
         unknown = self.known_labels[labels] < 0
         new_logits = self.old_classifier.logits(embedding[unknown])
         old_logits = self.old_classifier.logits(self.old_embedding(pixels[unknown]))

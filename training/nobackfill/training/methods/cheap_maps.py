@@ -61,6 +61,7 @@ class LinearMap(nn.Module):
         self.up = nn.Linear(rank if rank is not None else total, dim)
 
     def forward(self, embedding: Tensor, side: Tensor | None) -> Tensor:
+        """Map the inputs that are read, [n,old_dim] and [n,side_dim], to [n,dim]."""
         x = concatenate(embedding, side, self.reads)
         if self.down is not None:
             x = self.down(x)

@@ -87,6 +87,7 @@ class CompatibleObjective(EmbedderObjective):
         self.register_buffer("known_labels", known)
 
     def forward(self, batch: Batch) -> Terms:
+        """Return `classification` and the terms of `compatibility`, on one augmented view."""
         labels = batch["labels"]
         pixels = self.augment(to_pixels(batch["images"]))
         embedding = self.embedder.encode(pixels)

@@ -14,6 +14,7 @@ class KlObjective(ForwardObjective):
     """KL between the frozen new classifier's responses to the new and to the upgraded embedding."""
 
     def distance_terms(self, upgraded: UpgradeOutput, view: Batch) -> Terms:
+        """Return FCT's terms, with the mean divergence of logits in place of the distance."""
         terms = super().distance_terms(upgraded, view)
         predicted = self.classifier.logits(upgraded.embedding)
         terms["distance"] = self.divergence(predicted, self.classifier.logits(view["new"])).mean()
@@ -28,6 +29,7 @@ class ReversedKlObjective(KlObjective):
     """The same with the arguments of KL exchanged."""
 
     def divergence(self, predicted: Tensor, target: Tensor) -> Tensor:
+        """Return KL(predicted || target) of logits: [n,c], [n,c] -> [n]."""
         return reversed_kl(predicted, target)
 
 

@@ -60,6 +60,7 @@ class ForwardAdaptiveHead(nn.Module):
         self.unit = unit
 
     def forward(self, embedding: Tensor, side: Tensor | None = None) -> Tensor:
+        """Map old embeddings [n,old_dim] to [n,new_dim]; `side` is ignored."""
         output: Tensor = self.layers(embedding)
         return nn.functional.normalize(output) if self.unit else output
 
@@ -88,6 +89,10 @@ class DmuObjective(CompatibleObjective):
         self.upgrade = build_forward(config, shape) if self.options.forward else None
 
     def forward(self, batch: Batch) -> Terms:
+        """Return `classification`, `selective` and, with the option `forward`, `forward`.
+
+        The ratio of the largest to the smallest weight is logged as `weight_spread`.
+        """
         labels, images = batch["labels"], to_pixels(batch["images"])
         old = self.old_embedding(self.augment(images))
         embedding = self.embedder.encode(self.augment(images))
@@ -153,6 +158,7 @@ class DmuObjective(CompatibleObjective):
         return loss
 
     def trained(self) -> nn.ModuleDict:
+        """Return the parts encoder and head and, with the option `forward`, upgrade."""
         parts = super().trained()
         if self.upgrade is not None:
             parts["upgrade"] = self.upgrade

@@ -50,6 +50,7 @@ class VarianceHead(nn.Module):
         self.register_buffer("offset", torch.zeros(()))
 
     def forward(self, embedding: Tensor, side: Tensor | None) -> Tensor:
+        """Return log sigma^2 [n] of the inputs that are read."""
         output: Tensor = self.layers(concatenate(embedding, side, self.reads))
         return output[:, 0] + self.offset
 
@@ -82,6 +83,10 @@ class FastFillObjective(ForwardObjective):
         self.held_out = inputs.held_out
 
     def distance_terms(self, upgraded: UpgradeOutput, view: Batch) -> Terms:
+        """Return the terms of FastFill for outputs and targets of one view per row.
+
+        With `joint` all but those of side-information are one term, `distance`.
+        """
         terms = super().distance_terms(upgraded, view)
         predicted, target = upgraded.embedding, view["new"]
         assert upgraded.log_variance is not None

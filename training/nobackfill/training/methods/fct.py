@@ -92,6 +92,7 @@ class FctObjective(Objective):
         self.best = BestEpoch(upgrade) if inputs.config.keep_best else None
 
     def begin_epoch(self, epoch: int, epochs: int) -> None:
+        """Measure held-out images; from `freeze_at` of the epochs on, freeze BatchNorm."""
         self._measure_held_out()
         if epoch >= self.freeze_at * epochs:
             for module in self.upgrade.modules():
@@ -116,12 +117,14 @@ class FctObjective(Objective):
             self.best.offer(self.upgrade, float(distance))
 
     def finish(self) -> None:
+        """With the key keep_best, load the weights of the best epoch; else do nothing."""
         if self.best is not None:
             self._measure_held_out()
             self.best.restore(self.upgrade)
             self.best = None
 
     def forward(self, batch: Batch) -> Terms:
+        """Return the terms of one view per row, drawn at random."""
         view = draw_view(batch)
         return self.distance_terms(self.upgrade(view["old"], view.get("side")), view)
 
@@ -138,6 +141,7 @@ class FctObjective(Objective):
         return terms
 
     def trained(self) -> nn.ModuleDict:
+        """Return the part upgrade and, until `finish`, best (with the key keep_best)."""
         parts = {"upgrade": self.upgrade}
         return nn.ModuleDict(parts if self.best is None else {**parts, "best": self.best})
 

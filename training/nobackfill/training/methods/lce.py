@@ -12,6 +12,7 @@ class LceObjective(ForwardObjective):
     """Classification by the frozen new classifier, class centre alignment, and a boundary."""
 
     def distance_terms(self, upgraded: UpgradeOutput, view: Batch) -> Terms:
+        """Return classification, alignment and boundary in place of FCT's distance."""
         predicted, labels = upgraded.embedding, view["labels"]
         own = self.new_labels[labels]
         known = own >= 0

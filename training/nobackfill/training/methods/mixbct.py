@@ -51,6 +51,7 @@ class MixBctObjective(CompatibleObjective):
         self.register_buffer("trusted", trusted)
 
     def forward(self, batch: Batch) -> Terms:
+        """Return `classification`, the head's loss on new embeddings, some replaced by old ones."""
         pixels = self.augment(to_pixels(batch["images"]))
         embedding = self.embedder.encode(pixels)
         drawn = torch.rand(len(pixels)).to(pixels.device) < self.options.share

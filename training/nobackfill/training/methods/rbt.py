@@ -37,6 +37,7 @@ class Bottleneck(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
+        """Map [n,dim] to [n,dim]."""
         output: Tensor = x + self.layers(x)
         return output
 
@@ -52,6 +53,7 @@ class ResidualBottlenecks(nn.Module):
         self.unit = unit
 
     def forward(self, embedding: Tensor, side: Tensor | None) -> Tensor:
+        """Map old embeddings [n,old_dim] to [n,new_dim]; `side` is ignored."""
         output: Tensor = self.layers(embedding)
         return F.normalize(output) if self.unit else output
 

@@ -65,6 +65,7 @@ class Whitened(nn.Module):
         self.rotate = nn.Linear(dim, dim).requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Map [n,d] to [n,d]."""
         output: Tensor = self.rotate((x - self.shift) * self.scale)
         return output
 
@@ -103,6 +104,7 @@ class ResidualMap(nn.Module):
         return [self.residual, *(one for one in self.others if isinstance(one, nn.Sequential))]
 
     def forward(self, embedding: Tensor, side: Tensor | None) -> Tensor:
+        """Map the inputs that are read, [n,old_dim] and [n,side_dim], to [n,dim]."""
         white = self.whitened(embedding, side)
         networks = self.members if self.active is None else [self.members[self.active]]
         output: Tensor = networks[0](white)
@@ -217,6 +219,7 @@ class ResidualObjective(FastFillObjective):
         return terms
 
     def adjust_upgrade(self) -> None:
+        """Scale the residual networks by the option `share`."""
         shrink(self.upgrade, self.listwise_options.share)
 
 

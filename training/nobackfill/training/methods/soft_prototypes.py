@@ -47,6 +47,7 @@ class SoftPrototypes(nn.Module):
         return output
 
     def forward(self, embedding: Tensor, side: Tensor | None) -> Tensor:
+        """Map the inputs that are read to a mixture of prototypes [n,d]."""
         output = self.logits(embedding, side).softmax(1) @ self.prototypes
         return F.normalize(output) if self.unit else output
 
@@ -91,11 +92,13 @@ class SoftPrototypesObjective(Objective):
         self.h.prototypes.copy_(means)
 
     def forward(self, batch: Batch) -> Terms:
+        """Return `classification`, the mean cross-entropy of one view per row."""
         view = draw_view(batch)
         logits = self.h.logits(view["old"], view.get("side"))
         return {"classification": F.cross_entropy(logits, view["labels"])}
 
     def trained(self) -> nn.ModuleDict:
+        """Return the part upgrade."""
         return nn.ModuleDict({"upgrade": self.upgrade})
 
 

@@ -66,17 +66,20 @@ class UniBctObjective(CompatibleObjective):
         self.active = False
 
     def begin_epoch(self, epoch: int, epochs: int) -> None:
+        """Compute prototypes before an epoch of `refreshes`; start the term after the warm-up."""
         if epoch in self.refreshes:
             self.pseudo_classifier.load_state_dict(self._pseudo_classifier().state_dict())
         self.active = epoch >= self.first
 
     def compatibility(self, embedding: Tensor, pixels: Tensor, labels: Tensor) -> Terms:
+        """Return the term `pseudo_prototypes`; none during the warm-up."""
         if not self.active:
             return {}
         losses = self.pseudo_classifier.loss(self.as_old(embedding), labels)
         return {"pseudo_prototypes": self.options.weight * losses.mean()}
 
     def trained(self) -> torch.nn.ModuleDict:
+        """Return the parts encoder, head and prototypes."""
         parts = super().trained()
         parts["prototypes"] = self.pseudo_classifier
         return parts

@@ -24,6 +24,7 @@ class GeM(nn.Module):
         self.p = nn.Parameter(torch.tensor(p))
 
     def forward(self, maps: Tensor) -> Tensor:
+        """Pool maps [n,c,h,w] to [n,c,1,1]; values below 1e-6 count as 1e-6."""
         return maps.clamp(min=1e-6).pow(self.p).mean((2, 3), keepdim=True).pow(1 / self.p)
 
 

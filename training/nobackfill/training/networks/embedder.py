@@ -23,6 +23,7 @@ class Binarise(nn.Module):
     """
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return signs of the same shape; in eval mode they have no gradient."""
         signs = torch.where(x >= 0, torch.ones_like(x), -torch.ones_like(x))
         if not self.training:
             return signs
@@ -142,6 +143,7 @@ class EmbedderObjective(Objective):
         self.augment = Augment(config.augmentation)
 
     def forward(self, batch: Batch) -> Terms:
+        """Return `classification`, the head's mean loss on one augmented view."""
         embedding = self.embedder.encode(self.augment(to_pixels(batch["images"])))
         return {"classification": self.head(embedding, batch["labels"])}
 
@@ -165,4 +167,5 @@ class EmbedderObjective(Objective):
             load_part(self.head, checkpoint, "head")
 
     def trained(self) -> nn.ModuleDict:
+        """Return the parts encoder and head."""
         return nn.ModuleDict({"encoder": self.embedder, "head": self.head})

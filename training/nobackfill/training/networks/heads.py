@@ -61,14 +61,17 @@ class SoftmaxHead(Head):
         self.linear = nn.Linear(dim, classes)
 
     def forward(self, embedding: Tensor, labels: Tensor) -> Tensor:
+        """Return the mean cross-entropy over embeddings [n,dim] and labels int64 [n]."""
         logits = self.logits(embedding)
         return F.cross_entropy(logits, labels, label_smoothing=self.label_smoothing)
 
     def logits(self, embedding: Tensor) -> Tensor:
+        """Return logits [n,classes] of embeddings [n,dim]."""
         output: Tensor = self.linear(embedding)
         return output
 
     def classifier(self) -> Tensor:
+        """Return the weights [classes,dim], without the bias."""
         return self.linear.weight
 
 
@@ -84,15 +87,18 @@ class AngularHead(Head):
         self.form, self.loss, self.scale, self.margin = form, loss, scale, margin
 
     def forward(self, embedding: Tensor, labels: Tensor) -> Tensor:
+        """Return the mean loss over embeddings [n,dim] and labels int64 [n], in float32."""
         # Autocast would multiply in bf16, which is too coarse for the margin of a cosine.
         with torch.autocast(embedding.device.type, enabled=False):
             output: Tensor = self.loss(embedding.float(), labels)
         return output
 
     def logits(self, embedding: Tensor) -> Tensor:
+        """Return scaled cosines [n,classes] of embeddings [n,dim], without margin."""
         return self.scale * cosines(embedding, self.classifier())
 
     def classifier(self) -> Tensor:
+        """Return the class weights [classes,dim], not normalised."""
         weight = self.loss.W
         assert isinstance(weight, Tensor)
         return weight.t()
@@ -249,11 +255,13 @@ class SimplexHead(Head):
         self.fixed = FixedClassifier(simplex(dim), form="cosface", margin=0.0, scale=scale)
 
     def forward(self, embedding: Tensor, labels: Tensor) -> Tensor:
+        """Return the mean cross-entropy over embeddings [n,dim] and labels int64 [n]."""
         # Autocast would multiply in bf16, which is too coarse for cosines.
         with torch.autocast(embedding.device.type, enabled=False):
             return self.fixed.loss(embedding.float(), labels).mean()
 
     def logits(self, embedding: Tensor) -> Tensor:
+        """Return scaled cosines of embeddings [n,dim] to the vertices."""
         return self.fixed.logits(embedding)
 
     def classifier(self) -> Tensor:

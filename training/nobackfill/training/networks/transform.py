@@ -56,6 +56,7 @@ class FctTransform(nn.Module):
         )
 
     def forward(self, embedding: Tensor, side: Tensor | None) -> Tensor:
+        """Map embeddings [n,old_dim] and side-information [n,side_dim] to [n,new_dim]."""
         parts = []
         if self.embedding_projection is not None:
             parts.append(self.embedding_projection(embedding))
@@ -89,6 +90,10 @@ class UpgradeNetwork(nn.Module):
         self.reads_side = reads_side
 
     def forward(self, embedding: Tensor, side: Tensor | None = None) -> UpgradeOutput:
+        """Return the outputs for embeddings [n,old_dim] and their side-information [n,side_dim].
+
+        `side` may be None only if the network does not read it.
+        """
         return UpgradeOutput(
             self.h(embedding, side),
             None if self.g is None else self.g(embedding, side),
