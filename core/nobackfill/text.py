@@ -88,7 +88,7 @@ class BatchTokenizer:
             "token_type_ids": np.array([one.type_ids for one in encoded], np.int64),
         }
 
-    def largest(self) -> int:
+    def largest_token_id(self) -> int:
         """Return the largest id that a token can have, 0 for an empty vocabulary."""
         return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
 

@@ -86,4 +86,4 @@ def test_a_listing_names_it_and_shows_the_others(setting: Setting, tmp_path: Pat
     trust = TrustedFolder(setting.repo, tmp_path / "state")
     trust.refresh()
     assert set(trust.manifests()) == {1}
-    assert trust.newest() == 1
+    assert trust.newest_release() == 1

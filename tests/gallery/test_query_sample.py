@@ -67,7 +67,7 @@ def test_queries_are_kept_at_random_and_late_ones_too() -> None:
     asked = QuerySample(3)
     assert asked.sample().shape == (0, 3)
     for number in range(4000):
-        asked.see(np.full((1, 3), number, np.float32))
+        asked.observe(np.full((1, 3), number, np.float32))
     kept = asked.sample()
     assert kept.shape == (asked_queries.SAMPLE_QUERIES, 3) and asked.count == 4000
     assert len(np.unique(kept)) == asked_queries.SAMPLE_QUERIES

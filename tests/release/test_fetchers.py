@@ -201,7 +201,7 @@ def test_a_static_host_serves_a_publication_unchanged(
     fetcher, base = fetcher_for(f"{host}/repo")
     trust = Trust(tmp_path / "state", fetcher, base, first_root(fetcher, base))
     assert trust.refresh()
-    assert trust.newest() == 2
+    assert trust.newest_release() == 2
     manifest = trust.manifest(2)
     for file in manifest.files():
         trust.download(file.path, tmp_path / "models")

@@ -102,7 +102,7 @@ def test_rotated_keys_replace_the_old_ones(roles: list[Role], repo: Path, tmp_pa
     withdraw(repo, 1, "for the test")
     for role in roles:
         with pytest.raises(ConfigurationError, match=role):
-            SigningKeys(old_keys).signer(role, require_ledger(repo).root)
+            SigningKeys(old_keys).require_key(role, require_ledger(repo).root)
 
 
 def test_a_lost_key_can_be_replaced_without_it(repo: Path, tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_keys_of_one_name_and_two_endings_get_a_new_one_each(tmp_path: Path) -> 
     ids = keyids(repo)
     assert len({of_role[0] for of_role in ids.values()}) == len(ROLES)
     root = require_ledger(repo).root
-    assert all(keys.find(role, root) is not None for role in ROLES)
+    assert all(keys.find_key(role, root) is not None for role in ROLES)
 
 
 def test_rotation_needs_the_root_key(repo: Path, tmp_path: Path) -> None:

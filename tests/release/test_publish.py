@@ -233,7 +233,7 @@ def test_withdrawing_is_news_once(tmp_path: Path) -> None:
         publish(repo, one)
     trust = TrustedFolder(repo, tmp_path / "state")
     trust.refresh()
-    assert trust.newest() == 2
+    assert trust.newest_release() == 2
     before = content(tmp_path)
     assert withdraw(repo, 2, "it confuses cats", dry_run=True)
     assert content(tmp_path) == before
@@ -241,7 +241,7 @@ def test_withdrawing_is_news_once(tmp_path: Path) -> None:
     assert not withdraw(repo, 2, "it confuses cats")
     assert trust.refresh()
     assert trust.releases() == {1: None, 2: "it confuses cats"}
-    assert trust.newest() == 1
+    assert trust.newest_release() == 1
     assert list(trust.manifests()) == [1]
     assert trust.manifest(2).release == 2
     with pytest.raises(NotFoundError):

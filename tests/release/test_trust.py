@@ -36,7 +36,7 @@ def test_refresh_tells_news_from_nothing_new(tmp_path: Path) -> None:
     assert (tmp_path / "trusted.json").read_bytes() == stored
     repo.advance()
     assert trust.refresh() is True
-    assert trust.floor().timestamp == repo.timestamp.version
+    assert trust.version_floor().timestamp == repo.timestamp.version
 
 
 def test_nothing_is_believed_without_a_root_or_a_refresh(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_a_chain_of_rotated_roots_is_followed_in_order(tmp_path: Path) -> None:
         repo.put_root(*({old} if role == "root" else set()), *repo.signers["root"])
     repo.advance()
     assert trust.refresh()
-    assert trust.floor().root == 6
+    assert trust.version_floor().root == 6
     assert trust_of(repo, tmp_path / "new").refresh()
 
 
@@ -110,7 +110,7 @@ def test_the_floor_holds_when_the_state_was_wiped(tmp_path: Path) -> None:
     repo.advance()
     trust = trust_of(repo, tmp_path)
     trust.refresh()
-    floor = VersionFloor.model_validate_json(trust.floor().model_dump_json())
+    floor = VersionFloor.model_validate_json(trust.version_floor().model_dump_json())
     shutil.rmtree(tmp_path)
     honest, repo.files = repo.files, old
     with pytest.raises(VerificationError, match="rolled back"):
@@ -127,7 +127,7 @@ def test_the_floor_guards_each_role(role: str, tmp_path: Path) -> None:
     repo = Simulator()
     trust = trust_of(repo, tmp_path)
     trust.refresh()
-    floor = trust.floor()
+    floor = trust.version_floor()
     higher = floor.model_copy(update={role: getattr(floor, role) + 1})
     with pytest.raises(VerificationError, match=role):
         trust_of(repo, tmp_path / "new", higher).refresh()
@@ -142,7 +142,7 @@ def test_new_keys_recover_from_a_fast_forward_attack(wiped: bool, tmp_path: Path
     repo.publish()
     trust = trust_of(repo, tmp_path)
     trust.refresh()
-    floor = trust.floor()
+    floor = trust.version_floor()
     repo.timestamp.version, repo.snapshot.version = honest
     repo.advance()
     with pytest.raises(VerificationError):
@@ -170,7 +170,7 @@ def test_releases_and_withdrawals_are_read_from_signed_names_only(tmp_path: Path
     assert trust.releases() == {1: None, 2: None, 10: "it confuses cats"}
     assert list(trust.releases()) == [1, 2, 10]
     with pytest.raises(UnfitError, match="release 2: its manifest cannot be used"):
-        trust.newest()
+        trust.newest_release()
 
 
 def test_a_clock_ten_years_ahead_stops_news_and_nothing_else(tmp_path: Path) -> None:

@@ -35,11 +35,11 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 def assert_refused(repo: Simulator, trust: Trust, folder: Path, expected: type[Exception]) -> None:
-    before, floor = content(folder), trust.floor()
+    before, floor = content(folder), trust.version_floor()
     with pytest.raises(expected):
         trust.refresh()
     assert content(folder) == before
-    assert trust.floor() == floor
+    assert trust.version_floor() == floor
     # A reader that starts anew from the same state is not fooled either.
     with pytest.raises(expected):
         Trust(folder, repo, BASE).refresh()

@@ -148,13 +148,13 @@ def test_what_milvus_lost_is_told_again_and_what_is_gone_is_dropped(engine: Milv
     engine.feeder.start()
     name = engine.collection(store, ONE)
     try:
-        wait_until(lambda: engine.collections.loaded(name), seconds=60, what="it is fed")
+        wait_until(lambda: engine.collections.is_loaded(name), seconds=60, what="it is fed")
         engine.collections.drop(name)
         # Searched exactly meanwhile.
         query = vectors(200, 1)[:1]
         assert engine.unfed(store, ONE).search(query, 1).labels.tolist() == [[1]]
         wait_until(
-            lambda: engine.collections.loaded(name) and engine.collections.count(name) == 200,
+            lambda: engine.collections.is_loaded(name) and engine.collections.count(name) == 200,
             seconds=60, what="it is told again",
         )  # fmt: skip
         run_upgrade(store, Linear(reads_side=False), spec(2))
@@ -181,7 +181,7 @@ def test_a_collection_of_an_older_layout_is_made_anew(engine: MilvusEngine) -> N
     engine.feeder.start()
     try:
         wait_until(
-            lambda: engine.collections.loaded(name) and engine.collections.count(name) == 200,
+            lambda: engine.collections.is_loaded(name) and engine.collections.count(name) == 200,
             seconds=60, what="it is told all",
         )  # fmt: skip
         wait_until(lambda: before not in engine.collections.names(), seconds=60, what="it is gone")

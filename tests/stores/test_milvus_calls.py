@@ -23,7 +23,7 @@ LABELS = np.array([1], np.int64)
 CALLS: dict[str, Callable[[Collections], object]] = {
     "names": lambda one: one.names(),
     "exists": lambda one: one.exists("c"),
-    "loaded": lambda one: one.loaded("c"),
+    "loaded": lambda one: one.is_loaded("c"),
     "make": lambda one: one.make("c", spec()),
     "drop": lambda one: one.drop("c"),
     "upsert": lambda one: one.upsert("c", LABELS, vectors(1, 1), [{}]),

@@ -74,7 +74,7 @@ def init(
         trust = Trust(models, fetcher, base_url, root)
         trust.refresh()
         cohort = secrets.token_hex(16)
-        newest = trust.newest(cohort)
+        newest = trust.newest_release(cohort)
         if newest is None:
             raise NotFoundError(f"{source}: no release is published there yet")
         manifest = trust.manifest(newest)
@@ -86,7 +86,7 @@ def init(
                     "source": source,
                     "root": root.decode(),
                     "cohort": cohort,
-                    "floor": trust.floor().model_dump(),
+                    "floor": trust.version_floor().model_dump(),
                     "installed": {str(newest): sync.manifest_digest(trust, newest)},
                 }
             )

@@ -480,7 +480,7 @@ def manifest_digest(trust: Trust, release: int) -> str:
     Raises:
         NotFoundError: the release is not published.
     """
-    return trust.target(manifest_path(release)).hashes["sha256"]
+    return trust.signed_entry(manifest_path(release)).hashes["sha256"]
 
 
 def tidy_models(device: GalleryFile) -> int:
@@ -1146,7 +1146,7 @@ class _Sync:
     def _remember(self) -> None:
         """Store the versions of the metadata and the options that outlast this sync."""
         state: dict[str, Any] = {
-            "floor": self._trust.floor().model_dump(),
+            "floor": self._trust.version_floor().model_dump(),
             "cohort": self._cohort,
         }
         if self._options.source is not None:
@@ -1167,7 +1167,7 @@ class _Sync:
             if not self._options.join_early and not self._trust.is_offered_to(
                 release, self._cohort
             ):
-                share = self._trust.share(release)
+                share = self._trust.offered_share(release)
                 self._report.notes.append(
                     f"release {release} is rolled out to {100 * share:g} % of the devices so far, "
                     "not to this one; `sync --now` joins early"
@@ -1244,7 +1244,7 @@ class _Sync:
             "routes": self._routes(plan),
         }
         state = {
-            "floor": self._trust.floor().model_dump(),
+            "floor": self._trust.version_floor().model_dump(),
             "installed": {**installed, str(release): manifest_digest(self._trust, release)},
             "return_to": old.space,
             "carried": {**device.state("carried", {}), str(release): migration},

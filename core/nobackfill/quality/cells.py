@@ -26,15 +26,15 @@ class CellName:
     gallery: tuple[int, ...]
 
     def __str__(self) -> str:
-        return f"{self.query}/{self.carried}"
+        return f"{self.query}/{self.gallery_name}"
 
     @property
-    def carried(self) -> str:
+    def gallery_name(self) -> str:
         """Return the gallery's side, such as `1>2`."""
         return ">".join(map(str, self.gallery))
 
     @property
-    def raw(self) -> bool:
+    def is_raw(self) -> bool:
         """Tell whether vectors of another release are searched as they are."""
         return self.gallery != (self.query,) and len(self.gallery) == 1
 

@@ -241,7 +241,7 @@ def query_vectors(cell: CellName, queries: EmbeddedListing, vectors: Vectors) ->
             vectors.
     """
     own = queries.native(cell.query)
-    if cell.raw and own.shape[1] > vectors.shape[1]:
+    if cell.is_raw and own.shape[1] > vectors.shape[1]:
         own = as_old(own, vectors, queries.metric(cell.query))
     if own.shape[1] != vectors.shape[1]:
         raise InvalidInputError(

@@ -392,8 +392,8 @@ def _measure_views(
         )
         cells.append(
             Unlabelled(
-                query=str(name.query), gallery=name.carried, queries=len(views), items=len(own),
-                agreement=mean(agreement_with_own(migrated, new)),
+                query=str(name.query), gallery=name.gallery_name, queries=len(views),
+                items=len(own), agreement=mean(agreement_with_own(migrated, new)),
                 stayed_agreement=mean(agreement_with_own(stayed, new)),
                 recall1=mean(migrated.cmc1), stayed_recall1=mean(stayed.cmc1),
                 mrr=mean(migrated.map), stayed_mrr=mean(stayed.map),
@@ -494,7 +494,7 @@ class CellMeasurer:
         figures = self.cell(name)
         return Cell(
             query=str(name.query),
-            gallery=name.carried,
+            gallery=name.gallery_name,
             cmc1=mean(figures.cmc1),
             cmc5=mean(figures.cmc5),
             map=mean(figures.map),

@@ -208,7 +208,7 @@ def _check_tokenizer(model: TextModel) -> None:
     """
     for text in (*_LONG_TEXTS, *(sign * 2**13 for sign in _SIGNS)):
         try:
-            model.reader.feed([text], "document")
+            model.reader.tokenize([text], "document")
         except DefectiveTokenizerError as error:
             raise VerificationError(
                 f"the release's text encoder: its tokenizer crashes on a text ({error}); publish "

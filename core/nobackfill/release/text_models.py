@@ -32,7 +32,7 @@ class TextReader:
         except InvalidInputError as error:
             raise VerificationError(f"{error}; the release is refused") from error
 
-    def feed(self, texts: Sequence[str], role: TextRole) -> Tokens:
+    def tokenize(self, texts: Sequence[str], role: TextRole) -> Tokens:
         """Tokenize texts for the encoder.
 
         Args:
@@ -52,7 +52,7 @@ class TextReader:
     @cached_property
     def largest_token_inputs(self) -> Tokens:
         """Return the inputs for one text of one token, the one with the largest id."""
-        one = np.full((1, 1), self._tokenizing.largest(), np.int64)
+        one = np.full((1, 1), self._tokenizing.largest_token_id(), np.int64)
         mask, types = np.ones_like(one), np.zeros_like(one)
         return self._select_inputs(
             {"input_ids": one, "attention_mask": mask, "token_type_ids": types}
@@ -88,7 +88,7 @@ class TextModel:
             VerificationError: onnxruntime cannot run the model, or its output has another shape.
             UnusableOutputError: Some outputs are no vectors of the space; the error lists the rows.
         """
-        return self.embed(self.reader.feed(texts, role), role)
+        return self.embed(self.reader.tokenize(texts, role), role)
 
     def embed(self, tokens: Tokens, role: TextRole) -> Vectors:
         """Embed tokens, see `run`.

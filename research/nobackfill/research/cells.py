@@ -122,7 +122,7 @@ def row_cells(row: MethodRow, test: Evaluation) -> Cells:
     measured = {
         cell: by_query(measure_cell(cell, images, images, test.relevance, int8=row.int8))
         for cell in names.values()
-        if not cell.raw or new.shape[1] >= old.shape[1]
+        if not cell.is_raw or new.shape[1] >= old.shape[1]
     }
     cells = {name: measured[cell] for name, cell in names.items() if cell in measured}
     served = images.vectors_along(names["new/served"].gallery, int8=row.int8)

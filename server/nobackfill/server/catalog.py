@@ -231,7 +231,7 @@ class Catalog:
         if self._trust is None:
             return False
         try:
-            self._trust.target(path)
+            self._trust.signed_entry(path)
         except NotFoundError:
             return False
         return True

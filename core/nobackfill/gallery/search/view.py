@@ -257,16 +257,18 @@ class QuerySample:
         """Return how many queries were answered since the start."""
         return self._count
 
-    def see(self, queries: Vectors) -> None:
+    def observe(self, queries: Vectors) -> None:
         """Count answered queries, and store a random part of them in the sample.
 
         Args:
             queries: float32 [q, dim], checked.
         """
-        self.keep(queries[self.draw(len(queries))])
+        self.store_queries(queries[self.draw(len(queries))])
 
     def draw(self, count: int) -> list[int]:
-        """Count answered queries, and draw those that the sample shall store; `keep` stores them.
+        """Count answered queries, and draw those that the sample shall store.
+
+        `store_queries` stores them.
 
         Args:
             count: Number of answered queries.
@@ -283,7 +285,7 @@ class QuerySample:
             if before_these + number < SAMPLE_QUERIES or random.random() * _SHARE < 1  # noqa: S311
         ]
 
-    def keep(self, queries: Vectors) -> None:
+    def store_queries(self, queries: Vectors) -> None:
         """Store queries in the sample; in a full one, each replaces a random other.
 
         Args:
@@ -326,7 +328,7 @@ class IndexPart:
     def __len__(self) -> int:
         return len(self.index.labels) - self.deleted
 
-    def less(self, labels: Labels) -> "IndexPart":
+    def without_labels(self, labels: Labels) -> "IndexPart":
         """Return the part with tombstones for more labels; labels that it does not have are
         ignored.
 
@@ -399,7 +401,7 @@ class Snapshot:
         return not isinstance(self.base.index, ExactIndex)
 
     @cached_property
-    def compared(self) -> int:
+    def compared_count(self) -> int:
         """Return how many numbers a search compares one by one, in the delta and in an exact
         base."""
         return (len(self.delta) + (not self.is_graph) * len(self.base)) * self.spec.dim
@@ -454,7 +456,9 @@ class Snapshot:
         Args:
             labels: int64 [m]; labels that it does not have are ignored.
         """
-        return replace(self, base=self.base.less(labels), delta=self.delta.less(labels))
+        return replace(
+            self, base=self.base.without_labels(labels), delta=self.delta.without_labels(labels)
+        )
 
     def content(self) -> tuple[Labels, Content]:
         """Return every live label, int64 [n], increasing, and its vector as engines store it, [n,

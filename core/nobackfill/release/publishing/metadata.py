@@ -83,7 +83,7 @@ class SigningKeys:
         """
         return {role: _load_or_make(self.path(role)) for role in ROLES}
 
-    def complete(self) -> bool:
+    def is_complete(self) -> bool:
         """Tell whether all four key files exist."""
         return all(self.path(role).exists() for role in ROLES)
 
@@ -98,7 +98,7 @@ class SigningKeys:
         """
         return _load_or_make(self.next_path(role))
 
-    def find(self, role: Role, root: Root) -> CryptoSigner | None:
+    def find_key(self, role: Role, root: Root) -> CryptoSigner | None:
         """Return the private key of a role that root metadata accepts, None if no file has it.
 
         Args:
@@ -115,7 +115,7 @@ class SigningKeys:
                 return signer
         return None
 
-    def signer(self, role: Role, root: Root) -> CryptoSigner:
+    def require_key(self, role: Role, root: Root) -> CryptoSigner:
         """Return the private key of a role that root metadata accepts.
 
         Args:
@@ -125,7 +125,7 @@ class SigningKeys:
         Raises:
             ConfigurationError: No file has the key, a file is no key, or others may read it.
         """
-        signer = self.find(role, root)
+        signer = self.find_key(role, root)
         if signer is None:
             raise ConfigurationError(
                 f"the {role} key that this publication trusts is not in {self.path(role)}; "
@@ -137,7 +137,7 @@ class SigningKeys:
             )
         return signer
 
-    def settle(self, role: Role, root: Root) -> None:
+    def finish_rotation(self, role: Role, root: Root) -> None:
         """Move the new key of a role over the old one, once root metadata accepts only the new one.
         Otherwise do nothing.
 

@@ -286,7 +286,7 @@ def _is_published(file: PublishedFile, published: Mapping[str, TargetFile]) -> b
 def _published(
     repo: Path, draft: Draft, files: Mapping[str, bytes], keys: SigningKeys, *, dry_run: bool
 ) -> PublishedRelease:
-    new_keys = keys.folder if read_root(repo) is None and not keys.complete() else None
+    new_keys = keys.folder if read_root(repo) is None and not keys.is_complete() else None
     sizes = {path: len(data) for path, data in files.items()}
     return PublishedRelease(draft.manifest.release, sizes, new_keys, dry_run)
 
@@ -302,7 +302,7 @@ def signers_of(keys: SigningKeys, root: Root) -> dict[Role, Signer]:
         ConfigurationError: No file has an accepted key of a role, a file is no key, or others may
             read it.
     """
-    return {role: keys.signer(role, root) for role in ROLES if role != "root"}
+    return {role: keys.require_key(role, root) for role in ROLES if role != "root"}
 
 
 def check_keys(repo: Path, keys: SigningKeys) -> None:

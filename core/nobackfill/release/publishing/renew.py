@@ -84,12 +84,12 @@ def resign(repo: Path, keys: SigningKeys | None = None, dry_run: bool = False) -
     if dry_run:
         roles = _roles_to_sign(ledger, keys)
         for role in roles:
-            keys.signer(role, ledger.root)
+            keys.require_key(role, ledger.root)
         return Renewal(roles, metadata_expiries(ledger))
     with lock_publication(repo):
         ledger = _clean(repo)
         roles = _roles_to_sign(ledger, keys)
-        signers: dict[Role, Signer] = {role: keys.signer(role, ledger.root) for role in roles}
+        signers: dict[Role, Signer] = {role: keys.require_key(role, ledger.root) for role in roles}
         if "root" in roles:
             _put_root(repo, ledger, next_root(ledger.root, {}, [signers["root"]]))
         targets = dict(ledger.targets.targets) if "targets" in roles else None
@@ -132,12 +132,12 @@ def rotate(
     ordered = tuple(role for role in ROLES if role in roles)
     ledger = require_ledger(repo)
     if dry_run:
-        keys.signer("root", ledger.root)
+        keys.require_key("root", ledger.root)
         return Renewal(ordered, metadata_expiries(ledger))
     with lock_publication(repo):
         ledger = _clean(repo)
         for role in ROLES:
-            keys.settle(role, ledger.root)
+            keys.finish_rotation(role, ledger.root)
         _exchange(repo, ledger, ordered, keys)
         return Renewal(ordered, metadata_expiries(_clean(repo)))
 
@@ -145,7 +145,7 @@ def rotate(
 def _exchange(
     repo: Path, ledger: MetadataLedger, roles: tuple[Role, ...], keys: SigningKeys
 ) -> None:
-    root_signer = keys.signer("root", ledger.root)
+    root_signer = keys.require_key("root", ledger.root)
     new: dict[Role, Signer] = {role: keys.create_next(role) for role in roles}
     both: dict[Role, list[Key]] = {
         role: _add_key(ledger, role, new[role].public_key) for role in roles if role != "root"
@@ -155,7 +155,7 @@ def _exchange(
             _put_root(repo, ledger, next_root(ledger.root, both, [root_signer]))
             ledger = require_ledger(repo)
         others: list[Role] = ["snapshot", "timestamp"]
-        signers: dict[Role, Signer] = {role: keys.signer(role, ledger.root) for role in others}
+        signers: dict[Role, Signer] = {role: keys.require_key(role, ledger.root) for role in others}
         signers |= new
         targets = dict(ledger.targets.targets) if "targets" in new else None
         put_metadata(repo, next_metadata(ledger, targets, signers))
@@ -164,7 +164,7 @@ def _exchange(
     _put_root(repo, ledger, next_root(ledger.root, only, [root_signer, *own]))
     settled = require_ledger(repo)
     for role in roles:
-        keys.settle(role, settled.root)
+        keys.finish_rotation(role, settled.root)
 
 
 def _add_key(ledger: MetadataLedger, role: Role, new: Key) -> list[Key]:
@@ -185,7 +185,7 @@ def _clean(repo: Path) -> MetadataLedger:
 def _roles_to_sign(ledger: MetadataLedger, keys: SigningKeys) -> tuple[Role, ...]:
     offline: tuple[Role, ...] = ("root", "targets")
     expiring = [
-        role for role in offline if _half_over(ledger, role) and keys.find(role, ledger.root)
+        role for role in offline if _half_over(ledger, role) and keys.find_key(role, ledger.root)
     ]
     return (*expiring, "snapshot", "timestamp")
 

@@ -382,7 +382,7 @@ class TrustedState:
             "targets": self.targets.expires,
         }
 
-    def floor(self) -> VersionFloor:
+    def version_floor(self) -> VersionFloor:
         """Return the versions of this state, with the digests of the keys that signed it."""
         return VersionFloor(
             root=self.root.version,
@@ -401,7 +401,7 @@ class TrustedState:
         Raises:
             VerificationError: The publication was rolled back.
         """
-        own = self.floor()
+        own = self.version_floor()
         unchanged = {role for role in ROLE_FILES if own.keys[role] == floor.keys.get(role)}
         compared = [("root", own.root, floor.root)]
         if "timestamp" in unchanged:
@@ -760,13 +760,13 @@ class Trust:
             self._state = new
             return news
 
-    def floor(self) -> VersionFloor:
+    def version_floor(self) -> VersionFloor:
         """Return the trusted versions, for the caller to store with its installed release.
 
         Raises:
             NotFoundError: Nothing was fetched yet.
         """
-        return self._trusted().floor()
+        return self._trusted().version_floor()
 
     def expiries(self) -> dict[str, datetime]:
         """Return when the trusted metadata of each role expires, UTC.
@@ -808,17 +808,17 @@ class Trust:
         Raises:
             NotFoundError: No such release, or nothing was fetched yet.
         """
-        return is_in_share(share_digest(release, device), self.share(release))
+        return is_in_share(share_digest(release, device), self.offered_share(release))
 
-    def share(self, release: int) -> float:
+    def offered_share(self, release: int) -> float:
         """Return the share of devices that a release is offered to, 0 to 1.
 
         Raises:
             NotFoundError: No such release, or nothing was fetched yet.
         """
-        return read_share(self.target(manifest_path(release)))
+        return read_share(self.signed_entry(manifest_path(release)))
 
-    def newest(self, device: str | None = None) -> int | None:
+    def newest_release(self, device: str | None = None) -> int | None:
         """Return the newest usable release: not withdrawn, and this program can use it.
 
         Its manifest is fetched.
@@ -902,7 +902,7 @@ class Trust:
                         manifests[release] = manifest
         return manifests
 
-    def paths(self) -> list[str]:
+    def signed_paths(self) -> list[str]:
         """Return the published paths of all signed files, sorted.
 
         Raises:
@@ -910,7 +910,7 @@ class Trust:
         """
         return sorted(self._trusted().targets.targets)
 
-    def target(self, path: str) -> TargetFile:
+    def signed_entry(self, path: str) -> TargetFile:
         """Return the signed length and digest of a published file.
 
         Raises:
@@ -945,7 +945,7 @@ class Trust:
         destination = folder / path
         if not destination.resolve().is_relative_to(folder.resolve()):
             raise VerificationError(f"{path}: this published path leads out of {folder}; refused")
-        download(self._fetcher, self._base_url, self.target(path), destination)
+        download(self._fetcher, self._base_url, self.signed_entry(path), destination)
         return destination
 
     def _trusted(self) -> TrustedState:
@@ -1037,7 +1037,7 @@ class TrustedFolder(Trust):
         return self.repo
 
     def _check_in_place(self, path: str) -> None:
-        target, file = self.target(path), self.repo / path
+        target, file = self.signed_entry(path), self.repo / path
         try:
             inside = file.resolve(strict=True) == self.repo.resolve() / path
             good = inside and file.is_file() and file.stat().st_size == target.length
@@ -1063,7 +1063,7 @@ def converter_numbers(trust: Trust) -> list[int]:
     Raises:
         NotFoundError: Nothing was fetched yet.
     """
-    numbers = (number_of_converter(path) for path in trust.paths())
+    numbers = (number_of_converter(path) for path in trust.signed_paths())
     return sorted(number for number in numbers if number is not None)
 
 
@@ -1097,7 +1097,7 @@ def refuse_withdrawn(trust: Trust, number: int) -> None:
         PreconditionError: It is withdrawn; the message has the reason.
         NotFoundError: No such converter, or nothing was fetched yet.
     """
-    reason = withdrawal_reason(trust.target(converter_manifest_path(number)))
+    reason = withdrawal_reason(trust.signed_entry(converter_manifest_path(number)))
     if reason is not None:
         raise PreconditionError(f"converter {number} was withdrawn by its publisher: {reason}")
 
@@ -1120,7 +1120,7 @@ def read_converter(trust: Trust, number: int, folder: Path) -> Converter:
     """
     path = converter_manifest_path(number)
     try:
-        trust.target(path)
+        trust.signed_entry(path)
     except NotFoundError as error:
         raise NotFoundError(
             f"converter {number} is not published there, only {known_converters(trust)}"
@@ -1147,7 +1147,7 @@ def converter_file(trust: Trust, manifest: Converter, folder: Path) -> Path:
         CannotWriteError: The file cannot be written.
         NobackfillError: An error that the fetcher itself raises, such as NotPermittedError.
     """
-    file, target = manifest.file, trust.target(manifest.file.path)
+    file, target = manifest.file, trust.signed_entry(manifest.file.path)
     if (target.length, target.hashes.get("sha256")) != (file.length, file.sha256):
         path = converter_manifest_path(manifest.converter)
         raise UnfitError(

@@ -94,7 +94,7 @@ class Candidates:
                 if is_all or sum(row[0] in in_milvus for row in rows) >= limit:
                     return rows
         except UnavailableError:
-            if self._collections.loaded(name):
+            if self._collections.is_loaded(name):
                 raise
             # The collection is lost and the feeder will refill it, or Milvus has just started.
         return None
@@ -154,7 +154,7 @@ class Candidates:
             UnavailableError: Milvus does not answer.
         """
         name = collection_name(self._database, schema, info.number)
-        if not self._collections.loaded(name):
+        if not self._collections.is_loaded(name):
             return None
         return self._collections.search(name, info.spec, query, k, EF)
 

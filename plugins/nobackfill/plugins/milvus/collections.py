@@ -89,7 +89,7 @@ class Collections:
         """
         return bool(_call(lambda: self._client.has_collection(name, timeout=_TIMEOUT_S)))
 
-    def loaded(self, name: str) -> bool:
+    def is_loaded(self, name: str) -> bool:
         """Return whether a collection can be searched.
 
         False if it does not exist, and for a while after Milvus restarts.

@@ -977,7 +977,9 @@ class ImmediateAnswers:
                 answered = [
                     m for m, answer in zip(messages, answers, strict=True) if answer is not None
                 ]
-                route.view.query_sample.keep(_values(answered[number] for number in sample))
+                route.view.query_sample.store_queries(
+                    _values(answered[number] for number in sample)
+                )
         return answers
 
     def route_gallery(self) -> str:
@@ -1072,7 +1074,9 @@ class ImmediateAnswers:
             self._exact.inc(len(vectors))
         else:
             self._graph.inc(len(vectors))
-            view.query_sample.see(np.frombuffer(b"".join(vectors), "<f4").reshape(len(vectors), -1))
+            view.query_sample.observe(
+                np.frombuffer(b"".join(vectors), "<f4").reshape(len(vectors), -1)
+            )
 
 
 def _answers(

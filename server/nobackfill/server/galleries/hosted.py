@@ -324,13 +324,13 @@ class Speed:
 
     def is_slow(self, views: Iterable[LiveView]) -> bool:
         """Tell whether searches of some views are slow at present, as without a graph."""
-        comparisons = sum(view.snapshot().compared for view in views)
+        comparisons = sum(view.snapshot().compared_count for view in views)
         return self._mean > _SLOW_SECONDS or comparisons > _SLOW_ELEMENTS
 
 
 def is_light(snapshot: Snapshot) -> bool:
     """Tell whether a search of a snapshot compares few numbers, however busy the machine is."""
-    return snapshot.compared < _FAST_ELEMENTS
+    return snapshot.compared_count < _FAST_ELEMENTS
 
 
 # Keys of `Hosted.state`: the rollout of the staging space, and why the gallery has not moved.

@@ -347,7 +347,7 @@ class HostedInFile(Hosted):
             # A sample of these queries is used to tune the graph.
             for part, snapshot, column in zip(parts, snapshots, queries, strict=True):
                 if not isinstance(snapshot.base.index, ExactIndex):
-                    self.view(part.space).query_sample.see(column)
+                    self.view(part.space).query_sample.observe(column)
         return neighbours
 
     def best(

@@ -305,7 +305,7 @@ class TritonModels:
             raise UnavailableError(f"the models of release {manifest.release} are not loaded")
         spec = manifest.embedder
         name = text_model(manifest, role)
-        vectors = self._run(name, reader.feed(texts, role), "embedding")
+        vectors = self._run(name, reader.tokenize(texts, role), "embedding")
         return _check_output(vectors, spec.dim, unit=spec.unit)
 
     def side(self, manifest: Manifest, images: Images) -> Vectors | None:

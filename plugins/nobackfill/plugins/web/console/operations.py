@@ -317,7 +317,7 @@ class Operations:
 
         If the role may not list galleries, the page says so in their place.
         """
-        with self._sessions.calling(request) as gateway:
+        with self._sessions.open_caller(request) as gateway:
             releases = gateway.list_releases()
             galleries, why = None, ""
             try:
@@ -340,7 +340,7 @@ class Operations:
             NotFoundError: there is no such release.
         """
         number = _number(request)
-        with self._sessions.calling(request) as gateway:
+        with self._sessions.open_caller(request) as gateway:
             release = gateway.get_release(number)
         manifest = parse_manifest(release.manifest.encode(), number)
         old = max((upgrade.from_release for upgrade in manifest.upgrades), default=None)
@@ -360,7 +360,7 @@ class Operations:
         """
         number = _number(request)
         rows: list[tuple[str, Any, str]] = []
-        with self._sessions.calling(request) as gateway:
+        with self._sessions.open_caller(request) as gateway:
             for gallery in gateway.list_galleries():
                 try:
                     rows.append((gallery.name, gateway.estimate_upgrade(gallery.name, number), ""))
@@ -383,7 +383,7 @@ class Operations:
             raise InvalidInputError(
                 f"rollout: expected one of {', '.join(ROLLOUTS)}, got {rollout[:20]!r}"
             )
-        self._rollouts.begin(self._sessions.caller(request), _number(request), rollout)
+        self._rollouts.begin(self._sessions.caller_factory(request), _number(request), rollout)
         return self._site.go(request, "/")
 
     def rollback_target(self, request: Request) -> Response:
@@ -393,7 +393,7 @@ class Operations:
             PreconditionError: there is no release to return to: no other was active before, or it
                 was retired.
         """
-        with self._sessions.calling(request) as gateway:
+        with self._sessions.open_caller(request) as gateway:
             target = gateway.rollback()
         return self._site.show(request, "rollback.html.j2", target=target)
 
@@ -413,7 +413,7 @@ class Operations:
                 "expected the number of the release to return to; load the page of the rollback "
                 "again"
             )
-        with self._sessions.calling(request) as gateway:
+        with self._sessions.open_caller(request) as gateway:
             gateway.rollback(confirm=True, to=int(to))
         return self._site.go(request, "/")
 
@@ -427,7 +427,7 @@ class Operations:
         """
         name, by = request.path_params["name"], request.query_params.get("by", "")
         progress, why = None, ""
-        with self._sessions.calling(request) as gateway:
+        with self._sessions.open_caller(request) as gateway:
             gallery = gateway.get_gallery(name)
             reports = gateway.watch_upgrade(name, by=by)
             try:
@@ -452,7 +452,7 @@ class Operations:
         return EventSourceResponse(self._reports(request, first))
 
     async def _reports(self, request: Request, text: str) -> AsyncIterator[ServerSentEvent]:
-        with self._sessions.watching(request) as place:
+        with self._sessions.count_live_page(request) as place:
             while place and not is_ending(request):
                 yield ServerSentEvent(text, event="live")
                 await asyncio.sleep(_REPORT_SECONDS)
@@ -464,7 +464,7 @@ class Operations:
                     return
 
     def _live_text(self, request: Request) -> str:
-        with self._sessions.calling(request) as gateway:
+        with self._sessions.open_caller(request) as gateway:
             live = self._live(gateway)
         return self._site.text(request, "live.html.j2", **live)
 

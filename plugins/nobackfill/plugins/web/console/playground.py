@@ -57,7 +57,7 @@ class Playground:
             NotPermittedError: the role may not list galleries or releases.
             UnavailableError: the gateway does not answer.
         """
-        with self._sessions.calling(request) as gateway:
+        with self._sessions.open_caller(request) as gateway:
             galleries = [gallery.name for gallery in gateway.list_galleries()]
             active = [one for one in gateway.list_releases() if one.state == _ACTIVE]
         return self._site.show(
@@ -92,7 +92,7 @@ class Playground:
             raise InvalidInputError(
                 "choose a gallery to search; if there is none, make one with the call CreateGallery"
             )
-        with self._sessions.calling(request) as gateway:
+        with self._sessions.open_caller(request) as gateway:
             # First a search with the caller's own rights: without them, nothing is embedded.
             if isinstance(query, str):
                 answer = gateway.search(name, text=query, k=_HITS)

@@ -196,7 +196,7 @@ class ConsoleSessions:
         self._token(request)
 
     @contextmanager
-    def calling(self, request: Request) -> Iterator[ConsoleCaller]:
+    def open_caller(self, request: Request) -> Iterator[ConsoleCaller]:
         """Open a client of the gateway with the session's token, for the block.
 
         If the gateway has no tokens, every request gets a client without one.
@@ -207,7 +207,7 @@ class ConsoleSessions:
         with ConsoleCaller(self._socket, self._token(request)) as caller:
             yield caller
 
-    def caller(self, request: Request) -> Callable[[], ConsoleCaller]:
+    def caller_factory(self, request: Request) -> Callable[[], ConsoleCaller]:
         """Return a function that opens a client with the session's token, for later use.
 
         The request need not exist any more when the function is called. The caller of the function
@@ -220,7 +220,7 @@ class ConsoleSessions:
         return lambda: ConsoleCaller(self._socket, token)
 
     @contextmanager
-    def watching(self, request: Request) -> Iterator[bool]:
+    def count_live_page(self, request: Request) -> Iterator[bool]:
         """Count a live page of the session's token, for the block.
 
         If the gateway has no tokens, all live pages count together.
