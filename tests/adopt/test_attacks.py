@@ -196,7 +196,7 @@ def test_arrays_that_are_none_are_refused(tmp_path: Path) -> None:
         with pytest.raises(InvalidInputError):
             open_source(str(folder))
     (tmp_path / "map.npz").write_bytes((tmp_path / "ids.npy").read_bytes())
-    with pytest.raises(InvalidInputError, match="expected what"):
+    with pytest.raises(InvalidInputError, match="expected a file that"):
         load_map(tmp_path / "map.npz")
 
 
@@ -285,7 +285,7 @@ def test_maps_and_joinings_of_strangers_are_refused(tmp_path: Path) -> None:
         for name, data in crafted(good, array).items():
             path = tmp_path / "bad.npz"
             path.write_bytes(data)
-            with pytest.raises(InvalidInputError, match="fit it again"):
+            with pytest.raises(InvalidInputError, match="run that command again"):
                 load(path)
                 pytest.fail(f"{name} was read")
 

@@ -51,7 +51,7 @@ def test_an_item_and_its_query_do_not_vouch_for_one_another() -> None:
     alone = Solver(moments).strength(split_into_blocks(rows.old, rows.new))
 
     def error(found: Strength) -> float:
-        straight = replace(found, turned=0)
+        straight = replace(found, rotation_share=0)
         carry = Solver(moments).maps(straight, False, ["affine"])["affine"]
         return float(np.square(carry(old[40:]) - new[40:]).sum())
 

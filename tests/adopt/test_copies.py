@@ -206,7 +206,7 @@ def test_addresses_that_cannot_be_are_refused(tmp_path: Path) -> None:
         open_source("chroma:http://elsewhere:8000#docs")
     with pytest.raises(InvalidInputError, match="chroma run --path"):
         open_source(f"chroma:{tmp_path}#docs")
-    with pytest.raises(InvalidInputError, match="name the collection"):
+    with pytest.raises(InvalidInputError, match="the name of a collection"):
         open_source("chroma:http://localhost:8000")
     with pytest.raises(InvalidInputError, match="TENANT/DATABASE"):
         open_source("chroma:http://localhost:8000/one#docs")

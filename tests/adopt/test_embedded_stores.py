@@ -208,7 +208,7 @@ def test_sqlite_refuses_by_name(sqlite: SqliteVec) -> None:
         text = sqlite.path.with_suffix(".txt")
         text.write_text("no database" * 100)
         open_source(f"sqlite:{text}#docs")
-    with pytest.raises(InvalidInputError, match="omit --key"):
+    with pytest.raises(InvalidInputError, match="expected no --key"):
         open_source(f"sqlite:{sqlite.path}#docs", key="id")
     # vec0 takes "float16" for float: it stores 32 bits.
     sqlite.connection.execute("CREATE VIRTUAL TABLE halves USING vec0(v float16[24])")

@@ -144,7 +144,7 @@ def test_a_function_may_name_its_model(tmp_path: Path, monkeypatch: pytest.Monke
     assert named(4, repr("a" * 64)) == "a" * 64
     assert len(first) == 64
     for number, wrong in ((5, "7"), (6, "''")):
-        with pytest.raises(InvalidInputError, match="expected FINGERPRINT to be a text"):
+        with pytest.raises(InvalidInputError, match="FINGERPRINT to be a text"):
             named(number, wrong)
 
 
@@ -225,8 +225,8 @@ def test_models_that_read_queries_otherwise(
     asked = embed("queries.jsonl", "new", "new-queries", "--queries")
     np.testing.assert_allclose(asked, expected(tmp_path / "new", f"query: {bodies[7]}"), atol=1e-6)
     for model, out, more, why in (
-        ("new", "new-items", ["--queries"], "holds vectors of documents, not of queries"),
-        ("new", "new-queries", [], "holds vectors of queries, not of documents"),
+        ("new", "new-items", ["--queries"], "holds vectors of documents, expected queries"),
+        ("new", "new-queries", [], "holds vectors of queries, expected documents"),
         ("old", "old-queries", [], "holds vectors of queries by"),
     ):
         words = ["queries.jsonl", "--with", f"{model}/model.onnx", "--out", out, *more]
@@ -235,7 +235,7 @@ def test_models_that_read_queries_otherwise(
     both = ["--queries-old", "old-queries", "--queries-new"]
     carry = ["carry", "old-queries", "--to", "carried", "--map", "map.npz"]
     for words in ([*fit, "new-queries"], ["sample", "old-queries"], carry):
-        assert "those of queries" in refused(words, 65, monkeypatch, capsys)
+        assert "got vectors of queries" in refused(words, 65, monkeypatch, capsys)
     said = refused([*fit, "new-items", *both, "new-items"], 65, monkeypatch, capsys)
     assert "--queries-new: their model embeds queries in another way" in said
     run_command(main, ["nobackfill", *fit, "new-items", *both, "new-queries"], monkeypatch)

@@ -127,11 +127,11 @@ def test_what_is_no_map_is_refused(tmp_path: Path) -> None:
     for number, content in enumerate((b"", b"PK\x03\x04 broken", b"{}")):
         path = tmp_path / f"{number}.npz"
         path.write_bytes(content)
-        with pytest.raises(InvalidInputError, match="expected what"):
+        with pytest.raises(InvalidInputError, match="expected a file that"):
             load_map(path)
     pickled = tmp_path / "pickled.npz"
     np.savez(pickled, header=np.array([{"a": 1}], object), weight=np.ones((2, 2)), bias=np.ones(2))
-    with pytest.raises(InvalidInputError, match="expected what"):
+    with pytest.raises(InvalidInputError, match="expected a file that"):
         load_map(pickled)
 
 

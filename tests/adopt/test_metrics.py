@@ -260,7 +260,7 @@ def test_l1_is_carried_and_not_judged(database: tuple[str, Connection], tmp_path
     ids = [str(row) for row in range(200)]
     new = open_source(str(write_parquet(tmp_path / "new.parquet", ids, NEW)))
     source = open_searchable(f"{address}#docs")
-    with pytest.raises(InvalidInputError, match="searched by l1, which is carried but not judged"):
+    with pytest.raises(InvalidInputError, match="searched by l1, for which there is no verdict"):
         match(source, new)
     joining = Joining(1.0, OddsLine(), OddsLine(), OLD[:2], NEW[:2], NEW[:2], MAP.digest)
     natives = Natives(tmp_path / "natives.db", "new", 32)

@@ -532,7 +532,7 @@ def test_pause_stops_a_decision_and_is_refused_where_nothing_runs(
     both = (source, "--new", "new/model.onnx", "--column", "body", "--items", "items.jsonl")
     for words in (both, both[:3]):
         assert run(*words) == 65
-        assert "expected --column NAME or --items PATH" in capsys.readouterr().err
+        assert "--column NAME or --items PATH" in capsys.readouterr().err
     assert not (folder / "nobackfill-migration").exists()
     embed = EmbeddingRun.embed
 

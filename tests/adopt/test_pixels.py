@@ -183,8 +183,8 @@ def test_what_is_given_is_of_the_fingerprint_and_told(
     norm = ["--mean", "0.5", "0.5", "0.5", "--std", "0.5", "0.5", "0.5"]
     run_command(main, ["nobackfill", *embed, "cut", *crop, *norm], monkeypatch)
     told = capsys.readouterr().err
-    assert "24 x 24 pixels, crop from 28, bicubic, less 0.5 0.5 0.5" in told
-    assert "nothing beside it says so" in told and "m.json" in told
+    assert "24 x 24 pixels, crop from 28, bicubic, less mean 0.5 0.5 0.5" in told
+    assert "these are assumptions" in told and "m.json" in told
     said = {"size": 24, "fit": "crop", "shortest": 28, "interpolation": "bicubic"}
     said |= {"mean": [0.5] * 3, "std": [0.5] * 3}
     with pytest.raises(IncompatibleSpaceError, match="declared otherwise"):

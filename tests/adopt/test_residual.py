@@ -10,7 +10,15 @@ import pytest
 from nobackfill.adopt.carrying import carry
 from nobackfill.adopt.cli import main
 from nobackfill.adopt.converters import graph_of
-from nobackfill.adopt.maps import RESIDUAL, Map, fit_maps, load_map, open_trainer, save_map, trained
+from nobackfill.adopt.maps import (
+    RESIDUAL,
+    Map,
+    fit_maps,
+    load_map,
+    open_trainer,
+    save_map,
+    train_residual,
+)
 from nobackfill.adopt.pairs import Pairs
 from nobackfill.adopt.sources.opening import open_source
 from nobackfill.adopt.sources.source import Target
@@ -46,7 +54,7 @@ def sizes(old: Vectors, new: Vectors, straight: Vectors) -> list[tuple[Floats, F
 def test_a_trained_map_is_written_read_and_run_elsewhere(tmp_path: Path) -> None:
     pairs = folded(300)
     straight = fit_maps(pairs.old, pairs.new)["affine"]
-    found = trained(straight, pairs.old, pairs.new, sizes)
+    found = train_residual(straight, pairs.old, pairs.new, sizes)
     np.testing.assert_allclose(found(pairs.old), pairs.new, atol=1e-4)
     save_map(tmp_path / "map.npz", found)
     again = load_map(tmp_path / "map.npz")
@@ -96,7 +104,7 @@ def test_layers_that_do_not_fit_are_refused(layers: list[tuple[Floats, Floats]],
     pairs = folded(40)
     straight = fit_maps(pairs.old, pairs.new)["affine"]
     with pytest.raises(InvalidInputError, match=said):
-        trained(straight, pairs.old, pairs.new, lambda *_: layers)
+        train_residual(straight, pairs.old, pairs.new, lambda *_: layers)
 
 
 @pytest.mark.slow
@@ -117,13 +125,13 @@ def test_ours_follows_what_no_line_does_and_adds_nothing_to_what_one_does() -> N
     def error(one: Map, new: Vectors) -> float:
         return float(np.square(one(others.old) - new).sum(1).mean())
 
-    found = trained(straight, pairs.old, pairs.new, trainer)
+    found = train_residual(straight, pairs.old, pairs.new, trainer)
     assert error(found, others.new) < 0.7 * error(straight, others.new)
     turned = np.linalg.qr(np.random.default_rng(2).normal(size=(8, 8)))[0].astype(np.float32)
     noise = 0.5 * np.random.default_rng(3).normal(size=(200, 8)).astype(np.float32)
     new = pairs.old[:200] @ turned + noise
     straight = fit_maps(pairs.old[:200], new)["affine"]
-    found = trained(straight, pairs.old[:200], new, trainer)
+    found = train_residual(straight, pairs.old[:200], new, trainer)
     truth = others.old @ turned
     assert error(found, truth) < 1.2 * error(straight, truth) + 0.01
 

@@ -1,9 +1,8 @@
-"""Galleries that live elsewhere, models that others trained; needs the extra `adopt`.
+"""Migrate vectors in a user's own store between models of others; needs the extra `adopt`.
 
-Vectors stay in the store that holds them: a map is fitted on a few thousand items that were
-embedded again, judged against staying with the old model, and its vectors are written beside the
-old ones.
-The command is `nobackfill`.
+Vectors stay in their store. A map is fitted to a few thousand items that the new model embedded.
+It is compared with staying with the old model, and migrated vectors are written next to the old
+ones. The command is `nobackfill`.
 
 >>> import numpy as np
 >>> from nobackfill.adopt import fit_maps

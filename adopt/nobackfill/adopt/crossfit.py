@@ -29,7 +29,7 @@ from nobackfill.adopt.maps import (
     Trainer,
     is_unit,
     needs_strength,
-    trained,
+    train_residual,
 )
 from nobackfill.adopt.pairs import Pairs
 from nobackfill.errors import IncompatibleSpaceError, InvalidInputError
@@ -49,11 +49,15 @@ def correct_converter(converter: Map, pairs: Pairs) -> Map:
     nearly the map of these pairs alone. Leave-one-out chooses lambda.
 
     Args:
-        converter: A linear map with the dimensions of the pairs.
-        pairs: Old vectors [n, a] and new vectors [n, b].
+        converter: A linear map with the dimensions of the pairs, without layers.
+        pairs: Old vectors [n, a] and new vectors [n, b], at least 2.
+
+    Returns:
+        A new map of the kind "corrected", which normalises as the converter does.
 
     Raises:
         IncompatibleSpaceError: The pairs have other dimensions.
+        ValueError: Fewer than 2 pairs.
     """
     residual = residual_pairs(converter, pairs)
     correction = ridge.fit_ridge(split_into_blocks(residual.old, residual.new), sample=LEFT_OUT)
@@ -65,7 +69,7 @@ def correct_converter(converter: Map, pairs: Pairs) -> Map:
 
 
 def residual_pairs(converter: Map, pairs: Pairs) -> Pairs:
-    """Replace the new vectors of pairs by the error of the converter's linear part.
+    """Return pairs whose new vectors are the error of the converter before its normalisation.
 
     Raises:
         IncompatibleSpaceError: The pairs have other dimensions than the converter.
@@ -73,23 +77,27 @@ def residual_pairs(converter: Map, pairs: Pairs) -> Pairs:
     dims = (pairs.old.shape[1], pairs.new.shape[1])
     if dims != converter.dims:
         raise IncompatibleSpaceError(
-            f"the converter maps dimensions {converter.dims}, the pairs have {dims}; are these its "
-            "two models' vectors?"
+            f"the converter maps vectors of {converter.dims[0]} dims to {converter.dims[1]}, but "
+            f"the pairs have {dims[0]} and {dims[1]}; --old and --new must be vectors of its two "
+            "models"
         )
     linear = replace(converter, unit=False)
     return Pairs(pairs.ids, pairs.old, (pairs.new - linear(pairs.old)).astype(np.float32))
 
 
 def add_correction(converter: Map, old: Vectors, correction: Vectors) -> Vectors:
-    """Migrate vectors by a converter and add a correction of its linear part.
+    """Migrate vectors by a converter, and add a correction before its normalisation.
 
     Args:
         converter: The converter; if its `unit` is set, the sums are normalised.
         old: Old vectors [n, a].
-        correction: The vectors to add to the converter's linear output [n, b].
+        correction: Vectors to add to the converter's output [n, b].
 
     Returns:
         float32 [n, b].
+
+    Raises:
+        InvalidInputError: `old` has another dimension than the converter, or NaN or infinity.
     """
     sums = replace(converter, unit=False)(old) + correction
     return normalise(sums) if converter.unit else sums
@@ -103,13 +111,16 @@ LEAST = 10
 
 
 def fold_count(pairs: Pairs) -> int:
-    """Return the number of folds for pairs: fewer where a side has 1,000 dimensions or more."""
+    """Return the number of folds for pairs: 10, or 5 if a side has 1,000 dimensions or more."""
     dims = max(pairs.old.shape[1], pairs.new.shape[1])
     return FOLDS if dims < MANY_DIMS else FEW
 
 
 def fitted_share(folds: int) -> float:
-    """Return the share of the pairs that each map of a cross-fit is fitted on."""
+    """Return the share of the pairs, 0 to 1, that each map of a cross-fit is fitted to.
+
+    Each map leaves two of the `folds` out.
+    """
     return (folds - 2) / folds
 
 
@@ -141,15 +152,21 @@ def cross_fit_candidates(
     """Cross-fit every candidate: each kind of map, a trained map, and a converter.
 
     Args:
-        converter: Adds two candidates: the converter as it is, and corrected by the pairs.
-        kinds: Names of the candidates; None for all. See `cross_fit` for the other arguments.
-        trainer: Adds a residual map as a candidate.
+        pairs: At least 10 pairs of old vectors [n, a] and new vectors [n, b].
+        query_sets: Sets of queries with rows among the pairs.
+        converter: Adds two candidates: "converter", as it is, and "corrected", by the pairs.
+        kinds: Names of the candidates; None for all. Candidates that need a converter or a trainer
+            are left out without one.
+        subset: Share of the other folds' pairs that maps are fitted to, above 0 and up to 1.
+        folds: Number of folds, at least 3; None for `fold_count`.
+        fitted_queries: Queries that maps of the pairs are fitted to as well; a converter is not.
+        trainer: Adds the candidate "residual"; it is called once for every two folds.
 
     Returns:
         The cross-fit of each candidate by its name.
 
     Raises:
-        InvalidInputError: Fewer than 10 pairs.
+        InvalidInputError: Fewer than 10 pairs, or unusable layers of the trainer.
         IncompatibleSpaceError: The converter has other dimensions than the pairs.
     """
     of_converter = () if converter is None else (CORRECTED, CONVERTER)
@@ -197,21 +214,25 @@ def cross_fit(
         query_sets: Sets of queries with rows among the pairs.
         kinds: Kinds of maps; "residual" needs a trainer.
         converter: Fit corrections of this converter in place of whole maps.
-        subset: Share of the other folds' pairs that is fitted on, for a learning curve.
+        subset: Share of the other folds' pairs that maps are fitted to, for a learning curve.
         folds: Number of folds, at least 3; None for `fold_count`.
         fitted_queries: Queries that are fitted on as further pairs, each left out with its item.
-        trainer: Trains the residual map.
+        trainer: Trains the residual map; called once for every two folds. Without it, "residual"
+            has no values.
 
     Returns:
-        The cross-fit of each kind by its name.
+        The cross-fit of each kind by its name. The same pairs always give the same folds.
 
     Raises:
-        InvalidInputError: Fewer than 10 pairs.
+        InvalidInputError: Fewer than 10 pairs, or unusable layers of the trainer.
         IncompatibleSpaceError: The converter has other dimensions than the pairs.
     """
     folds = fold_count(pairs) if folds is None else folds
     if len(pairs) < LEAST:
-        raise InvalidInputError(f"expected at least {LEAST} pairs, got {len(pairs)}")
+        raise InvalidInputError(
+            f"expected at least {LEAST} items with vectors by both models, got {len(pairs)}; embed "
+            "more items by the new model"
+        )
     rng = np.random.default_rng(0)
     fold = rng.permutation(np.arange(len(pairs)) % folds)
     items = np.concatenate([_sample(np.flatnonzero(fold == n), subset, rng) for n in range(folds)])
@@ -226,7 +247,7 @@ def cross_fit(
     penalty = None
     if needs_strength(kinds):
         penalty = strength(rows, fitted[fitted < len(pairs)], total)
-        penalty = penalty if converter is None else penalty.straight
+        penalty = penalty if converter is None else penalty.of_ridge_alone
     unit = converter is None and is_unit(pairs.new)
     moments = [Moments(total) for _ in range(folds)]
     for number, part in enumerate(moments):
@@ -241,7 +262,7 @@ def cross_fit(
         if trainer is not None and RESIDUAL in kinds:
             others = fitted[~np.isin(item[fitted], judged)]
             straight = solver.maps(penalty, unit, ["affine"])["affine"]
-            maps[RESIDUAL] = trained(straight, rows.old[others], rows.new[others], trainer)
+            maps[RESIDUAL] = train_residual(straight, rows.old[others], rows.new[others], trainer)
         for kind, mapping in maps.items():
             migrated = mapping(pairs.old[judged])
             if converter is not None:
@@ -259,13 +280,13 @@ def cross_fit(
 
 
 def strength(pairs: Pairs, rows: Ints, moments: Moments) -> Strength:
-    """Choose the penalty by leave-one-out among some rows of pairs.
+    """Choose the parameters of affine maps by leave-one-out among some rows of pairs.
 
     Args:
         pairs: Pairs, maybe with queries as further pairs.
-        rows: Rows of items alone: an item and its query, left out in turn, would vouch for one
-            another.
-        moments: The moments that maps are solved from. Penalties are multiples of their variance.
+        rows: Rows to leave out in turn, int [m]: items alone, because an item and its query are too
+            alike for one to test the other.
+        moments: The moments that maps are solved from. The penalty is a multiple of their variance.
     """
     blocks = split_into_blocks(pairs.old[rows], pairs.new[rows])
     of_items = Moments.of(blocks())
@@ -277,13 +298,14 @@ def strength(pairs: Pairs, rows: Ints, moments: Moments) -> Strength:
 
 
 def add_queries(pairs: Pairs, queries: Queries | None) -> Pairs:
-    """Append queries to pairs as further pairs, each side moved to the items' mean.
+    """Append queries to pairs as further pairs, each side shifted to the items' mean.
 
-    Queries lie elsewhere than items in both spaces. A map that fits this offset would not serve
-    items.
+    The mean of queries differs from that of items in both spaces. A map that fits this difference
+    would not serve items.
 
     Returns:
-        The pairs themselves if `queries` is None.
+        New pairs of n items and q queries, whose ids are "query 0" to "query q-1"; the pairs
+        themselves if `queries` is None.
     """
     if queries is None:
         return pairs

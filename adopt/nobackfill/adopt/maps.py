@@ -1,10 +1,10 @@
 """Maps from the old model's vectors to the new one's, and the file that holds one.
 
-A map is solved from pairs, without labels and without training: sums over pairs are all it takes.
-Ridge regression shrinks the directions that it knows little of towards nothing, so that searches
-miss what they told apart. A rotation keeps them all, and follows no stretching. Their mean finds
-more known items than either, from 100 pairs to 2,000 (docs/adopt.md has the figures). A network may
-learn what an affine map leaves over.
+A map is solved from pairs, without labels and without training, from sums over the pairs. Ridge
+regression shrinks directions in which the pairs say little, so that searches no longer distinguish
+items there. A rotation preserves all directions, but follows no stretching. The mean of both finds
+more known items than either, from 100 pairs to 2,000 (docs/lab/adoption.md has the figures). A
+network can learn the residual of an affine map.
 """
 
 import hashlib
@@ -28,9 +28,9 @@ from nobackfill.errors import InvalidInputError, NotFoundError
 from nobackfill.ridge import Blocks, Doubles, Floats, Moments, split_into_blocks
 from nobackfill.vectors import Vectors, check_vectors, normalise
 
-# Formats of the file. The second has layers, which a reader of the first would ignore.
+# Formats of the file. The second has the layers of a network, which a reader of the first ignores.
 FORMAT, LAYERED = 1, 2
-# The most bytes of a file, which is read into memory; a map of 8,192 dims has 268 MB.
+# Largest file in bytes: it is read into memory. A map of 8,192 dims has 268 MB.
 MOST_BYTES = 1 << 31
 # Facts of a map that was made from vectors whose models are known.
 OLD_MODEL, NEW_MODEL = "old_model", "new_model"
@@ -40,11 +40,18 @@ UNIT_TOLERANCE = 1e-3
 
 @dataclass(frozen=True)
 class Map:
-    """x -> weight x + bias, then divided by its norm with `unit`; weight [b, a], bias [b].
+    """A map from old vectors x [a] to new vectors [b]: weight x + bias, normalised with `unit`.
 
-    `facts`: what the file says of its origin: pairs, penalty, the two models. `layers`: of a
-    network of x whose output is added before the norm, weight [out, in] and bias [out] each, ReLU
-    between them.
+    Call it with an array of old vectors.
+
+    Attributes:
+        kind: Name of the method that fitted it, such as "affine".
+        weight: float32 [b, a].
+        bias: float32 [b].
+        unit: Whether the output is divided by its norm.
+        facts: Its origin, as texts: number of pairs, penalty, fingerprints of the two models.
+        layers: Layers of a network of x whose output is added before the normalisation: weight
+            float32 [out, in] and bias [out] each, with ReLU between layers. Empty for a linear map.
     """
 
     kind: str
@@ -56,26 +63,41 @@ class Map:
 
     @property
     def dims(self) -> tuple[int, int]:
-        """The dimensions a of old and b of new vectors."""
+        """Return the dimension a of old vectors and the dimension b of new ones."""
         return self.weight.shape[1], self.weight.shape[0]
 
     def of_models(self, old: str | None, new: str | None) -> "Map":
-        """Return the same map with the fingerprints of the two models where they are known."""
+        """Return a copy of the map whose facts name the two models.
+
+        Args:
+            old: Fingerprint of the old model; None or empty leaves the fact as it is.
+            new: Fingerprint of the new model, likewise.
+        """
         known = {name: model for name, model in ((OLD_MODEL, old), (NEW_MODEL, new)) if model}
         return replace(self, facts=self.facts | known)
 
     @property
     def digest(self) -> str:
-        """The SHA-256 of the map, in 64 hexadecimal digits; it marks migrated vectors."""
+        """Return the SHA-256 of weights, biases and `unit` as 64 hexadecimal digits.
+
+        Stores mark migrated vectors with it. Kind and facts do not change it.
+        """
         arrays = (self.weight, self.bias, *(part for layer in self.layers for part in layer))
         parts = (str(self.unit).encode(), *(array.tobytes() for array in arrays))
         return hashlib.sha256(b"\0".join(parts)).hexdigest()
 
     def __call__(self, vectors: Vectors) -> Vectors:
-        """Map old vectors [n, a] to new ones, float32 [n, b].
+        """Migrate old vectors.
+
+        Args:
+            vectors: float32 or float64 [n, a]; n may be 0.
+
+        Returns:
+            New vectors, float32 [n, b].
 
         Raises:
-            InvalidInputError: The vectors have another dimension than a, or NaN or infinity.
+            InvalidInputError: The array has another shape or type, or rows hold NaN, infinity or a
+                norm above 1e15.
         """
         checked = check_vectors(vectors, self.dims[0], what="old vectors")
         mapped = checked @ self.weight.T + self.bias
@@ -90,13 +112,19 @@ class Map:
 
 
 def is_unit(vectors: Floats) -> bool:
-    """Tell whether all rows of [n, d] have norm 1 within UNIT_TOLERANCE; False without rows."""
+    """Tell whether all rows of an array [n, d] have norm 1 within 1e-3; False if n is 0."""
     norms = np.linalg.norm(vectors, axis=1)
     return bool(len(norms)) and float(np.abs(norms - 1).max()) <= UNIT_TOLERANCE
 
 
 def save_map(path: Path, mapping: Map) -> None:
-    """Write a map as arrays and a line of JSON. Raises CannotWriteError."""
+    """Write a map as a numpy archive with a JSON header; `load_map` reads it.
+
+    An existing file is replaced in one step.
+
+    Raises:
+        CannotWriteError: The file cannot be written, or its folder does not exist.
+    """
     header = {"format": FORMAT, "kind": mapping.kind, "unit": mapping.unit, "facts": mapping.facts}
     arrays = {"weight": mapping.weight, "bias": mapping.bias}
     if mapping.layers:
@@ -110,7 +138,12 @@ def save_map(path: Path, mapping: Map) -> None:
 
 
 def load_map(path: Path) -> Map:
-    """Read what `save_map` wrote. Raises NotFoundError, InvalidInputError for another file."""
+    """Read a map that `save_map` wrote, of this version or an earlier one.
+
+    Raises:
+        NotFoundError: There is no such file.
+        InvalidInputError: The file is damaged, larger than 2 GiB, or no file of a map.
+    """
     with written_by(path, "nobackfill fit"):
         header, arrays = read_arrays(path)
         if header["format"] not in (FORMAT, LAYERED):
@@ -129,7 +162,16 @@ def load_map(path: Path) -> Map:
 
 @contextmanager
 def written_by(path: Path, command: str) -> Iterator[None]:
-    """Refuse a file at which reading fails. Raises NotFoundError, InvalidInputError."""
+    """Turn every error of the block, which reads a file, into an error that names the file.
+
+    Args:
+        path: The file.
+        command: The command that writes such files, for the error.
+
+    Raises:
+        NotFoundError: There is no such file.
+        InvalidInputError: The block raises any exception.
+    """
     if not path.is_file():
         raise NotFoundError(f"{path}: no such file; `{command}` writes one")
     try:
@@ -137,14 +179,26 @@ def written_by(path: Path, command: str) -> Iterator[None]:
     except Exception as error:
         # Errors of zipfile, numpy and json at hostile bytes have no common base class.
         raise InvalidInputError(
-            f"{path}: expected what `{command}` wrote ({error or type(error).__name__}); "
-            "fit it again"
+            f"{path}: expected a file that `{command}` wrote "
+            f"({str(error) or type(error).__name__}); run that command again"
         ) from error
 
 
 def read_arrays(path: Path) -> tuple[dict[str, Any], dict[str, Vectors]]:
-    """Read the header and the arrays of numbers that `np.savez` wrote, none of which is larger than
-    the file: it packs nothing. Raises ValueError, and what zipfile, numpy and json raise."""
+    """Read the header and the arrays of a numpy archive that `np.savez` wrote, from an untrusted
+    file.
+
+    An archive with compressed entries is refused: its arrays could be larger than the file.
+
+    Returns:
+        The JSON object of the array `header`, and all other arrays by name.
+
+    Raises:
+        ValueError: The file is larger than 2 GiB, or an entry is compressed or has another length
+            than its header declares.
+        Exception: Any error of zipfile, numpy and json for a damaged file; `written_by` turns it
+            into InvalidInputError.
+    """
     if path.stat().st_size > MOST_BYTES:
         raise ValueError(f"larger than {MOST_BYTES} bytes")
     data = path.read_bytes()
@@ -162,7 +216,11 @@ def read_arrays(path: Path) -> tuple[dict[str, Any], dict[str, Vectors]]:
 
 
 def _array(data: bytes) -> Any:
-    """An array whose header claims as many bytes as follow it."""
+    """Parse an array of a .npy file.
+
+    Raises:
+        ValueError: Its header declares another number of bytes than follow it, or objects.
+    """
     file = io.BytesIO(data)
     known = np.lib.format
     first = known.read_magic(file) == (1, 0)
@@ -184,11 +242,11 @@ def _linear(weight: Vectors, bias: Vectors) -> tuple[Vectors, Vectors]:
 KINDS = ("affine", "low_rank", "procrustes")
 # Rows whose leave-one-out error chooses a penalty: a curve over 16 penalties needs no more.
 LEFT_OUT = 4000
-# Constants of an affine map, tuned on texts and pictures that no published figure uses: the largest
-# share of the rotation; ridge's penalty over the one of least error, as a mean of two varies less
-# than either; and the singular value, over the mean one, at which the rotation weights a direction
-# by 1 / sqrt(2).
-MOST_TURNED, LESS, DOUBTED = 0.6, 0.3, 0.3
+# Constants of an affine map, tuned on texts and pictures that no published figure uses. The largest
+# share of the rotation; the factor of ridge's penalty of least error, below 1 because a mean of two
+# maps varies less than either; and the singular value, in multiples of the mean one, at which the
+# rotation weights a direction by 1 / sqrt(2).
+LARGEST_ROTATION_SHARE, PENALTY_FACTOR, UNSURE_SINGULAR_VALUE = 0.6, 0.3, 0.3
 
 
 @dataclass(frozen=True)
@@ -196,31 +254,50 @@ class Strength:
     """Parameters of an affine map that do not follow from the moments of the pairs.
 
     Attributes:
-        penalty: Ridge's penalty.
-        turned: Share of the rotation in the mean of both, 0 to 1.
+        penalty: Ridge's penalty lambda, as a multiple of the mean input variance.
+        rotation_share: Weight of the rotation in its mean with ridge, 0 to 1.
     """
 
     penalty: float
-    turned: float
+    rotation_share: float
 
     @property
-    def straight(self) -> "Strength":
-        """The parameters of ridge alone, for residuals of a converter: they need no rotation."""
-        return Strength(self.penalty / LESS, 0.0)
+    def of_ridge_alone(self) -> "Strength":
+        """Return the parameters of ridge without a rotation, as residuals of a converter need."""
+        return Strength(self.penalty / PENALTY_FACTOR, 0.0)
 
 
 def fit_maps(
     old: Vectors, new: Vectors, *, kinds: Collection[str] = KINDS, group: int = 1
 ) -> dict[str, Map]:
-    """The candidates, by name, from pairs old [n, a] and new [n, b].
+    """Fit maps of several kinds to pairs.
 
-    "affine": the mean of ridge, its penalty by leave-one-out, and of a rotation times a factor.
-    "low_rank": the same through the b/2 leading directions of what it predicts. "procrustes":
-    orthogonal between centred vectors, between vectors of any norm times one factor. Raises
-    InvalidInputError for fewer than 2 pairs.
+    - "affine": the mean of ridge regression, whose penalty leave-one-out chooses, and of a scaled
+      rotation.
+    - "low_rank": the affine map, restricted to the b/2 leading directions of its outputs.
+    - "procrustes": a rotation between the centred vectors (Schönemann 1966), with one scale factor
+      if the new vectors are not normalised.
+
+    A map normalises its output if all new vectors have norm 1.
+
+    Args:
+        old: Vectors by the old model, float32 [n, a].
+        new: Vectors of the same items by the new model, float32 [n, b].
+        kinds: Names of KINDS.
+        group: Number of adjacent rows that belong to one item and are left out together.
+
+    Returns:
+        The maps by kind.
+
+    Raises:
+        InvalidInputError: `old` and `new` differ in length, or have fewer than 2 groups of rows.
+        ValueError: A vector holds NaN or infinity.
     """
     if len(old) != len(new) or len(old) < 2 * group:
-        raise InvalidInputError(f"expected at least 2 pairs, got {len(old)} old and {len(new)} new")
+        raise InvalidInputError(
+            f"expected at least {2 * group} pairs to fit a map to, got {len(old)} old and "
+            f"{len(new)} new vectors"
+        )
     blocks = split_into_blocks(old, new)
     solver = Solver(Moments.of(blocks()))
     strength = solver.strength(blocks, group=group) if needs_strength(kinds) else None
@@ -228,22 +305,33 @@ def fit_maps(
 
 
 def needs_strength(kinds: Collection[str]) -> bool:
-    """Whether one of them is told more than moments: all but a rotation are."""
+    """Tell whether a kind of map needs a `Strength`: all but "procrustes" do."""
     return any(kind != "procrustes" for kind in kinds)
 
 
 class Solver:
-    """The candidates of the pairs whose moments are given; what two of them need is solved once."""
+    """Solves for maps of several kinds from the moments of pairs; shared parts are solved once.
+
+    Args:
+        moments: Sums over the pairs (see nobackfill.ridge).
+    """
 
     def __init__(self, moments: Moments) -> None:
         self._moments = moments
 
     def strength(self, blocks: Blocks, *, group: int = 1) -> Strength:
-        """By leave-one-out error on the same pairs, which `blocks` gives. The less of the new
-        vectors ridge leaves unexplained, the less is turned."""
+        """Choose the parameters of the affine map by the leave-one-out error of ridge.
+
+        The share of the rotation grows with the share of the new vectors' variance that ridge does
+        not explain, up to 0.6.
+
+        Args:
+            blocks: Yields the pairs whose moments these are.
+            group: As in `fit_maps`.
+        """
         found = ridge.fit_ridge(blocks, group=group, moments=self._moments, sample=LEFT_OUT)
         unexplained = found.error / found.spread if found.spread > 0 else 0.0
-        return Strength(LESS * found.penalty, min(MOST_TURNED, unexplained))
+        return Strength(PENALTY_FACTOR * found.penalty, min(LARGEST_ROTATION_SHARE, unexplained))
 
     def maps(
         self, strength: Strength | None, unit: bool, kinds: Collection[str] = KINDS
@@ -252,8 +340,11 @@ class Solver:
 
         Args:
             strength: Parameters of the affine map; None if all kinds are "procrustes".
-            unit: Whether the maps normalise, as in Map.
+            unit: Whether the maps normalise their output, as in Map.
             kinds: Names of KINDS.
+
+        Returns:
+            The maps by kind, float32.
         """
         moments, maps = self._moments, {}
         affine = None if strength is None else self._affine(strength)
@@ -267,35 +358,39 @@ class Solver:
                 weight = affine if kind == "affine" else _low_rank(affine, moments, half)
                 facts |= {
                     "penalty": f"{strength.penalty:.3g}",
-                    "turned": f"{strength.turned:.3g}",
+                    "turned": f"{strength.rotation_share:.3g}",
                 }
             bias = moments.mean[1] - weight @ moments.mean[0]
             maps[kind] = Map(kind, weight.astype(np.float32), bias.astype(np.float32), unit, facts)
         return maps
 
     def _affine(self, strength: Strength) -> Doubles:
-        straight = ridge.solve_ridge(self._moments, strength.penalty).weight
-        if strength.turned == 0:
-            return straight
+        """Solve for the weights [b, a] of the mean of ridge and rotation."""
+        linear = ridge.solve_ridge(self._moments, strength.penalty).weight
+        share = strength.rotation_share
+        if share == 0:
+            return linear
         _, singular, _ = self._decomposed
-        doubted = DOUBTED * singular.mean()
-        # 1 in place of each singular value gives the rotation of least error, in which those of
-        # directions that the pairs say little of are as large as any.
-        known = np.hypot(singular, doubted)
-        believed = np.divide(singular, known, out=np.zeros_like(singular), where=known > 0)
-        turned = self._rotation(believed, factor=True)
-        mean: Doubles = (1 - strength.turned) * straight + strength.turned * turned
+        unsure = UNSURE_SINGULAR_VALUE * singular.mean()
+        # Factors of 1 give the rotation of least error, in which directions with little evidence
+        # count as much as any. Here these get smaller factors.
+        lengths = np.hypot(singular, unsure)
+        factors = np.divide(singular, lengths, out=np.zeros_like(singular), where=lengths > 0)
+        rotation = self._rotation(factors, factor=True)
+        mean: Doubles = (1 - share) * linear + share * rotation
         return mean
 
     def _rotation(self, values: Doubles, *, factor: bool) -> Doubles:
-        """V diag(values) U' [b, a] of the singular value decomposition U s V' of the cross products
-        (Schönemann 1966), semi-orthogonal where all are 1; with `factor` times the one of least
-        squared error."""
+        """Compute V diag(values) U' [b, a] from the decomposition U s V' of the cross products.
+
+        It is semi-orthogonal if all values are 1 (Schönemann 1966). With `factor`, it is multiplied
+        by the number that gives the least squared error.
+        """
         u, singular, vt = self._decomposed
-        turned = (u * values) @ vt
-        spread = float((self._moments.gram @ turned * turned).sum())
+        rotation = (u * values) @ vt
+        spread = float((self._moments.gram @ rotation * rotation).sum())
         scale = float(values @ singular) / spread if factor and spread > 0 else 1.0
-        return scale * turned.T
+        return scale * rotation.T
 
     @cached_property
     def _decomposed(self) -> tuple[Doubles, Doubles, Doubles]:
@@ -303,53 +398,73 @@ class Solver:
 
 
 def _low_rank(weight: Doubles, moments: Moments, rank: int) -> Doubles:
-    """Reduced-rank regression: `weight` onto the leading principal directions of its outputs."""
+    """Project weights [b, a] onto the `rank` leading principal directions of their outputs."""
     _, directions = np.linalg.eigh(weight @ moments.gram @ weight.T)
-    kept = directions[:, -rank:]
-    return kept @ (kept.T @ weight)
+    leading = directions[:, -rank:]
+    return leading @ (leading.T @ weight)
 
 
 def _decomposed(cross: Doubles) -> tuple[Doubles, Doubles, Doubles]:
     try:
         u, singular, vt = np.linalg.svd(cross, full_matrices=False)
     except np.linalg.LinAlgError:
-        # LAPACK's gesdd gives up on a few matrices of fewer pairs than dims, not on the transpose.
+        # LAPACK's gesdd fails on a few matrices of fewer pairs than dims, but not on the transpose.
         v, singular, ut = np.linalg.svd(cross.T, full_matrices=False)
         u, vt = ut.T, v.T
     return u, singular, vt
 
 
 RESIDUAL = "residual"
-# The user names the trainer, `module:function`: nothing here knows of one. Ours is
-# `nobackfill.training.pairs:residual`, where the extra `training` is installed.
-# From old vectors [n, a], new ones [n, b] and what the affine map gives before it normalises
-# [n, b]: the layers of a network, weight [out, in] and bias [out] each, which gives of old vectors
-# what to add. ReLU stands between layers.
+# A function of old vectors [n, a], new vectors [n, b] and the affine map's outputs before
+# normalisation [n, b]. It returns the layers of a network, weight [out, in] and bias [out] each,
+# with ReLU between them, that computes the residual from old vectors. The user names it as
+# `module:function`; ours is `nobackfill.training.pairs:residual`, with the extra `training`.
 Trainer = Callable[[Vectors, Vectors, Vectors], Sequence[tuple[Floats, Floats]]]
 
 
 def open_trainer(name: str) -> Trainer:
-    """`module:function`. Raises NotFoundError where there is none, or what it needs is missing."""
+    """Import the function that trains a residual network.
+
+    Args:
+        name: `module:function`. The module is looked for on Python's path, and its code is run.
+
+    Raises:
+        NotFoundError: There is no such module or function, or the module fails to import another.
+        InvalidInputError: The name leads to an object that is no function.
+    """
     module, _, function = name.partition(":")
     try:
         found = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, ValueError) as error:
         raise NotFoundError(
-            f"{name}: cannot be imported ({error}); our own trainer needs pip install '.[training]'"
+            f"--also {name}: cannot be imported as MODULE:FUNCTION ({error}); "
+            "nobackfill.training.pairs:residual needs pip install '.[training]'"
         ) from error
     if not callable(found):
-        raise InvalidInputError(f"{name}: is no function")
+        raise InvalidInputError(
+            f"--also {name}: expected a function, got {type(found).__name__}; name a function as "
+            "MODULE:FUNCTION"
+        )
     trainer: Trainer = found
     return trainer
 
 
-def trained(straight: Map, old: Vectors, new: Vectors, trainer: Trainer) -> Map:
-    """An affine map with a network beside it, from pairs. Raises InvalidInputError for layers that
-    do not fit, NaN and infinity."""
-    given = trainer(old, new, replace(straight, unit=False)(old))
+def train_residual(affine: Map, old: Vectors, new: Vectors, trainer: Trainer) -> Map:
+    """Train a network for the residual of an affine map, and return the map with both.
+
+    Args:
+        affine: The affine map, without layers.
+        old: Vectors by the old model, float32 [n, a].
+        new: Vectors of the same items by the new model, float32 [n, b].
+        trainer: Trains the network; its errors pass through.
+
+    Raises:
+        InvalidInputError: The trainer returns no layers, layers that do not fit one another or the
+            dimensions a and b, or NaN or infinity.
+    """
     layers: list[tuple[Vectors, Vectors]] = []
-    size = straight.dims[0]
-    for weight, bias in given:
+    size = affine.dims[0]
+    for weight, bias in trainer(old, new, replace(affine, unit=False)(old)):
         if np.ndim(weight) != 2 or np.shape(weight)[1] != size:
             raise InvalidInputError(
                 f"--also: expected a layer that reads {size} numbers, got weights of shape "
@@ -361,8 +476,9 @@ def trained(straight: Map, old: Vectors, new: Vectors, trainer: Trainer) -> Map:
             np.asarray(weight, np.float32), np.shape(weight)[1], what="a layer's weight"
         )
         layers.append((checked, shift[0]))
-    if size != straight.dims[1] or not layers:
+    if size != affine.dims[1] or not layers:
         raise InvalidInputError(
-            f"--also: expected layers that give {straight.dims[1]} numbers, got {size}"
+            f"--also: expected a last layer with {affine.dims[1]} outputs, as the new model has "
+            f"dimensions, got {size if layers else 'no layer'}"
         )
-    return replace(straight, kind=RESIDUAL, layers=tuple(layers))
+    return replace(affine, kind=RESIDUAL, layers=tuple(layers))

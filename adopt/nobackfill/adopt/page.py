@@ -1,4 +1,4 @@
-"""One self-contained HTML page of a verdict."""
+"""Render a verdict as one self-contained HTML page."""
 
 import base64
 import io
@@ -12,7 +12,17 @@ _COLOUR = "#0072b2"
 
 
 def render(verdict: Verdict) -> str:
-    """The page, with the learning curve and the ways as pictures."""
+    """Render a verdict as an HTML page, with the learning curve and the options as pictures.
+
+    Args:
+        verdict: The verdict; a learning curve of fewer than two points is left out.
+
+    Returns:
+        The page as text, without references to other files.
+
+    Raises:
+        ConfigurationError: The extra `adopt` is not installed.
+    """
     with require_extra("adopt"):
         from jinja2 import Environment, FileSystemLoader, StrictUndefined
     environment = Environment(
@@ -23,7 +33,7 @@ def render(verdict: Verdict) -> str:
         figures=list(verdict.ways[0].figures),
         curve=_chart(verdict.curve, verdict.judged_by) if len(verdict.curve) > 1 else None,
         bars=_bars(verdict),
-        healing=_way(verdict),
+        healing=_re_embedding_chart(verdict),
         gain=gain_of_doubling(verdict.curve),
         seconds=duration,
         percent=percent,
@@ -31,13 +41,25 @@ def render(verdict: Verdict) -> str:
 
 
 def percent(way: Way, figure: str) -> str:
-    """Format a figure of a way in percent, an estimate with a ~ before it."""
+    """Format a figure of an option in percent: '97.4%', and '~97.4%' for an estimate.
+
+    Args:
+        way: The option.
+        figure: Name of one of its figures, such as "R@1".
+
+    Raises:
+        KeyError: The option has no such figure.
+    """
     mark = "~" if figure in way.estimated else ""
     return f"{mark}{100 * way.figures[figure]:.1f}%"
 
 
 def duration(seconds: float | None) -> str:
-    """In words, as short as is useful."""
+    """Format a duration in the largest unit of which it has at least two: '3.5 h', '12.0 ms'.
+
+    Args:
+        seconds: Seconds, 0 or more; None becomes 'not measured', and 0 becomes '0'.
+    """
     if seconds is None:
         return "not measured"
     for size, unit in ((86400.0, "days"), (3600.0, "h"), (60.0, "min"), (1.0, "s")):
@@ -61,8 +83,8 @@ def _chart(points: list[CurvePoint], judged_by: str) -> str:
     return _data_uri(figure)
 
 
-def _way(verdict: Verdict) -> str:
-    """The figure that chooses, while items become native."""
+def _re_embedding_chart(verdict: Verdict) -> str:
+    """Draw the deciding figure while items become native, ranked by score and by distance."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(4.6, 3), layout="constrained")
@@ -73,7 +95,7 @@ def _way(verdict: Verdict) -> str:
         ("by distance", healing.raw[name], "#9aa5b1"),
     ):
         axes.plot(100 * SHARES, [100 * one for one in curve], color=colour, label=label)
-    axes.set_xlabel("items embedded again, %")
+    axes.set_xlabel("items re-embedded, %")
     axes.set_ylabel(f"{name}, %")
     axes.legend(frameon=False)
     return _data_uri(figure)

@@ -1,6 +1,7 @@
-"""The vectors of a store: what is in it, which items to embed again, and pairs of two models'.
+"""Inspect the vectors of a store, choose a sample of its items, and match pairs of vectors.
 
-Pairs are the same items' vectors by two models; maps are fitted and judged on them.
+A pair is the old and the new model's vectors of one item. Maps are fitted to pairs and judged by
+them.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -34,8 +35,14 @@ _JUDGED: Mapping[SearchMetric, Metric] = {
 
 @dataclass(frozen=True)
 class Pairs:
-    """Row i of both is item ids[i]: old [n, a], new [n, b]. `metric`: that of the old ones' store,
-    cosine where it names none."""
+    """The old and the new model's vectors of n items, row by row.
+
+    Attributes:
+        ids: The n ids.
+        old: Vectors by the old model, float32 [n, a].
+        new: Vectors by the new model, float32 [n, b].
+        metric: Metric of the old vectors' store; cosine if the store declares none.
+    """
 
     ids: list[str]
     old: Vectors
@@ -48,17 +55,31 @@ class Pairs:
 
 @dataclass(frozen=True)
 class Matched:
-    """Pairs, and the ids that only one side has."""
+    """The result of `match`.
+
+    Attributes:
+        pairs: Items with a vector by both models.
+        without_old: Ids that only the new side has.
+    """
 
     pairs: Pairs
     without_old: list[str]
-    without_new: list[str]
 
 
 def read_all(source: Source, only: Collection[str] | None = None) -> Rows:
-    """Every row of a source, or those with an id in `only`; vectors are checked.
+    """Read the rows of a source into memory.
 
-    Raises InvalidInputError for NaN, several dimensions, an id that comes twice.
+    Args:
+        source: The source; every vector of it is read.
+        only: Ids of the rows to return; None: all. Ids that the source lacks are ignored.
+
+    Returns:
+        Ids and vectors, float32 [n, dim]; [0, 0] for a source without vectors. Keys and versions
+        are left out.
+
+    Raises:
+        InvalidInputError: A vector holds NaN or infinity, dimensions differ, or an id occurs twice.
+        NobackfillError: As the source raises it.
     """
     where = source.facts().name
     ids: list[str] = []
@@ -82,60 +103,88 @@ def read_all(source: Source, only: Collection[str] | None = None) -> Rows:
 
 
 def judged_by(facts: Facts) -> Metric:
-    """The metric by which searches of a store are judged and ranked. Raises InvalidInputError."""
+    """Return the metric by which searches of a store are judged; cosine if it declares none.
+
+    Raises:
+        InvalidInputError: The store searches by a metric that is migrated but not judged (l1).
+    """
     metric = facts.metric or "cosine"
     if metric not in _JUDGED:
         raise InvalidInputError(
-            f"{facts.name}: its vectors are searched by {metric}, which is carried but not judged; "
-            f"expected {join_few(_JUDGED)}"
+            f"{facts.name}: its vectors are searched by {metric}, for which there is no verdict; "
+            f"expected one of {join_few(_JUDGED)}. `nobackfill carry` migrates them without a verdict"
         )
     return _JUDGED[metric]
 
 
 def match(old: Source, new: Source, *, least: int = 20) -> Matched:
-    """Pairs by id, whatever the order of either side; `new` is the smaller side as a rule.
+    """Match the vectors of two sources by id.
 
-    Raises InvalidInputError for fewer than `least` pairs, and a vector of zeros only.
+    All vectors of `new` are held in memory, and those vectors of `old` that have a partner. Both
+    sources are read once; their orders may differ.
+
+    Args:
+        old: Vectors by the old model; usually the gallery.
+        new: Vectors by the new model; usually a sample of it.
+        least: Smallest number of pairs.
+
+    Returns:
+        The pairs in the order of `old`, with its metric; ids of `new` that `old` lacks.
+
+    Raises:
+        InvalidInputError: Fewer than `least` items have both vectors, a vector of a pair has only
+            zeros, the metric of `old` cannot be judged; or as `read_all`.
+        NobackfillError: As the sources raise it.
     """
-    made = read_all(new)
-    wanted = set(made.ids)
-    stored = read_all(old, wanted)
-    places = {name: row for row, name in enumerate(made.ids)}
+    sample = read_all(new)
+    stored = read_all(old, set(sample.ids))
+    places = {name: row for row, name in enumerate(sample.ids)}
     order = np.array([places[name] for name in stored.ids], np.int64)
     known = set(stored.ids)
-    lost = [name for name in made.ids if name not in known]
+    lost = [name for name in sample.ids if name not in known]
     if len(stored) < least:
-        why = "embed more of them by the new model"
+        why = "embed more items by the new model"
         if lost:
             missing = join_few(map(repr, lost))
             why = f"{old.facts().name} has none for {missing}; are the ids of both sides the same?"
         raise InvalidInputError(
             f"expected at least {least} items with both vectors, found {len(stored)}: {why}"
         )
-    pairs = Pairs(stored.ids, stored.vectors, made.vectors[order], judged_by(old.facts()))
+    pairs = Pairs(stored.ids, stored.vectors, sample.vectors[order], judged_by(old.facts()))
     for side, vectors in ((old, pairs.old), (new, pairs.new)):
         if len(zeros := np.flatnonzero(~vectors.any(1))):
             raise InvalidInputError(
                 f"{side.facts().name}: expected vectors with a direction, got zeros only in "
                 f"{join_few(repr(pairs.ids[row]) for row in zeros.tolist())}; leave these items out"
             )
-    return Matched(pairs, lost, [])
+    return Matched(pairs, lost)
 
 
 MOST_CLUSTERS = 256
-# Vectors that the clusters are found from.
+# Vectors that k-means is fitted to.
 _FITTED_ON = 20_000
 _ROUNDS = 10
 _BLOCK = 20_000
-# Rows whose distances to all chosen ones are held at once.
+# Rows whose distances to the sample are computed at once.
 _NEAR_BLOCK = 2000
 
 
 def sample(rows: Rows, count: int, seed: int = 0) -> list[str]:
-    """Draw ids of `count` items, spread over the space, in the order of `rows`.
+    """Choose items at random so that they are spread over the space.
 
-    k-means on the old vectors, then from each cluster a share of its size, and one at least.
-    Raises InvalidInputError for too few items.
+    The old vectors are clustered by k-means. Each cluster gives a share in proportion to its size,
+    and at least one item while there are enough.
+
+    Args:
+        rows: All items.
+        count: Number of items to choose, 1 to all.
+        seed: Seed of the random choice; the same seed chooses the same items.
+
+    Returns:
+        `count` ids in the order of `rows`.
+
+    Raises:
+        InvalidInputError: `count` is less than 1 or more than there are items.
     """
     if not 1 <= count <= len(rows):
         raise InvalidInputError(f"expected -n from 1 to {len(rows)} (all items), got {count}")
@@ -150,12 +199,16 @@ def sample(rows: Rows, count: int, seed: int = 0) -> list[str]:
 
 
 def sample_with(rows: Rows, count: int, queried: Sequence[str]) -> list[str]:
-    """Draw ids as `sample` does, with `queried` items in place of up to half of them.
+    """Choose items as `sample` does with seed 0, and replace some of them by items of queries.
 
     Args:
         rows: All items.
-        count: Number of ids, 1 to all.
-        queried: Ids of items that queries ask for; unknown ids are ignored.
+        count: Number of items to choose, 1 to all.
+        queried: Ids of items that test queries should find, in order of preference. Unknown ids
+            are ignored, and at most half of the sample is replaced.
+
+    Returns:
+        `count` ids; the items of queries that replaced others come last.
 
     Raises:
         InvalidInputError: As `sample`.
@@ -171,42 +224,71 @@ def sample_with(rows: Rows, count: int, queried: Sequence[str]) -> list[str]:
 
 
 def encode_ids(ids: Sequence[str], where: str) -> str:
-    """Write ids as text, one a line. Raises InvalidInputError for an id of several lines."""
+    """Encode ids as text with one id in each line; an empty text without ids.
+
+    Args:
+        ids: The ids.
+        where: Name of their source in the error.
+
+    Raises:
+        InvalidInputError: An id contains a line break.
+    """
     if broken := next((name for name in ids if "\n" in name or "\r" in name), None):
-        raise InvalidInputError(f"{where}: expected ids of one line, got {broken!r}")
+        raise InvalidInputError(
+            f"{where}: expected ids without line breaks, because the sample is a file with one id "
+            f"in each line; got {broken!r}"
+        )
     return "".join(f"{name}\n" for name in ids)
 
 
 def read_ids(path: Path) -> set[str]:
-    """Read the ids that `encode_ids` wrote. Raises InvalidInputError for an unreadable file."""
+    """Read a file of ids, one in each line; empty lines are ignored.
+
+    Raises:
+        InvalidInputError: The file is missing, cannot be read, or is not UTF-8.
+    """
     try:
         return set(path.read_text("utf-8-sig").split("\n")) - {""}
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidInputError(f"{path}: cannot be read ({error})") from error
+        raise InvalidInputError(
+            f"{path}: cannot be read as a file of ids ({error}); `nobackfill sample --out` writes "
+            "one"
+        ) from error
 
 
 @dataclass(frozen=True)
 class Coverage:
-    """How well a choice covers a source: the mean cosine distance from an item to the nearest
-    chosen one, and to the nearest of as many at random."""
+    """The result of `coverage`.
+
+    Attributes:
+        of_sample: Mean cosine distance from an item to the nearest item of the sample.
+        at_random: The same for a random sample of the same size.
+    """
 
     of_sample: float
     at_random: float
 
     @property
     def sentence(self) -> str:
+        """Return both distances and their comparison in one sentence."""
         nearer = 1 - self.of_sample / self.at_random if self.at_random > 0 else 0.0
         word = "nearer" if nearer >= 0 else "farther"
         return (
-            f"an item lies {self.of_sample:.3f} from the nearest of them on average (cosine "
-            f"distance), {self.at_random:.3f} from the nearest of as many at random: "
-            f"{abs(nearer):.1%} {word}; maps of three pairs of text models were measurably no "
-            "better for it"
+            f"the mean cosine distance from an item to the nearest item of this sample is "
+            f"{self.of_sample:.3f}, and {self.at_random:.3f} for a random sample of the same size: "
+            f"{abs(nearer):.1%} {word}; for three pairs of text models this made no map measurably "
+            "better"
         )
 
 
 def coverage(rows: Rows, ids: Sequence[str], seed: int = 0) -> Coverage:
-    """Measured on 20,000 of the rows at most."""
+    """Measure how well a sample covers a source, compared with a random sample.
+
+    Args:
+        rows: All items; distances are measured for a random 20,000 of them at most.
+        ids: Ids of the sample, at least one; unknown ids are ignored.
+        seed: Seed of both random choices.
+    """
     rng = np.random.default_rng(seed + 1)
     wanted = set(ids)
     sample = np.flatnonzero(np.fromiter((one in wanted for one in rows.ids), bool, len(rows)))
@@ -226,7 +308,16 @@ def coverage(rows: Rows, ids: Sequence[str], seed: int = 0) -> Coverage:
 
 
 def clusters(vectors: Vectors, count: int, rng: np.random.Generator) -> Ints:
-    """The nearest of `count` k-means centres for each row, numbered without gaps."""
+    """Cluster vectors by k-means, fitted to a random 20,000 of them at most.
+
+    Args:
+        vectors: float32 [n, dim], n at least 1.
+        count: Most clusters, at least 1.
+        rng: Source of the random choices.
+
+    Returns:
+        The cluster of each row, int64 [n], numbered from 0 without gaps.
+    """
     some = vectors
     if len(vectors) > _FITTED_ON:
         some = vectors[rng.choice(len(vectors), _FITTED_ON, replace=False)]
@@ -242,8 +333,11 @@ def clusters(vectors: Vectors, count: int, rng: np.random.Generator) -> Ints:
 
 
 def _far_apart(vectors: Vectors, count: int, rng: np.random.Generator) -> Vectors:
-    """The first centres of k-means++ (Arthur and Vassilvitskii 2007): each drawn in proportion to
-    the squared distance from those before, so that no far group is missed."""
+    """Choose the first centres of k-means++ (Arthur and Vassilvitskii 2007).
+
+    Each is drawn with a probability in proportion to its squared distance from the earlier ones, so
+    that no far group is missed.
+    """
     chosen = [int(rng.integers(len(vectors)))]
     distance = np.full(len(vectors), np.inf)
     for _ in range(count - 1):
@@ -266,7 +360,7 @@ def _nearest(vectors: Vectors, centres: Vectors) -> Ints:
 
 
 def _shares(sizes: Ints, count: int) -> list[int]:
-    """`count` divided in proportion to the sizes, one at least of each while there are enough."""
+    """Divide `count` in proportion to the sizes, with at least one each while there are enough."""
     exact = count * sizes / sizes.sum()
     shares = np.minimum(np.maximum(1, np.floor(exact)), sizes).astype(np.int64)
     # The remainder goes where the most is missing; a surplus comes from where the most is.
@@ -277,16 +371,27 @@ def _shares(sizes: Ints, count: int) -> list[int]:
     return [int(share) for share in shares]
 
 
-# Rows at either end of the order of keys that drift is told from.
+# Rows at either end of the order of keys by which drift is measured.
 ENDS = 2000
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """`norms`: smallest, mean and largest; `duplicates`: rows whose vector an earlier row has;
-    `unusable`: rows with NaN or infinity; `drift`: the squared distance between the means of the
-    first and the last rows by key, over what chance gives (about 1 where nothing has changed), None
-    where there are too few. `refusals`: windows that cannot be read, in words."""
+    """The result of `inspect`.
+
+    Attributes:
+        facts: The facts that the store declares.
+        count: Number of vectors.
+        dim: Their dimension; None if there are none, or several dimensions.
+        norms: Smallest, mean and largest norm; None without usable vectors.
+        duplicates: Number of rows whose vector an earlier row has too.
+        unusable: Number of rows with NaN or infinity.
+        zeros: Number of rows with zeros only.
+        drift: Squared distance between the mean vectors of the first and the last 2,000 rows by
+            key, divided by the distance that chance gives. It is about 1 if nothing has changed;
+            None for fewer than 200 rows.
+        refusals: Sentences about parts of the store that cannot be read or migrated.
+    """
 
     facts: Facts
     count: int
@@ -326,12 +431,19 @@ class Inspection:
 
 
 def inspect(source: Source) -> Inspection:
-    """Read every vector once."""
+    """Count and check the vectors of a source. Reads every vector once, and writes nothing.
+
+    A window that cannot be read becomes a sentence in `refusals`. A source with vectors of several
+    dimensions is described by these alone.
+
+    Raises:
+        NobackfillError: As the source raises it, for example UnavailableError of a server.
+    """
     facts = source.facts()
     if isinstance(source, Dimensioned) and len(mixed := source.dims()) > 1:
         each = join_few(f"{dim} in {rows} rows" for dim, rows in mixed.items())
         why = (
-            f"vectors of several dimensions: {each}; a column is carried whole, so give each "
+            f"vectors of several dimensions: {each}; a map needs one dimension, so give each "
             "model's rows a table of their own (CREATE TABLE … AS SELECT … WHERE vector_dims(…) = "
             "…, with its key)"
         )
@@ -369,7 +481,10 @@ def inspect(source: Source) -> Inspection:
         last = [*last, good] if sum(map(len, last)) < ENDS else [last[-1], good]
     if len(dims) > 1:
         found = ", ".join(f"{dim} from {name!r} on" for dim, name in dims.items())
-        refusals.append(f"vectors of several dimensions: {found}; are these two models' vectors?")
+        refusals.append(
+            f"vectors of several dimensions: {found}; put the vectors of each model into a store "
+            "of their own"
+        )
     usable = count - unusable
     return Inspection(
         facts=facts,
@@ -385,7 +500,7 @@ def inspect(source: Source) -> Inspection:
 
 
 def _drift(first: list[Vectors], last: list[Vectors], count: int) -> float | None:
-    """|mean - mean|² over (1/n + 1/m) times the variance within the two ends."""
+    """Compute |mean - mean|² / ((1/n + 1/m) times the variance within both ends of a store."""
     if count < 200 or not first or not last:
         return None
     size = min(ENDS, count // 2)

@@ -37,7 +37,7 @@ from nobackfill.adopt.maps import (
     fit_maps,
     is_unit,
     needs_strength,
-    trained,
+    train_residual,
 )
 from nobackfill.adopt.pairs import Pairs
 from nobackfill.adopt.sources.source import Source
@@ -78,7 +78,7 @@ class MapChoice:
             return correct_converter(converter, pairs)
         if self.kind == RESIDUAL and self.trainer is not None:
             straight = fit_maps(pairs.old, pairs.new, kinds=["affine"])["affine"]
-            return trained(straight, pairs.old, pairs.new, self.trainer)
+            return train_residual(straight, pairs.old, pairs.new, self.trainer)
         if self.fitted_queries is None:
             return fit_maps(pairs.old, pairs.new, kinds=[self.kind])[self.kind]
         rows = crossfit.add_queries(pairs, self.fitted_queries)

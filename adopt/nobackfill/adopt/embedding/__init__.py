@@ -1,4 +1,4 @@
-"""Embedding items by models that others trained.
+"""Embed items by models of others: ONNX files, HTTP endpoints and Python functions.
 
 >>> from nobackfill.adopt.embedding import open_embedder
 >>> open_embedder("https://embeddings.example/v1/embeddings", name="small").kind

@@ -27,9 +27,10 @@ class Embedder(Protocol):
 
     Attributes:
         fingerprint: The digest that identifies the model; models of one dimension differ in it.
-        kind: The kind of item that it reads, image or text; None for both.
-        reads: DOCUMENTS or QUERIES for a model that encodes them in two ways, followed by the
-            query encoder if there is one; empty for a model that encodes both alike.
+        kind: The kind of item that it reads, "image" or "text"; None for any.
+        reads: For a model that encodes documents and queries in two ways, the role in which this
+            object reads texts: "documents", "queries", or "queries by " and the fingerprint of a
+            query encoder. Empty for a model that encodes all texts in one way.
     """
 
     fingerprint: str
@@ -37,16 +38,21 @@ class Embedder(Protocol):
     reads: str
 
     def embed(self, items: list[str] | list[Path] | list[bytes]) -> Vectors:
-        """Embed items.
+        """Embed items in one call of the model.
+
+        Args:
+            items: n texts, or n images as paths or encoded bytes; at least one.
 
         Returns:
-            Their vectors, float32 [n, dim].
+            Their vectors, float32 [n, dim], finite, in the order of `items`.
 
         Raises:
-            UnusableItemsError: The items, or their number, may be the cause.
+            UnusableItemsError: An item cannot be embedded, or there are too many; fewer items at a
+                time show which one.
             InvalidInputError: The model's output cannot be used, whatever the items are.
             UnavailableError: An endpoint does not answer.
-            BusyError: An endpoint still asks to wait after the patience.
+            BusyError: An endpoint is still busy after `patience` seconds.
+            NotPermittedError: An endpoint refuses the key.
         """
 
 
@@ -54,31 +60,36 @@ def open_embedder(
     model: str, *, name: str | None = None, patience: float = 120.0, queries: bool = False,
     pixels: Mapping[str, object] | None = None,
 ) -> Embedder:  # fmt: skip
-    """Open a model that embeds items.
+    """Open a model that embeds items. An endpoint gets no request yet.
 
     Args:
-        model: An ONNX file, `module:function`, or the URL of an endpoint.
-        name: The model's name at the endpoint; None elsewhere.
-        patience: The most seconds to retry a batch at an endpoint.
-        queries: Whether the texts are queries, which some models encode in another way.
-        pixels: How an ONNX file reads images, as in `Declaration`, in place of the settings in
-            its folder.
+        model: The path of an ONNX file, `module:function`, or the URL of an endpoint. The module's
+            code is run; the working folder is added to Python's path.
+        name: The model's name at an endpoint; other models ignore it.
+        patience: Seconds for which one request to an endpoint is repeated.
+        queries: Whether the texts are queries, which some ONNX models encode in another way.
+        pixels: Fields of `Declaration` by name, such as {"size": 224}: how an ONNX file reads
+            images, in place of the files in its folder. None: as these files declare.
 
     Raises:
         NotFoundError: There is no such file, module or function.
-        InvalidInputError: The model cannot be used, or an argument does not fit it.
-        ConfigurationError: The URL is not https://, or holds a password.
+        InvalidInputError: The file is no usable model, an endpoint has no `name`, `pixels` are
+            given for another kind of model, or the text is none of the three forms.
+        ConfigurationError: The URL is not https:// (or http:// on this machine), or holds a
+            password; or an extra is not installed.
     """
     if pixels and Path(model).suffix != ".onnx":
         raise InvalidInputError(
-            f"{model}: {', '.join(pixels)} only applies to an ONNX file that reads images"
+            f"{model}: expected no {', '.join(f'--{one}' for one in pixels)}, because only an ONNX "
+            "file that reads images has such settings; leave them out"
         )
     if model.startswith(("http://", "https://")):
         from nobackfill.adopt.embedding.endpoint import Endpoint
 
         if name is None:
             raise InvalidInputError(
-                "--with: name the model at the endpoint as well, with --model-name"
+                f"{model.partition('?')[0]}: an endpoint serves several models; name one with "
+                "--model-name (`migrate`: --new-name, --old-name)"
             )
         return Endpoint(model, name, patience=patience)
     if Path(model).suffix == ".onnx":
@@ -88,24 +99,31 @@ def open_embedder(
     if ":" in model:
         return PythonFunction(model)
     raise InvalidInputError(
-        f"{model}: expected an ONNX file, module:function, or an endpoint's https:// address"
+        f"{model}: expected a model as FILE.onnx, module:function, or the https:// address of an "
+        "endpoint"
     )
 
 
 def reading_of(embedder: Embedder) -> str:
-    """Return sentences that tell the user how the model reads its items.
+    """Return sentences on how a model prepares its items, for the user to check.
 
-    Vectors are useless if it is wrong. Empty if the user declared it, or an endpoint decides it.
+    Vectors are useless if the preparation is wrong.
+
+    Returns:
+        Size, crop and normalisation of images, or assumptions about texts without a declaration.
+        Empty for texts with a declaration, for endpoints and for Python functions.
     """
     return str(getattr(embedder, "description", ""))
 
 
 class QueryEmbedder:
-    """Embeds the queries of a model that has a second encoder for them.
+    """The Embedder of queries for a model that has a second encoder for them.
+
+    Its errors are those of the encoder.
 
     Args:
-        model: The model that embeds the items; the vectors get its fingerprint.
-        encoder: The encoder of the queries, which are texts.
+        model: The model that embeds the items. It is not called; its fingerprint marks the vectors.
+        encoder: The encoder of the queries.
     """
 
     def __init__(self, model: Embedder, encoder: Embedder) -> None:
@@ -122,14 +140,18 @@ _DIGEST = re.compile("[0-9a-f]{64}")
 
 
 class PythonFunction:
-    """A function of the user's own, `module:function`, that embeds items.
+    """The Embedder of a user's own Python function, `module:function`.
 
-    The working folder is searched for the module, too. The fingerprint is the module's FINGERPRINT,
-    or else a digest of its source, which does not change with the weights.
+    The function gets a list of texts or of paths, and returns numbers [n, dim]. Opening imports the
+    module; the working folder is put first on Python's path. The fingerprint is the module's
+    FINGERPRINT, or else a digest of its source code, which does not change with the weights.
+
+    Args:
+        name: `module:function`.
 
     Raises:
         NotFoundError: The function cannot be imported.
-        InvalidInputError: It is no function, or FINGERPRINT is no text.
+        InvalidInputError: The name leads to no function, or FINGERPRINT is no text.
     """
 
     kind: Kind | None = None
@@ -143,13 +165,23 @@ class PythonFunction:
             found = importlib.import_module(module)
             self._function = getattr(found, function)
         except (ImportError, AttributeError) as error:
-            raise NotFoundError(f"{name}: cannot be imported ({error})") from error
+            raise NotFoundError(
+                f"{name}: cannot be imported as module:function ({error}); run the command in the "
+                "module's folder"
+            ) from error
         if not callable(self._function):
-            raise InvalidInputError(f"{name}: expected a function, got another object")
+            kind = type(self._function).__name__
+            raise InvalidInputError(f"{name}: expected the name of a function, got a {kind}")
         self._name = name
         self.fingerprint = _fingerprint(found, name)
 
     def embed(self, items: list[str] | list[Path] | list[bytes]) -> Vectors:
+        """Call the function; any exception of it becomes UnusableItemsError with its line.
+
+        Raises:
+            UnusableItemsError: The function raises, or a vector holds NaN or infinity.
+            InvalidInputError: It returns no numbers [n, dim], or not one vector for each item.
+        """
         try:
             made = self._function(items)
         except Exception as error:
@@ -164,10 +196,14 @@ class PythonFunction:
             vectors = even(rows, [str(item) for item in items], self._name)
         except (TypeError, ValueError) as error:
             raise InvalidInputError(
-                f"{self._name}: expected numbers [n, dim], a vector for each item ({error})"
+                f"{self._name}: expected the function to return numbers [n, dim], one vector for "
+                f"each item ({error})"
             ) from error
         if len(rows) != len(items):
-            raise InvalidInputError(f"{self._name}: expected {len(items)} vectors, got {len(rows)}")
+            raise InvalidInputError(
+                f"{self._name}: expected the function to return {len(items)} vectors, one for each "
+                f"item, got {len(rows)}"
+            )
         try:
             return check_vectors(np.asarray(vectors), vectors.shape[1], what=self._name)
         except UnusableRowsError as error:
@@ -186,7 +222,7 @@ def _fingerprint(module: ModuleType, name: str) -> str:
         return sha256_bytes(f"{name}\n{code}".encode())
     if not isinstance(declared, str) or not declared:
         raise InvalidInputError(
-            f"{name}: expected FINGERPRINT to be a text that changes with the model, its name and "
-            f"version say, got {declared!r}"
+            f"{name}: expected its module's FINGERPRINT to be a text that changes with the model, "
+            f'for example "name, version 2"; got {declared!r}'
         )
     return declared if _DIGEST.fullmatch(declared) else sha256_bytes(declared.encode())

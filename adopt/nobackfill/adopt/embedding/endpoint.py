@@ -1,4 +1,4 @@
-"""An HTTP endpoint in the shape of OpenAI's embeddings: `POST {"model", "input"}`."""
+"""Embed texts by an HTTP endpoint like that of OpenAI's embeddings: `POST {"model", "input"}`."""
 
 import hashlib
 import os
@@ -64,16 +64,17 @@ class _Failed(BaseModel):
 
 
 class Endpoint:
-    """An endpoint that embeds texts.
+    """The Embedder of an HTTP endpoint for texts.
 
-    It retries after status 429, a fault of the server or an incomplete answer, and waits as long as
-    Retry-After says. Texts only leave this machine over TLS.
+    It repeats a request after status 429, a fault of the server or an incomplete answer, and waits
+    as long as the header Retry-After tells. Texts leave this machine only over TLS. The variable
+    NOBACKFILL_ENDPOINT_KEY holds the key. Nothing is sent before `embed`.
 
     Args:
-        url: Address of the endpoint, https:// or http:// on this machine.
-        model: The model's name there; with `url`, it determines the fingerprint.
-        patience: The most seconds to retry one batch.
-        timeout: The most seconds to wait for one answer.
+        url: Address of the endpoint: https://, or http:// on this machine.
+        model: Name of the model there; with `url`, it determines the fingerprint.
+        patience: Seconds for which one request is repeated.
+        timeout: Seconds to wait for one answer.
 
     Raises:
         ConfigurationError: The address has another form, or holds a password.
@@ -91,12 +92,16 @@ class Endpoint:
             parsed = urllib3.util.Url()
         if parsed.host is None or parsed.auth is not None:
             raise ConfigurationError(
-                f"--with: expected https://HOST/PATH, and the key in {KEY}; it is not repeated here"
+                "expected the address of an endpoint as https://HOST/PATH without a user name and "
+                f"password, which are not repeated here; put the key in the variable {KEY}"
             )
         # The query may hold a secret.
         self._name = url.partition("?")[0]
         if parsed.scheme != "https" and not is_loopback(parsed.host or ""):
-            raise ConfigurationError(f"{self._name}: expected https://; texts are private")
+            raise ConfigurationError(
+                f"{self._name}: expected https://, because texts are private; http:// is accepted "
+                "for an endpoint on this machine"
+            )
         self._url, self._model, self._patience = url, model, patience
         self._http = urllib3.PoolManager(retries=False, timeout=timeout)
         self._timeout = timeout
@@ -106,11 +111,25 @@ class Endpoint:
         self.fingerprint = hashlib.sha256(f"{url}\n{model}".encode()).hexdigest()
 
     def embed(self, items: list[str] | list[Path] | list[bytes]) -> Vectors:
+        """Send texts to the endpoint in one request, and return their vectors.
+
+        The request is repeated for `patience` seconds while the endpoint is busy or fails.
+
+        Raises:
+            UnusableItemsError: The endpoint refuses these texts, or their number.
+            InvalidInputError: The answer is malformed or has another dimension than before, or the
+                endpoint refuses every text.
+            NotPermittedError: The endpoint refuses the key.
+            BusyError: It still answers 429 after `patience` seconds.
+            UnavailableError: It still does not answer, or fails, after `patience` seconds.
+        """
         try:
             return self._embedded([str(item) for item in items])
         except UnusableItemsError as error:
             if len(items) == 1 and not self._takes_plain():
-                raise InvalidInputError(f"{error}; no other text is taken either") from error
+                raise InvalidInputError(
+                    f"{error}; the endpoint refuses every other text as well"
+                ) from error
             raise
 
     def _takes_plain(self) -> bool:
@@ -178,9 +197,14 @@ class Endpoint:
             )
             data = self._read(response, _MOST_BYTES * (1 + len(body["input"])))
         except urllib3.exceptions.HTTPError as error:
-            return _Refusal(UnavailableError(f"{self._name}: does not answer ({error})"))
+            return _Refusal(
+                UnavailableError(f"{self._name}: the endpoint does not answer ({error})")
+            )
         if response.status in (401, 403):
-            raise NotPermittedError(f"{self._name}: refuses the key; set {KEY}{_colon(data)}")
+            raise NotPermittedError(
+                f"{self._name}: the endpoint refuses the key; put a valid one in the variable "
+                f"{KEY}{_colon(data)}"
+            )
         if response.status == 200:
             return self._answer(data, len(body["input"]))
         return self._refused(
@@ -208,13 +232,20 @@ class Endpoint:
         if status not in _LATER and http_status != 200:
             raise InvalidInputError(f"{self._name}: {words}{said}")
         kind, seconds = BusyError if status == 429 else UnavailableError, _seconds(retry_after)
-        more = "" if seconds is None else f"; it asks to wait {seconds:.0f} s, see --patience"
+        more = "" if seconds is None else f"; it requests a wait of {seconds:.0f} s (--patience)"
         error = kind(f"{self._name}: still {words} after {self._patience:g} s{more}{said}")
         return _Refusal(error, words + said, seconds, faulty=status == 500)
 
     def _answer(self, data: bytes, count: int) -> "_Answer | _Refusal":
-        """Parse the answer of a request with status 200. Raises InvalidInputError,
-        UnusableItemsError."""
+        """Parse the answer of a request with status 200.
+
+        Returns:
+            The answer, or a refusal after which a retry may succeed.
+
+        Raises:
+            UnusableItemsError: The texts may be the cause.
+            InvalidInputError: A retry cannot help.
+        """
         try:
             answer = _Answer.model_validate_json(data)
         except ValidationError as error:

@@ -1,7 +1,7 @@
-"""Native vectors of a store's rows: the new model's own, reused where they exist, else embedded.
+"""Make native vectors of a store's rows: reuse those that exist, and embed the others.
 
-A vector is reused only for the content that it was made of. `nobackfill embed` records a digest of
-each item's content; a file of lazy re-embedding (natives.db) records a digest of the old vector.
+A vector is reused only if the item has not changed since. `nobackfill embed` records a digest of
+each item's content; the file of lazy re-embedding (natives.db) records a digest of the old vector.
 """
 
 import hashlib
@@ -36,19 +36,19 @@ from nobackfill.vectors import Kind, Vectors, normalise
 
 # Rows of one step: a kill loses the model's work on so many at most.
 WINDOW = 512
-# Rows that a flip may leave for the time when it keeps everybody else out.
+# Most rows that a flip may write while it locks the store.
 ROWS_UNDER_LOCK = 32
-# Where the model takes none of the first items, and these are so many, the items are not at fault.
+# If none of so many first items can be embedded, the model is the cause, not the items.
 _HOPELESS = 100
 
 
 class Contents(Protocol):
-    """The originals that a model embeds.
+    """The originals of a store's items, which a model embeds.
 
     Attributes:
-        kind: Texts or images.
-        name: The column of the store, or the path, that holds them.
-        column: The column; None where they are outside the store.
+        kind: "text" or "image".
+        name: Name of the column, or absolute path of the folder or file, that holds them.
+        column: The column of the store; None if they are outside the store.
     """
 
     kind: Kind
@@ -56,11 +56,27 @@ class Contents(Protocol):
     column: str | None
 
     def of(self, rows: Rows, window: Window) -> dict[str, str | Path]:
-        """Return the texts, or paths of images, of a window's rows by id, without empty ones."""
+        """Return the texts, or paths of images, of some rows by id.
+
+        Args:
+            rows: The rows.
+            window: The range of the store that the rows are in.
+
+        Returns:
+            Rows without an original, or with an empty one, are left out.
+
+        Raises:
+            NobackfillError: As the store raises it.
+        """
 
 
 class ColumnTexts:
-    """Texts in another column of the same store."""
+    """The Contents of a column of the same store; each call of `of` reads them.
+
+    Args:
+        source: The store.
+        column: The column, which must exist.
+    """
 
     kind: Kind = "text"
 
@@ -79,7 +95,12 @@ class ColumnTexts:
 
 
 class ListedContents:
-    """Texts of a file, or images of a folder, under the ids that the store has."""
+    """The Contents of a file of texts or a folder of images, with the ids of the store.
+
+    Args:
+        items: The texts, or the paths of the images.
+        path: The file or folder.
+    """
 
     column: str | None = None
 
@@ -93,12 +114,20 @@ class ListedContents:
 
 
 def contents_name(column: str | None, items: str | None) -> str:
-    """Return the name of the originals in `native_mark`: the column, or the path of the items."""
+    """Return the name of the originals for `native_mark`.
+
+    Args:
+        column: Column of the store; ignored if `items` is given.
+        items: Folder of images or FILE.jsonl; None for a column.
+
+    Returns:
+        The absolute path of `items` with links resolved, or else the column.
+    """
     return str(Path(items).resolve()) if items is not None else str(column)
 
 
 def native_mark(model: str, contents: str) -> str:
-    """Return the digest by which a store knows native vectors, 64 hexadecimal digits.
+    """Return the digest that marks native vectors in a store, as 64 hexadecimal digits.
 
     Args:
         model: The model's fingerprint.
@@ -108,34 +137,58 @@ def native_mark(model: str, contents: str) -> str:
 
 
 def open_contents(source: Source, column: str | None, items: str | None) -> Contents:
-    """Open the originals: a column of the store, or a folder of images or a FILE.jsonl.
+    """Open the originals of a store's items.
 
-    Raises InvalidInputError unless one of both is given, or where the store has no such column.
+    Args:
+        source: The store.
+        column: Column of the store with texts; None if `items` is given.
+        items: Folder of images, or FILE.jsonl with a field `text`; its items are read now.
+
+    Raises:
+        InvalidInputError: Both or neither of `column` and `items` are given, the store has no such
+            column; or as `read_items`.
+        NotFoundError: There is no such path, or no item in it.
     """
     if (column is None) == (items is None):
-        raise InvalidInputError("expected --column NAME or --items PATH: what the model embeds")
+        raise InvalidInputError(
+            "expected either --column NAME or --items PATH: the texts or images that the new model "
+            "embeds"
+        )
     if items is not None:
         return ListedContents(read_items(items, column="text"), Path(items))
     assert column is not None
     if column not in (known := source.facts().columns):
         raise InvalidInputError(
-            f"{source.facts().name}: no column {column!r}; others are {join_few(known) or 'none'}"
+            f"{source.facts().name}: expected --column to name a column of the store, got "
+            f"{column!r}; the columns are {join_few(known) or 'none'}"
         )
     return ColumnTexts(source, column)
 
 
 class VectorFolder:
-    """The folder that `nobackfill embed` wrote, read by id.
+    """A folder of vectors that `nobackfill embed` wrote, read by id.
 
-    `model`: the fingerprint of the model that made the vectors; `dim`: their dimension. Raises
-    InvalidInputError for a folder of queries' vectors, or one that records no content.
+    Args:
+        path: The folder. Opening reads its ids and digests, and its first file.
+
+    Attributes:
+        model: Fingerprint of the model that computed the vectors.
+        dim: Their dimension.
+
+    Raises:
+        NotFoundError: There is no Parquet file.
+        InvalidInputError: The folder has vectors of queries, records no model or no digests of
+            contents, or a file is damaged.
     """
 
     def __init__(self, path: Path) -> None:
         self._source = ParquetSource(path)
         facts = self._source.facts()
         if self._source.reads().startswith(QUERIES):
-            raise InvalidInputError(f"{path}: expected the items' vectors, got those of queries")
+            raise InvalidInputError(
+                f"{path}: expected vectors of the items, got vectors of queries; give a folder of "
+                "`nobackfill embed` without --queries"
+            )
         if facts.model is None or CONTENT not in facts.columns:
             raise InvalidInputError(
                 f"{path}: expected a folder of `nobackfill embed` that records the model and the "
@@ -153,7 +206,17 @@ class VectorFolder:
         self.dim = self._part(0).shape[1]
 
     def get(self, digests: dict[str, str]) -> dict[str, Vectors]:
-        """Return vectors [dim] by id, of those whose content has the digest that is given."""
+        """Return vectors of items whose content has not changed since they were embedded.
+
+        Args:
+            digests: Present digests of contents by id, as `content_digest` returns them.
+
+        Returns:
+            Vectors, float32 [dim], by id; items without a vector of this content are left out.
+
+        Raises:
+            InvalidInputError: A file of the folder is damaged or gone.
+        """
         same = [name for name, one in digests.items() if self._digests.get(name) == one]
         vectors: dict[str, Vectors] = {}
         for name in same:
@@ -171,9 +234,13 @@ class VectorFolder:
 
 
 class NativeVectorMaker:
-    """Makes the new vectors of rows from their content (see VectorMaker in carrying.py).
+    """The VectorMaker that gives rows the new model's own vectors.
 
-    A vector is taken from `folder`, else from `natives`, else `embedder` makes it.
+    A vector is taken from `folder`, else from `natives`, else `embedder` computes it.
+
+    Attributes:
+        model: Fingerprint of the new model.
+        missing: For each item without a new vector, its id and the reason.
     """
 
     window = WINDOW
@@ -190,32 +257,35 @@ class NativeVectorMaker:
         batch: int = 32,
         pause: Callable[[], None] | None = None,
     ) -> None:
-        """Open what makes native vectors.
+        """Combine the origins of native vectors. At least one of `embedder` and `folder` is needed.
 
         Args:
             contents: The originals.
             dim: Dimension of the vectors.
-            embedder: The new model; None where only stored vectors are used.
-            folder: Vectors of `nobackfill embed`.
-            natives: Vectors of lazy re-embedding.
-            directions: Bring every vector to norm 1, as the store does.
-            batch: Items that the model gets at a time.
-            pause: Called before each window; it may raise to end the run.
+            embedder: The new model; None to use stored vectors alone.
+            folder: Vectors that `nobackfill embed` wrote; None: none.
+            natives: Vectors of lazy re-embedding, and the items that searches returned; None: none.
+            directions: Whether to normalise every vector, as the store does.
+            batch: Number of items that the model gets at a time.
+            pause: Called before each window; an error that it raises ends the run. None: no call.
 
         Raises:
-            InvalidInputError: A model that reads another kind of items, nothing to take vectors
-                from.
+            InvalidInputError: The model reads another kind of item than `contents`, or there is
+                neither a model nor a folder.
             IncompatibleSpaceError: The folder holds another model's vectors.
         """
         models = [
             one for one in (embedder and embedder.fingerprint, folder and folder.model) if one
         ]
         if not models:
-            raise InvalidInputError("expected --with MODEL or --vectors FOLDER")
+            raise InvalidInputError(
+                "expected --with MODEL or --vectors FOLDER, from which the new vectors come"
+            )
         same_model(models[0], models[-1], "--with and --vectors")
         if embedder is not None and embedder.kind not in (None, contents.kind):
             raise InvalidInputError(
-                f"this model reads {embedder.kind}s, the items are {contents.kind}s"
+                f"expected {embedder.kind}s, which this model reads, got items that are "
+                f"{contents.kind}s; give other items or another model"
             )
         self.model: str = models[0]
         self.missing: dict[str, str] = {}
@@ -231,15 +301,20 @@ class NativeVectorMaker:
 
     @property
     def rows_under_lock(self) -> int:
-        """As many rows as the model embeds in about a second, at most ROWS_UNDER_LOCK."""
+        """Return the number of rows that the model embeds in about a second, 1 to 32."""
         if not self._seconds_per_item:
             return ROWS_UNDER_LOCK
         return min(ROWS_UNDER_LOCK, max(1, int(1 / self._seconds_per_item)))
 
     def target(self, name: str, *, reversible: bool = False) -> Target:
-        """Describe the place `name` of these vectors in the store; `reversible`: see Target.
+        """Describe the place of these vectors in the store; nothing is written.
 
-        Its mark is a digest of the model and of the column, or the path, of the originals.
+        Args:
+            name: Name of the new vectors.
+            reversible: As in `Target`.
+
+        Returns:
+            A target whose mark is the digest of the model and of the name of the originals.
         """
         return Target(
             name,
@@ -273,10 +348,24 @@ class NativeVectorMaker:
         return ids
 
     def make(self, rows: Rows, window: Window) -> tuple[Rows, Vectors]:
-        """Make native vectors; see VectorMaker.
+        """Make the native vectors of pending rows.
 
-        Vectors of items that searches want are stored in the file of lazy re-embedding, too, so
+        Vectors of items that searches returned are also stored in the file of lazy re-embedding, so
         that searches use them at once.
+
+        Args:
+            rows: Rows of the store, with their old vectors.
+            window: The range of the store that the rows are in.
+
+        Returns:
+            The m rows that have a new vector, and the vectors, float32 [m, dim]. The others are in
+            `missing`, with the reason.
+
+        Raises:
+            InvalidInputError: Vectors have several dimensions, or none of the first 100 items or
+                more can be embedded.
+            UnavailableError, BusyError, NotPermittedError: As `Embedder.embed`.
+            CannotWriteError: The file of lazy re-embedding cannot be written.
         """
         if self._pause is not None:
             self._pause()
@@ -285,7 +374,7 @@ class NativeVectorMaker:
         vectors = self._reused(rows, values)
         rest = [name for name in rows.ids if name in values and name not in vectors]
         if rest and self._embedder is None:
-            self.missing |= dict.fromkeys(rest, "no vector of its present content")
+            self.missing |= dict.fromkeys(rest, "--vectors has no vector of its present content")
         elif rest:
             vectors |= self._embedded(rest, values)
         self._store_wanted(rows, vectors)
@@ -295,14 +384,14 @@ class NativeVectorMaker:
         dims = {len(vector) for vector in vectors.values()}
         if len(dims) > 1:
             raise InvalidInputError(
-                f"expected vectors of one dimension, got {join_few(sorted(dims))} from one model; "
-                "did it change since the first vectors were made?"
+                f"expected native vectors of one dimension, got {join_few(sorted(dims))}; the model has "
+                "changed since --vectors or --natives was written, so leave these out"
             )
         made = np.stack([vectors[rows.ids[row]] for row in places]).astype(np.float32)
-        return _taken(rows, places), normalise(made) if self._directions else made
+        return _select(rows, places), normalise(made) if self._directions else made
 
     def repeat(self, rows: Rows) -> None:
-        """Return None: to embed an item again costs as much as the first time."""
+        """Return None, because to embed items again costs as much as the first time."""
         del rows
 
     def _store_wanted(self, rows: Rows, vectors: dict[str, Vectors]) -> None:
@@ -342,8 +431,8 @@ class NativeVectorMaker:
         if not self._any and len(ids) >= _HOPELESS:
             name = ids[-1]
             raise InvalidInputError(
-                f"none of the first {len(ids)} items could be embedded, {name!r} for: "
-                f"{self.missing[name]}"
+                f"none of the first {len(ids)} items could be embedded; the reason for {name!r} "
+                f"is: {self.missing[name]}"
             )
         return by_id
 
@@ -358,22 +447,25 @@ def open_native_vectors(
     natives: Path | None = None,
     pause: Callable[[], None] | None = None,
 ) -> NativeVectorMaker:
-    """Open what makes the native vectors of a store.
+    """Open the model, the folder and the file from which native vectors of a store come.
+
+    Without a folder, one item is embedded to learn the dimension.
 
     Args:
         source: The store.
         contents: The originals of its items.
-        model: The new model, as `embed --with` takes it; None to use stored vectors alone.
+        model: The new model, as `open_embedder` takes it; None to use stored vectors alone.
         model_name: Its name at an endpoint.
-        folder: Vectors that `nobackfill embed` wrote.
-        natives: The file in which lazy re-embedding stores vectors; created if it is missing.
-        pause: Called before each window; it may raise to end the run.
+        folder: Folder of vectors that `nobackfill embed` wrote; None: none.
+        natives: File of lazy re-embedding, which is created if it is missing; None: none.
+        pause: Called before each window; an error that it raises ends the run. None: no call.
 
     Raises:
-        InvalidInputError: No model and no folder, a folder of another kind, or a model that takes
-            no item.
+        InvalidInputError: There is neither a model nor a folder, the folder has vectors of queries
+            or no digests, or the model can embed no item of the store.
         IncompatibleSpaceError: Folder, file and model are not of one model.
-        NotFoundError: The folder or the module does not exist.
+        NotFoundError: There is no such folder, model file or module.
+        NobackfillError: As the store, the model or the file raises it.
     """
     embedder = None if model is None else open_embedder(model, name=model_name)
     stored = None if folder is None else VectorFolder(folder)
@@ -399,7 +491,7 @@ def open_native_vectors(
 
 
 def _dimension(source: Source, contents: Contents, embedder: Embedder) -> int:
-    """The dimension of what the model makes of the first item that it takes."""
+    """Embed items one by one until one succeeds, and return the dimension of its vector."""
     for window in source.windows(WINDOW):
         rows = source.read(window)
         values = list(contents.of(rows, window).items())
@@ -407,11 +499,14 @@ def _dimension(source: Source, contents: Contents, embedder: Embedder) -> int:
             items = ItemList(contents.kind, [name], [value])  # type: ignore[arg-type]
             for _, vectors in EmbeddingRun(items, embedder, 1, None).embed([0]):
                 return int(vectors.shape[1])
-    raise InvalidInputError(f"{source.facts().name}: this model takes no item that is there")
+    raise InvalidInputError(
+        f"{source.facts().name}: the new model could embed none of the first items of each window; "
+        "check --with, and --column or --items"
+    )
 
 
-def _taken(rows: Rows, places: Sequence[int]) -> Rows:
-    """Some of the rows, by their places."""
+def _select(rows: Rows, places: Sequence[int]) -> Rows:
+    """Select rows by their numbers."""
     if len(places) == len(rows):
         return rows
     return Rows(

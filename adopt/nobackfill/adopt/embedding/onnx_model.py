@@ -35,33 +35,35 @@ class ImageInput:
     """The input of a graph that reads images, with channels first or last."""
 
     def __init__(
-        self, path: Path, inputs: list[Any], declared: Declaration, said_by: Path | None
+        self, path: Path, inputs: list[Any], declared: Declaration, declaring_file: Path | None
     ) -> None:
         """Check a declaration against a graph.
 
         Args:
-            path: The ONNX file.
+            path: The ONNX file, for errors; it is not read.
             inputs: Its inputs, as onnxruntime lists them.
             declared: How the model reads images.
-            said_by: The file that declares it; None for the defaults.
+            declaring_file: The file with this declaration; None for the defaults.
 
         Raises:
-            InvalidInputError: The graph does not read images, or contradicts the declaration.
+            InvalidInputError: The graph has no single input of images, its size is declared
+                nowhere, or the declaration contradicts it.
         """
         if len(inputs) != 1 or len(inputs[0].shape) != 4 or inputs[0].type not in _TYPES:
             raise InvalidInputError(
-                f"{path}: expected one input of images, [n,3,H,W] or [n,H,W,3], got "
+                f"{path}: expected a graph with an input 'input_ids' of texts, or one input of "
+                "images, [n,3,H,W] or [n,H,W,3] of uint8, float16 or float32; its inputs are "
                 f"{[(one.name, one.type, one.shape) for one in inputs]}"
             )
         (one,) = inputs
         self._path, self._name, self._type = path, one.name, _TYPES[one.type]
         self._last = one.shape[-1] == 3
-        self._declared, self._said_by = declared, said_by
+        self._declared, self._declaring_file = declared, declaring_file
         self._frame = self._framed(tuple(one.shape[1:3] if self._last else one.shape[2:4]))
 
     @property
     def description(self) -> str:
-        """A sentence on how the model reads images, and on the file that declares it."""
+        """Return a sentence on how the model reads images, and on the file that declares it."""
         declared, frame = self._declared, self._frame
         how = f"{frame.width} x {frame.height} pixels, {frame.fit}"
         how += f" from {frame.shortest}" if frame.fit == "crop" else ""
@@ -69,19 +71,26 @@ class ImageInput:
         how += f", {frame.interpolation}"
         if self._type is not np.uint8:
             mean, std = (" ".join(f"{c:g}" for c in of) for of in (declared.mean, declared.std))
-            how += f", less {mean}, by {std}"
-        if self._said_by is not None:
-            return f"{self._path}: {how}, as {self._said_by} says"
+            how += f", less mean {mean}, divided by standard deviation {std}"
+        if self._declaring_file is not None:
+            return f"{self._path}: reads {how}, as {self._declaring_file} declares"
         return (
-            f"{self._path}: {how}; nothing beside it says so. If its makers did otherwise, write "
-            f"that into {self._path.with_suffix('.json').name}, or give --fit and its like"
+            f"{self._path}: reads {how}; these are assumptions, because no file in its folder "
+            "declares them. If the model was trained otherwise, declare it in "
+            f"{self._path.with_suffix('.json').name} there, or by --fit, --size and --mean"
         )
 
     def feed(self, items: list[str] | list[Path] | list[bytes]) -> dict[str, Any]:
-        """Decode images into the value of the input, by its name.
+        """Decode images, and return the value of the graph's input by the input's name.
+
+        Args:
+            items: n images, as paths or encoded bytes.
+
+        Returns:
+            One array of the graph's type: [n, 3, H, W], or [n, H, W, 3].
 
         Raises:
-            UnusableItemsError: An item is no image.
+            UnusableItemsError: An item cannot be read or decoded as an image.
         """
         try:
             pixels: Any = np.stack([_pixels(item, self._frame) for item in items])
@@ -103,29 +112,32 @@ class ImageInput:
         Raises:
             InvalidInputError: The size is unknown, or contradicts the declaration.
         """
-        declared, beside = self._declared, self._path.with_suffix(".json").name
-        said = (declared.size, declared.size) if isinstance(declared.size, int) else declared.size
+        declared, sidecar = self._declared, self._path.with_suffix(".json").name
+        size = (declared.size, declared.size) if isinstance(declared.size, int) else declared.size
         if not all(isinstance(side, int) for side in fixed):
-            if said is None:
+            if size is None:
                 raise InvalidInputError(
-                    f'{self._path}: its image size is open; declare it: {{"size": 224}} in '
-                    f"{beside}, or --size 224"
+                    f"{self._path}: its graph leaves the size of images open, and no file declares "
+                    f'it; write {{"size": 224}} into {sidecar} in its folder, or give --size 224'
                 )
-            fixed = said
-        if said is not None and said != fixed:
+            fixed = size
+        if size is not None and size != fixed:
             raise InvalidInputError(
                 f"{self._path}: its graph reads {fixed[1]} x {fixed[0]} pixels, but "
-                f"{said[1]} x {said[0]} are declared"
+                f"{size[1]} x {size[0]} are declared; correct --size or {sidecar}"
             )
         longer, shortest = max(fixed), declared.shortest
         if declared.fit == "crop":
             shortest = shortest or longer
         elif shortest is not None:
-            raise InvalidInputError(f"{self._path}: expected shortest with fit crop alone")
+            raise InvalidInputError(
+                f"{self._path}: expected `shortest` only with the fit crop, got the fit "
+                f"{declared.fit}; leave --shortest out, or give --fit crop"
+            )
         if shortest is not None and shortest < longer:
             raise InvalidInputError(
-                f"{self._path}: expected shortest to reach over the pixels that are cut out, "
-                f"{longer}, got {shortest}"
+                f"{self._path}: expected `shortest` (--shortest) of at least {longer}, the longer "
+                f"side of the model's input, got {shortest}"
             )
         height, width = fixed
         return Frame(height, width, declared.fit, shortest, declared.interpolation, declared.margin)
@@ -138,16 +150,21 @@ def _pixels(item: str | Path | bytes, frame: Frame) -> Any:
 
 
 class OnnxModel:
-    """A model in an ONNX file. A graph with an input `input_ids` reads texts, another one images.
+    """The Embedder of an ONNX file, run on the CPU.
+
+    A graph with an input `input_ids` reads texts, by a tokenizer in its folder; any other reads
+    images. Files in the folder declare the preprocessing.
 
     Args:
         path: The file.
-        queries: Whether the texts are queries.
-        pixels: Fields of a `Declaration` that replace those in the folder.
+        queries: Whether the texts are queries; ignored for images.
+        pixels: Fields of a `Declaration` that replace those in the folder; only for images.
 
     Raises:
-        NotFoundError: There is no such file.
-        InvalidInputError: The file is no ONNX, or its declaration does not fit it.
+        NotFoundError: There is no such file, or no tokenizer for texts.
+        InvalidInputError: The file is no ONNX, its declaration is malformed or does not fit it, or
+            `pixels` are given for texts.
+        ConfigurationError: An extra is not installed.
     """
 
     def __init__(
@@ -156,7 +173,7 @@ class OnnxModel:
         from nobackfill.onnx_runtime import onnxruntime
 
         if not path.is_file():
-            raise NotFoundError(f"{path}: no such file; --with expects an ONNX file")
+            raise NotFoundError(f"{path}: no such file; expected the ONNX file of a model")
         self._path, weights = path, weight_files(path)
         try:
             self._session = onnxruntime.InferenceSession(
@@ -177,12 +194,15 @@ class OnnxModel:
 
     @property
     def declared(self) -> dict[str, object]:
-        """The declaration, which the fingerprint covers in addition to the files."""
+        """Return the fields of the declaration, which the fingerprint covers besides the files."""
         return self._declared.model_dump()
 
     @property
     def description(self) -> str:
-        """Say how the model reads pictures, or texts without a declaration."""
+        """Return how the model reads images, or which assumptions it makes about texts.
+
+        Empty for texts with a declaration.
+        """
         return (
             describe_assumptions(self._path, self._declared)
             if self._pixels is None
@@ -190,6 +210,13 @@ class OnnxModel:
         )
 
     def embed(self, items: list[str] | list[Path] | list[bytes]) -> Vectors:
+        """Embed items as `Embedder.embed` does; the vectors are normalised if that is declared.
+
+        Raises:
+            UnusableItemsError: An item cannot be decoded or tokenized, the graph fails, or a vector
+                holds NaN or infinity.
+            InvalidInputError: The graph has unknown inputs, or an output of an unexpected shape.
+        """
         feed, mask = (
             self._texts(items) if self._pixels is None else (self._pixels.feed(items), None)
         )
@@ -198,7 +225,7 @@ class OnnxModel:
             output = np.asarray(self._session.run(wanted, feed)[0], np.float32)
         except Exception as error:
             raise UnusableItemsError(
-                f"{self._path}: does not take these items ({error})"
+                f"{self._path}: the model fails for these items ({error})"
             ) from error
         vectors = self._pooled(output, mask)
         try:
@@ -208,21 +235,26 @@ class OnnxModel:
         return normalise(checked) if self._declared.normalise else checked
 
     def _reading(self, pixels: Mapping[str, object]) -> tuple[Declaration, ImageInput | None]:
-        """Read the declaration, and how the model reads pictures, if it does. Raises
-        InvalidInputError."""
+        """Read the declaration in the model's folder; for images also the input.
+
+        Raises:
+            InvalidInputError: The declaration is malformed or does not fit the graph.
+        """
         if self.kind == "text":
             if pixels:
                 raise InvalidInputError(
-                    f"{self._path}: reads texts; {', '.join(pixels)} only applies to images"
+                    f"{self._path}: reads texts, so it has no settings of images; leave out "
+                    f"{', '.join(f'--{one}' for one in pixels)}"
                 )
             outputs = [one.name for one in self._session.get_outputs()]
             return read_declaration(self._path, outputs), None
-        declared, said_by = read_pixels(self._path)
+        declared, declaring_file = read_pixels(self._path)
         try:
             declared = Declaration.model_validate(dict(declared) | dict(pixels))
         except ValidationError as error:
             raise InvalidInputError(f"{self._path}: {error}") from error
-        return declared, ImageInput(self._path, list(self._inputs.values()), declared, said_by)
+        inputs = list(self._inputs.values())
+        return declared, ImageInput(self._path, inputs, declared, declaring_file)
 
     def _tokenizing(self, file: Path) -> BatchTokenizer:
         return BatchTokenizer(file.read_bytes(), self._declared.max_length, str(file))
@@ -234,7 +266,10 @@ class OnnxModel:
         except InvalidInputError as error:
             raise UnusableItemsError(str(error)) from error
         if strangers := set(self._inputs) - set(known):
-            raise InvalidInputError(f"{self._path}: unknown inputs {sorted(strangers)}")
+            raise InvalidInputError(
+                f"{self._path}: expected no inputs but {', '.join(sorted(known))}, found "
+                f"{', '.join(sorted(strangers))}; export the model again without them"
+            )
         return {name: known[name] for name in self._inputs}, known["attention_mask"]
 
     def _pooled(self, output: Vectors, mask: Any) -> Vectors:
@@ -245,7 +280,8 @@ class OnnxModel:
         if output.ndim != 3 or mask is None or self._declared.pooling == "none":
             raise InvalidInputError(
                 f"{self._path}: expected an output [n, dim], or [n, tokens, dim] with pooling, got "
-                f'{list(output.shape)}; declare another one as "output"'
+                f'{list(output.shape)}; declare the name of another output as "output" in '
+                f"{self._path.with_suffix('.json').name}"
             )
         if self._declared.pooling == "cls":
             first: Vectors = output[:, 0]

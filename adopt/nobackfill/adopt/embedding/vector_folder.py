@@ -1,7 +1,7 @@
 """Read items, and write the folder of Parquet files of `nobackfill embed`.
 
-A run that is interrupted leaves complete files of the batches that it finished; the next run embeds
-the other items. Each vector has a digest of the content that it was computed from.
+An interrupted run leaves complete files of its finished batches; the next run embeds the other
+items. Each vector is stored with a digest of the content that it was computed from.
 """
 
 import hashlib
@@ -50,10 +50,11 @@ class ItemList:
     """Items to embed.
 
     Attributes:
-        kind: Image or text.
-        ids: Unique ids.
-        values: Texts or paths, in the order of `ids`.
-        others: Number of files in a folder of images that are no images, with hidden ones.
+        kind: "image" or "text".
+        ids: Unique ids, at least one.
+        values: Texts, or paths of images, in the order of `ids`.
+        others: Number of files in a folder of images that were left out: hidden, or not named as
+            images.
     """
 
     kind: Kind
@@ -71,21 +72,27 @@ def read_items(
     where: str | None = None,
     only: Collection[str] | None = None,
 ) -> ItemList:
-    """Read the items to embed.
+    """Read the items to embed: texts into memory, or the paths of images.
 
     Args:
-        address: A folder with images, whose ids are paths in it (files that `is_clutter` names are
-            left out); FILE.jsonl, with an object a line; or a source, as `open_source` opens it.
-        column: Column or field with the texts.
-        key: Column or field with the ids; None for `id`, or the source's key.
-        vector: The source's column of vectors; None for the only one.
-        where: Condition of the source's rows; None for all.
-        only: The ids to keep; None for all.
+        address: A folder with images at any depth, whose ids are their paths in it; FILE.jsonl with
+            an object in each line; or a source, as `open_source` opens it. Hidden files, `@eaDir`
+            and `__MACOSX` are left out.
+        column: Column of the source, or field of the file, with the texts; images ignore it.
+        key: Column or field with the ids; None for the primary key or `id`. Images ignore it.
+        vector: Column of the source's vectors; None for the only one.
+        where: Condition of the rows in SQL, for a table of PostgreSQL; None for all rows.
+        only: Ids of the items to return; None: all. Unknown ids are ignored.
+
+    Returns:
+        At least one item. Items of a source without a vector or a text are left out.
 
     Raises:
-        NotFoundError: There is nothing to embed.
-        InvalidInputError: An id occurs twice, a text is no valid Unicode, or `where` is given for
-            another store than PostgreSQL.
+        NotFoundError: There is no such file or store, or no item in it.
+        InvalidInputError: An id occurs twice, an id or a text is no valid Unicode, there is no such
+            column, a line of FILE.jsonl is malformed, or `where` is given for another store than
+            PostgreSQL.
+        NobackfillError: As the source raises it.
     """
     path = Path(address)
     # Only a table of PostgreSQL takes a condition; `open_source` refuses it for anything else.
@@ -117,7 +124,7 @@ def _source(address: str, key: str | None, vector: str | None, where: str | None
     except NotFoundError as error:
         if not Path(address).is_dir():
             raise
-        raise NotFoundError(f"{error}, nor a file named as a JPEG, PNG or WebP") from error
+        raise NotFoundError(f"{error}, and no image file (JPEG, PNG or WebP)") from error
 
 
 def _wanted(
@@ -128,22 +135,34 @@ def _wanted(
     address: str,
 ) -> ItemList:
     if twice := repeated(ids):
-        raise InvalidInputError(f"{address}: expected each id once, got {twice[0]!r} again")
+        raise InvalidInputError(
+            f"{address}: expected each item to have an id of its own, got {twice[0]!r} more than "
+            "once"
+        )
     if only is not None:
         rows = [row for row, name in enumerate(ids) if name in only]
         ids, values = [ids[row] for row in rows], [values[row] for row in rows]  # type: ignore[assignment]
     for text in (*ids, *(map(str, values) if kind == "text" else ())):
         if not _is_unicode(text):
-            raise InvalidInputError(f"{address}: expected valid Unicode, got {text[:64]!r}")
+            raise InvalidInputError(
+                f"{address}: expected ids and texts in valid Unicode, got {text[:64]!r}"
+            )
     if not ids:
-        raise NotFoundError(f"{address}: nothing to embed is there")
+        raise NotFoundError(
+            f"{address}: expected items to embed, found none"
+            + (" with the ids of --only" if only is not None else "")
+        )
     return ItemList(kind, ids, values)
 
 
 def content_digest(value: str | Path) -> str:
-    """Return a digest of a text, or of the bytes of a file, as 32 hexadecimal digits.
+    """Return the BLAKE2b digest of a text in UTF-8, or of a file's bytes, as 32 hex digits.
 
-    Raises InvalidInputError where the file cannot be read.
+    Args:
+        value: A text, or the path of a file, which is read whole.
+
+    Raises:
+        InvalidInputError: The file cannot be read.
     """
     try:
         data = value.encode() if isinstance(value, str) else value.read_bytes()
@@ -161,9 +180,9 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
-# Items of a file.
+# Items of a Parquet file.
 PART = 500
-# If none of so many items can be embedded, the items are not the cause.
+# If none of so many items can be embedded, the model is the cause, not the items.
 _HOPELESS = 1000
 
 
@@ -176,27 +195,37 @@ def embed_into(
     progress: Callable[[int], None] | None = None,
     refuse: Callable[[str, str], None] | None = None,
 ) -> int:
-    """Embed the items that are not yet in a folder. Finished batches stay after any error.
+    """Embed the items that are not yet in a folder, and write their vectors into it.
+
+    Vectors of items whose content has changed since are removed first and computed again. Vectors
+    of items that are not in `items` stay. Finished batches stay after any error or interrupt; call
+    it again to continue.
 
     Args:
         folder: The folder of Parquet files; it is created if it does not exist.
         items: The items.
         embedder: The model.
-        batch: Items that the model gets at a time.
+        batch: Number of items that the model gets at a time. A batch that fails is halved.
         progress: Called with the number of items tried so far.
         refuse: Called with the id and the reason of each item that the model cannot embed; such an
-            item is left out.
+            item is left out. None leaves it out silently.
 
     Returns:
         The number of items embedded by this run.
 
     Raises:
-        IncompatibleSpaceError: The folder holds another model's vectors.
-        InvalidInputError: The model reads another kind of item, or embeds none of the first 1,000.
-        UnavailableError, BusyError: As `Embedder.embed`.
+        IncompatibleSpaceError: The folder holds vectors of another model, or of another role of
+            texts (documents, queries).
+        InvalidInputError: The model reads another kind of item, returns vectors of several
+            dimensions, or embeds none of the first 1,000 items; or a file of the folder is damaged.
+        CannotWriteError: The folder cannot be written.
+        UnavailableError, BusyError, NotPermittedError: As `Embedder.embed`.
     """
     if embedder.kind not in (None, items.kind):
-        raise InvalidInputError(f"this model reads {embedder.kind}s, the items are {items.kind}s")
+        raise InvalidInputError(
+            f"expected {embedder.kind}s, which this model reads, got items that are {items.kind}s; "
+            "give other items or another model"
+        )
     make_dir(folder)
     remove_temporary_files(folder)
     done, files = _done(folder, items, embedder)
@@ -236,7 +265,19 @@ def _digest_or_empty(value: str | Path) -> str:
 
 
 class EmbeddingRun:
-    """Embeds items in batches, and halves a batch that fails until it finds the failing items."""
+    """Embeds items in batches, and halves a batch that fails until it finds the failing items.
+
+    Args:
+        items: The items.
+        embedder: The model.
+        batch: Number of items that the model gets at a time. It falls for later batches if the
+            model takes each item but not so many at a time.
+        refuse: Called with the id and the reason of each failing item; None: no call.
+
+    Attributes:
+        made: Number of items embedded so far.
+        tried: Number of items tried so far, with failing ones.
+    """
 
     def __init__(
         self, items: ItemList, embedder: Embedder, batch: int,
@@ -248,7 +289,19 @@ class EmbeddingRun:
         self.made = self.tried = 0
 
     def embed(self, rows: Sequence[int]) -> Iterator[tuple[Sequence[int], Vectors]]:
-        """Rows and their vectors, a batch at a time; raises what is no item's fault."""
+        """Embed some of the items, and yield them batch by batch, without failing ones.
+
+        Args:
+            rows: Their numbers in the list of items.
+
+        Yields:
+            Numbers of embedded items, and their vectors, float32 [m, dim].
+
+        Raises:
+            InvalidInputError: Vectors of this run have several dimensions, or none of the first
+                1,000 items can be embedded.
+            UnavailableError, BusyError, NotPermittedError: As `Embedder.embed`.
+        """
         start = 0
         while start < len(rows):
             some = rows[start : start + self._batch]
@@ -273,8 +326,8 @@ class EmbeddingRun:
         else:
             if self._dim not in (None, vectors.shape[1]):
                 raise InvalidInputError(
-                    f"the model gave vectors of dimension {vectors.shape[1]} after such of "
-                    f"{self._dim}; one folder holds those of one model"
+                    f"expected vectors of dimension {self._dim}, as the model returned before, got "
+                    f"{vectors.shape[1]}; one folder holds the vectors of one model"
                 )
             self._dim = vectors.shape[1]
             self.made += len(rows)
@@ -292,7 +345,8 @@ class EmbeddingRun:
             self._refuse(self._items.ids[row], why)
         if self.made == 0 and self.tried >= _HOPELESS:
             raise InvalidInputError(
-                f"none of the first {_HOPELESS} items could be embedded, the last for: {error}"
+                f"none of the first {_HOPELESS} items could be embedded; the reason for the last "
+                f"is: {error}"
             ) from error
 
 
@@ -326,13 +380,14 @@ def _done(folder: Path, items: ItemList, embedder: Embedder) -> tuple[set[str], 
     source = ParquetSource(folder)
     if source.facts().model != embedder.fingerprint:
         raise IncompatibleSpaceError(
-            f"{folder}: holds vectors of another model (or of this one, declared otherwise); give "
-            "each model a folder of its own"
+            f"{folder}: holds vectors of another model, or of this one declared otherwise; write "
+            "the vectors of each model into a folder of its own (--out)"
         )
     if source.reads() != embedder.reads:
         raise IncompatibleSpaceError(
-            f"{folder}: holds vectors of {source.reads()[:30] or 'all texts alike'}, not of "
-            f"{embedder.reads[:30] or 'all texts alike'}; give queries a folder of their own"
+            f"{folder}: holds vectors of {source.reads()[:30] or 'texts without a role'}, expected "
+            f"{embedder.reads[:30] or 'texts without a role'}; write the vectors of queries into a "
+            "folder of their own (--out)"
         )
     values: dict[str, str | Path] = dict(zip(items.ids, items.values, strict=True))
     present: set[str] = set()

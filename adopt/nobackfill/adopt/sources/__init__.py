@@ -1,4 +1,4 @@
-"""Stores of vectors that live elsewhere, each by one small Protocol (source.py).
+"""Read and extend the vector stores of users, each through the Protocols of source.py.
 
 >>> import numpy as np
 >>> from nobackfill.adopt.sources import open_source

@@ -1,8 +1,8 @@
-"""Vectors in a folder of numpy files, and frozen exports in memory.
+"""Read and migrate vectors in a folder of numpy files, and search files in memory.
 
-The folder has `ids.npy` and a `NAME.npy` [n, dim]. New vectors are written in parts, and become
-`NEW.npy` beside the old when all are there. Files have no search of their own: to be searched, an
-export is read into memory.
+The folder has `ids.npy` and a `NAME.npy` [n, dim]. New vectors are written in parts, which become
+`NEW.npy` in the same folder when all are complete. Files have no search of their own, so they are
+read into memory for searches.
 """
 
 import io
@@ -47,27 +47,30 @@ _IDS = "ids.npy"
 
 
 class ArraySource:
-    """A folder of numpy arrays with one row an item. A window is a range of rows.
+    """The Source of a folder of numpy arrays with one row for each item.
+
+    A window is a range of rows. The files must not change while they are open.
 
     Args:
         folder: The folder, with `ids.npy`.
-        vector: Name of the old vectors' file without its suffix; None for the only
-            two-dimensional array.
+        vector: Name of the old vectors' file without its suffix; None for the only two-dimensional
+            array, apart from migrated ones.
 
     Raises:
         NotFoundError: There is no `ids.npy`.
-        InvalidInputError: There is no such array, or its rows are not those of `ids.npy`.
+        InvalidInputError: There is no such array or there are several, it has no numbers, or
+            another number of rows than `ids.npy`.
     """
 
     def __init__(self, folder: Path, vector: str | None = None) -> None:
         self._folder = folder
         if not (folder / _IDS).is_file():
-            raise NotFoundError(f"{folder}: expected {_IDS} with a key for each row")
+            raise NotFoundError(f"{folder}: expected a file {_IDS} with a key for each row")
         self._ids = _array(folder / _IDS)
         files = sorted(path for path in folder.glob("*.npy") if path.name != _IDS)
         names = [path.stem for path in files if _array(path).ndim == 2]
         if vector is None:
-            # New vectors are a choice only by their name.
+            # Migrated vectors are chosen only by their name.
             names = [name for name in names if _mark(folder, name) is None]
         if (vector is None and len(names) != 1) or (vector is not None and vector not in names):
             raise InvalidInputError(
@@ -91,8 +94,8 @@ class ArraySource:
 
     def facts(self) -> Facts:
         name = f"{self._folder}#{self._name}"
-        said = _mark(self._folder, self._name) or {}
-        return Facts(name, self._vectors.shape[1], None, said.get("model"), self._others)
+        mark = _mark(self._folder, self._name) or {}
+        return Facts(name, self._vectors.shape[1], None, mark.get("model"), self._others)
 
     def count(self) -> int:
         return len(self._ids)
@@ -109,20 +112,23 @@ class ArraySource:
     def column(self, window: Window, name: str) -> ColumnValues:
         path = self._folder / f"{name}.npy"
         if name not in self._others:
-            raise InvalidInputError(f"{self._folder}: no column {name!r}")
+            raise InvalidInputError(
+                f"{self._folder}: expected an array {name!r} with one value for each row, found "
+                f"{few(self._others) or 'none'}"
+            )
         values = _array(path)[window.lower : window.upper]
         return ColumnValues(self.read(window).ids, list(map(text_of, values.tolist())))
 
     def open_target(self, target: Target) -> "NewArray":
         parts, final = self._parts(target.name), self._folder / f"{target.name}.npy"
         mark = {"map": target.mark, "dim": target.dim, "rows": len(self._ids)}
-        said = _mark(self._folder, target.name)
+        earlier = _mark(self._folder, target.name)
         # An early version wrote no model.
-        found = None if said is None else {key: said.get(key) for key in mark}
+        found = None if earlier is None else {key: earlier.get(key) for key in mark}
         if (final.exists() and found != mark) or (parts.exists() and found not in (None, mark)):
             raise AlreadyExistsError(
-                f"{final}: exists already and was not made by this map from these rows; choose "
-                "another --to, or remove it with --rollback"
+                f"{final}: exists already, and was not made by this map from these rows; choose "
+                "another --to, or remove it with `nobackfill carry --rollback`"
             )
         make_dir(parts)
         remove_temporary_files(parts)
@@ -131,6 +137,11 @@ class ArraySource:
         return NewArray(self, self._folder, parts, final, target)
 
     def carried(self, name: str) -> "ArraySource":
+        """Open the new vectors of a name, as a source of their own.
+
+        Raises:
+            InvalidInputError: There are none, or they are not complete.
+        """
         return ArraySource(self._folder, file_name(name))
 
     def rollback(self, name: str) -> bool:
@@ -147,7 +158,15 @@ class ArraySource:
 
 
 class NewArray:
-    """New vectors in a file for each window, which `finish` joins."""
+    """The TargetVectors of an ArraySource: a file for each window, which `finish` joins.
+
+    Args:
+        source: The source.
+        folder: Its folder.
+        parts: Folder of the files for the windows.
+        final: The file that `finish` writes; if it exists, nothing is pending.
+        target: The name and the dimension of the new vectors.
+    """
 
     at_once = 1
 
@@ -185,6 +204,12 @@ class NewArray:
         return sum(len(_array(part)) for part in self._parts.glob("*.npy"))
 
     def finish(self) -> list[str]:
+        """Join the files of all windows into one array, check it, and delete them.
+
+        Raises:
+            VerificationError: The joined file differs from its parts.
+            CannotWriteError: The disk is full.
+        """
         if not self._final.exists() and self.count() == self._source.count():
             merged = self._parts / ".tmp-whole"
             shape = (self._source.count(), self._target.dim)
@@ -201,14 +226,14 @@ class NewArray:
         return [f"read {self._final} in place of the old vectors; rows have the same order"]
 
     def _check(self, merged: Path) -> None:
-        """Compare the joined file with its parts. Raises VerificationError where they differ."""
+        """Compare the joined file with its parts; raise VerificationError if they differ."""
         joined = _array(merged)
         for part in self._parts.glob("*.npy"):
             first, last = map(int, part.stem.split("-"))
             if not np.array_equal(joined[first:last], _array(part)):
                 raise VerificationError(
-                    f"{self._final}: rows {first} to {last} are not what was carried; check the "
-                    "disk and carry again"
+                    f"{self._final}: rows {first} to {last} differ from the vectors that were "
+                    "written; check the disk, and run `nobackfill carry` again"
                 )
 
     def _part(self, window: Window) -> Path:
@@ -234,14 +259,28 @@ def _mark(folder: Path, name: str) -> dict[str, Any] | None:
 
 @runtime_checkable
 class FileSource(Source, Protocol):
-    """A source of files whose new vectors are files, too."""
+    """A source of files whose new vectors are files as well."""
 
     def carried(self, name: str) -> Source:
-        """Open the new vectors of a name. Raises NotFoundError, InvalidInputError."""
+        """Open the new vectors of a name, as a source of their own.
+
+        Raises:
+            NotFoundError, InvalidInputError: There are none, or they cannot be read.
+        """
 
 
 class MemorySource:
-    """All vectors of a source in memory. Searches are exact, by cosine."""
+    """A Searchable that holds all vectors of a source of files in memory.
+
+    Searches are exact, by cosine. New vectors are read at their first search; vectors that are
+    written later are not found.
+
+    Args:
+        source: The source; it is read now.
+
+    Raises:
+        InvalidInputError: Vectors hold NaN or several dimensions, or an id occurs twice.
+    """
 
     def __init__(self, source: Source) -> None:
         self._source = source
@@ -275,6 +314,19 @@ class MemorySource:
         return self._source.rollback(name)
 
     def nearest(self, vector: Vectors, count: int, new_name: str | None = None) -> list[str]:
+        """Search for the items nearest to a vector by cosine, exactly.
+
+        Args:
+            vector: The query, float32 [dim], of the dimension of the searched vectors.
+            count: Largest number of hits, at least 1.
+            new_name: Name of the new vectors to search; None for the old ones.
+
+        Returns:
+            Ids, nearest first; none for an empty source.
+
+        Raises:
+            NotFoundError, InvalidInputError: There are no new vectors of this name.
+        """
         if new_name is not None and new_name not in self._searched:
             assert isinstance(self._source, FileSource)
             rows = read_all(self._source.carried(new_name))
@@ -301,4 +353,4 @@ class MemorySource:
         return found
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: the vectors stay in memory."""

@@ -1,9 +1,9 @@
-"""Stores whose items hold one vector: new vectors go into a copy of the collection.
+"""Migrate collections whose items hold one vector: new vectors go into a copy of the collection.
 
 The copy has the same keys and values. Each of its items records a digest of its original. A window
 is migrated in four steps: read, map, put, and remove the items that were deleted meanwhile. A
-changed item has another digest and is computed again. An item of the copy without a digest was put
-by a writer, who writes to both collections: it stays as it is.
+changed item has another digest and is computed again. An item of the copy without a digest comes
+from a writer that writes to both collections, and stays as it is.
 """
 
 import hashlib
@@ -42,23 +42,29 @@ class Record:
 
     @cached_property
     def digest(self) -> str:
+        """Return a digest of vector, values and partition, as 32 hexadecimal digits."""
         values = json.dumps(self.values, sort_keys=True, default=_plain).encode()
         whole = self.vector.tobytes() + values + self.partition.encode()
         return hashlib.sha256(whole).hexdigest()[:32]
 
 
 class Collection(Protocol):
-    """One collection of a store.
+    """One collection of a store, as the client of the store reads and writes it.
 
-    `copy_facts` holds the facts that were recorded when it was created as a copy: "map" and
-    "model" as in Target, and "of", the name of the original.
+    Methods without a docstring do what the method of the same name of Source or Searchable does.
     """
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Return the collection's own name, not an alias."""
 
     @property
-    def copy_facts(self) -> Mapping[str, str]: ...
+    def copy_facts(self) -> Mapping[str, str]:
+        """Return the facts that were recorded when the collection was created as a copy.
+
+        "map" and "model" as in Target, and "of", the name of the original. Empty for a collection
+        that is no copy.
+        """
 
     def facts(self) -> Facts: ...
 
@@ -70,28 +76,40 @@ class Collection(Protocol):
         """Read the items of a window in the order of their keys."""
 
     def digests(self, window: Window) -> dict[Any, str]:
-        """Read the digests of a copy's items by key; "" for an item that a writer put."""
+        """Read the recorded digests of a copy's items by key; "" for an item of a writer."""
 
     def existing_keys(self, keys: Sequence[Any]) -> Some[Any]:
-        """Return the keys that exist."""
+        """Return those of the keys that the collection has."""
 
     def put(self, records: Sequence[Record], vectors: Vectors) -> None:
-        """Put items and their digests, with vectors, float32 [n, dim], in place of their own."""
+        """Upsert copies of items, with their digests and other vectors.
 
-    def remove(self, keys: Sequence[Any]) -> None: ...
+        Args:
+            records: n items of the original.
+            vectors: Their new vectors, float32 [n, dim].
+        """
 
-    def lookup(self, ids: Sequence[str]) -> list[Record]: ...
+    def remove(self, keys: Sequence[Any]) -> None:
+        """Delete items by key; unknown keys are ignored."""
+
+    def lookup(self, ids: Sequence[str]) -> list[Record]:
+        """Read items by their keys as text, in any order; unknown ids are left out."""
 
     def nearest(self, vector: Vectors, count: int) -> list[str]: ...
 
 
 class CollectionStore(Protocol):
-    """A store of collections."""
+    """A store of collections, as its client reads and writes it."""
 
     def open_collection(self, name: str) -> Collection:
-        """Open a collection. Raises NotFoundError."""
+        """Open a collection by its name or alias.
 
-    def exists(self, name: str) -> bool: ...
+        Raises:
+            NotFoundError: There is no such collection.
+        """
+
+    def exists(self, name: str) -> bool:
+        """Tell whether a collection or an alias of this name exists."""
 
     def make(self, target: Target, like: Collection, facts: Mapping[str, str]) -> None:
         """Create an empty collection for other vectors of the items of `like`.
@@ -102,16 +120,26 @@ class CollectionStore(Protocol):
             facts: Facts to record in the same step (see `Collection`).
         """
 
-    def drop(self, name: str) -> None: ...
+    def drop(self, name: str) -> None:
+        """Delete a collection with all its items."""
 
     def steps(self, old: Collection, new: Collection) -> list[str]:
         """Return the steps by which the owner flips from one collection to the other."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Close the connection to the store."""
 
 
 class CopiedSource:
-    """A collection whose new vectors go into a second collection of the same store."""
+    """The Source of a collection whose new vectors go into a second collection of its store.
+
+    Args:
+        store: The store.
+        name: Name of the collection.
+
+    Raises:
+        NotFoundError: There is no such collection.
+    """
 
     def __init__(self, store: CollectionStore, name: str) -> None:
         self._store = store
@@ -154,8 +182,9 @@ class CopiedSource:
             made = self._store.open_collection(target.name).copy_facts
             if any(made.get(name) != value for name, value in facts.items()):
                 raise AlreadyExistsError(
-                    f"{self._here.name}: collection {target.name!r} exists already and was not "
-                    "made by this map; choose another --to, or remove it with --rollback"
+                    f"{self._here.name}: the collection {target.name!r} exists already, and was "
+                    "not made by this map; choose another --to, or remove it with `nobackfill "
+                    "carry --rollback`"
                 )
         else:
             model = {"model": target.model} if target.model else {}
@@ -174,7 +203,13 @@ class CopiedSource:
 
 
 class CollectionCopy:
-    """The copy of a collection, with new vectors."""
+    """The TargetVectors of a CopiedSource: the copy of a collection, with new vectors.
+
+    Args:
+        store: The store.
+        source: The original.
+        copy: The copy.
+    """
 
     at_once = 1
 
@@ -182,7 +217,7 @@ class CollectionCopy:
         self._store, self._source, self._copy = store, source, copy
 
     def pending(self, window: Window) -> Rows:
-        """Remove the vectors of deleted and changed items; then read the items without one."""
+        """Delete copies of deleted and changed items; then read the items without a copy."""
         records = self._source.records(window)
         made = self._copy.digests(window)
         now = {one.key: one.digest for one in records}
@@ -193,6 +228,7 @@ class CollectionCopy:
         return _rows(left, self._source.name)
 
     def write(self, rows: Rows, vectors: Vectors) -> None:
+        """Put copies of items with their new vectors; delete those whose original is gone now."""
         records = [one for one in rows.keys if isinstance(one, Record)]
         self._copy.put(records, vectors)
         there = self._source.existing_keys([one.key for one in records])
@@ -219,6 +255,5 @@ def _rows(records: Sequence[Record], where: str) -> Rows:
 
 
 def _plain(value: object) -> object:
-    """Encode a value that JSON does not know, for a digest: an array as a list, another as its
-    repr."""
+    """Convert a value that JSON does not know: an array to a list, any other to its repr."""
     return value.tolist() if isinstance(value, np.ndarray | np.generic) else repr(value)

@@ -26,23 +26,27 @@ def open_source(
     vector: str | None = None,
     where: str | None = None,
 ) -> Source:
-    """Open the store at an address.
+    """Open the store at an address, for reading and for new vectors. Nothing is written.
 
     The plug-in KIND of the group `nobackfill.sources` opens KIND:PLACE#COLLECTION. It is called
     with the place, the collection, `vector`, and `key` where one is given, and returns a Source.
 
     Args:
-        address: An address, as KINDS lists them.
+        address: An address, in one of the forms of KINDS.
         key: Column of the keys; None for the primary key, or `id` in Parquet.
-        vector: Column of the old vectors; None for the only one.
+        vector: Column of the old vectors; None for the only one. Some stores choose it when their
+            facts are read first.
         where: Condition of the rows in SQL, for a table of PostgreSQL with vectors of several
             models; None for all rows. Never take it from a stranger.
 
     Raises:
         NotFoundError: There is no such file, table or collection.
         UnavailableError: The server does not answer.
-        InvalidInputError: The address or a column is not one that can be read.
-        ConfigurationError: The address would send vectors or a password unencrypted.
+        NotPermittedError: The server refuses the user or the key.
+        InvalidInputError: The address has another form; the table, the key or the column of vectors
+            cannot be used; or `where` is given for another store than PostgreSQL.
+        ConfigurationError: The address would send vectors or a password unencrypted, or the extra
+            of the store is not installed.
     """
     if address.startswith(("postgresql://", "postgres://")):
         from nobackfill.adopt.sources.pgvector import PgvectorSelection, PgvectorSource
@@ -50,10 +54,12 @@ def open_source(
         try:
             address.encode()
         except UnicodeEncodeError as error:
-            raise InvalidInputError(f"{_POSTGRES}: expected it in UTF-8") from error
+            raise InvalidInputError(f"{_POSTGRES}: expected an address in UTF-8") from error
         server, _, table = address.partition("#")
         if not table:
-            raise InvalidInputError(f"name the table as well: {_POSTGRES}")
+            raise InvalidInputError(
+                f"expected the name of a table after #, as in {_POSTGRES}, got none"
+            )
         if where is not None:
             return PgvectorSelection(server, table, key, vector, where=where)
         return PgvectorSource(server, table, key, vector)
@@ -65,22 +71,29 @@ def open_source(
     if colon and kind in plugin_names("sources"):
         place, _, collection = rest.partition("#")
         if not place or not collection:
-            raise InvalidInputError(f"name the collection as well: {kind}:PLACE#COLLECTION")
+            raise InvalidInputError(
+                f"expected a place and the name of a collection, as in {kind}:PLACE#COLLECTION; "
+                "one is missing"
+            )
         plugin = load_plugin("sources", kind)
         if key is not None and "key" not in signature(plugin).parameters:
-            raise InvalidInputError(f"{kind}: omit --key, because its items have keys of their own")
+            raise InvalidInputError(
+                f"{kind}: expected no --key, because its items have keys of their own; leave it out"
+            )
         source: Source = plugin(place, collection, vector, *([] if key is None else [key]))
         return source
     if "://" in address:
         # Not the address itself: it may hold a password.
-        raise InvalidInputError(f"{kind}://…: expected {KINDS}")
+        raise InvalidInputError(f"{kind}://…: expected a SOURCE in one of these forms: {KINDS}")
     path = Path(address)
     if (path / "ids.npy").is_file():
         from nobackfill.adopt.sources.arrays import ArraySource
 
         return ArraySource(path, vector)
     if not path.exists():
-        raise NotFoundError(f"{address}: no such file or folder; a source is {KINDS}")
+        raise NotFoundError(
+            f"{address}: no such file or folder; expected a SOURCE in one of these forms: {KINDS}"
+        )
     from nobackfill.adopt.sources.parquet import ParquetSource
 
     return ParquetSource(path, key or "id", vector)
@@ -93,9 +106,20 @@ def open_searchable(
     vector: str | None = None,
     where: str | None = None,
 ) -> Searchable:
-    """Open the store at an address for searches. Files are read into memory.
+    """Open the store at an address for searches.
 
-    The arguments and errors are those of `open_source`.
+    A store that does not search by itself (files) is read into memory, and searched exactly by
+    cosine.
+
+    Args:
+        address: An address, in one of the forms of KINDS.
+        key: Column of the keys, as in `open_source`.
+        vector: Column of the old vectors, as in `open_source`.
+        where: Condition of the rows, as in `open_source`.
+
+    Raises:
+        InvalidInputError: As `open_source`; or vectors of a file hold NaN or several dimensions.
+        NobackfillError: As `open_source` raises it.
     """
     source = open_source(address, key=key, vector=vector, where=where)
     if isinstance(source, Searchable):
@@ -113,25 +137,39 @@ def open_items(
     vector: str | None = None,
     where: str | None = None,
 ) -> Source:
-    """Open a source of items' vectors, by the arguments of `open_source`.
+    """Open a source as `open_source` does, and refuse vectors of queries.
 
     Args:
-        address: An address, as KINDS lists them.
-        option: The source's name in an error, as its user gave it.
-        key: Column of the keys.
-        vector: Column of the old vectors.
-        where: Condition of the rows; None for all.
+        address: An address, in one of the forms of KINDS.
+        option: Name of the source in the error, for example "--old".
+        key: Column of the keys, as in `open_source`.
+        vector: Column of the old vectors, as in `open_source`.
+        where: Condition of the rows, as in `open_source`.
 
     Raises:
-        InvalidInputError: The vectors are those of queries, from a model that encodes queries and
-            documents in two ways. Also as `open_source`, whose other errors it raises, too.
+        InvalidInputError: `nobackfill embed` recorded that the vectors are those of queries, from a
+            model that encodes queries and documents in two ways; or as `open_source`.
+        NobackfillError: As `open_source` raises it.
     """
     source = open_source(address, key=key, vector=vector, where=where)
-    not_read_as(source, QUERIES, f"{option}: expected the items' vectors, got those of queries")
+    why = (
+        f"{option}: expected vectors of the items, got vectors of queries; embed the items without "
+        "--queries"
+    )
+    not_read_as(source, QUERIES, why)
     return source
 
 
 def not_read_as(source: Source, role: str, why: str) -> None:
-    """Raise InvalidInputError with the message `why` if the vectors of a source have a role."""
+    """Refuse a source whose vectors `nobackfill embed` recorded with a role.
+
+    Args:
+        source: The source; one without a recorded role passes.
+        role: DOCUMENTS or QUERIES.
+        why: Message of the error.
+
+    Raises:
+        InvalidInputError: The vectors have this role.
+    """
     if isinstance(source, EmbeddedSource) and source.reads().startswith(role):
         raise InvalidInputError(why)

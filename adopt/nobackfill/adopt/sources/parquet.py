@@ -1,6 +1,6 @@
-"""Vectors in a Parquet file or a folder of them.
+"""Read and migrate vectors in a Parquet file or a folder of them.
 
-New vectors go into a folder `_NAME`, one file for each row group; no file of the source is changed.
+New vectors go into a folder `_NAME`, one file for each row group; no file of the source changes.
 Each new file has the source's keys in their type. It records the identity of its source file, so
 that vectors of a file that was replaced are computed again.
 """
@@ -54,18 +54,21 @@ _TAIL = 8
 
 
 class ParquetSource:
-    """A Parquet file, or the *.parquet files of a folder in the order of their names.
+    """The Source of a Parquet file, or of the *.parquet files of a folder, ordered by name.
 
     A folder without such files is searched for partitions (`lang=de/`). A window is one row group.
+    The column of vectors is chosen when it is first needed.
 
     Args:
         path: The file or the folder.
         key: Column of unique keys.
-        vector: Column of lists of floats; None for the only one.
+        vector: Column of vectors, lists of floats; None for the only one. If there is no such
+            column, or there are several, `facts` and `read` raise InvalidInputError.
 
     Raises:
         NotFoundError: There is no Parquet file.
-        InvalidInputError: A file cannot be read, or has no such key.
+        InvalidInputError: The first file cannot be read, has a column twice, or has no such key.
+        ConfigurationError: The extra `adopt` is not installed.
     """
 
     def __init__(self, path: Path, key: str = "id", vector: str | None = None) -> None:
@@ -73,12 +76,16 @@ class ParquetSource:
         self._inside = path if path.is_dir() else path.parent
         self._files = _files(path) if path.is_dir() else [path]
         if not self._files or not all(file.is_file() for file in self._files):
-            raise NotFoundError(f"{path}: no Parquet file is there")
+            raise NotFoundError(
+                f"{path}: expected a Parquet file or a folder with files *{_SUFFIX}, found none"
+            )
         self._schema = _opened(self._files[0]).schema_arrow
         self._wanted = vector
         names = self._schema.names
         if len(set(names)) != len(names):
-            raise InvalidInputError(f"{path}: expected each column once, got {join_few(names)}")
+            raise InvalidInputError(
+                f"{path}: expected each column to have a name of its own, got {join_few(names)}"
+            )
         if key not in names:
             raise InvalidInputError(
                 f"{path}: expected a column {key!r} of unique keys, got "
@@ -135,7 +142,9 @@ class ParquetSource:
 
     def column(self, window: Window, name: str) -> ColumnValues:
         if name not in self._schema.names:
-            raise InvalidInputError(f"{self._path}: no column {name!r}")
+            raise InvalidInputError(
+                f"{self._path}: expected a column {name!r}, found {join_few(self._schema.names)}"
+            )
         table = self._table(window, name).drop_null()
         return ColumnValues(_ids(table, self._key), list(map(text_of, table[name].to_pylist())))
 
@@ -157,12 +166,18 @@ class ParquetSource:
             raise InvalidInputError(f"{file}: cannot be read as Parquet ({error})") from error
 
     def file(self, window: Window) -> Path:
-        """Return the file that holds a window."""
+        """Return the path of the file that holds a window."""
         return self._inside / str(window.lower)
 
     def identity(self, window: Window) -> bytes:
-        """The identity by which a window's file is known to be the same. Raises
-        InvalidInputError."""
+        """Return the identity of a window's file: another one later means that it was replaced.
+
+        Returns:
+            JSON with the file's size, its time of change and the digest of its footer.
+
+        Raises:
+            InvalidInputError: The file cannot be read.
+        """
         file = self.file(window)
         try:
             with file.open("rb") as opened:
@@ -184,8 +199,9 @@ class ParquetSource:
             # Before November 2026, a folder did not record its source file.
             if not isinstance(found, dict) or {"of": self._of} | found != mark:
                 raise AlreadyExistsError(
-                    f"{folder}: exists already and was not made by this map from "
-                    f"{self._path.name}; choose another --to, or remove it with --rollback"
+                    f"{folder}: exists already, and was not made by this map from "
+                    f"{self._path.name}; choose another --to, or remove it with `nobackfill carry "
+                    "--rollback`"
                 )
             for inside in (folder, *filter(Path.is_dir, folder.rglob("*"))):
                 remove_temporary_files(inside)
@@ -195,6 +211,12 @@ class ParquetSource:
         return NewParquetFiles(self, folder, target, self._key)
 
     def carried(self, name: str) -> "ParquetSource":
+        """Open the new vectors of a name, as a source of their own.
+
+        Raises:
+            NotFoundError: There are none.
+            InvalidInputError: A file cannot be read.
+        """
         return ParquetSource(self._folder(name), self._key, name)
 
     def rollback(self, name: str) -> bool:
@@ -224,7 +246,7 @@ class ParquetSource:
 
     @property
     def _of(self) -> str:
-        """The source file that the new vectors record: its name, or "." for a folder."""
+        """Return the source that new vectors record: the file's name, or "." for a folder."""
         return "." if self._path.is_dir() else self._path.name
 
     def _name(self, file: Path) -> str:
@@ -232,14 +254,26 @@ class ParquetSource:
 
 
 class Read(NamedTuple):
-    """The window of some rows, and `of`, the identity of its file when they were read."""
+    """The version of rows that were read from a Parquet file.
+
+    Attributes:
+        window: Their window.
+        of: The identity of its file when they were read.
+    """
 
     window: Window
     of: bytes
 
 
 class NewParquetFiles:
-    """Files `_NAME/FILE.GROUP.parquet` with the same keys and column name as the source's."""
+    """The TargetVectors of a ParquetSource: files `_NAME/FILE.GROUP.parquet` with its keys.
+
+    Args:
+        source: The source.
+        folder: The folder of the new files.
+        target: The place; its name becomes the column of vectors.
+        key: Name of the column of keys.
+    """
 
     at_once = 1
 
@@ -276,7 +310,7 @@ class NewParquetFiles:
         return sum(_opened(file).metadata.num_rows for file in self._written())
 
     def finish(self) -> list[str]:
-        """Remove new vectors whose source file is gone, and return the step of the flip."""
+        """Delete new files whose source file is gone, and return the step of the flip."""
         there = {self._file(window) for window in self._source.windows(0)}
         for file in self._written():
             if file not in there:
@@ -311,7 +345,16 @@ def table_bytes(
     metadata: dict[bytes, bytes],
     others: Mapping[str, Any] = MappingProxyType({}),
 ) -> bytes:
-    """Encode keys, float32 vectors [n, dim] and other columns by name as a Parquet file."""
+    """Encode keys, vectors and other columns as the bytes of a Parquet file.
+
+    Args:
+        key: Name of the column of keys.
+        keys: n keys, as an array of pyarrow.
+        vector: Name of the column of vectors.
+        vectors: [n, dim], stored as float32 lists of fixed size.
+        metadata: Metadata of the file.
+        others: Further columns of n values by name.
+    """
     flat = pa.array(np.ascontiguousarray(vectors, np.float32).ravel())
     lists = pa.FixedSizeListArray.from_arrays(flat, vectors.shape[1])
     table = pa.table({key: keys, vector: lists, **others}).replace_schema_metadata(metadata)
@@ -319,14 +362,18 @@ def table_bytes(
 
 
 def encode_table(table: Any) -> bytes:
-    """Encode a table of pyarrow, metadata included, as a Parquet file."""
+    """Encode a table of pyarrow, with its metadata, as the bytes of a Parquet file."""
     buffer = io.BytesIO()
     pq.write_table(table, buffer)
     return buffer.getvalue()
 
 
 def read_table(path: Path) -> Any:
-    """Read a whole Parquet file as a table of pyarrow. Raises InvalidInputError."""
+    """Read a whole Parquet file into memory, as a table of pyarrow.
+
+    Raises:
+        InvalidInputError: The file is missing, or cannot be read as Parquet.
+    """
     return _opened(path).read()
 
 
@@ -360,14 +407,17 @@ def _rows(table: Any, key: str, vector: str, path: Path) -> Rows:
     """
     table = table.filter(pc.is_valid(table[vector]))
     if table[key].null_count:
-        raise InvalidInputError(f"{path}: {table[key].null_count} rows have no key in {key!r}")
+        raise InvalidInputError(
+            f"{path}: expected a key in each row, but {table[key].null_count} rows have none in "
+            f"the column {key!r}; name another column with --key"
+        )
     ids = _ids(table, key)
     lengths = pc.list_value_length(table[vector]).to_numpy()
     if len(np.unique(lengths)) > 1:
         other = int(np.argmax(lengths != lengths[0]))
         raise InvalidInputError(
             f"{path}: expected one dimension in all rows, got {lengths[0]} in {ids[0]!r} and "
-            f"{lengths[other]} in {ids[other]!r}; are these two models' vectors?"
+            f"{lengths[other]} in {ids[other]!r}; use the vectors of one model alone"
         )
     dim = int(lengths[0]) if len(lengths) else 0
     values = pc.list_flatten(table[vector]).to_numpy().astype(np.float32)

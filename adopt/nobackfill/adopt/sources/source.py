@@ -1,6 +1,7 @@
-"""The interface of a store that lives elsewhere: one Protocol to read it, one to write beside.
+"""Define the interface of a user's store: a Protocol to read it, and one to write new vectors.
 
-Below are the checks, marks and addresses that several sources share.
+Below are the checks, marks and addresses that several sources share. Any method of a store may also
+raise UnavailableError (its server does not answer) and NotPermittedError (it refuses the user).
 """
 
 import json
@@ -31,12 +32,11 @@ from nobackfill.vectors import Vectors
 
 # Metrics of stores; a larger "inner_product" is nearer.
 SearchMetric = Literal["cosine", "squared_l2", "inner_product", "l1"]
-# The role of the texts that were embedded, for a model that encodes queries and documents in two
-# ways.
+# Roles of texts, for a model that encodes queries and documents in two ways.
 DOCUMENTS, QUERIES = "documents", "queries"
 
 
-# The most bytes of the name of new vectors: PostgreSQL cuts longer names off.
+# Longest name of new vectors in bytes: PostgreSQL truncates longer names.
 MOST_NAME = 63
 
 
@@ -64,9 +64,11 @@ class Facts:
 
 @dataclass(frozen=True)
 class Window:
-    """A range of keys: those above `lower`, up to `upper` inclusive; None leaves an end open.
+    """A range of a store's items, which only that store understands.
 
-    The windows of one `Source.windows` cover each key once, also keys that are added meanwhile.
+    In most stores it has the keys above `lower`, up to `upper` inclusive; None leaves an end open,
+    so `Window()` has all items. The windows of one `Source.windows` cover each key once, also keys
+    that are added meanwhile.
     """
 
     lower: object = None
@@ -81,7 +83,8 @@ class Rows:
         ids: Their keys as text.
         vectors: Their vectors, float32 [n, dim]; they may hold NaN (see `checked`).
         keys: Their keys in the store's own type; empty if the store needs none.
-        versions: For each item, a value by which the store recognises a row that has changed since.
+        versions: For each item, a value by which the store recognises a row that has changed since
+            it was read; empty if the store needs none.
     """
 
     ids: list[str]
@@ -100,13 +103,15 @@ class Target:
     Attributes:
         name: Name of the new column, collection or file; `table:NAME` for a table in PostgreSQL.
         dim: Dimension of the new vectors.
-        mark: Digest of the map or model that computes them; vectors of two are never mixed.
+        mark: Digest of the map or model that computes them. Vectors with different marks are never
+            mixed under one name.
         model: Fingerprint of the model in whose space they are; None if it is not known.
-        content: The column that they are computed from; None for the old vectors. A change of it
-            makes a new vector stale.
-        native: Whether a model computes them. A map cannot find a stale one among them later.
-        reversible: Whether the store tells until the old vectors are dropped which of them may be
-            stale, because their new vector was written after the flip.
+        content: The column that they are computed from; None if they are computed from the old
+            vectors. A change of it makes a new vector stale.
+        native: Whether a model computes them from the items. Stale ones among them cannot be found
+            later by comparison with a map.
+        reversible: Whether a flip must be reversible: until the old vectors are dropped, the store
+            tells which of them may be stale because their new vector was written after the flip.
     """
 
     name: str
@@ -120,7 +125,7 @@ class Target:
 
 @dataclass(frozen=True)
 class ColumnValues:
-    """Values of one other column of a window as text: `values[i]` belongs to `ids[i]`."""
+    """Values of another column of a window, as text: `values[i]` belongs to `ids[i]`."""
 
     ids: list[str]
     values: list[str] = field(default_factory=list)
@@ -134,25 +139,39 @@ class TargetVectors(Protocol):
 
     @property
     def at_once(self) -> int:
-        """Number of windows that threads may migrate at the same time; at least 1."""
+        """Return the number of windows that threads may migrate at the same time; at least 1."""
 
     def pending(self, window: Window) -> Rows:
-        """Read the old vectors of a window whose new vector is missing or stale."""
+        """Read the old vectors of a window whose new vector is missing or stale.
+
+        Raises:
+            InvalidInputError: Vectors of the window have several dimensions.
+        """
 
     def write(self, rows: Rows, vectors: Vectors) -> None:
-        """Write new vectors, float32 [n, dim], for rows that did not change since they were read.
+        """Write new vectors durably, for rows that have not changed since they were read.
 
-        Rows that did change stay pending.
+        Rows that have changed stay pending, without an error.
+
+        Args:
+            rows: Some of the rows that `pending` returned for one window, at least one.
+            vectors: Their new vectors, float32 [n, dim].
+
+        Raises:
+            CannotWriteError: The disk is full, or the store cannot be written.
         """
 
     def read(self, window: Window) -> Rows:
-        """Read the new vectors of a window."""
+        """Read the new vectors of a window; items without one are left out."""
 
     def count(self) -> int:
         """Count the items that have a new vector."""
 
     def finish(self) -> list[str]:
-        """End the writing, and return the steps by which the owner flips to the new vectors."""
+        """Complete the new vectors, and return sentences or statements by which the owner flips.
+
+        The caller has written all rows. May be repeated.
+        """
 
 
 @runtime_checkable
@@ -161,15 +180,19 @@ class Flippable(TargetVectors, Protocol):
 
     @property
     def flipped(self) -> bool:
-        """Whether the store flipped. Then only items without a new vector are pending, and a
-        writer may have put the other new vectors."""
+        """Tell whether the store has flipped to these vectors.
+
+        Then only items without a new vector are pending, and writers may have put the others.
+        """
 
     @property
     def put_by_writers(self) -> bool:
-        """Whether writers put new vectors before the flip. Then the flip checks no vector."""
+        """Tell whether writers put new vectors before the flip; then a flip checks no vector."""
 
     def prepare_flip(self) -> AbstractContextManager[None]:
-        """Build the indexes that the new vectors lack, and keep other flips out for the block.
+        """Build the indexes that the new vectors lack, and refuse other flips during the block.
+
+        Searches and writers of the store continue.
 
         Raises:
             BusyError: Another flip is under way.
@@ -177,14 +200,17 @@ class Flippable(TargetVectors, Protocol):
         """
 
     def owner_tasks(self) -> list[str]:
-        """Return sentences that name the owner's tasks after the flip; empty without any."""
+        """Return sentences that name the owner's tasks after the flip; empty if there are none."""
 
     def flip(self) -> AbstractContextManager[None]:
-        """Lock the store, migrate the last items in the block, and flip at its end.
+        """Lock the store against other writers for the block, and flip at its end.
+
+        The caller writes the last pending rows in the block. An exception in the block undoes the
+        flip and releases the lock.
 
         Raises:
-            BusyError: Others hold the store.
-            InvalidInputError: An item would lose its vector.
+            BusyError: Others hold the store for too long; nothing has changed.
+            InvalidInputError: An item would lose its vector; nothing has changed.
         """
 
 
@@ -193,11 +219,13 @@ class ReadById(TargetVectors, Protocol):
     """New vectors that can be read by id, so that some items are written before all others."""
 
     def pending_items(self, ids: Sequence[str]) -> Rows:
-        """Read the old vectors of the items whose new vector is missing; unknown ids are left
-        out."""
+        """Read the old vectors of those items whose new vector is missing or stale.
+
+        Unknown ids are left out; the order is arbitrary.
+        """
 
     def read_items(self, ids: Sequence[str]) -> Rows:
-        """Read the new vectors of items; items without one are left out."""
+        """Read the new vectors of items in any order; items without one are left out."""
 
 
 @runtime_checkable
@@ -213,36 +241,56 @@ class Multiplied(TargetVectors, Protocol):
 
 
 class Source(Protocol):
-    """A store of vectors, opened by its address (see `open_source`)."""
+    """A store of vectors, opened by its address (see `open_source`).
+
+    Reading changes nothing in the store; only `open_target` and `rollback` write.
+    """
 
     def facts(self) -> Facts:
-        """Return the facts that the store states about its vectors."""
+        """Return the facts that the store declares about its vectors.
+
+        Raises:
+            InvalidInputError: The store searches by a metric that is not supported, or its column
+                of vectors cannot be chosen.
+        """
 
     def count(self) -> int:
         """Count the items that have a vector."""
 
     def windows(self, rows: int) -> Iterator[Window]:
-        """Divide all keys into windows of about `rows` items."""
+        """Divide all items into windows of about `rows` items; none for an empty store."""
 
     def read(self, window: Window) -> Rows:
-        """Read the vectors of a window. Raises InvalidInputError where their dimensions differ."""
-
-    def column(self, window: Window, name: str) -> ColumnValues:
-        """Read another column of a window as text, without the items where it is empty.
+        """Read the vectors of a window; items without one are left out. NaN passes.
 
         Raises:
-            InvalidInputError: There is no such column.
+            InvalidInputError: The vectors have several dimensions, or a file is damaged.
+        """
+
+    def column(self, window: Window, name: str) -> ColumnValues:
+        """Read another column of a window as text; items without a value are left out.
+
+        Raises:
+            InvalidInputError: There is no such column. A store without fixed columns returns no
+                values instead.
         """
 
     def open_target(self, target: Target) -> TargetVectors:
-        """Create the place for new vectors, or open it where this map created it before.
+        """Create the place for new vectors, or open it if an earlier run with this mark created it.
 
         Raises:
-            AlreadyExistsError: Something else has the name.
+            AlreadyExistsError: The name belongs to other data, or to vectors with another mark.
+            InvalidInputError: The store cannot hold such vectors, or the name is not valid.
+            CannotWriteError: The store cannot be written.
         """
 
     def rollback(self, name: str) -> bool:
-        """Remove the new vectors of a name. Returns False where `open_target` created none."""
+        """Remove the new vectors of a name, and all that `open_target` created for them.
+
+        Returns:
+            False, and nothing changes, if `open_target` did not create vectors of this name, or a
+            flip has given them the name of the old ones.
+        """
 
 
 @runtime_checkable
@@ -250,32 +298,34 @@ class WarningSource(Source, Protocol):
     """A source that predicts the side effects of writing new vectors."""
 
     def warnings(self, to: str) -> list[str]:
-        """Return sentences about side effects of writing vectors under a name; empty without."""
+        """Return sentences about side effects of writing vectors under a name; empty if none."""
 
     def obstacles(self, target: Target) -> list[str]:
-        """Return sentences about the obstacles to a flip to `target`; empty if the store can flip.
-        Writes nothing."""
+        """Return sentences about obstacles to a flip to `target`; empty if the store can flip.
+
+        The target need not exist; nothing is written.
+        """
 
 
 @runtime_checkable
 class Reversible(Source, Protocol):
-    """A source whose store keeps the old vectors after a flip and can give them their name back.
+    """A source whose store preserves the old vectors after a flip, and can restore their name.
 
     Attributes:
         vector: The column of its vectors.
-        flip_name: The column or table that a flip renames.
     """
 
     vector: str
 
     @property
-    def flip_name(self) -> str: ...
+    def flip_name(self) -> str:
+        """Return the name of the column or table that a flip renames."""
 
     def count_vectors(self, column: str) -> int:
-        """Count the rows with a vector in a column, or in the table of new vectors; 0 without."""
+        """Count the rows with a vector under a name of new vectors; 0 if there is no such name."""
 
     def name_model(self, model: str) -> None:
-        """Note the fingerprint of the model in whose space the vectors are."""
+        """Write the fingerprint of the model in whose space the vectors are into the store."""
 
     def migration_lock(self) -> AbstractContextManager[Callable[[], None]]:
         """Keep other migrations of the same vectors out for the block, from any working folder.
@@ -288,43 +338,48 @@ class Reversible(Source, Protocol):
         """
 
     def mark_of(self, column: str) -> str | None:
-        """Return the digest of what wrote new vectors into a column; None for another column."""
+        """Return the mark of new vectors (see Target); None if the name has none."""
 
     def flip_mark(self) -> str | None:
-        """Return the digest of what computed the source's vectors; None if no flip put them
-        there."""
+        """Return the mark of the source's own vectors; None if no flip put them there."""
 
     def flip_state(self, mark: str) -> Literal["old", "flipped", "finished", "unknown"]:
-        """Return whose vectors have the source's name.
+        """Return whether the store has flipped to the vectors with a mark.
 
         Args:
-            mark: Digest of the new vectors.
+            mark: Mark of the new vectors (see Target).
 
         Returns:
-            "old"; "flipped" for those with the digest, while the old ones still exist; "finished"
-            after these were dropped; "unknown" where the old vectors of a flip exist and the others
-            have another digest or none.
+            "old": no flip has taken place. "flipped": these vectors have the source's name, and the
+            old ones still exist. "finished": the old ones were dropped. "unknown": a flip has taken
+            place, but the vectors have another mark or none.
         """
 
     def flip_back(self, to: str, *, lose: bool = False) -> int:
-        """Give the old vectors their name back and drop the new ones.
+        """Give the old vectors their name back, and drop the new ones.
 
         Args:
             to: The name that the new vectors had before the flip.
-            lose: Go on where rows have only a new vector: they lose it.
+            lose: Whether rows may lose their only vector, which is a new one.
 
         Returns:
             The number of rows that lost their only vector.
 
         Raises:
-            InvalidInputError: Rows have only a new vector, an object keeps the new ones, or the
-                flip did not watch the old ones (see Target.reversible).
+            InvalidInputError: Rows have only a new vector and `lose` is False, another object
+                depends on the new ones, or the flip was not reversible (see Target).
             NotFoundError: There are no old vectors.
+            BusyError: Others hold the store.
         """
 
     def drop_old(self) -> None:
-        """Drop the old vectors after a flip. Raises NotFoundError, and InvalidInputError where an
-        object of the database still depends on them."""
+        """Drop the old vectors after a flip; they cannot be restored.
+
+        Raises:
+            NotFoundError: There are no old vectors.
+            InvalidInputError: Another object of the database still depends on them.
+            BusyError: Others hold the store.
+        """
 
 
 @runtime_checkable
@@ -335,8 +390,7 @@ class EmbeddedSource(Source, Protocol):
         """Return the measured time to embed an item in seconds; None if it was not measured."""
 
     def reads(self) -> str:
-        """Return the role of the texts, as `Embedder.reads`; empty for a model that encodes all
-        texts in one way."""
+        """Return the role in which the texts were embedded, as `Embedder.reads`; empty if none."""
 
 
 @runtime_checkable
@@ -352,32 +406,37 @@ class Searchable(Source, Protocol):
     """A source that answers searches, as `nobackfill.serve` needs."""
 
     def nearest(self, vector: Vectors, count: int, new_name: str | None = None) -> list[str]:
-        """Search the items nearest to a vector.
+        """Search for the items nearest to a vector, by the store's metric.
 
         Args:
             vector: The query, float32 [dim].
-            count: The most hits to return.
+            count: Largest number of hits.
             new_name: Name of the new vectors to search; None for the old ones.
 
         Returns:
-            Ids, nearest first.
+            Ids, nearest first; the store may search approximately.
+
+        Raises:
+            NotFoundError: There are no new vectors of this name.
         """
 
     def lookup(self, ids: Sequence[str]) -> Rows:
         """Read old vectors by id. Unknown ids are left out; the order is arbitrary."""
 
     def texts(self, ids: Sequence[str], column: str) -> dict[str, str]:
-        """Read another column by id, without the items where it is empty."""
+        """Read another column of items as text, by id; items without a value are left out."""
 
     def close(self) -> None:
-        """Let go of what searches keep open."""
+        """Close the connections of searches; a later search opens them again."""
 
 
 def fingerprint_of(*models: str | None) -> str | None:
-    """The first that is a model's fingerprint, and no release's space."""
-    return next(
-        (one for one in models if one is not None and not one.startswith(SPACE_PREFIX)), None
-    )
+    """Return the first of some model names that is a fingerprint; None if there is none.
+
+    Args:
+        models: Fingerprints, ids of spaces of releases ("sp-…"), or None.
+    """
+    return next((one for one in models if one is not None and not one.startswith(SPACE_PREFIX)), None)
 
 
 def same_model(first: str | None, second: str | None, what: str) -> None:
@@ -402,8 +461,9 @@ def same_model(first: str | None, second: str | None, what: str) -> None:
         return
     if first != second:
         raise IncompatibleSpaceError(
-            f"{what}: expected vectors of one model, got {first[:12]}… and {second[:12]}…; the "
-            "same dimension is not the same space (or this model was declared otherwise)"
+            f"{what}: expected vectors of one model, got vectors of the models {first[:12]}… and "
+            f"{second[:12]}…. The same dimension is not the same space. If it is one model, embed "
+            "both by the same declaration"
         )
 
 
@@ -415,8 +475,8 @@ def metric_of(name: str, metrics: Mapping[str, SearchMetric], where: str) -> Sea
     """
     if name and name not in metrics:
         raise InvalidInputError(
-            f"{where}: its vectors are searched by {name}; expected {join_few(metrics)}, which are "
-            "what nobackfill judges and serves"
+            f"{where}: expected a store that searches by {join_few(metrics)}, got {name}, which "
+            "nobackfill does not support"
         )
     return metrics.get(name)
 
@@ -435,7 +495,7 @@ def checked(rows: Rows, dim: int | None, where: str) -> Rows:
     if dim is not None and len(rows) and rows.vectors.shape[1] != dim:
         raise InvalidInputError(
             f"{where}: expected vectors of dimension {dim}, got {rows.vectors.shape[1]}; "
-            "one column holds the vectors of one model"
+            "use vectors of one model, and a map for them"
         )
     bad = np.flatnonzero(~np.isfinite(rows.vectors).all(1))
     if len(bad):
@@ -494,30 +554,44 @@ def text_of(value: object) -> str:
 
 
 def file_name(name: str) -> str:
-    """Return `name` after a check that it is a plain file name. Raises InvalidInputError."""
+    """Return the name of new vectors after a check that it is a plain file name.
+
+    Raises:
+        InvalidInputError: The name is empty, contains a slash, or begins with a dot.
+    """
     if not name or "/" in name or name.startswith("."):
         raise InvalidInputError(
-            f"--to: expected a name without '/' that begins with no dot, got {name!r}; new vectors "
-            "go beside the old ones"
+            f"--to: expected a name without '/' that does not begin with a dot, got {name!r}; it "
+            "becomes a file in the folder of the old vectors"
         )
     return name
 
 
 def mode_of(path: Path) -> int:
-    """Return the permissions of a file, which a file of new vectors gets as well."""
+    """Return the permissions of a file for reading and writing, for a file of new vectors.
+
+    Raises:
+        OSError: The file cannot be inspected.
+    """
     return path.stat().st_mode & 0o666
 
 
 def read_mark(path: Path) -> object:
-    """Parse the JSON file that records the map of new vectors; None if there is no file.
+    """Read the JSON file that records the map of new vectors.
+
+    Returns:
+        Its value, of any type; None if there is no file.
 
     Raises:
-        InvalidInputError: The file cannot be read.
+        InvalidInputError: The file cannot be read, or is no JSON.
     """
     try:
         return json.loads(path.read_bytes()) if path.is_file() else None
     except (ValueError, RecursionError, OSError) as error:
-        raise InvalidInputError(f"{path}: cannot be read ({error}); remove it by hand") from error
+        raise InvalidInputError(
+            f"{path}: cannot be read as the record of new vectors ({error}); delete this file, and "
+            "the new vectors that belong to it"
+        ) from error
 
 
 def repeated(ids: Iterable[str]) -> list[str]:
@@ -527,24 +601,31 @@ def repeated(ids: Iterable[str]) -> list[str]:
 
 
 def even(vectors: Sequence[Sequence[float] | Vectors], ids: Sequence[str], where: str) -> Vectors:
-    """Stack vectors into a float32 array [n, dim]; [0, 0] for none.
+    """Stack vectors of one dimension into an array.
 
     Args:
         vectors: One vector for each id.
         ids: Ids, for the error.
         where: The name of the vectors in the error.
 
+    Returns:
+        float32 [n, dim]; [0, 0] without vectors. NaN passes.
+
     Raises:
-        InvalidInputError: Their dimensions differ, or one is empty.
+        InvalidInputError: Their dimensions differ, or a vector is empty.
+        ValueError, TypeError: A value is no number.
     """
     lengths = [len(vector) for vector in vectors]
     if 0 in lengths:
-        raise InvalidInputError(f"{where}: expected vectors of 1 number or more, got one of none")
+        raise InvalidInputError(
+            f"{where}: expected vectors of at least 1 dimension, got an empty one for "
+            f"{ids[lengths.index(0)]!r}"
+        )
     other = next((row for row, n in enumerate(lengths) if n != lengths[0]), None)
     if other is not None:
         raise InvalidInputError(
             f"{where}: expected one dimension in all rows, got {lengths[0]} in {ids[0]!r} and "
-            f"{lengths[other]} in {ids[other]!r}; are these two models' vectors?"
+            f"{lengths[other]} in {ids[other]!r}; use the vectors of one model alone"
         )
     return np.asarray(vectors, np.float32).reshape(len(vectors), lengths[0] if lengths else 0)
 
@@ -561,8 +642,11 @@ def server_address(place: str, kind: str, key: str) -> SplitResult:
 
     Args:
         place: The address.
-        kind: The kind of server in the error.
-        key: The environment variable for the server's key, which the error names.
+        kind: The kind of server, for the error.
+        key: The environment variable for the server's key, for the error.
+
+    Returns:
+        The parts of the address; its port may be None.
 
     Raises:
         ConfigurationError: The address has another form, holds a password, or would send vectors
@@ -572,13 +656,19 @@ def server_address(place: str, kind: str, key: str) -> SplitResult:
         parts = urlsplit(place)
         host, _ = parts.hostname, parts.port
     except ValueError as error:
-        raise ConfigurationError(f"{kind}: expected https://HOST:PORT as its address") from error
+        raise ConfigurationError(
+            f"{kind}: expected https://HOST:PORT as the server's address, got a malformed one"
+        ) from error
     if "@" in parts.netloc:
         raise ConfigurationError(
             f"{kind}: expected no password in the address; put the key in {key}"
         )
     if parts.scheme not in ("http", "https") or not host:
-        raise ConfigurationError(f"{kind}: expected https://HOST:PORT as its address")
+        raise ConfigurationError(
+            f"{kind}: expected https://HOST:PORT as the server's address, got another form"
+        )
     if parts.scheme == "http" and not is_loopback(host):
-        raise ConfigurationError(f"{kind}: expected https://{host}; vectors are private")
+        raise ConfigurationError(
+            f"{kind}: expected https://{host}, got http://, which sends private vectors unencrypted"
+        )
     return parts
