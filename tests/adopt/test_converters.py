@@ -118,11 +118,11 @@ def test_what_does_not_belong_together_is_refused(
     write(tmp_path / "other.parquet", stored.vectors, "e" * 64)
     write(tmp_path / "unsaid.parquet", stored.vectors, None)
     rest = ("--to", "carried", "--release", "maps", *ROOT)
-    assert "only 1: old model to new model" in no("carry", "other.parquet", *rest)
+    assert "found 1: old model to new model" in no("carry", "other.parquet", *rest)
     write(tmp_path / "release.parquet", stored.vectors, f"sp-{'e' * 64}")
     for unsaid in ("unsaid.parquet", "release.parquet"):
-        assert "nothing says which model" in no("carry", unsaid, *rest)
-        assert "nothing says which model" in no(
+        assert "does not name the model that computed" in no("carry", unsaid, *rest)
+        assert "does not name the model that computed" in no(
             *PUBLISH[:5], "--old", unsaid, "--new", "new.parquet"
         )
     assert "one model" in no("carry", "old.parquet", *rest, "--model", "new/model.onnx")
@@ -131,8 +131,8 @@ def test_what_does_not_belong_together_is_refused(
     assert "one model" in no(*PUBLISH[:5], "--old", "new.parquet", "--new", "old.parquet")
     assert "only 1" in no(*CARRY[:-1], "maps#7", code=66)
     for strange in ("maps#x", "#1", ""):
-        assert "with #N" in no(*CARRY[:-1], strange)
-    assert "--map FILE or --release" in no(*CARRY, "--map", "map.npz")
+        assert "FOLDER#N" in no(*CARRY[:-1], strange)
+    assert "--map FILE and --release" in no(*CARRY, "--map", "map.npz")
     assert "is not there" in no(*CARRY[:-1], "nowhere", code=66)
     (tmp_path / "card.json").write_text('{"old": {"name": "x"}}')
     assert "old.licence" in no(*PUBLISH)

@@ -87,12 +87,14 @@ def test_what_does_not_pair_is_refused(
     assert not out.exists()
     command = ["fit", "--old", paths["old"], "--new", str(new), "--out", f"{tmp_path}/no/map.npz"]
     assert f"there is no folder {tmp_path}/no" in refused(command, 73, monkeypatch, capsys)
-    assert "a source is FILE.parquet" in refused(["inspect", "shop"], 66, monkeypatch, capsys)
+    assert "in one of these forms: FILE.parquet" in refused(
+        ["inspect", "shop"], 66, monkeypatch, capsys
+    )
     command = ["fit", "--old", paths["old"], "--new", paths["new"], "--queries-old", paths["old"]]
     assert "together" in refused(command, 65, monkeypatch, capsys)
     swapped = ["--queries-old", paths["new"], "--queries-new", paths["old"]]
     said = refused([*command[:5], *swapped], 65, monkeypatch, capsys)
-    assert "embedded by the two models" in said
+    assert "embed the queries with the old model" in said
 
 
 def test_rows_of_two_models_are_refused(

@@ -1,8 +1,8 @@
-"""Converters between public models: published by a user with pairs, used by one without.
+"""Publish maps between public models as converters, and use the converters of others.
 
-A converter is a map as an ONNX graph, in a publication. Everything is verified when it is read: the
-metadata by a root that the user gave once, the files by the metadata, the fingerprint of the
-vectors' model by the manifest.
+A converter is a map as an ONNX graph in a publication, for users who have no pairs of vectors.
+Everything is verified when it is read: the metadata by a root that the user gave once, the files by
+the metadata, and the fingerprint of the vectors' model by the manifest.
 """
 
 import os
@@ -63,7 +63,14 @@ class _Model(BaseModel):
 
 
 class Card(BaseModel):
-    """Both models, the corpus and their licences: the JSON object of `--card FILE`."""
+    """The description of a converter that its publisher writes: the JSON object of `--card FILE`.
+
+    Attributes:
+        old: Name, licence and file or address of the old model.
+        new: The same for the new model.
+        corpus: The corpus of the pairs.
+        corpus_licence: Its licence.
+    """
 
     model_config = ConfigDict(extra="forbid")
     old: _Model
@@ -73,9 +80,16 @@ class Card(BaseModel):
 
 
 def read_card(path: Path) -> Card:
-    """Raises NotFoundError, InvalidInputError that names what is missing."""
+    """Read the card of a converter; paths of ONNX files in it are relative to the card's folder.
+
+    Raises:
+        NotFoundError: There is no such file.
+        InvalidInputError: The file is no JSON object of this form; the error names the field.
+    """
     if not path.is_file():
-        raise NotFoundError(f"{path}: no such file; --card expects a JSON file")
+        raise NotFoundError(
+            f"{path}: no such file; expected a JSON file for --card, as docs/adopt.md shows"
+        )
     try:
         card = Card.model_validate_json(path.read_bytes().removeprefix(BOM_UTF8))
     except ValidationError as error:
@@ -92,14 +106,25 @@ def read_card(path: Path) -> Card:
 
 
 def model_card(model: _Model, vectors: Vectors, made_by: str | None, where: str) -> ModelCard:
-    """The model itself is opened, and must be the one that made the vectors.
+    """Describe a model for the manifest of a converter.
 
-    Raises IncompatibleSpaceError, also where nobody knows who did, and what opening it raises.
+    Opens the model, and checks that it computed the vectors.
+
+    Args:
+        model: The model's entry in the card.
+        vectors: Its vectors, float32 [n, dim].
+        made_by: Fingerprint of the model that computed them; None: not known.
+        where: Name of the vectors in errors.
+
+    Raises:
+        IncompatibleSpaceError: Another model computed the vectors, or it is not known which one.
+        NobackfillError: The model cannot be opened (see `open_embedder`).
     """
     if made_by is None:
         raise IncompatibleSpaceError(
-            f"{where}: nothing says which model made them (the space of a release does not); embed "
-            "them with `nobackfill embed`, or give --queries-old, whose model is known"
+            f"{where}: their store does not name the model that computed them (the space of a "
+            "release is no model); embed them with `nobackfill embed`, or give --queries-old, "
+            "whose model is recorded"
         )
     embedder = open_embedder(model.model, name=model.model_name)
     same_model(embedder.fingerprint, made_by, f"{model.model} and {where}")
@@ -124,7 +149,14 @@ _LEAST_NORM = 1e-12
 
 
 def graph_of(mapping: Map) -> bytes:
-    """`embedding` float32 [n, a] -> `upgraded` float32 [n, b], of norm 1 with `unit`."""
+    """Build the ONNX graph of a map: `embedding` float32 [n, a] to `upgraded` float32 [n, b].
+
+    Args:
+        mapping: The map, with or without layers.
+
+    Returns:
+        The bytes of an ONNX file, the same ones for equal maps.
+    """
     a, b = mapping.dims
     constants = {"weight": mapping.weight, "bias": mapping.bias}
     mapped = "mapped" if mapping.unit else "upgraded"
@@ -161,7 +193,10 @@ def graph_of(mapping: Map) -> bytes:
 
 
 def upgrade_of(mapping: Map) -> bytes:
-    """The same with the map's kind and facts beside the graph: for `export.py --upgrade`."""
+    """Build the ONNX graph of a map as `graph_of` does, with its kind and facts as metadata.
+
+    `export.py --upgrade` reads it.
+    """
     model = onnx.load_from_string(graph_of(mapping))
     helper.set_model_props(model, {"kind": mapping.kind, **mapping.facts})
     data: bytes = model.SerializeToString()
@@ -169,8 +204,16 @@ def upgrade_of(mapping: Map) -> bytes:
 
 
 def map_of(data: bytes, kind: str, facts: dict[str, str]) -> Map:
-    """The map of such a graph. Raises UnfitError for any other, also one that computes another
-    thing than its constants say."""
+    """Read a linear map from a graph that `graph_of` wrote. The graph is compared, never run.
+
+    Args:
+        data: The bytes of an ONNX file, which may be hostile.
+        kind: The kind of the map.
+        facts: The facts of the map.
+
+    Raises:
+        UnfitError: The graph is any other, also one with layers, or holds NaN or infinity.
+    """
     try:
         graph = onnx.load_from_string(data).graph
         constants = {one.name: numpy_helper.to_array(one) for one in graph.initializer}
@@ -180,12 +223,16 @@ def map_of(data: bytes, kind: str, facts: dict[str, str]) -> Map:
     except Exception as error:
         # Errors of protobuf, onnx and numpy at hostile bytes have no common base class.
         raise UnfitError(
-            f"expected a linear map as `converter publish` writes it ({error})"
+            f"expected a linear map as `nobackfill converter publish` writes it ({error}); ask its "
+            "publisher to publish it again"
         ) from error
     found = Map(kind, checked, shift, "least" in constants, facts)
     # Compared and not run: a stranger's graph may never end.
     if onnx.load_from_string(graph_of(found)).graph != graph:
-        raise UnfitError("expected a graph that gives what its weight and bias say; it does not")
+        raise UnfitError(
+            "expected the graph of a linear map, as `nobackfill converter publish` writes it; this "
+            "graph has other nodes. Ask its publisher to publish it again"
+        )
     return found
 
 
@@ -194,37 +241,56 @@ DEFAULT_REPO = "model_repo"
 
 @dataclass(frozen=True)
 class VerifiedConverter:
-    """A verified converter, and its map."""
+    """A converter whose publication, manifest and file were verified.
+
+    Attributes:
+        manifest: Both models, the evidence and the digest of the file.
+        mapping: The map; its facts name both models.
+    """
 
     manifest: Converter
     mapping: Map
 
     @property
     def sentence(self) -> str:
-        """Both models, their licences and the measured quality, in one line."""
-        one, said = self.manifest, self.manifest.evidence
-        figures = {name: ways.get(said.judged_by, 0.0) for name, ways in said.ways.items()}
-        shown = ", ".join(f"{name} {100 * value:.1f}" for name, value in figures.items())
+        """Return both models, their licences and the measured quality in one line."""
+        one, evidence = self.manifest, self.manifest.evidence
+        figures = {name: ways.get(evidence.judged_by, 0.0) for name, ways in evidence.ways.items()}
+        shown = ", ".join(f"{name} {100 * value:.1f} %" for name, value in figures.items())
         return (
             f"converter {one.converter}: {one.old.name} ({one.old.licence}) to {one.new.name} "
-            f"({one.new.licence}), {said.pairs} pairs of {said.corpus}; {said.judged_by} there, %: "
-            f"{shown}; its verdict: {said.way}"
+            f"({one.new.licence}), fitted to {evidence.pairs} pairs of {evidence.corpus}; "
+            f"{evidence.judged_by} on them: {shown}; its publisher's verdict: {evidence.way}"
         )
 
 
 def publish(
     repo: Path, verdict: Verdict, pairs: Pairs, models: tuple[str | None, str | None], card: Card
 ) -> Converter:
-    """Sign and publish the map of a verdict. `models`: fingerprints that the vectors carry.
+    """Sign the map of a verdict, and publish it as a converter under the next number.
 
-    Raises PreconditionError where the new model is worse than the old one, IncompatibleSpaceError
-    where the card names other models than made the vectors, and what publishing raises.
+    Args:
+        repo: The publication folder; it is created if it is missing.
+        verdict: The verdict; its figures become the evidence.
+        pairs: The pairs of the verdict.
+        models: Fingerprints of the old and of the new model that the vectors' stores name; None:
+            not known.
+        card: Names and licences.
+
+    Returns:
+        The published manifest, with the number.
+
+    Raises:
+        PreconditionError: The new model is worse than the old one; nothing is published.
+        IncompatibleSpaceError: The card names other models than computed the vectors.
+        NobackfillError: A model cannot be opened (see `open_embedder`), or publishing fails (see
+            `publish_converter`).
     """
     again = next(way for way in verdict.ways if way.name == "re-embed")
     if again.worse:
         raise PreconditionError(
-            f"not published: {card.new.name} is worse than {card.old.name} on {card.corpus} "
-            f"({', '.join(again.worse)}); nobody is helped by a map there"
+            f"nothing was published, because {card.new.name} is worse than {card.old.name} on "
+            f"{card.corpus} ({', '.join(again.worse)}), so its users should stay with the old model"
         )
     old = model_card(card.old, pairs.old, models[0], "the old vectors")
     new = model_card(card.new, pairs.new, models[1], "the new vectors")
@@ -253,12 +319,30 @@ def publish(
 def open_converter(
     release: str, *, root: Path | None = None, old: str | None = None, new: str | None = None
 ) -> VerifiedConverter:
-    """`release`: FOLDER or URL of a publication, with #N for one of its converters, or N alone in
-    `model_repo`. Without a number: the newest from the model `old` (and into `new`) by fingerprint.
+    """Download and verify a published converter.
 
-    Raises NotFoundError, VerificationError, UnfitError, UnavailableError, IncompatibleSpaceError
-    where it was made for other models, PreconditionError where no root is trusted yet, and for one
-    that was withdrawn.
+    The trusted root and the downloaded files are stored in this user's state folder
+    ($XDG_STATE_HOME/nobackfill). Later calls need no root.
+
+    Args:
+        release: FOLDER or URL of a publication, with #N for converter N; or N alone for converter N
+            in the folder `model_repo`. Without a number, the newest converter for the two models.
+        root: File of the publication's first root metadata, 1.root.json; None: the one of an
+            earlier call.
+        old: Fingerprint of the old model; None accepts any.
+        new: Fingerprint of the new model; None accepts any.
+
+    Raises:
+        InvalidInputError: `release` has another form.
+        NotFoundError: There is no such publication, converter or root file.
+        IncompatibleSpaceError: The converter is for other models, or its map has other dimensions
+            than its models.
+        PreconditionError: No root is trusted yet and none was given, or the converter was
+            withdrawn.
+        VerificationError: The metadata or a file is not signed by the root, or was changed.
+        UnfitError: The file is no linear map.
+        UnavailableError: The host does not answer.
+        CannotWriteError: The state folder cannot be written.
     """
     place, number = _place(release)
     trust = _trusted(place, root)
@@ -281,14 +365,15 @@ def open_converter(
     mapping = map_of(file.read_bytes(), CONVERTER, facts)
     if mapping.dims != (manifest.old.dim, manifest.new.dim):
         raise IncompatibleSpaceError(
-            f"{name}: its map has dimensions {mapping.dims}, its models "
-            f"{(manifest.old.dim, manifest.new.dim)}"
+            f"{name}: expected a map of the dimensions of its models, "
+            f"{(manifest.old.dim, manifest.new.dim)}, got {mapping.dims}; ask its publisher to "
+            "publish it again"
         )
     return VerifiedConverter(manifest, mapping)
 
 
 def _fitting(trust: Trust, folder: Path, place: str, old: str | None, new: str | None) -> Converter:
-    """The newest whose models are these, as far as they are known."""
+    """Find the newest converter between two models, each None if it is not known."""
     seen, gone = [], list[PreconditionError]()
     for number in reversed(converter_numbers(trust)):
         manifest = read_converter(trust, number, folder)
@@ -306,11 +391,11 @@ def _fitting(trust: Trust, folder: Path, place: str, old: str | None, new: str |
         raise gone[0]
     if not seen:
         raise NotFoundError(
-            f"{place}: no converter is published there, only {known_converters(trust)}"
+            f"{place}: expected a publication with converters, found {known_converters(trust)}"
         )
     raise IncompatibleSpaceError(
-        f"{place}: no converter is for the model that made these vectors ({(old or new or '')[:12]}"
-        f"…), only {'; '.join(seen)}; the same dimension is not the same space"
+        f"{place}: expected a converter for the model {(old or new or '')[:12]}…, which computed "
+        f"these vectors, found {'; '.join(seen)}; the same dimension is not the same space"
     )
 
 
@@ -319,7 +404,10 @@ def _place(release: str) -> tuple[str, int | None]:
     if re.fullmatch(r"[0-9]+", place) and not number:
         place, number = DEFAULT_REPO, place
     if not place or (number and not re.fullmatch(r"[0-9]{1,7}", number)):
-        raise InvalidInputError(f"{release}: expected FOLDER, URL, or one of them with #N")
+        raise InvalidInputError(
+            f"{release}: expected a converter as FOLDER, URL, FOLDER#N, URL#N or N, where N is its "
+            "number"
+        )
     remote = place.startswith(("http://", "https://"))
     # One address of a host is one trust, however it is written.
     whole = place.rstrip("/") if remote else str(Path(place).absolute())
@@ -327,19 +415,22 @@ def _place(release: str) -> tuple[str, int | None]:
 
 
 def _trusted(place: str, root: Path | None) -> Trust:
-    """The verified view of what is there today; a root is given once, then remembered."""
+    """Fetch and verify a publication's metadata by the given root, or by the stored one."""
     fetcher, url = fetcher_for(place)
     state = _state(place) / "trust"
     given = None
     if root is not None:
         if not root.is_file():
-            raise NotFoundError(f"{root}: no such file; --root expects the publisher's 1.root.json")
+            raise NotFoundError(
+                f"{root}: no such file; expected the publisher's 1.root.json for --root"
+            )
         given = root.read_bytes()
     elif not (state / "trusted.json").exists():
         shown = fingerprint(first_root(fetcher, url))
         raise PreconditionError(
-            f"{place}: nothing is trusted of it yet; give --root 1.root.json once, as you got it "
-            f"from its publisher by another way (there the one with the fingerprint {shown} lies)"
+            f"{place}: no root of this publication is trusted yet. Get its 1.root.json from the "
+            "publisher by another way, and name it once with --root FILE; the root in the "
+            f"publication itself has the fingerprint {shown}"
         )
     trust = Trust(state, fetcher, url, given)
     trust.refresh()
@@ -355,13 +446,30 @@ def _state(place: str) -> Path:
 def mapping_for(
     facts: Facts, file: Path | None, release: str | None, root: Path | None, model: str | None
 ) -> tuple[Map, list[str]]:
-    """The map, and what a person is told of it. `model`: the old one, as its user names it.
+    """Open the map that a user names, and check that it is for the vectors of a store.
 
-    Raises InvalidInputError; IncompatibleSpaceError where it was made for another model's vectors,
-    or nobody says whose these are and the map is another's; and as open_converter.
+    Args:
+        facts: The facts of the store.
+        file: File of a map; None if `release` is given.
+        release: A published converter, as `open_converter` takes it; None if `file` is given.
+        root: As in `open_converter`.
+        model: The old model, as `open_embedder` takes it; None: the one that the store names.
+
+    Returns:
+        The map, and sentences to print: for a converter its models and quality, for a file none.
+
+    Raises:
+        InvalidInputError: Both or neither of `file` and `release` are given, or the file is no map.
+        NotFoundError: There is no such file, model or converter.
+        IncompatibleSpaceError: The map is for another model's vectors; or a converter is used, and
+            neither the store nor `model` tells which model computed the vectors.
+        NobackfillError: As `open_converter` and `open_embedder` raise it.
     """
     if (file is None) == (release is None):
-        raise InvalidInputError("expected --map FILE or --release N|FOLDER|URL, or --rollback")
+        raise InvalidInputError(
+            "expected one of --map FILE and --release CONVERTER, or --with MODEL, --vectors FOLDER "
+            "or --rollback"
+        )
     claimed = None if model is None else open_embedder(model).fingerprint
     same_model(facts.model, claimed, f"{facts.name} and --model")
     if file is not None:
@@ -373,9 +481,9 @@ def mapping_for(
     made_by = fingerprint_of(facts.model, claimed)
     if made_by is None:
         raise IncompatibleSpaceError(
-            f"{facts.name}: nothing says which model made these vectors (the space of a release "
-            "does not); name it with --model, as `embed --with` takes it: the same dimension is "
-            "not the same space"
+            f"{facts.name}: the store does not name the model that computed its vectors (the space "
+            "of a release is no model); name it with --model, in the forms of `embed --with`. The "
+            "same dimension is not the same space"
         )
     opened = open_converter(release, root=root, old=made_by)
     return opened.mapping, [opened.sentence]

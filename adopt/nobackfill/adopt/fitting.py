@@ -1,4 +1,4 @@
-"""The work of `nobackfill fit`: read pairs and queries, decide, and write the files."""
+"""Run `nobackfill fit`: read pairs and queries, decide, and write the files."""
 
 import time
 from dataclasses import asdict, dataclass, replace
@@ -40,7 +40,7 @@ from nobackfill.errors import CannotWriteError, InvalidInputError, join_few
 MEASURED_WINDOWS = 3
 # Seconds that PostgreSQL takes to read, write and check an item, in multiples of reading it.
 POSTGRESQL = 5.0
-# The fact of a map that names the way that the verdict recommended.
+# The fact of a map that names the recommended option of its verdict.
 VERDICT = "verdict"
 # The old model and the new one; None: not known.
 _Models = tuple[str | None, str | None]
@@ -56,16 +56,16 @@ class FitAnswer:
 
 @dataclass(frozen=True)
 class FitFiles:
-    """Files that a fit writes and reads; None for each that is not wanted.
+    """Files that a fit writes or reads; None leaves a file out.
 
     Attributes:
-        out: The map.
-        onnx: The map as an upgrade for a release.
-        joining: The rank fusion for `nobackfill.serve`.
-        report: The page of the verdict.
-        publication: The publication folder that the converter goes into.
-        card: Read: the card of the published converter.
-        converter: Read: a published converter of the two models.
+        out: Written: the map.
+        onnx: Written: the map as an ONNX upgrade for a release.
+        joining: Written: the rank fusion for `nobackfill.serve`.
+        report: Written: the HTML page of the verdict.
+        publication: Written: the publication folder of the new converter; needs `card`.
+        card: Read: names and licences for the new converter.
+        converter: Read: a published converter between the two models.
         root: Read: the root metadata of the converter's publisher.
     """
 
@@ -92,25 +92,36 @@ def fit_and_judge(
     vector: str | None,
     where: str | None = None,
 ) -> FitAnswer:
-    """Fit maps between two models, decide how to go on, and write the files.
+    """Fit maps between two models, decide how to change the model, and write the files.
+
+    The stores are only read; the old one is read whole. Files are written after the verdict.
 
     Args:
         old: Address of the store with the old vectors.
-        new: Address of the same items' vectors by the new model; others of its items are ignored.
+        new: Address of the new model's vectors of some of these items, with the same ids. Items
+            that the old store lacks are skipped and named.
         files: The files to write.
-        queries_old: Address of queries by the old model, each with the id of the item to find.
+        queries_old: Address of test queries by the old model, each with the id of the item to find;
+            None: judge by agreement with the new model.
         queries_new: Address of the same queries by the new model; both or neither.
         items_available: Whether the items can still be embedded.
-        trainer_name: MODULE:FUNCTION of a trainer of one more candidate map.
-        key: Key column of the old store; None for its primary key.
+        trainer_name: MODULE:FUNCTION of a trainer of one more candidate map; None: none.
+        key: Key column of the old store; None for its primary key or `id`.
         vector: Vector column of the old store; None for the only one.
         where: Condition of the old store's rows; None for all.
 
+    Returns:
+        The verdict for people and for machines.
+
     Raises:
-        InvalidInputError: Pairs or queries that do not fit.
-        IncompatibleSpaceError: Vectors of another model than expected.
-        CannotWriteError: A file cannot be written.
-        NobackfillError: Any error of the sources.
+        InvalidInputError: There are fewer than 20 pairs, or fewer than 20 queries whose item is
+            among them; dimensions differ; only one of both addresses of queries is given; or items
+            and queries are mixed up.
+        IncompatibleSpaceError: Vectors are of another model than expected.
+        NotFoundError: There is no such store, card, converter or trainer.
+        PreconditionError: The map was to be published, and the new model is worse than the old.
+        CannotWriteError: A file cannot be written, or its folder does not exist.
+        NobackfillError: As the sources, the trainer or publishing raise it.
     """
     _check_folders(files)
     trainer = None if trainer_name is None else open_trainer(trainer_name)
@@ -122,14 +133,16 @@ def fit_and_judge(
     embedded = new_source.facts().model
     if np.array_equal(pairs.old, pairs.new) and embedded in (None, old_source.facts().model):
         raise InvalidInputError(
-            "--new: expected the items' vectors by the new model, got the vectors of --old"
+            "--new: expected vectors by the new model, got the vectors of --old; give the folder "
+            "that `nobackfill embed` wrote with the new model"
         )
     queries = None
     old_model, new_model = old_source.facts().model, new_source.facts().model
     query_model = old_seconds = new_seconds = None
     if (queries_old is None) != (queries_new is None):
         raise InvalidInputError(
-            "expected --queries-old and --queries-new together, got one of them"
+            "expected --queries-old and --queries-new together, got one of them; give both or "
+            "neither"
         )
     if queries_old is not None and queries_new is not None:
         old_queries, new_queries = open_source(queries_old), open_source(queries_new)
@@ -138,7 +151,8 @@ def fit_and_judge(
         same_model(old_model, query_model, "--old and --queries-old")
         for option, source in (("--queries-old", old_queries), ("--queries-new", new_queries)):
             problem = "their model embeds queries in another way, and these were embedded as items"
-            not_read_as(source, DOCUMENTS, f"{option}: {problem}; embed them with --queries")
+            advice = "embed them with `nobackfill embed --queries`"
+            not_read_as(source, DOCUMENTS, f"{option}: {problem}; {advice}")
         queries = known_items(pairs, old_queries, new_queries)
         old_seconds, new_seconds = _seconds(old_queries), _seconds(new_queries)
     models = old_model or query_model, new_model
@@ -164,7 +178,8 @@ def fit_and_judge(
     steps = _steps(verdict.way, files)
     lines += steps
     if skipped := matched.without_old:
-        lines.append(f"skipped: {len(skipped)} items have no old vector ({join_few(skipped)})")
+        ids = join_few(skipped)
+        lines.append(f"skipped: {len(skipped)} items of --new have no old vector ({ids})")
     answer = asdict(verdict)
     del answer["map"], answer["joining"]
     answer |= {"chosen": verdict.map.kind, "weight": verdict.joining.weight}
@@ -191,8 +206,8 @@ def _side_notes(old: Source, new: Source, matched: Matched) -> list[str]:
     unmatched = len(matched.without_old)
     if unmatched and old.count() <= len(matched.pairs):
         notes.append(
-            f"--new has {unmatched} items that --old lacks, but --old is usually the gallery: are "
-            "the two the wrong way round?"
+            f"--new has {unmatched} items that --old lacks, although --old is usually the larger "
+            "side; exchange the two options if they are the wrong way round"
         )
     return notes
 
@@ -211,7 +226,7 @@ def _write_files(
     fingerprints: _Models,
     card: Card | None,
 ) -> list[str]:
-    """Write the wanted files; return a line for each."""
+    """Write the files that are not None; return a line for each."""
     mapping = verdict.map.of_models(*models)
     save_map(files.out, replace(mapping, facts=mapping.facts | {VERDICT: verdict.way}))
     lines = [f"map: {files.out} ({verdict.map.kind})"]
@@ -220,7 +235,7 @@ def _write_files(
         lines.append(f"upgrade: {files.onnx}, for export.py --upgrade")
     if files.joining is not None:
         save_joining(files.joining, verdict.joining)
-        lines.append(f"joining: {files.joining}, for nobackfill.serve")
+        lines.append(f"rank fusion: {files.joining}, for searches by nobackfill.serve")
     if files.report is not None:
         write_file(files.report, render(verdict).encode())
         lines.append(f"report: {files.report}")
@@ -234,7 +249,7 @@ def _write_files(
 
 
 def _steps(way: str, files: FitFiles) -> list[str]:
-    """List the next commands of the recommended way; none for "stay", "switch" and "re-embed"."""
+    """List the next steps of the recommended option; none for "stay", "switch" and "re-embed"."""
     if way in ("stay", "switch", "re-embed"):
         return []
     steps = [f"next: nobackfill carry SOURCE --map {files.out} --to NAME"]
@@ -246,42 +261,46 @@ def _steps(way: str, files: FitFiles) -> list[str]:
     items = ", items=ITEMS" if way == "lazily" else ""
     return [
         *steps,
-        "then: build the index that `carry` prints, and leave the flip out",
+        "then: build the index by the statement that `carry` prints, and do not flip",
         f"then: search by Dual.open(source, Path({str(files.out)!r}), Path({str(joining)!r}), "
         f"Path({natives!r}), new_model, carried='NAME'{items}) of nobackfill.serve",
     ]
 
 
 def known_items(pairs: Pairs, old: Source, new: Source) -> Queries:
-    """Read queries for known items, paired by id: that of the item to find.
+    """Read test queries, each with the id of the item that it should find.
 
     Args:
         pairs: The items; queries for other items are ignored.
-        old: The queries by the old model.
-        new: The queries by the new model.
+        old: The queries by the old model; an id is that of the item to find, so it occurs once.
+        new: The queries by the new model, with the same ids.
+
+    Returns:
+        At least 20 queries, with the row of each item among the pairs.
 
     Raises:
-        InvalidInputError: Dimensions differ from those of the pairs, or fewer than 20 queries have
-            their item among the pairs.
+        InvalidInputError: Dimensions differ from those of the pairs, an id occurs twice, a vector
+            is unusable, or fewer than 20 queries have their item among the pairs.
     """
-    asked = match(old, new).pairs
-    dims = (asked.old.shape[1], asked.new.shape[1])
+    queries = match(old, new).pairs
+    dims = (queries.old.shape[1], queries.new.shape[1])
     item_dims = (pairs.old.shape[1], pairs.new.shape[1])
     if dims != item_dims:
         raise InvalidInputError(
-            f"queries: expected dimensions {item_dims} as the items have, got {dims}; were "
-            "--queries-old and --queries-new embedded by the two models?"
+            f"--queries-old, --queries-new: expected vectors of {item_dims[0]} and {item_dims[1]} "
+            f"dims, as the items have, got {dims[0]} and {dims[1]}; embed the queries with the old "
+            "model and with the new one"
         )
     places = {name: row for row, name in enumerate(pairs.ids)}
-    known = [row for row, name in enumerate(asked.ids) if name in places]
+    known = [row for row, name in enumerate(queries.ids) if name in places]
     if len(known) < 20:
         raise InvalidInputError(
             f"expected at least 20 queries whose right item has a new vector, found {len(known)} "
-            f"of {len(asked.ids)}; append the ids of their items to the file of `sample`, and run "
-            "`embed` again"
+            f"of {len(queries.ids)}; append the ids of their items to the file of `nobackfill "
+            "sample`, and run `nobackfill embed` again"
         )
-    rows = np.array([places[asked.ids[row]] for row in known], np.int64)
-    return Queries(asked.old[known], asked.new[known], rows, own=False, metric=pairs.metric)
+    rows = np.array([places[queries.ids[row]] for row in known], np.int64)
+    return Queries(queries.old[known], queries.new[known], rows, own=False, metric=pairs.metric)
 
 
 def _seconds(source: Source) -> float | None:
@@ -324,7 +343,7 @@ def _lines(verdict: Verdict) -> list[str]:
     head = "".join(f"{name:>14s}" for name in names)
     lines = [
         f"verdict: {verdict.way}: {verdict.words}",
-        f"it holds for {verdict.search}, by {verdict.judged_by}",
+        f"it holds for {verdict.search}, judged by {verdict.judged_by}",
         f"{'way':10s}{head}{'a query':>14s}{'in all':>14s}",
     ]
     for way in verdict.ways:
