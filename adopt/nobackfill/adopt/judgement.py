@@ -1,8 +1,8 @@
-"""Figures of the five ways to go on with a gallery.
+"""Measure figures of the five options for a gallery whose model changes.
 
-Maps are judged on pairs that they were not fitted on. Queries for known items are judged by R@1,
-R@10 and MRR. For similar items each item queries its neighbours, itself left out; the figure is
-agreement@10, the share of the new model's own ten neighbours that are found.
+Maps are judged on pairs that they were not fitted to. Queries for known items are judged by R@1,
+R@10 and MRR. For similar items, each item is a query for its neighbours, without itself. The figure
+is then agreement@10, the share of the new model's own ten neighbours that are found.
 """
 
 from collections.abc import Callable, Mapping
@@ -61,7 +61,7 @@ class Queries:
 
 
 def blocked(queries: Vectors, items: Vectors, metric: Metric = "cosine") -> Block:
-    """Compute the distances, float32 [q, g], of queries [q, d] to items [g, d]."""
+    """Compute distances of queries [q, d] to items [g, d], float32 [q, g]; smaller is nearer."""
     return distances(queries, items, metric).astype(np.float32)
 
 
@@ -73,7 +73,9 @@ def measure_figures(native: Block, queries: Queries) -> tuple[Callable[[Block], 
         queries: The q queries.
 
     Returns:
-        A function from distances [q, g] to figures, and the true neighbours, bool [q, g].
+        A function from distances [q, g] to figures, and the true neighbours, bool [q, g]. The
+        figures are "agreement@10", and for known items also "R@1", "R@10" and "MRR". An item at the
+        same distance as the item to find counts as nearer.
     """
     rows = np.arange(len(queries.rows))
 
@@ -104,7 +106,15 @@ def measure_figures(native: Block, queries: Queries) -> tuple[Callable[[Block], 
 
 
 def deciding_figure(figures: Mapping[str, PerQuery], own: bool) -> PerQuery:
-    """Return the figure that decides [q]: agreement@10 if the queries are items (`own`), or MRR."""
+    """Return the figure that decides a verdict, for each of q queries.
+
+    Args:
+        figures: Figures by name.
+        own: Whether the queries are items themselves.
+
+    Returns:
+        [q]: agreement@10 if `own`, else MRR.
+    """
     return figures["agreement@10" if own else "MRR"]
 
 
@@ -259,7 +269,7 @@ class MixedGallery:
 
 
 def valley(curve: list[float]) -> float:
-    """Return how far a curve falls below the lower of its ends; 0 if it does not."""
+    """Return how far a curve of at least one point falls below the lower of its ends; 0 if not."""
     return max(0.0, min(curve[0], curve[-1]) - min(curve))
 
 
@@ -292,10 +302,16 @@ class Gallery:
 
 
 def sample_queries(queries: Queries, items: int, seed: int = 0) -> Queries:
-    """Draw as many queries as can be judged against `items` items, at most 2,000.
+    """Draw a random sample of queries, so that their distances to all items fit into memory.
+
+    Args:
+        queries: The q queries.
+        items: Number of items that they are judged among, at least 1.
+        seed: Seed of the random choice.
 
     Returns:
-        The queries themselves if there are no more.
+        At most 2,000 queries and at most 20,000,000 distances, but at least one query, in their
+        order; the same object if there are no more.
     """
     most = max(1, min(MOST_QUERIES, MOST_DISTANCES // items))
     if len(queries.rows) <= most:
@@ -305,7 +321,7 @@ def sample_queries(queries: Queries, items: int, seed: int = 0) -> Queries:
 
 
 def item_queries(pairs: Pairs, seed: int = 0) -> Queries:
-    """Make a sample of the items into queries for their neighbours."""
+    """Make queries for neighbours from a random sample of the items (see `sample_queries`)."""
     rows = np.arange(len(pairs), dtype=np.int64)
     queries = Queries(pairs.old, pairs.new, rows, own=True, metric=pairs.metric)
     return sample_queries(queries, len(pairs), seed)
@@ -402,9 +418,14 @@ def judge(
 
 
 def judge_switch(pairs: Pairs, queries: Queries) -> Figures:
-    """Measure the figures of the new model's queries in the old model's vectors.
+    """Measure the figures of searches with the new model's queries in the old model's vectors.
 
-    Both models must have one dimension.
+    Args:
+        pairs: Pairs of vectors with the same dimension.
+        queries: Queries among the pairs.
+
+    Raises:
+        ValueError: The dimensions of the two models differ.
     """
     figures, _ = measure_figures(blocked(queries.new, pairs.new, queries.metric), queries)
     return figures(blocked(queries.new, pairs.old, queries.metric))
@@ -413,13 +434,16 @@ def judge_switch(pairs: Pairs, queries: Queries) -> Figures:
 def judge_fusion(
     gallery: Gallery, queries: Queries, joining: Joining, migrated: Block | None = None
 ) -> dict[str, Figures]:
-    """Measure the figures of all ways where rank fusion is fitted already.
+    """Measure the figures of all options with a rank fusion that is fitted already.
 
     Args:
         gallery: The g items.
         queries: The q queries.
         joining: The rank fusion.
         migrated: As in `judge`.
+
+    Returns:
+        Figures of "stay", "map", "both", "lazily" and "re-embed".
     """
     ways = rank_by_way(gallery, queries, joining, migrated)
     figures, _ = measure_figures(ways["re-embed"], queries)
@@ -433,11 +457,18 @@ def rank_by_way(
     migrated: Block | None = None,
     seed: int = 0,
 ) -> dict[str, Block]:
-    """Compute what each way ranks the gallery by.
+    """Compute the values by which each option ranks the gallery.
+
+    Args:
+        gallery: The g items.
+        queries: The q queries.
+        joining: The rank fusion.
+        migrated: As in `judge`.
+        seed: Seed of the random choice of anchor items.
 
     Returns:
-        For each way a block [q, g]; smaller ranks first, infinity is not in the answer. Arguments
-        are as in `judge_fusion` and `judge`.
+        For "stay", "map", "both", "lazily" and "re-embed" a block [q, g]: the smallest value ranks
+        first, and infinity is not in the answer.
     """
     stay, migrated, native = _blocks(gallery, queries, migrated)
     anchors = anchor_rows(gallery, seed)
@@ -459,7 +490,11 @@ def _blocks(
 
 
 def anchor_rows(gallery: Gallery, seed: int = 0) -> Ints:
-    """Draw the rows that distances are standardised by."""
+    """Draw up to 1,000 rows of a gallery at random, by which distances are standardised.
+
+    Returns:
+        Increasing numbers of rows; the same for the same seed.
+    """
     rows = np.random.default_rng(seed).permutation(len(gallery.old))[:ANCHORS]
     return np.sort(rows.astype(np.int64))
 
@@ -496,12 +531,24 @@ def _rerank_hits(both: Block, native: Block) -> Block:
 
 
 def figures_of(migrated: Block, pairs: Pairs, queries: Queries) -> Figures:
-    """Measure the figures of one map, from distances [q, n] of new queries to migrated items."""
+    """Measure the figures of one map from distances.
+
+    Args:
+        migrated: Distances [q, n] of the new model's queries to the migrated items.
+        pairs: The n items; their new vectors define the true neighbours.
+        queries: The q queries.
+    """
     return measure_figures(blocked(queries.new, pairs.new, queries.metric), queries)[0](migrated)
 
 
 def figure_of(vectors: Vectors, pairs: Pairs, queries: Queries) -> Figures:
-    """Measure the figures of one map, from the migrated vectors [n, b] of all pairs."""
+    """Measure the figures of one map from migrated vectors.
+
+    Args:
+        vectors: The migrated vectors of the n items [n, b].
+        pairs: The n items; their new vectors define the true neighbours.
+        queries: The queries.
+    """
     return figures_of(blocked(queries.new, vectors, queries.metric), pairs, queries)
 
 

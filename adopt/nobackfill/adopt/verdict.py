@@ -71,7 +71,16 @@ class MapChoice:
         return max(self.figures.values())
 
     def fit(self, pairs: Pairs, converter: Map | None = None) -> Map:
-        """Fit the chosen candidate on all pairs."""
+        """Fit the chosen candidate to all pairs, and to its queries.
+
+        Args:
+            pairs: All pairs.
+            converter: The published map; required for the kinds "converter" and "corrected".
+
+        Raises:
+            InvalidInputError: The trainer returns unusable layers.
+            IncompatibleSpaceError: The converter has other dimensions than the pairs.
+        """
         if converter is not None and self.kind in (CONVERTER, CORRECTED):
             if self.kind == CONVERTER:
                 return converter
@@ -95,7 +104,11 @@ class MapChoice:
 
         Args:
             pairs: All n pairs.
-            left_out: Bool [n]; if all are left out, the candidate is fitted on all.
+            left_out: Bool [n]: pairs to leave out. If all are left out, none is.
+            converter: As in `fit`.
+
+        Raises:
+            InvalidInputError, IncompatibleSpaceError: As `fit`.
         """
         if left_out.all():
             return self.fit(pairs, converter)
@@ -117,16 +130,18 @@ def choose_map(
     """Choose the candidate map that serves the first set of queries best.
 
     The figure is MRR for known items, and agreement@10 where items are the queries. The chosen map
-    is fitted on the queries, too, if that raises the figure on queries that are left out.
+    is fitted to the queries as well, if that raises the figure on queries that are left out. A
+    converter and a trained map are not.
 
     Args:
         pairs: At least 10 pairs.
-        query_sets: Sets of queries among the pairs. The cross-fit has the distances of each set.
-        converter: A published map of these two models: two more candidates.
+        query_sets: One set of queries among the pairs, or more. The cross-fit has the distances of
+            each set.
+        converter: A published map between these two models: two more candidates.
         trainer: Trains a residual map: one more candidate.
 
     Raises:
-        InvalidInputError: Fewer than 10 pairs.
+        InvalidInputError: Fewer than 10 pairs, or unusable layers of the trainer.
         IncompatibleSpaceError: The converter has other dimensions than the pairs.
     """
     candidates = crossfit.cross_fit_candidates(pairs, query_sets, converter, trainer=trainer)
@@ -266,22 +281,27 @@ def decide(
     trainer: Trainer | None = None,
     source: Source | None = None,
 ) -> Verdict:
-    """Fit the candidate maps, judge each way on pairs that its map was not fitted on, and choose.
+    """Fit candidate maps, judge each option on pairs that its map was not fitted to, and choose.
+
+    Nothing is written. The same arguments give the same verdict.
 
     Args:
         pairs: At least 10 pairs of old and new vectors.
-        cost: Measured seconds of the models and of the store.
-        queries: Queries with known answers among the pairs. Without them the verdict holds for
-            similar things only.
-        items_available: Whether the items themselves can still be embedded.
-        converter: A published map of these two models: two more candidates.
-        trainer: Trains a residual map: one more candidate.
+        cost: Number of items of the gallery, and measured seconds of the models and of the store.
+        queries: Queries with known answers among the pairs. None: items are the queries, and the
+            verdict holds for finding similar things only.
+        items_available: Whether the items themselves can still be embedded; if not, the verdict is
+            never "lazily" or "re-embed".
+        converter: A published map between these two models: two more candidates.
+        trainer: Trains a residual map: one more candidate, which takes minutes.
         source: The store of the old vectors. With more items than the pairs, it is read once, and
-            the ways are judged among all of its items. None judges them among the pairs.
+            the options are judged among all of its items. None judges them among the pairs.
 
     Raises:
-        InvalidInputError: Fewer than 10 pairs.
+        InvalidInputError: Fewer than 10 pairs, unusable layers of the trainer, or an unusable
+            vector in `source`.
         IncompatibleSpaceError: The converter has other dimensions than the pairs.
+        NobackfillError: As `source` raises it.
     """
     similar = judgement.item_queries(pairs)
     judged_queries = similar if queries is None else judgement.sample_queries(queries, len(pairs))
@@ -482,25 +502,28 @@ def _way(name: str, figures: Mapping[str, Figures], cost: Cost, judged_by: str) 
 
 
 def choose_way(ways: list[Way], judged_by: str, items_available: bool) -> tuple[str, str]:
-    """Choose the cheapest way that is as good as re-embedding, or else the best way.
+    """Choose the cheapest option that is as good as re-embedding, or else the best option.
 
-    A way that is measurably worse than staying in any figure is never chosen.
+    "As good" is 99 % of each figure. An option that is measurably worse than staying in any figure
+    is never chosen. If re-embedding takes at most 10 minutes, it is chosen before cheaper options.
 
     Args:
-        ways: All of WAYS, cheapest first.
-        judged_by: The figure that decides.
-        items_available: Whether the items themselves can still be embedded.
+        ways: All of WAYS, cheapest first, without SWITCH.
+        judged_by: The figure that decides: "MRR" or "agreement@10".
+        items_available: Whether the items themselves can still be embedded; if not, "lazily" and
+            "re-embed" are never chosen.
 
     Returns:
-        Its name, and why.
+        The name of the option, and the reason in words.
     """
     by_name = {way.name: way for way in ways}
     stay, reembed = by_name["stay"], by_name["re-embed"]
     compared = [name for name in stay.figures if judged_by == name or name != "agreement@10"]
     if reembed.worse:
-        return "stay", f"the new model is worse than the old one here ({', '.join(reembed.worse)})"
+        figures = ", ".join(reembed.worse)
+        return "stay", f"the new model is worse than the old one on this sample ({figures})"
     if stay.figures[judged_by] >= reembed.figures[judged_by]:
-        return "stay", "the new model finds no more than the old one here"
+        return "stay", "the new model finds no more than the old one on this sample"
     if not reembed.better:
         return "stay", ("the new model's advantage is not statistically significant on this sample")
     open_ways = [
