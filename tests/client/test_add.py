@@ -15,6 +15,7 @@ from nobackfill import images
 from nobackfill.client import photos
 from nobackfill.client.device import Device
 from nobackfill.client.gallery_file import sidecar
+from nobackfill.client.maintenance import describe
 from nobackfill.client.photos import AddReport, add, find_images
 from nobackfill.client.pictures import Thumbnails
 from nobackfill.client.search import Search
@@ -45,12 +46,29 @@ def test_a_file_that_moved_is_followed(setting: Setting, tmp_path: Path) -> None
     (image,) = blocks.write_pngs(tmp_path / "here", 1, seed=5)
     put(setting.gallery, image)
     before = edge.contents(setting.gallery)[str(image)]
+    with Device(setting.gallery) as device:
+        describe(device, [str(image)], {"stars": 5})
     moved = image.rename(tmp_path / "moved.png")
     assert put(setting.gallery, moved).added == [str(moved)]
     after = edge.contents(setting.gallery)
     assert str(image) not in after
     assert (after[str(moved)][1] == before[1]).all()
     assert len(after) == 13
+    with Device(setting.gallery) as device:
+        (item,) = device.list(where={"name": "moved.png"})
+    assert item.metadata["stars"] == 5 and item.metadata["folder"] == tmp_path.name
+
+
+def test_an_identical_image_keeps_its_metadata_unless_it_gets_another(setting: Setting) -> None:
+    image = setting.images[0]
+    with Device(setting.gallery) as device:
+        device.put({"cat": image}, {"cat": {"stars": 5, "trip": "alps"}})
+        device.put({"cat": image})
+        assert device.get("cat").metadata["stars"] == 5
+        device.put({"cat": image}, {"cat": {"stars": 4}})
+        item = device.get("cat")
+    assert item.metadata["stars"] == 4 and "trip" not in item.metadata
+    assert item.metadata["path"] == str(image)
 
 
 def test_what_is_no_image_is_named_and_the_others_go_on(setting: Setting, tmp_path: Path) -> None:
@@ -103,7 +121,7 @@ def test_only_regular_files_are_read(setting: Setting, tmp_path: Path) -> None:
             str(path): "expected a regular file"
             for path in (pipe, Path("/dev/zero"), folder / "zero.png", folder / "pipe.png")
         },
-        str(folder / "again"): "a link to a folder; name it to add what is in it",
+        str(folder / "again"): "a link to a folder, not followed; name it to add its images",
     }
 
 

@@ -90,7 +90,7 @@ def test_another_key_in_its_place_is_noticed(pushed: Setting, address: str) -> N
     new_identity(sidecar(pushed.gallery, "identity"))
     (problem,) = problems(pushed)
     assert "expected" in problem
-    with pytest.raises(ConfigurationError, match="holds the key"):
+    with pytest.raises(ConfigurationError, match="expected the gallery's secret key"):
         pushes(pushed, address)
 
 

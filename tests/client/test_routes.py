@@ -101,7 +101,8 @@ def test_no_route_leaves_the_gallery_where_it_is(setting: Setting) -> None:
     blocks.publish_block_release(setting.repo, 2, gate=GateVerdict(verdict="passed"))
     report = edge.follow(setting.gallery)
     assert (report.state, report.release) == ("behind", 1)
-    assert report.notes == ["release 2: no route leads there from release 1"]
+    (note,) = report.notes
+    assert note.startswith("release 2: no published upgrade leads to it from release 1")
     assert len(edge.contents(setting.gallery)) == 12
 
 

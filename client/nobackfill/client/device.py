@@ -84,9 +84,10 @@ class Device(GalleryFile):
         An existing id is replaced unless its content is identical.
 
         Args:
-            images: a path or encoded bytes (JPEG, PNG, WebP) by id. An item of a file also gets the
-                metadata path, folder and name.
-            metadata: metadata by id; None: none.
+            images: a path or encoded bytes (JPEG, PNG, WebP) by id; none: nothing is done. An item
+                of a file also gets the metadata path, folder and name.
+            metadata: metadata by id, in place of an item's earlier metadata; ids without an image
+                are ignored. An identical image without metadata here keeps its own. None: none.
 
         Returns:
             The reason by id for every image that was refused; empty if all were stored.
@@ -113,8 +114,9 @@ class Device(GalleryFile):
         identical.
 
         Args:
-            texts: texts of at most 64 KiB by id.
-            metadata: metadata by id; None: none.
+            texts: texts of at most 64 KiB by id; none: nothing is done.
+            metadata: metadata by id, in place of an item's earlier metadata; ids without a text are
+                ignored. An identical text without metadata here keeps its own. None: none.
 
         Returns:
             The reason by id for every text that was refused; empty if all were stored.
@@ -133,10 +135,11 @@ class Device(GalleryFile):
     def add(self, paths: "Sequence[str | Path]") -> "AddReport":
         """Store image files, and those below folders, by their content, as `edge-client add` does.
 
-        Images that the gallery holds already are skipped. The files stay in place.
+        Images that the gallery holds already are skipped; one whose file has moved gets its new
+        path, and keeps its other metadata. The files stay in place.
 
         Args:
-            paths: files and folders.
+            paths: files and folders; none: nothing is done.
 
         Returns:
             The paths that were added, refused and skipped.
@@ -188,7 +191,9 @@ class Device(GalleryFile):
         from nobackfill.client.search import Search
 
         if sum(one is not None for one in (image, text, embeddings)) != 1:
-            raise InvalidInputError("expected one of image=, text= and embeddings=")
+            raise InvalidInputError(
+                "search: expected exactly one of image=, text= and embeddings= as the query"
+            )
         view = Search(self, {} if where is None else where)
         if image is not None:
             return view.by_images([_image(image)], k)[0]

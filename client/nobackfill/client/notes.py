@@ -66,8 +66,9 @@ def put(
 
     Args:
         device: the gallery.
-        texts: texts of at most 64 KiB by id.
-        metadata: metadata by id; ids without a text are ignored. None: none.
+        texts: texts of at most 64 KiB by id; none: nothing is done.
+        metadata: metadata by id; ids without a text are ignored. An identical text without metadata
+            here keeps its own. None: none.
 
     Returns:
         The reason by id for every text that was refused; empty if all were stored.

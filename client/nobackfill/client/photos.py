@@ -91,7 +91,9 @@ def _files(path: Path, scan: ImageScan, gallery: Path | None) -> Iterator[str]:
             if is_clutter(name) or _is_own(folder, name, gallery):
                 scan.system_files.append(inside)
             elif os.path.islink(inside):  # noqa: PTH114
-                scan.refusals[inside] = "a link to a folder; name it to add what is in it"
+                scan.refusals[inside] = (
+                    "a link to a folder, not followed; name it to add its images"
+                )
             else:
                 enter.append(name)
         folders[:] = enter
@@ -272,10 +274,7 @@ class PhotoSource:
 
     @property
     def metadata(self) -> Metadata | None:
-        """Return the item's metadata: `notes`, and for a file also path, folder and name.
-
-        None if there are neither: an unchanged item then keeps the metadata that it has.
-        """
+        """Return `notes`, and for a file also path, folder and name; None if there are neither."""
         path = self.image
         if isinstance(path, bytes):
             return self.notes
@@ -311,13 +310,13 @@ def item_id(sha256: str) -> str:
 def add(device: GalleryFile, paths: Sequence[Path], notes: Metadata, advance: Advance) -> AddReport:
     """Add image files, and those below folders, that the gallery does not hold yet.
 
-    Each batch is durable before the next begins. After a kill, add the same files again to
-    continue. An image whose file has moved gets its new path.
+    Each batch of 32 is durable before the next begins. After a kill, add the same files again to
+    continue. An image whose file has moved gets its new path and `notes`; its other metadata stays.
 
     Args:
         device: the gallery.
-        paths: files and folders.
-        notes: metadata of each image, in addition to path, folder and name.
+        paths: files and folders; none: nothing is done.
+        notes: metadata of each new image, in addition to path, folder and name.
         advance: receives the progress, as (number of files so far, number of files).
 
     Returns:
@@ -350,8 +349,9 @@ def put(
 
     Args:
         device: the gallery.
-        images: a path or encoded bytes by id.
-        metadata: metadata by id; ids without an image are ignored. None: none.
+        images: a path or encoded bytes by id; none: nothing is done.
+        metadata: metadata by id; ids without an image are ignored. An image that is stored already
+            under its id keeps its metadata if it has none here. None: none.
 
     Returns:
         The reason by id for every image that cannot be read or embedded; empty if all were stored.
@@ -397,13 +397,21 @@ class _Adder:
             [photo.id for photo in photos],
             vectors,
             digests=[photo.sha256 for photo in photos],
-            metadata=[photo.source.metadata for photo in photos],
+            metadata=[self._metadata(photo) for photo in photos],
         )
         if self._device.store.active().spec.space not in {e.manifest.space for e in encoders}:
             # A sync flipped in between: store the same images for the new space too.
             self.store([photo.source for photo in photos], include_existing=True)
         elif not include_existing:
             self._report.added += [photo.source.name for photo in photos]
+
+    def _metadata(self, photo: Photo) -> Metadata | None:
+        """Return the metadata to store; the same image keeps the metadata that nobody replaces."""
+        source, item = photo.source, self._device.store.get(photo.id)
+        is_same = item is not None and item.digest == photo.sha256
+        if item is None or not is_same or (source.id is not None and source.notes is not None):
+            return source.metadata
+        return {**item.metadata, **(source.metadata or {})}
 
     def _embed(
         self, photos: list[Photo], encoders: Sequence[Encoder]

@@ -864,7 +864,8 @@ def return_to(device: GalleryFile, state: dict[str, Any]) -> int:
     previous = device.previous()
     if previous is None:
         raise NotFoundError(
-            "no release to return to: there was no upgrade yet, or a later sync or gc confirmed it"
+            "a rollback is not possible: there was no upgrade yet, or a later sync or gc confirmed "
+            "it and dropped the previous release"
         )
     staging.rollback(device.store, state={**state, "return_to": None})
     return previous.spec.release
@@ -1170,7 +1171,7 @@ class _Sync:
                 share = self._trust.offered_share(release)
                 self._report.notes.append(
                     f"release {release} is rolled out to {100 * share:g} % of the devices so far, "
-                    "not to this one; `sync --now` joins early"
+                    "not to this one; `sync --now` takes it early"
                 )
                 continue
             if str(release) in reasons:
@@ -1208,7 +1209,10 @@ class _Sync:
         plan = make_plan(self._device, self._trust, release, int8=self._options.int8)
         if plan is None:
             at = self._report.from_release
-            self._fall_behind(f"release {release}: no route leads there from release {at}")
+            self._fall_behind(
+                f"release {release}: no published upgrade leads to it from release {at}, so this "
+                "gallery cannot follow it"
+            )
         return plan
 
     def _fall_behind(self, why: str) -> None:

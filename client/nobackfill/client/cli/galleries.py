@@ -115,8 +115,8 @@ def add(arguments: Namespace) -> None:
         )
     if notes and report.duplicates:
         output.note(
-            f"{report.duplicates} images were there already and keep their metadata; use "
-            "`edge-client set`"
+            f"{report.duplicates} images were in the gallery already and keep their metadata; "
+            "change it with `edge-client set`"
         )
     answer = {
         "added": report.added, "held": report.duplicates, "refused": report.refusals,

@@ -104,8 +104,8 @@ def push(arguments: Namespace) -> None:
         )
     output.result(
         report.as_json(),
-        f"{report.pushed} pushed ({size(report.bytes_sent)}), {report.duplicates} already there, "
-        f"{report.removed} removed, {len(report.missing_files)} skipped",
+        f"{report.pushed} images pushed ({size(report.bytes_sent)}), {report.duplicates} already "
+        f"in the vault, {report.removed} removed there, {len(report.missing_files)} skipped",
     )
 
 
@@ -125,8 +125,8 @@ def pull(arguments: Namespace) -> None:
     output.reasons(report.failed)
     output.result(
         report.as_json(),
-        f"{len(report.restored)} restored, {report.duplicates} already there, "
-        f"{len(report.failed)} failed",
+        f"{len(report.restored)} images restored, {report.duplicates} already in "
+        f"{arguments.to}, {len(report.failed)} failed",
     )
     if not (report.restored or report.duplicates or report.failed or arguments.unknown):
         output.note(

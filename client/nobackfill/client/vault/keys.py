@@ -56,7 +56,9 @@ def read_identity(path: Path) -> Identity:
     except (OSError, InvalidInputError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"cannot read the age identity {path}: {error}") from error
     if mode & 0o077:
-        raise ConfigurationError(f"other users can read {path}; run chmod 600 {path}")
+        raise ConfigurationError(
+            f"{path}: expected a secret key that only its owner can read; run chmod 600 {path}"
+        )
     for line in lines:
         if line.startswith("AGE-SECRET-KEY-"):
             try:
@@ -110,8 +112,8 @@ def decrypt(source: Path, identities: Sequence[Identity]) -> bytes:
         return bytes(pyrage.decrypt(source.read_bytes(), list(identities)))
     except pyrage.DecryptError as error:
         raise VerificationError(
-            f"damaged, truncated, or encrypted to another key ({error}); pull it again, or name "
-            "the right key with --identity"
+            f"the ciphertext is damaged, truncated, or encrypted to another key ({error}); pull it "
+            "again, or name the right key with --identity"
         ) from error
 
 
@@ -127,16 +129,17 @@ def own_identity(device: GalleryFile) -> Identity:
     public = device.state("identity")
     if not path.exists():
         raise ConfigurationError(
-            f"{path} is missing{_key_text(public)}; only this key opens what the gallery pushed. "
-            "Copy it back, name a recovery key with `pull --identity FILE`, or start again with "
-            "`push --new-key`, which pushes every image again whose file still exists"
+            f"{path}: the file with the gallery's secret key{_key_text(public)} is missing; only "
+            "this key opens the images that the gallery pushed. Copy it back, name a recovery key "
+            "with `pull --identity FILE`, or start again with `push --new-key`, which pushes every "
+            "image again whose file still exists"
         )
     identity = read_identity(path)
     if public not in (None, str(identity.to_public())):
         raise ConfigurationError(
-            f"{path} holds the key {identity.to_public()}, expected{_key_text(public)}: copy the "
-            "right file back, or continue with this key by `push --new-key`, which pushes every "
-            "image again whose file still exists"
+            f"{path}: expected the gallery's secret key{_key_text(public)}, found the one of "
+            f"{identity.to_public()}. Copy the right file back, or continue with this key by `push "
+            "--new-key`, which pushes every image again whose file still exists"
         )
     return identity
 
@@ -188,4 +191,4 @@ def identity_for_push(device: GalleryFile, queue: VaultQueue, new_key: bool) -> 
 
 
 def _key_text(public: str | None) -> str:
-    return "" if public is None else f" {public}"
+    return "" if public is None else f" of the public key {public}"
