@@ -66,7 +66,6 @@ class VectorMaker(Protocol):
 
     Attributes:
         window: Number of rows that one call of `make` gets, about.
-        rows_under_lock: Most rows that may be pending when a flip locks the store.
         missing: For each item that `make` left out, its id and the reason. `carry` clears it before
             each sweep.
     """
@@ -75,7 +74,8 @@ class VectorMaker(Protocol):
     missing: dict[str, str]
 
     @property
-    def rows_under_lock(self) -> int: ...
+    def rows_under_lock(self) -> int:
+        """Return the most rows that may be pending when a flip locks the store."""
 
     def first_ids(self) -> list[str]:
         """Return ids of items to write before the next window.
@@ -124,14 +124,21 @@ class MapMaker:
         self.missing: dict[str, str] = {}
 
     def first_ids(self) -> list[str]:
+        """Return no ids: a map has no preference."""
         return []
 
     def make(self, rows: Rows, window: Window) -> tuple[Rows, Vectors]:
+        """Migrate the old vectors of rows by the map.
+
+        Raises:
+            InvalidInputError: The vectors have another dimension than the map, or NaN or infinity.
+        """
         del window
         checked(rows, self._mapping.dims[0], self._name)
         return rows, self._mapping(rows.vectors)
 
     def repeat(self, rows: Rows) -> Vectors | None:
+        """Migrate the old vectors of rows again; the result equals that of `make`."""
         return self._mapping(rows.vectors)
 
 

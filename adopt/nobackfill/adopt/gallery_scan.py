@@ -447,6 +447,7 @@ class SetScan:
 
     @property
     def corrects_hubs(self) -> bool:
+        """Tell whether a rank fusion of these queries corrects hubs, so that `hub` is needed."""
         return any(len(joining.crowd) for joining in self._one.joinings)
 
     def add(self, items: Vectors, migrated: Block, hub: Block, first: int) -> None:

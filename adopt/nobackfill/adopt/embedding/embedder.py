@@ -133,6 +133,7 @@ class QueryEmbedder:
         self.reads = f"{QUERIES} by {encoder.fingerprint}"
 
     def embed(self, items: list[str] | list[Path] | list[bytes]) -> Vectors:
+        """Embed queries by the query encoder; items and errors are those of `Embedder.embed`."""
         return self._encoder.embed(items)
 
 

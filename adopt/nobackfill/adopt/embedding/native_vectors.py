@@ -86,6 +86,7 @@ class ColumnTexts:
         self.column: str | None = column
 
     def of(self, rows: Rows, window: Window) -> dict[str, str | Path]:
+        """Read the texts of rows from the column, by id; rows without a text are left out."""
         if isinstance(self._source, Searchable):
             return dict(self._source.texts(rows.ids, self._column))
         texts = self._source.column(window, self._column)
@@ -109,6 +110,7 @@ class ListedContents:
         self._values: dict[str, str | Path] = dict(zip(items.ids, items.values, strict=True))
 
     def of(self, rows: Rows, window: Window) -> dict[str, str | Path]:
+        """Return the texts, or paths, of rows by id; rows that the list lacks are left out."""
         del window
         return {name: self._values[name] for name in rows.ids if name in self._values}
 

@@ -93,23 +93,32 @@ class ArraySource:
         self._others = tuple(p.stem for p in files if _array(p).ndim == 1)
 
     def facts(self) -> Facts:
+        """Return name, dimension, the recorded model and the names of one-dimensional arrays."""
         name = f"{self._folder}#{self._name}"
         mark = _mark(self._folder, self._name) or {}
         return Facts(name, self._vectors.shape[1], None, mark.get("model"), self._others)
 
     def count(self) -> int:
+        """Count the rows."""
         return len(self._ids)
 
     def windows(self, rows: int) -> Iterator[Window]:
+        """Divide the rows into windows of exactly `rows` rows, the last one shorter."""
         for first in range(0, len(self._ids), rows):
             yield Window(first, min(first + rows, len(self._ids)))
 
     def read(self, window: Window) -> Rows:
+        """Read the vectors of a window as float32; every row has one."""
         ids = list(map(text_of, self._ids[window.lower : window.upper].tolist()))
         vectors = np.asarray(self._vectors[window.lower : window.upper], np.float32)
         return Rows(ids, vectors)
 
     def column(self, window: Window, name: str) -> ColumnValues:
+        """Read a one-dimensional array of the folder as text, for the rows of a window.
+
+        Raises:
+            InvalidInputError: There is no such array.
+        """
         path = self._folder / f"{name}.npy"
         if name not in self._others:
             raise InvalidInputError(
@@ -120,6 +129,13 @@ class ArraySource:
         return ColumnValues(self.read(window).ids, list(map(text_of, values.tolist())))
 
     def open_target(self, target: Target) -> "NewArray":
+        """Create the folder of parts for new vectors, or open that of an earlier run of this map.
+
+        Raises:
+            AlreadyExistsError: The name has other vectors, or those of another number of rows.
+            InvalidInputError: The name is no plain file name.
+            CannotWriteError: The folder cannot be written.
+        """
         parts, final = self._parts(target.name), self._folder / f"{target.name}.npy"
         mark = {"map": target.mark, "dim": target.dim, "rows": len(self._ids)}
         earlier = _mark(self._folder, target.name)
@@ -145,6 +161,11 @@ class ArraySource:
         return ArraySource(self._folder, file_name(name))
 
     def rollback(self, name: str) -> bool:
+        """Delete the array, the parts and the record of new vectors.
+
+        Returns:
+            False, and nothing changes, if nobackfill wrote no vectors of this name.
+        """
         parts = self._parts(name)
         if _mark(self._folder, name) is None:
             return False
@@ -177,12 +198,14 @@ class NewArray:
         self._final, self._target = final, target
 
     def pending(self, window: Window) -> Rows:
+        """Read the old vectors of a window whose part is missing; none if the array is complete."""
         if self._final.exists() or self._part(window).is_file():
             return Rows([], np.empty((0, 0), np.float32))
         rows = self._source.read(window)
         return Rows(rows.ids, rows.vectors, [window] * len(rows))
 
     def write(self, rows: Rows, vectors: Vectors) -> None:
+        """Write the new vectors of one window durably, with the permissions of the old array."""
         (window,) = set(rows.keys)
         assert isinstance(window, Window)
         buffer = io.BytesIO()
@@ -190,6 +213,7 @@ class NewArray:
         write_file(self._part(window), buffer.getvalue(), mode_of(self._source.path))
 
     def read(self, window: Window) -> Rows:
+        """Read the new vectors of a window; none if its part is missing."""
         ids = self._source.read(window).ids
         if self._final.exists():
             return Rows(ids, np.asarray(_array(self._final)[window.lower : window.upper]))
@@ -199,6 +223,7 @@ class NewArray:
         return Rows(ids, np.asarray(_array(part)))
 
     def count(self) -> int:
+        """Count the rows of the parts, or of the complete array."""
         if self._final.exists():
             return len(_array(self._final))
         return sum(len(_array(part)) for part in self._parts.glob("*.npy"))
@@ -293,24 +318,31 @@ class MemorySource:
         }
 
     def facts(self) -> Facts:
+        """Return the facts of the source."""
         return self._source.facts()
 
     def count(self) -> int:
+        """Count the vectors in memory."""
         return len(self._ids)
 
     def windows(self, rows: int) -> Iterator[Window]:
+        """Divide the source itself into windows, not the vectors in memory."""
         return self._source.windows(rows)
 
     def read(self, window: Window) -> Rows:
+        """Read a window of the source itself, not of the vectors in memory."""
         return self._source.read(window)
 
     def column(self, window: Window, name: str) -> ColumnValues:
+        """Read another column of the source itself."""
         return self._source.column(window, name)
 
     def open_target(self, target: Target) -> TargetVectors:
+        """Create or open new vectors in the source itself."""
         return self._source.open_target(target)
 
     def rollback(self, name: str) -> bool:
+        """Remove new vectors from the source itself; those in memory stay searchable."""
         return self._source.rollback(name)
 
     def nearest(self, vector: Vectors, count: int, new_name: str | None = None) -> list[str]:
@@ -341,11 +373,13 @@ class MemorySource:
         return [ids[row] for row in ordered.tolist()]
 
     def lookup(self, ids: Sequence[str]) -> Rows:
+        """Return old vectors from memory by id, in the order of `ids`; unknown ids are left out."""
         here = [name for name in dict.fromkeys(ids) if name in self._places]
         rows = np.array([self._places[name] for name in here], np.int64)
         return Rows(here, self._old[rows])
 
     def texts(self, ids: Sequence[str], column: str) -> dict[str, str]:
+        """Read another column by id from the source itself; the whole column is read."""
         wanted, found = set(ids), dict[str, str]()
         for window in self._source.windows(WINDOW):
             one = self._source.column(window, column)

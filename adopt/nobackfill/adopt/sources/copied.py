@@ -66,11 +66,14 @@ class Collection(Protocol):
         that is no copy.
         """
 
-    def facts(self) -> Facts: ...
+    def facts(self) -> Facts:
+        """Return the facts that the store declares about the vectors."""
 
-    def count(self) -> int: ...
+    def count(self) -> int:
+        """Count the items."""
 
-    def windows(self, rows: int) -> Iterator[Window]: ...
+    def windows(self, rows: int) -> Iterator[Window]:
+        """Divide all keys into windows of about `rows` items."""
 
     def records(self, window: Window) -> list[Record]:
         """Read the items of a window in the order of their keys."""
@@ -95,7 +98,8 @@ class Collection(Protocol):
     def lookup(self, ids: Sequence[str]) -> list[Record]:
         """Read items by their keys as text, in any order; unknown ids are left out."""
 
-    def nearest(self, vector: Vectors, count: int) -> list[str]: ...
+    def nearest(self, vector: Vectors, count: int) -> list[str]:
+        """Search for the ids of at most `count` items nearest to a vector [dim], nearest first."""
 
 
 class CollectionStore(Protocol):
@@ -146,37 +150,55 @@ class CopiedSource:
         self._here = store.open_collection(name)
 
     def facts(self) -> Facts:
+        """Return the facts of the collection."""
         return self._here.facts()
 
     def count(self) -> int:
+        """Count the items of the collection."""
         return self._here.count()
 
     def windows(self, rows: int) -> Iterator[Window]:
+        """Divide all keys into windows of about `rows` items."""
         return self._here.windows(rows)
 
     def read(self, window: Window) -> Rows:
+        """Read the vectors of a window; a row's key is its Record, and its version its digest."""
         return _rows(self._here.records(window), self._here.name)
 
     def column(self, window: Window, name: str) -> ColumnValues:
+        """Read a value of a window's items as text; items where it is empty are left out."""
         found = [(str(one.key), one.values.get(name)) for one in self._here.records(window)]
         pairs = [(key, str(value)) for key, value in found if value not in (None, "")]
         return ColumnValues([key for key, _ in pairs], [value for _, value in pairs])
 
     def nearest(self, vector: Vectors, count: int, new_name: str | None = None) -> list[str]:
+        """Search the collection, or the copy named `new_name`, as the store searches.
+
+        Raises:
+            NotFoundError: There is no such copy.
+        """
         where = self._here if new_name is None else self._store.open_collection(new_name)
         return where.nearest(vector, count)
 
     def lookup(self, ids: Sequence[str]) -> Rows:
+        """Read old vectors by id, in any order; unknown ids are left out."""
         return _rows(self._here.lookup(list(dict.fromkeys(ids))), self._here.name)
 
     def texts(self, ids: Sequence[str], column: str) -> dict[str, str]:
+        """Read a value of items as text, by id; items without it are left out."""
         found = {str(one.key): one.values.get(column) for one in self._here.lookup(ids)}
         return {name: str(value) for name, value in found.items() if value not in (None, "")}
 
     def close(self) -> None:
+        """Close the connection to the store; the source cannot be used afterwards."""
         self._store.close()
 
     def open_target(self, target: Target) -> "CollectionCopy":
+        """Create an empty copy of the collection, or open that of an earlier run of this map.
+
+        Raises:
+            AlreadyExistsError: The name belongs to another collection, or to a copy by another map.
+        """
         facts = {"map": target.mark, "of": self._here.name}
         if self._store.exists(target.name):
             made = self._store.open_collection(target.name).copy_facts
@@ -192,6 +214,11 @@ class CopiedSource:
         return CollectionCopy(self._store, self._here, self._store.open_collection(target.name))
 
     def rollback(self, name: str) -> bool:
+        """Delete the copy of the collection.
+
+        Returns:
+            False, and nothing changes, if the name is no copy of it, or queries search the copy.
+        """
         if not self._store.exists(name):
             return False
         found = self._store.open_collection(name)
@@ -237,14 +264,17 @@ class CollectionCopy:
             self._copy.remove(gone)
 
     def read(self, window: Window) -> Rows:
+        """Read the new vectors of a window that nobackfill wrote; those of writers are left out."""
         ours = {key for key, digest in self._copy.digests(window).items() if digest}
         records = [one for one in self._copy.records(window) if one.key in ours]
         return _rows(records, self._copy.name)
 
     def count(self) -> int:
+        """Count the items of the copy, also those of writers."""
         return self._copy.count()
 
     def finish(self) -> list[str]:
+        """Return the steps by which queries search the copy in place of the original."""
         return self._store.steps(self._source, self._copy)
 
 

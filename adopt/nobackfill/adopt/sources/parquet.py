@@ -107,6 +107,13 @@ class ParquetSource:
         )
 
     def facts(self) -> Facts:
+        """Return name, dimension, recorded model and other columns, from the first file's schema.
+
+        The dimension is None for lists of variable length.
+
+        Raises:
+            InvalidInputError: The column of vectors cannot be chosen.
+        """
         others = tuple(name for name in self._schema.names if name not in (self._key, self._vector))
         kind = self._schema.field(self._vector).type
         dim = kind.list_size if pa.types.is_fixed_size_list(kind) else None
@@ -126,9 +133,16 @@ class ParquetSource:
         return str((self._schema.metadata or {}).get(READS, b"").decode(errors="replace"))
 
     def count(self) -> int:
+        """Count the rows that have a vector; reads every vector."""
         return sum(len(self.read(window)) for window in self.windows(0))
 
     def windows(self, rows: int) -> Iterator[Window]:
+        """Yield one window for each row group; `rows` is ignored.
+
+        Raises:
+            IncompatibleSpaceError: Two files record different models.
+            InvalidInputError: A file cannot be read.
+        """
         del rows  # A row group is what can be read alone.
         for file in self._files:
             opened = _opened(file)
@@ -138,9 +152,20 @@ class ParquetSource:
                 yield Window(self._name(file), group)
 
     def read(self, window: Window) -> Rows:
+        """Read the vectors of a row group as float32; rows without one are left out.
+
+        Raises:
+            InvalidInputError: A row has no key, dimensions differ, the file is damaged, or it lacks
+                a column of the first file.
+        """
         return _rows(self._table(window, self._vector), self._key, self._vector, self._path)
 
     def column(self, window: Window, name: str) -> ColumnValues:
+        """Read another column of a row group as text; rows without a value are left out.
+
+        Raises:
+            InvalidInputError: There is no such column, or the file is damaged.
+        """
         if name not in self._schema.names:
             raise InvalidInputError(
                 f"{self._path}: expected a column {name!r}, found {join_few(self._schema.names)}"
@@ -192,6 +217,13 @@ class ParquetSource:
         return json.dumps({"size": size, "mtime_ns": changed, "footer": digest}).encode()
 
     def open_target(self, target: Target) -> "NewParquetFiles":
+        """Create the folder of new vectors, or open that of an earlier run of this map.
+
+        Raises:
+            AlreadyExistsError: The folder has other files, or vectors of another map or source.
+            InvalidInputError: The name is no plain file name.
+            CannotWriteError: The folder cannot be written.
+        """
         folder = self._folder(target.name)
         mark = {"map": target.mark, "dim": target.dim, "of": self._of}
         if folder.exists():
@@ -220,6 +252,11 @@ class ParquetSource:
         return ParquetSource(self._folder(name), self._key, name)
 
     def rollback(self, name: str) -> bool:
+        """Delete the folder of new vectors.
+
+        Returns:
+            False, and nothing changes, if nobackfill wrote no vectors of this name.
+        """
         folder = self._folder(name)
         if not (folder / _MARK).is_file():
             return False
@@ -282,6 +319,11 @@ class NewParquetFiles:
 
     def pending(self, window: Window) -> Rows:
         # Before its rows are read: a file that is replaced meanwhile is pending again.
+        """Read the old vectors of a row group whose new file is missing or of a replaced file.
+
+        Raises:
+            InvalidInputError: The source file cannot be read.
+        """
         now = self._source.identity(window)
         file = self._file(window)
         if file.is_file() and (_opened(file).schema_arrow.metadata or {}).get(OF) == now:
@@ -290,6 +332,7 @@ class NewParquetFiles:
         return replace(rows, versions=[Read(window, now)] * len(rows))
 
     def write(self, rows: Rows, vectors: Vectors) -> None:
+        """Write the new vectors of one row group durably, with the source file's permissions."""
         (read,) = set(rows.versions)
         assert isinstance(read, Read)
         metadata = {OF: read.of}
@@ -301,12 +344,14 @@ class NewParquetFiles:
         write_file(file, data, mode_of(self._source.file(read.window)))
 
     def read(self, window: Window) -> Rows:
+        """Read the new vectors of a row group; none if its file is missing."""
         file = self._file(window)
         if not file.is_file():
             return Rows([], np.empty((0, self._target.dim), np.float32))
         return _rows(_opened(file).read(), self._key, self._target.name, file)
 
     def count(self) -> int:
+        """Count the rows of all new files."""
         return sum(_opened(file).metadata.num_rows for file in self._written())
 
     def finish(self) -> list[str]:
