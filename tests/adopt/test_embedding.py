@@ -123,6 +123,7 @@ def test_a_function_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         "def lengths(items): return np.array([[len(item), 1] for item in items], float)\n"
         "def fewer(items): return [[1.0, 2.0]]\n"
         "def ragged(items): return [[1.0] * (n + 1) for n, _ in enumerate(items)]\n"
+        "def more(items): return [[1.0], *ragged(items)]\n"
         "number = 3\n"
     )
     model = open_embedder("own_model:lengths")
@@ -131,6 +132,8 @@ def test_a_function_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         open_embedder("own_model:fewer").embed(["a", "b"])
     with pytest.raises(InvalidInputError, match="one dimension in all rows"):
         open_embedder("own_model:ragged").embed(["a", "b"])
+    with pytest.raises(InvalidInputError, match="return 2 vectors, one for each item, got 3"):
+        open_embedder("own_model:more").embed(["a", "b"])
     for name in ("own_model:none", "no_such_module:f"):
         with pytest.raises(NotFoundError, match="cannot be imported"):
             open_embedder(name)

@@ -172,7 +172,9 @@ class PythonFunction:
             ) from error
         if not callable(self._function):
             kind = type(self._function).__name__
-            raise InvalidInputError(f"{name}: expected the name of a function, got a {kind}")
+            raise InvalidInputError(
+                f"{name}: expected a function, got an object of the type {kind}"
+            )
         self._name = name
         self.fingerprint = _fingerprint(found, name)
 
@@ -194,17 +196,17 @@ class PythonFunction:
             ) from error
         try:
             rows = list(made)
+            if len(rows) != len(items):
+                raise InvalidInputError(
+                    f"{self._name}: expected the function to return {len(items)} vectors, one for "
+                    f"each item, got {len(rows)}"
+                )
             vectors = even(rows, [str(item) for item in items], self._name)
         except (TypeError, ValueError) as error:
             raise InvalidInputError(
                 f"{self._name}: expected the function to return numbers [n, dim], one vector for "
                 f"each item ({error})"
             ) from error
-        if len(rows) != len(items):
-            raise InvalidInputError(
-                f"{self._name}: expected the function to return {len(items)} vectors, one for each "
-                f"item, got {len(rows)}"
-            )
         try:
             return check_vectors(np.asarray(vectors), vectors.shape[1], what=self._name)
         except UnusableRowsError as error:
