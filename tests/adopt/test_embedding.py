@@ -110,7 +110,7 @@ def test_texts_of_a_source_are_embedded_those_that_are_wanted(tmp_path: Path) ->
     items = read_items(str(path), column="text", only={"item-3", "item-99", "gone"})
     assert items.ids == ["item-3", "item-99"]
     assert items.values == ["on item-3", "on item-99"]
-    with pytest.raises(InvalidInputError, match="no column 'body'"):
+    with pytest.raises(InvalidInputError, match="expected a column 'body'"):
         read_items(str(path), column="body")
     with pytest.raises(NotFoundError, match="expected items to embed, found none with the ids"):
         read_items(str(path), column="text", only={"gone"})

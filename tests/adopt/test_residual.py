@@ -112,7 +112,7 @@ def test_who_cannot_train_is_named() -> None:
     for name in ("nobackfill.nowhere:residual", "nobackfill.training.pairs:nobody", "residual"):
         with pytest.raises(NotFoundError, match="cannot be imported"):
             open_trainer(name)
-    with pytest.raises(InvalidInputError, match="no function"):
+    with pytest.raises(InvalidInputError, match="expected a function"):
         open_trainer("nobackfill.adopt.maps:RESIDUAL")
 
 

@@ -214,7 +214,7 @@ def test_more_pairs_bring_more_and_the_next_doubling_is_told() -> None:
 
 def test_too_few_pairs_are_refused() -> None:
     made = world(9)
-    with pytest.raises(InvalidInputError, match="at least 10 pairs, got 9"):
+    with pytest.raises(InvalidInputError, match="vectors by both models, got 9"):
         decide(made.pairs, SLOW)
 
 

@@ -160,7 +160,7 @@ def test_what_else_lies_in_a_folder_is_named_or_passed_over(
 
 def test_metadata_of_items_that_are_held_is_set(setting: Setting) -> None:
     said = run(setting.gallery, "add", setting.images[0], "--set", "trip=Rome").stderr
-    assert "1 images were there already and keep their metadata" in said
+    assert "1 images were in the gallery already and keep their metadata" in said
     before = edge.contents(setting.gallery)
     told = ask(setting.gallery, "set", setting.images[0], "--to", "trip=Rome", "--to", "stars=5")
     assert told == {"changed": 1}

@@ -143,7 +143,7 @@ REFUSALS = [
     (["list", "--after", f"{2**63}"], 2, "range"),
     (["sync", "--backfill", f"{2**63}"], 2, "range"),
     (["remove", "x"], 66, "neither an id nor a path"),
-    (["rollback"], 66, "no release to return to"),
+    (["rollback"], 66, "a rollback is not possible"),
     (["init", "--from", "REPO"], 73, "already exists"),
     (["--gallery", "MISSING", "init", "--from", "MISSING"], 78, "publication folder"),
     (["--gallery", "MISSING", "init", "--from", "REPO", "--root", "MISSING"], 78, "--root"),

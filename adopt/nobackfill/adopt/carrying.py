@@ -223,8 +223,8 @@ def carry(
             first = False
         raise BusyError(
             f"{facts.name}: after {MOST_SWEEPS} sweeps, others still change items faster than new "
-            "vectors are written. The written vectors stay; run the same command again when fewer "
-            "write"
+            "vectors are written. The written vectors stay; run the same command at a quieter "
+            "hour"
         )
 
     written = sweep(0, first=True)

@@ -232,7 +232,7 @@ class Endpoint:
         if status not in _LATER and http_status != 200:
             raise InvalidInputError(f"{self._name}: {words}{said}")
         kind, seconds = BusyError if status == 429 else UnavailableError, _seconds(retry_after)
-        more = "" if seconds is None else f"; it requests a wait of {seconds:.0f} s (--patience)"
+        more = "" if seconds is None else f"; it asks to wait {seconds:.0f} s, see --patience"
         error = kind(f"{self._name}: still {words} after {self._patience:g} s{more}{said}")
         return _Refusal(error, words + said, seconds, faulty=status == 500)
 

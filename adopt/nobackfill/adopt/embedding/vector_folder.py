@@ -135,10 +135,7 @@ def _wanted(
     address: str,
 ) -> ItemList:
     if twice := repeated(ids):
-        raise InvalidInputError(
-            f"{address}: expected each item to have an id of its own, got {twice[0]!r} more than "
-            "once"
-        )
+        raise InvalidInputError(f"{address}: expected each id once, got {twice[0]!r} again")
     if only is not None:
         rows = [row for row, name in enumerate(ids) if name in only]
         ids, values = [ids[row] for row in rows], [values[row] for row in rows]  # type: ignore[assignment]
