@@ -94,8 +94,8 @@ def test_it_is_judged_out_of_fold_and_chosen_where_it_keeps_more() -> None:
     ("layers", "said"),
     [
         ([(np.ones((16, 9)), np.ones(16))], "reads 8 numbers"),
-        ([(np.ones((4, 8)), np.ones(4))], "give 16 numbers"),
-        ([], "give 16 numbers"),
+        ([(np.ones((4, 8)), np.ones(4))], "16 outputs"),
+        ([], "16 outputs"),
         ([(np.ones((16, 8)), np.ones(15))], "bias"),
         ([(np.full((16, 8), np.nan), np.ones(16))], "weight"),
     ],

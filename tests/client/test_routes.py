@@ -102,7 +102,7 @@ def test_no_route_leaves_the_gallery_where_it_is(setting: Setting) -> None:
     report = edge.follow(setting.gallery)
     assert (report.state, report.release) == ("behind", 1)
     (note,) = report.notes
-    assert note.startswith("release 2: no published upgrade leads to it from release 1")
+    assert note.startswith("release 2: no route of upgrades leads there from release 1")
     assert len(edge.contents(setting.gallery)) == 12
 
 

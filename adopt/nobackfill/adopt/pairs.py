@@ -112,7 +112,7 @@ def judged_by(facts: Facts) -> Metric:
     if metric not in _JUDGED:
         raise InvalidInputError(
             f"{facts.name}: its vectors are searched by {metric}, for which there is no verdict; "
-            f"expected one of {join_few(_JUDGED)}. `nobackfill carry` migrates them without a verdict"
+            f"expected one of {join_few(_JUDGED)}. `nobackfill carry` migrates them without one"
         )
     return _JUDGED[metric]
 

@@ -1210,7 +1210,7 @@ class _Sync:
         if plan is None:
             at = self._report.from_release
             self._fall_behind(
-                f"release {release}: no published upgrade leads to it from release {at}, so this "
+                f"release {release}: no route of upgrades leads there from release {at}, so this "
                 "gallery cannot follow it"
             )
         return plan

@@ -386,8 +386,8 @@ class NativeVectorMaker:
         dims = {len(vector) for vector in vectors.values()}
         if len(dims) > 1:
             raise InvalidInputError(
-                f"expected native vectors of one dimension, got {join_few(sorted(dims))}; the model has "
-                "changed since --vectors or --natives was written, so leave these out"
+                f"expected vectors of one dimension, got {join_few(sorted(dims))}; the model "
+                "has changed since --vectors or --natives was written, so leave these out"
             )
         made = np.stack([vectors[rows.ids[row]] for row in places]).astype(np.float32)
         return _select(rows, places), normalise(made) if self._directions else made

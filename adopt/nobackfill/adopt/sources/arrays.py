@@ -123,7 +123,7 @@ class ArraySource:
         if name not in self._others:
             raise InvalidInputError(
                 f"{self._folder}: expected an array {name!r} with one value for each row, found "
-                f"{few(self._others) or 'none'}"
+                f"{join_few(self._others) or 'none'}"
             )
         values = _array(path)[window.lower : window.upper]
         return ColumnValues(self.read(window).ids, list(map(text_of, values.tolist())))

@@ -436,7 +436,9 @@ def fingerprint_of(*models: str | None) -> str | None:
     Args:
         models: Fingerprints, ids of spaces of releases ("sp-…"), or None.
     """
-    return next((one for one in models if one is not None and not one.startswith(SPACE_PREFIX)), None)
+    return next(
+        (one for one in models if one is not None and not one.startswith(SPACE_PREFIX)), None
+    )
 
 
 def same_model(first: str | None, second: str | None, what: str) -> None:
