@@ -286,8 +286,8 @@ class NativeVectorMaker:
         same_model(models[0], models[-1], "--with and --vectors")
         if embedder is not None and embedder.kind not in (None, contents.kind):
             raise InvalidInputError(
-                f"expected {embedder.kind}s, which this model reads, got items that are "
-                f"{contents.kind}s; give other items or another model"
+                f"this model reads {embedder.kind}s, the items are {contents.kind}s; give other "
+                "items or another model"
             )
         self.model: str = models[0]
         self.missing: dict[str, str] = {}

@@ -220,8 +220,8 @@ def embed_into(
     """
     if embedder.kind not in (None, items.kind):
         raise InvalidInputError(
-            f"expected {embedder.kind}s, which this model reads, got items that are {items.kind}s; "
-            "give other items or another model"
+            f"this model reads {embedder.kind}s, the items are {items.kind}s; give other items or "
+            "another model"
         )
     make_dir(folder)
     remove_temporary_files(folder)
