@@ -137,6 +137,13 @@ class PgvectorSource:
         return self.vector
 
     def facts(self) -> Facts:
+        """Return name, dimension, metric, recorded model and other columns of the table.
+
+        The dimension is None for a column without a declared one.
+
+        Raises:
+            InvalidInputError: The column has indexes of several metrics.
+        """
         table, vector = self._table, self.vector
         others = tuple(name for name in table.columns if name not in (table.key, vector))
         model = table.comment_facts(vector).get("model")
@@ -172,13 +179,20 @@ class PgvectorSource:
         )
 
     def count(self) -> int:
+        """Count the rows that have an old vector."""
         return self.count_vectors(self.vector)
 
     def dims(self) -> dict[int, int]:
+        """Count the rows by the dimension of their old vector."""
         dim = self._table.dim(self.vector)
         return self._table.dims(self.vector) if dim is None else {dim: self.count()}
 
     def windows(self, rows: int) -> Iterator[Window]:
+        """Divide all keys into windows of `rows` rows; the last one is open upwards.
+
+        Raises:
+            NotPermittedError: Row-level security may hide rows from this role.
+        """
         self._table.every_row_is_seen()
         lower: object = None
         while True:
@@ -195,9 +209,19 @@ class PgvectorSource:
             lower = last
 
     def read(self, window: Window) -> Rows:
+        """Read the old vectors of a window; rows without one are left out.
+
+        Raises:
+            InvalidInputError: The vectors have several dimensions.
+        """
         return self.rows(self.vector, window)
 
     def column(self, window: Window, name: str) -> ColumnValues:
+        """Read another column of a window as text; rows where it is NULL are left out.
+
+        Raises:
+            InvalidInputError: There is no such column.
+        """
         if name not in self._table.columns:
             raise InvalidInputError(f"{self._table.name}: no column {name!r}")
         found = self._table.all(
@@ -263,6 +287,11 @@ class PgvectorSource:
         return self._expressions[place]
 
     def lookup(self, ids: Sequence[str]) -> Rows:
+        """Read old vectors by key, in any order; unknown keys are left out.
+
+        Raises:
+            InvalidInputError: The vectors have several dimensions.
+        """
         found = self._table.searched(
             "SELECT {key}::text, {vector_send}({column}::{vector}) FROM {table} t "
             "WHERE {column} IS NOT NULL AND {chosen} AND {key} = ANY({ids}::{kind}[])",
@@ -275,6 +304,11 @@ class PgvectorSource:
         return Rows(names, even(vectors, names, self._table.name))
 
     def texts(self, ids: Sequence[str], column: str) -> dict[str, str]:
+        """Read another column of rows as text, by key; rows where it is NULL are left out.
+
+        Raises:
+            InvalidInputError: There is no such column.
+        """
         if column not in self._table.columns:
             raise InvalidInputError(f"{self._table.name}: no column {column!r}")
         found = self._table.searched(
@@ -287,9 +321,11 @@ class PgvectorSource:
         return dict(found)
 
     def close(self) -> None:
+        """Close this process's connections of searches; a later search connects again."""
         self._table.close()
 
     def warnings(self, to: str) -> list[str]:
+        """Name UPDATE triggers that a new column fires for every row; none for a second table."""
         triggers = [] if to.startswith(pgvector_target.PREFIX) else self._table.on_update()
         if not triggers:
             return []
@@ -299,6 +335,7 @@ class PgvectorSource:
         ]
 
     def obstacles(self, target: Target) -> list[str]:
+        """Return sentences about obstacles to a flip to `target`; none if it has taken place."""
         if target.name.startswith(pgvector_target.PREFIX):
             return table_obstacles(self._table)
         if self._flipped(target):
@@ -314,6 +351,14 @@ class PgvectorSource:
         )
 
     def open_target(self, target: Target) -> TargetVectors:
+        """Create the column or the table of new vectors with its triggers, or open it again.
+
+        Raises:
+            AlreadyExistsError: The name has other data, or vectors with another mark.
+            InvalidInputError: The name or the dimension is not possible, or the triggers were off.
+            NotPermittedError: The role may not change the table, or may not see all rows.
+            BusyError: Others hold the table for more than 5 seconds.
+        """
         self._table.every_row_is_seen()
         name = target.name.removeprefix(pgvector_target.PREFIX)
         if len(name.encode("utf-8", "surrogateescape")) > MOST_NAME:
@@ -418,6 +463,15 @@ class PgvectorSource:
         return changes.watch(body, triggers, content=content, **names)
 
     def rollback(self, name: str) -> bool:
+        """Remove the column or the table of new vectors, with its triggers and indexes.
+
+        Returns:
+            False, and nothing changes, if nobackfill created none of this name, or a flip gave it
+            the name of the old vectors.
+
+        Raises:
+            BusyError: Others hold the table for more than 5 seconds.
+        """
         if name.startswith(pgvector_target.PREFIX):
             return pgvector_target.remove_table(self._table, self.vector, name)
         names = self._names(name)

@@ -425,12 +425,15 @@ class Columns(Protocol):
     vector: str
 
     @property
-    def metric(self) -> SearchMetric | None: ...
+    def metric(self) -> SearchMetric | None:
+        """Return the metric of the old vectors' indexes; None without an index."""
 
     @property
-    def halves(self) -> bool: ...
+    def halves(self) -> bool:
+        """Tell whether the old vectors, or their index, have the type halfvec."""
 
-    def count_vectors(self, column: str) -> int: ...
+    def count_vectors(self, column: str) -> int:
+        """Count the rows with a vector in a column; 0 if there is no such column."""
 
     def rows(
         self,
@@ -438,9 +441,11 @@ class Columns(Protocol):
         window: Window,
         missing: str | None = None,
         ids: Sequence[str] | None = None,
-    ) -> Rows: ...
+    ) -> Rows:
+        """Read vectors of a window from `column`, of rows where `missing` is NULL, or by key."""
 
-    def watch(self, changes: Changes, target: Target) -> str | None: ...
+    def watch(self, changes: Changes, target: Target) -> str | None:
+        """Create triggers that clear a new vector whose old one changes; return their digest."""
 
 
 class PgvectorColumn:
@@ -468,6 +473,7 @@ class PgvectorColumn:
         self.flipped, self._triggers = flipped, triggers
 
     def pending(self, window: Window) -> Rows:
+        """Read the old vectors of a window's rows whose new vector is NULL."""
         return self._source.rows(self._source.vector, window, missing=self._target.name)
 
     def write(self, rows: Rows, vectors: Vectors) -> None:
@@ -519,16 +525,20 @@ class PgvectorColumn:
                     changes.run("DROP TABLE pg_temp.nobackfill_pass")
 
     def read(self, window: Window) -> Rows:
+        """Read the new vectors of a window; rows without one are left out."""
         return self._source.rows(self._target.name, window)
 
     def pending_items(self, ids: Sequence[str]) -> Rows:
+        """Read the old vectors of rows whose new vector is NULL; unknown keys are left out."""
         name = self._target.name
         return self._source.rows(self._source.vector, Window(), missing=name, ids=ids)
 
     def read_items(self, ids: Sequence[str]) -> Rows:
+        """Read the new vectors of rows by key; rows without one are left out."""
         return self._source.rows(self._target.name, Window(), ids=ids)
 
     def products(self, window: Window, probe: Vectors) -> tuple[list[str], Vectors]:
+        """Compute in the database the inner product of each new vector with `probe`."""
         return products_of(
             self._table.copied(
                 "SELECT t.{key}::text, t.{new} {product} {probe}::{vector} FROM {table} t "
@@ -540,10 +550,17 @@ class PgvectorColumn:
         )
 
     def count(self) -> int:
+        """Count the rows with a new vector."""
         return self._source.count_vectors(self._target.name)
 
     @contextmanager
     def prepare_flip(self) -> Iterator[None]:
+        """Build the new column's indexes, and refuse other flips of the table during the block.
+
+        Raises:
+            BusyError: Another flip is under way, or the triggers have changed.
+            InvalidInputError: Something depends on the old column and cannot be moved.
+        """
         refuse_flip(self._table, column_obstacles(self._table, self._source.vector, self._target))
         with self._table.lock("flip", _OTHER_FLIP):
             check_watched(self._table, self._names["function"], self._triggers)
@@ -563,6 +580,12 @@ class PgvectorColumn:
         return sql.Identifier(self._table.schema, self._table.relation), self._target.name
 
     def flip(self) -> AbstractContextManager[None]:
+        """Lock the table for the block, and rename both columns at its end, in one transaction.
+
+        Raises:
+            BusyError: Others hold the table for more than 5 seconds.
+            InvalidInputError: A row has no new vector, or the triggers were off; nothing changes.
+        """
         return self._table.flipping(
             self._flip, self._watch_old if self._target.reversible else None
         )
@@ -579,9 +602,11 @@ class PgvectorColumn:
         )
 
     def owner_tasks(self) -> list[str]:
+        """Return no tasks: the flip of a column is complete."""
         return []
 
     def finish(self) -> list[str]:
+        """Return the statements that build the missing indexes and flip; none after a flip."""
         if self.flipped:
             return []
         missing = missing_indexes(self._table, *self._place, self._indexes())
@@ -798,6 +823,7 @@ class PgvectorTable:
         self._own = threading.local()
 
     def pending(self, window: Window) -> Rows:
+        """Read the old vectors of a window's rows whose new vector is missing or cleared."""
         self._own.window = repr(window)
         whole = self._own.window in self._whole
         if not whole and not self._any(window):
@@ -835,6 +861,7 @@ class PgvectorTable:
         return bool(self._table.one(query, within=within, **self._names))
 
     def write(self, rows: Rows, vectors: Vectors) -> None:
+        """Insert or fill the new vectors of rows that have not changed since they were read."""
         versions = _bytes(rows.versions)
         keys = [one[:-_SEEN] for one in versions]
         places = [one[-_SEEN:] for one in versions]
@@ -882,6 +909,7 @@ class PgvectorTable:
             )
 
     def read(self, window: Window) -> Rows:
+        """Read the new vectors of a window; cleared ones are left out."""
         found = self._table.copied(
             "SELECT b.{key}::text, b.{old}::{vector} FROM {new_table} b "
             "WHERE b.{old} IS NOT NULL AND {within} ORDER BY b.{key}",
@@ -891,6 +919,7 @@ class PgvectorTable:
         return parsed(found, self._table.name)
 
     def products(self, window: Window, probe: Vectors) -> tuple[list[str], Vectors]:
+        """Compute in the database the inner product of each new vector with `probe`."""
         return products_of(
             self._table.copied(
                 "SELECT b.{key}::text, b.{old} {product} {probe}::{vector} FROM {new_table} b "
@@ -902,11 +931,17 @@ class PgvectorTable:
         )
 
     def count(self) -> int:
+        """Count the rows with a new vector that is not cleared."""
         query = "SELECT count(*) FROM {new_table} WHERE {old} IS NOT NULL"
         return int(self._table.one(query, **self._names))
 
     @contextmanager
     def prepare_flip(self) -> Iterator[None]:
+        """Build the indexes of the new table, and refuse other flips of the table during the block.
+
+        Raises:
+            BusyError: Another flip is under way, or the triggers have changed.
+        """
         with self._table.lock("flip", _OTHER_FLIP):
             check_watched(self._table, self._names["function"], self._triggers)
             build_indexes(self._table, *self._place, [self._index()])
@@ -927,9 +962,16 @@ class PgvectorTable:
         return self._names["new_table"], self._source.vector
 
     def flip(self) -> AbstractContextManager[None]:
+        """Lock the old table for the block; at its end, give the new one keys, rights and policies.
+
+        Raises:
+            BusyError: Others hold the old table for more than 5 seconds.
+            InvalidInputError: A row has no new vector, or the triggers were off; nothing changes.
+        """
         return self._table.flipping(self._flip)
 
     def finish(self) -> list[str]:
+        """Delete vectors whose row is gone; return the statements that build the index and flip."""
         if self.flipped:
             return []
         missing = missing_indexes(self._table, *self._place, [self._index()])
@@ -954,6 +996,7 @@ class PgvectorTable:
         ]
 
     def owner_tasks(self) -> list[str]:
+        """Name policies that cannot be copied, and objects that still read the old vectors."""
         old = [name for _, name in dependents(self._table, self._source.vector)]
         return (
             self._security()[1] + [f"the old vectors are still read by {join_few(old)}"][: len(old)]

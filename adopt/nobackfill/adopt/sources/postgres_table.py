@@ -53,9 +53,11 @@ class ThreadConnections:
         processes.watch_forks(self)
 
     def before_fork(self) -> None:
+        """Hold the lock while the process forks, so that the child gets a consistent state."""
         self._lock.acquire()
 
     def after_fork(self, child: bool) -> None:
+        """Release the lock in the process that called fork."""
         if child:
             # Not closed, which would end the parent's: psycopg lets go of the socket alone.
             self._open.clear()
