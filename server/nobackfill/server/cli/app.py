@@ -54,18 +54,35 @@ Server = Annotated[
     typer.Option(
         "--server",
         envvar="NOBACKFILL_SERVER",
-        help="gateway to call: HOST:PORT, or grpcs://HOST:PORT for TLS",
+        metavar="ADDRESS",
+        help="Call the gateway at this address: HOST:PORT, or grpcs://HOST:PORT for TLS. Several "
+        "addresses with commas between them may be given; the first that answers is used.",
     ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="print one JSON object instead of a table")]
+Json = Annotated[
+    bool,
+    typer.Option(
+        "--json",
+        help="Print the result on stdout as JSON, for programs. Without it, print a table or lines "
+        "of text.",
+    ),
+]
 Rollout = Annotated[
     str | None,
     typer.Option(
-        help="how queries are answered during the upgrade: direct, dual or cutover",
+        metavar="direct|dual|cutover",
+        help="Answer queries in this way while galleries are upgraded. direct: the new model "
+        "searches the old vectors. dual: both models search. cutover: the old model answers until "
+        "all vectors are upgraded.",
         show_default="direct if the release declares it, else cutover",
     ),
 ]
-Number = Annotated[int, typer.Argument(min=1, max=2**31 - 1, help="number of the release")]
+Number = Annotated[
+    int,
+    typer.Argument(
+        min=1, max=2**31 - 1, help="Number of a published release; `gateway releases` lists them."
+    ),
+]
 DEFAULT_SERVER = "127.0.0.1:50051"
 
 # Keys that --settings FILE.toml may set, with the gateway's defaults. `spare_cores` is the share of
@@ -95,7 +112,11 @@ def settings_option(defaults: Mapping[str, float]) -> Any:
     """
     listing = ", ".join(f"{name} = {value}" for name, value in defaults.items())
     return typer.Option(
-        "--settings", help="TOML file that sets some of these numbers", show_default=listing
+        "--settings",
+        metavar="FILE",
+        help="Read some of these numbers from this TOML file. A number that it lacks has its "
+        "value from here.",
+        show_default=listing,
     )
 
 
@@ -123,12 +144,13 @@ def tuning(file: Path | None, defaults: Mapping[str, float]) -> dict[str, float]
         values = tomllib.loads(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigurationError(
-            f"{file}: this settings file cannot be read as TOML: {error}"
+            f"--settings: {file} cannot be read as TOML: {error}; correct the file"
         ) from error
     for name, value in values.items():
         if name not in defaults:
             raise ConfigurationError(
-                f"{file}: unknown key {name!r}; expected one of {', '.join(defaults)}"
+                f"--settings: {file} has the unknown key {name!r}; expected one of "
+                f"{', '.join(defaults)}"
             )
         kind = int if isinstance(defaults[name], int) else float
         # The protocol's integers end at 2**32. 0 asks for the default, so it is valid only where
@@ -140,7 +162,8 @@ def tuning(file: Path | None, defaults: Mapping[str, float]) -> dict[str, float]
             expected = "a whole number" if kind is int else "a number"
             lowest = "0" if not defaults[name] else "above 0"
             raise ConfigurationError(
-                f"{file}: {name}: expected {expected} from {lowest} to below 2**32, got {value!r}"
+                f"--settings: {file}: {name}: expected {expected} from {lowest} to below 2**32, "
+                f"got {value!r}"
             )
     return {name: values.get(name, 0) for name in defaults}
 
@@ -193,7 +216,13 @@ def _print_version(is_wanted: bool) -> None:
 @app.callback()
 def _options(
     _version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True)
+        bool,
+        typer.Option(
+            "--version",
+            callback=_print_version,
+            is_eager=True,
+            help="Print the version of this program, and exit without running a command.",
+        ),
     ] = False,
 ) -> None:
     pass

@@ -33,9 +33,21 @@ canary_commands = typer.Typer(
 )
 app.add_typer(canary_commands, name="canary")
 
-_Steps = Annotated[str | None, typer.Option(help="later shares, in this order: 25,100")]
+_Steps = Annotated[
+    str | None,
+    typer.Option(
+        metavar="PERCENT,…",
+        help="Raise the share to each of these percentages in turn, such as 25,100. At 100, after "
+        "its time, the release answers all callers. Without it, the share stays as it is.",
+    ),
+]
 _Every = Annotated[
-    str | None, typer.Option(help="time of each step, with --steps: 30s, 10m, 2h, 1d")
+    str | None,
+    typer.Option(
+        metavar="TIME",
+        help="Stay so long at each share of --steps: a number and s, m, h or d (seconds, minutes, "
+        "hours, days), such as 10m. Required with --steps, and refused without.",
+    ),
 ]
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
@@ -51,13 +63,22 @@ def start(
     number: Number,
     share: Annotated[
         str | None,
-        typer.Option(help="share of the callers: 5%", show_default="the first of --steps"),
+        typer.Option(
+            metavar="PERCENT",
+            help="Let the new release answer this share of the callers at first, such as 5%. "
+            "Required unless --steps is given.",
+            show_default="the first of --steps",
+        ),
     ] = None,
     steps: _Steps = None,
     every: _Every = None,
     shadow: Annotated[
         bool,
-        typer.Option("--shadow", help="only compare: callers get the old release's answers"),
+        typer.Option(
+            "--shadow",
+            help="Only compare: the old release answers all callers, and the new one repeats the "
+            "queries of the share. Without it, callers of the share get the new answers.",
+        ),
     ] = False,
     settings: Annotated[Path | None, settings_option(CANARY)] = None,
     server: Server = DEFAULT_SERVER,
@@ -90,7 +111,11 @@ def step(
     number: Number,
     share: Annotated[
         str | None,
-        typer.Option(help="the new, larger share: 25%", show_default="the next of --steps"),
+        typer.Option(
+            metavar="PERCENT",
+            help="Let the release answer this larger share of the callers, such as 25%.",
+            show_default="the next of the canary's --steps",
+        ),
     ] = None,
     steps: _Steps = None,
     every: _Every = None,
@@ -112,8 +137,9 @@ def step(
             canary.share = canary.steps.pop(0)
         else:
             raise PreconditionError(
-                f"the canary of release {number} has no further step; run"
-                f"`gateway canary step {number} --share 50%`"
+                f"the canary of release {number} has no further step; raise its share with "
+                f"`gateway canary step {number} --share 50%`, or end it with `gateway canary "
+                f"promote {number}`"
             )
         report(number, gateway.activate(number, canary=canary), as_json, canary=True)
 
@@ -154,14 +180,19 @@ def _canary_of(share: str | None, steps: str | None, every: str | None) -> pb.Ca
         typer.BadParameter: the options do not fit together, or one cannot be parsed.
     """
     if bool(steps) != bool(every):
-        raise typer.BadParameter("--steps and --every go together: --steps 25,100 --every 10m")
+        raise typer.BadParameter(
+            "expected --steps and --every together, as --steps 25,100 --every 10m, got one of them"
+        )
     shares = [_share(one, "--steps") for one in steps.split(",")] if steps else []
     if share is not None:
         first = _share(share, "--share")
         # `--share 5% --steps 5,25,100` names the first step twice.
         shares = [first, *(shares[1:] if shares[:1] == [first] else shares)]
     if not shares:
-        raise typer.BadParameter("expected --share 5%, or --steps 5,25,100 --every 10m")
+        raise typer.BadParameter(
+            "expected a share of the callers, as --share 5%, or --steps 5,25,100 --every 10m; got "
+            "neither"
+        )
     canary = pb.Canary(share=shares[0], steps=shares[1:])
     if every:
         canary.every.FromMilliseconds(int(1000 * _interval_seconds(every)))

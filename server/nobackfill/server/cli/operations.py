@@ -54,10 +54,12 @@ def connect(server: str) -> Iterator[Gateway]:
     """Connect to a gateway for the length of a block.
 
     Args:
-        server: one address, or several with commas. Of several, the first that answers is used.
+        server: one address, or several with commas, of which the first that answers is used. One
+            address is first called by the block, and its calls are not retried.
 
     Raises:
         UnavailableError: none of several gateways answers.
+        ConfigurationError: the address has another form, or a credential file cannot be used.
     """
     several = "," in server
     with Gateway(server, retries=several) as gateway:
@@ -185,7 +187,12 @@ def report(
 @app.command(epilog=examples("gateway rollback", "gateway rollback --yes"))
 def rollback(
     confirm: Annotated[
-        bool, typer.Option("--yes", help="roll back; without it, only list what would be lost")
+        bool,
+        typer.Option(
+            "--yes",
+            help="Roll back. Without it, only list the items that searches would no longer find, "
+            "and change nothing.",
+        ),
     ] = (False),
     server: Server = DEFAULT_SERVER,
     as_json: Json = False,
@@ -224,7 +231,9 @@ def retire(server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
 
 @app.command(epilog=examples("gateway estimate photos 2"))
 def estimate(
-    gallery: Annotated[str, typer.Argument(help="name of the gallery")],
+    gallery: Annotated[
+        str, typer.Argument(help="Name of the gallery whose upgrade is estimated; not changed.")
+    ],
     number: Number,
     settings: ActivationSettings = None,
     server: Server = DEFAULT_SERVER,
@@ -259,10 +268,18 @@ def estimate(
 def watch(
     gallery: Annotated[
         str | None,
-        typer.Argument(help="gallery whose upgrade to follow", show_default="all releases"),
+        typer.Argument(
+            help="Name of the gallery whose upgrade is followed to its end.",
+            show_default="the states of all releases, until Ctrl-C",
+        ),
     ] = None,
     by: Annotated[
-        str, typer.Option(help="metadata key: show quality for each of its values, worst first")
+        str,
+        typer.Option(
+            metavar="KEY",
+            help="Also measure quality for each value of this metadata key, worst first. Needs a "
+            "gallery. Without it, no quality is shown.",
+        ),
     ] = "",
     server: Server = DEFAULT_SERVER,
     as_json: Json = False,

@@ -19,37 +19,72 @@ from nobackfill.terminal import escape_hidden
 _SWITCH_S = 0.0005
 
 ModelRepo = Annotated[
-    Path | None, typer.Option(help="publication folder", show_default="model_repo")
+    Path | None,
+    typer.Option(
+        metavar="FOLDER",
+        help="Read releases from this publication folder; nothing is written there.",
+        show_default="model_repo",
+    ),
 ]
 Workers = Annotated[
     int | None,
     typer.Option(
-        help="processes that compute upgrades; needs a --store in PostgreSQL", show_default="0"
+        metavar="N",
+        help="Compute upgrades in this number of processes of this machine, at most 256. Needs "
+        "a --store in PostgreSQL. Without processes, a thread computes them.",
+        show_default="0",
     ),
 ]
 Ray = Annotated[
-    str | None, typer.Option(help="Ray cluster that computes upgrades: auto or HOST:PORT")
+    str | None,
+    typer.Option(
+        metavar="CLUSTER",
+        help="Compute upgrades on this Ray cluster: HOST:PORT, or auto for the one on this "
+        "machine. Needs a --store in PostgreSQL. Without it, this machine computes them.",
+    ),
 ]
 _Console = Annotated[
-    bool | None, typer.Option("--console", help="serve the operators' pages in a browser")
+    bool | None,
+    typer.Option(
+        "--console",
+        help="Serve pages for operators in a browser, and print their address. Without it, no "
+        "pages are served.",
+    ),
 ]
 _Folders = Annotated[
     list[Path] | None,
     typer.Option(
-        "--item-folder", help="folder from which galleries may re-embed items; repeatable"
+        "--item-folder",
+        metavar="FOLDER",
+        help="Permit galleries to re-embed items from files below this folder, which are only "
+        "read. Repeat the option for more. Without it, no folder is permitted.",
     ),
 ]
 _Hosts = Annotated[
     list[str] | None,
-    typer.Option("--item-host", help="host from which galleries may re-embed items; repeatable"),
+    typer.Option(
+        "--item-host",
+        metavar="HOST",
+        help="Permit galleries to re-embed items from https addresses of this host. Repeat the "
+        "option for more. Without it, no host is permitted.",
+    ),
 ]
 
 
 @app.command(epilog=examples("gateway sample", "gateway sample --release 2"))
 def sample(
-    folder: Annotated[Path, typer.Argument(help="where model_repo and photos are made")] = Path(),
+    folder: Annotated[
+        Path, typer.Argument(help="Folder in which model_repo, model_repo.keys and photos appear.")
+    ] = Path(),
     release: Annotated[
-        int, typer.Option(min=1, max=2, help="2 publishes a better model beside release 1")
+        int,
+        typer.Option(
+            min=1,
+            max=2,
+            metavar="1|2",
+            help="Publish this release. 1 starts the publication and writes the pictures; 2 adds a "
+            "better model to it.",
+        ),
     ] = 1,
     as_json: Json = False,
 ) -> None:
@@ -96,69 +131,127 @@ def sample(
 def serve(
     model_repo: ModelRepo = None,
     data: Annotated[
-        Path | None, typer.Option(help="data folder of this gateway", show_default="gateway-data")
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Write data of this gateway to this folder, which is created if it is missing. "
+            "One gateway at a time may use it.",
+            show_default="gateway-data",
+        ),
     ] = None,
     store: Annotated[
         str | None,
         typer.Option(
-            help="where galleries are stored: sqlite:FOLDER or postgresql://USER@HOST/DATABASE",
+            metavar="STORE",
+            help="Store galleries in SQLite files of a folder (sqlite:FOLDER), or in a database "
+            "that several gateways share (postgresql://USER@HOST/DATABASE).",
             show_default="SQLite in --data",
         ),
     ] = None,
     workers: Workers = None,
     ray: Ray = None,
     address: Annotated[
-        str | None, typer.Option(help="HOST:PORT to serve gRPC on", show_default="127.0.0.1:50051")
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Listen for gRPC calls at this address. A host that other machines reach needs "
+            "--tls-cert, --tls-key and --tokens-file.",
+            show_default="127.0.0.1:50051",
+        ),
     ] = None,
     metrics_address: Annotated[
         str | None,
-        typer.Option(help="HOST:PORT to serve /metrics on", show_default="127.0.0.1:9464"),
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Serve metrics for Prometheus and health pages at this address, without "
+            "encryption.",
+            show_default="127.0.0.1:9464",
+        ),
     ] = None,
     console: _Console = None,
     console_address: Annotated[
         str | None,
         typer.Option(
-            help="HOST:PORT to serve the operators' pages on", show_default="127.0.0.1:9465"
+            metavar="HOST:PORT",
+            help="Serve the pages of --console at this address. Without --console, it is unused.",
+            show_default="127.0.0.1:9465",
         ),
     ] = None,
     triton: Annotated[
         str | None,
         typer.Option(
-            help="what runs the models: (grpcs://)HOST:PORT of a tritonserver, or in-process",
+            metavar="HOST:PORT|in-process",
+            help="Run the models in the tritonserver at this address, for TLS after grpcs://, or "
+            "in the gateway's own process.",
             show_default="a tritonserver of its own if one is installed, else in-process",
         ),
     ] = None,
     triton_venv: Annotated[
         Path | None,
         typer.Option(
-            help="virtual environment that has nvidia-pytriton",
+            metavar="FOLDER",
+            help="Start tritonserver from this virtual environment, which `gateway install-triton` "
+            "creates.",
             show_default=".venv-triton next to this command's environment",
         ),
     ] = None,
     root: Annotated[
         Path | None,
-        typer.Option(help="first root metadata to trust", show_default="that of --model-repo"),
+        typer.Option(
+            metavar="FILE",
+            help="Trust only releases whose signatures lead back to the root metadata in this "
+            "file. A data folder that began with other root metadata is refused.",
+            show_default="1.root.json of --model-repo, read at the first start",
+        ),
     ] = None,
     tls_cert: Annotated[
-        Path | None, typer.Option(help="certificate chain of the gateway (PEM)")
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Encrypt calls with the certificate chain of this PEM file; needs --tls-key. "
+            "Without it, the gateway listens on loopback only, unencrypted.",
+        ),
     ] = None,
-    tls_key: Annotated[Path | None, typer.Option(help="private key of --tls-cert (PEM)")] = None,
+    tls_key: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Read the private key of --tls-cert from this PEM file. Required with --tls-cert.",
+        ),
+    ] = None,
     tls_client_ca: Annotated[
-        Path | None, typer.Option(help="require client certificates from this authority (PEM)")
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Accept only clients with a certificate of an authority in this PEM file. Needs "
+            "--tls-cert. Without it, clients need no certificate.",
+        ),
     ] = None,
     tokens_file: Annotated[
         Path | None,
         typer.Option(
-            help="permitted callers: lines NAME ROLE SHA256, perhaps EXPIRES rate=N items=N"
+            metavar="FILE",
+            help="Accept only callers with a token of this file. A line is NAME ROLE SHA256, then "
+            "if wanted EXPIRES, rate=N and items=N. Without it, every caller may do everything.",
         ),
     ] = None,
     item_folders: _Folders = None,
     item_hosts: _Hosts = None,
     settings: Annotated[
-        Path | None, typer.Option(help="TOML file of settings; options win over it")
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Read settings from this TOML file; an option or variable wins over it. Without "
+            "it, no file is read.",
+        ),
     ] = None,
     force: Annotated[
-        bool, typer.Option("--force", help="serve a data folder even if it was moved elsewhere")
+        bool,
+        typer.Option(
+            "--force",
+            help="Serve the data folder again although `gateway data move` moved it to another "
+            "store. Without it, the gateway refuses to start there.",
+        ),
     ] = False,
 ) -> None:
     """Serve searches of galleries until SIGTERM or SIGINT.
@@ -226,7 +319,7 @@ def install_triton(
         Path | None,
         typer.Argument(
             metavar="[DIR]",
-            help="folder to create",
+            help="Folder in which the virtual environment is created, or completed.",
             show_default=".venv-triton next to this command's environment",
         ),
     ] = None,
