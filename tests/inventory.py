@@ -97,7 +97,7 @@ JSON: Mapping[str, tuple[str, ...]] = {
     "gateway gallery list": (f"{_V1}.gallery_pb2:ListGalleriesResponse",),
     "gateway install-triton": (f"{_SERVER}.cli.serve:install_triton",),
     "gateway data migrate": (f"{_SERVER}.cli.data:migrate",),
-    "gateway data move": (f"{_SERVER}.cli.data:move", f"{_SERVER}.transfer:Transferred"),
+    "gateway data move": (f"{_SERVER}.cli.data:move", f"{_SERVER}.transfer:Transferred.to_json"),
     "gateway put": (f"{_SERVER}.cli.galleries:put",),
     "gateway releases": (
         f"{_V1}.release_pb2:ListReleasesResponse",

@@ -55,7 +55,7 @@ ALLOWED = {
     "core": (0, 0),
     "serving": (0, 0),
     "adopt": (0, 0),
-    "server": (34, 11),
+    "server": (0, 0),
     "client": (0, 0),
     "plugins": (0, 0),
     "training": (0, 0),

@@ -34,7 +34,7 @@ def test_a_file_of_texts_is_embedded_by_nodes(two_nodes: Any, tmp_path: Path) ->
     with running(repo, tmp_path / "data") as gateway, Client(gateway.address) as client:
         client.create_gallery("g")
         done = fill_by_ray(client, "g", str(file), repo, two_nodes.address, batch=30)
-        assert (done.stored, set(done.refused)) == (COUNT, {"blank", "x"})
+        assert (done.stored_count, set(done.refusals)) == (COUNT, {"blank", "x"})
         assert client.get_gallery("g").items == COUNT
         for number in range(0, COUNT, 37):
             (hit,) = client.search("g", text=lines[number]["text"], k=1).hits  # type: ignore[arg-type]
@@ -94,7 +94,7 @@ def test_a_folder_is_embedded_by_nodes_that_may_die(
         done = fill_by_ray(
             client, "g", str(folder), stages[1], two_nodes.address, on_stored, batch=10
         )
-        assert done.stored == COUNT == told[-1] and list(done.refused) == ["bad.png"]
+        assert done.stored_count == COUNT == told[-1] and list(done.refusals) == ["bad.png"]
         assert len(told) == COUNT // 10 + 1 and client.get_gallery("g").items == COUNT
         for number in range(0, COUNT, 7):
             (hit,) = client.find(pictures[number], k=1).hits

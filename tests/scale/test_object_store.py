@@ -205,8 +205,8 @@ def test_objects_that_vanish_and_a_store_that_ends_in_mid_run(
             store.delete("photos", [f"run/{last}"])
 
     done = fill(client, gallery, place, vanish)
-    assert done.stored == COUNT - 1
-    assert done.refused == {last: "it was deleted"}
+    assert done.stored_count == COUNT - 1
+    assert done.refusals == {last: "it was deleted"}
     client.delete_gallery(gallery)
     client.create_gallery(gallery)
 
@@ -220,7 +220,7 @@ def test_objects_that_vanish_and_a_store_that_ends_in_mid_run(
         assert client.get_gallery(gallery).items == 100
     finally:
         store.start()
-    assert fill(client, gallery, place).stored == COUNT - 1
+    assert fill(client, gallery, place).stored_count == COUNT - 1
     assert client.get_gallery(gallery).items == COUNT - 1
 
 

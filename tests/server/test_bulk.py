@@ -64,7 +64,7 @@ def test_a_folder_by_command(shared: Client, gallery: str, folder: Path) -> None
     assert "is not a folder" in put(folder / "sea" / "bad.jpg", 66).stderr
     (folder / "empty").mkdir()
     with Client(shared.address) as client:
-        assert fill(client, gallery, str(folder)).stored == 12
+        assert fill(client, gallery, str(folder)).stored_count == 12
         with pytest.raises(InvalidInputError, match="found none"):
             fill(client, gallery, str(folder / "empty"))
     check(shared, gallery)
@@ -81,11 +81,11 @@ def test_a_batch_as_a_worker_puts_it(
     names = [name for name in found if name not in ("notes.txt", "phone.heic")]
     for _ in range(2):
         done = put_batch(work, names)
-        assert done.stored == 12 and list(done.refused) == ["sea/bad.jpg"]
+        assert done.stored_count == 12 and list(done.refusals) == ["sea/bad.jpg"]
         check(shared, gallery)
     # Whole items: what an upgrade needs of them is there, too.
     other = Client(shared.address)
-    assert fill(other, gallery, str(folder)).stored == 12
+    assert fill(other, gallery, str(folder)).stored_count == 12
     assert [space.items for space in other.get_gallery(gallery).spaces] == [12]
 
 
@@ -104,6 +104,6 @@ def test_places_and_models_that_are_none(stages: Stages, one: Manifest, tmp_path
     (tmp_path / "a.png").unlink()
     with Client("127.0.0.1:1", seconds=1) as nobody:
         done = fill(nobody, "g", str(tmp_path))
-    assert done.stored == 0 and list(done.refused.values()) == [
+    assert done.stored_count == 0 and list(done.refusals.values()) == [
         "its name is not valid text; rename it"
     ]

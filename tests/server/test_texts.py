@@ -165,11 +165,11 @@ def test_a_file_of_texts_is_put(notes: Client, tmp_path: Path) -> None:
     path = tmp_path / "notes.jsonl"
     path.write_text("\n".join(json.dumps(one) for one in lines) + "\n\n")
     done = fill(notes, "file", str(path))
-    assert (done.stored, list(done.refused)) == (2, ["b"])
+    assert (done.stored_count, list(done.refusals)) == (2, ["b"])
     assert notes.get("file", "a").metadata == {"year": 2026}
     path.write_text('{"id": "a", "text": "w1"}\n{"id": "b"}\n')
     done = fill(notes, "file", str(path))
-    assert (done.stored, list(done.refused)) == (1, [f"{path}:2"])
+    assert (done.stored_count, list(done.refusals)) == (1, [f"{path}:2"])
 
 
 def test_bad_lines_of_a_file_are_named_and_the_others_stored(notes: Client, tmp_path: Path) -> None:
@@ -182,9 +182,9 @@ def test_bad_lines_of_a_file_are_named_and_the_others_stored(notes: Client, tmp_
     file = tmp_path / "lines.jsonl"
     file.write_text("\n".join(lines))
     done = fill(notes, "g", str(file))
-    assert done.stored == 96
-    assert {name.rpartition(":")[2] for name in done.refused} == {"41", "51", "61", "71"}
-    assert all("expected a JSON object" in reason for reason in done.refused.values())
+    assert done.stored_count == 96
+    assert {name.rpartition(":")[2] for name in done.refusals} == {"41", "51", "61", "71"}
+    assert all("expected a JSON object" in reason for reason in done.refusals.values())
     words = ["put", "g", str(file), f"--server={notes.address}", "--json"]
     told = CliRunner().invoke(app, words)
     assert told.exit_code == 65 and "lines.jsonl:41" in told.output

@@ -1,6 +1,7 @@
 """UpgradeService: what it will cost, how far it is, pause and resume, backfill by uncertainty."""
 
 import itertools
+import json
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from nobackfill.server.embedding.embedding import LARGEST_BATCH
 from nobackfill.server.galleries.hosted import Hosted
 from nobackfill.server.gateway import GatewayServer
 from nobackfill.server.upgrades import upgrading
-from nobackfill.server.upgrades.upgrading import Throttle
+from nobackfill.server.upgrades.upgrading import Job, JobState, Throttle
 from nobackfill.v1 import release_pb2, upgrade_pb2
 from nobackfill.vectors import Vectors
 from tests.server.conftest import Stages, publish_stage
@@ -262,3 +263,11 @@ def test_the_throttle_leaves_the_cores_it_was_told(spare: float, least: float) -
     assert share / cores == pytest.approx(max(0.05, 1 - spare), rel=0.01)
     assert share / cores >= least
     assert np.isfinite(share)
+
+
+def test_a_saved_job_has_the_keys_of_older_gateways() -> None:
+    job = Job("g", 1, 2, JobState.PAUSED, complete=3, total=5)
+    saved = json.loads(job.to_json())
+    assert (saved["done"], saved["total"], saved["state"]) == (3, 5, "paused")
+    assert "complete" not in saved
+    assert upgrading.from_json(job.to_json()) == job

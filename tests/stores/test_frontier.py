@@ -12,7 +12,7 @@ from nobackfill.gallery.store import NewVectors
 from nobackfill.server.stores.postgresql import schema
 from nobackfill.server.stores.postgresql.database import Database, run
 from nobackfill.server.stores.postgresql.gallery import PostgresqlGalleries, PostgresqlGallery
-from nobackfill.server.stores.postgresql.writing import frontier, hold_gate
+from nobackfill.server.stores.postgresql.writes import frontier, hold_gate
 from tests.gallery.making import Linear, ids, spec, vectors
 from tests.support.postgres import Server
 from tests.support.waiting import wait_until

@@ -11,7 +11,7 @@ from nobackfill.gallery.search.exact import ExactIndex
 from nobackfill.gallery.search.index import Neighbours
 from nobackfill.gallery.staging import run_upgrade
 from nobackfill.gallery.store import NewVectors
-from nobackfill.server.stores.postgresql import schema, writing
+from nobackfill.server.stores.postgresql import schema, writes
 from nobackfill.server.stores.postgresql.conditions import condition_of
 from nobackfill.server.stores.postgresql.database import Connection, run
 from nobackfill.server.stores.postgresql.gallery import PostgresqlGallery
@@ -73,8 +73,8 @@ def test_the_rest_is_found_whatever_happened(
     store: PostgresqlGallery, monkeypatch: pytest.MonkeyPatch, few: int, beyond: int
 ) -> None:
     """Puts in one space and in both, deletions, carrying, looks; a graph asked from some on."""
-    monkeypatch.setattr(writing, "_FEW", few)
-    monkeypatch.setattr(writing, "_BEYOND", beyond)
+    monkeypatch.setattr(writes, "_FEW", few)
+    monkeypatch.setattr(writes, "_BEYOND", beyond)
     rng, seen = np.random.default_rng(5), set()
     put(store, ids(20), ONE)
     for turn in range(40):
@@ -99,7 +99,7 @@ def test_a_little_that_is_left_is_not_sought_among_all(
 ) -> None:
     """A graph nearly all of which another answers for was walked for as long as it may be, and
     then every row was read: in each search, from the last window to the switch."""
-    monkeypatch.setattr(writing, "_BEYOND", 1_000)
+    monkeypatch.setattr(writes, "_BEYOND", 1_000)
     put(store, ids(3_000), ONE)
     carry(store)
     put(store, ids(5, 3_000), ONE)

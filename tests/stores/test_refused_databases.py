@@ -38,7 +38,7 @@ def test_a_database_that_cannot_hold_every_text_is_refused(postgres: Server, enc
     name = f"narrow_{encoding.lower()}"
     postgres.sql(f"CREATE DATABASE {name} ENCODING '{encoding}' LOCALE 'C' TEMPLATE template0")
     try:
-        with pytest.raises(ConfigurationError, match=f"texts as UTF8, found {encoding}: ids"):
+        with pytest.raises(ConfigurationError, match=f"texts as UTF8, found {encoding}, which"):
             opened(postgres.url(name))
     finally:
         postgres.sql(f"DROP DATABASE {name} WITH (FORCE)")

@@ -1,9 +1,9 @@
-"""Backup, restore and verification of a data folder, while the gateway serves it or not.
+"""Back up, restore and verify a data folder, while a gateway serves it or not.
 
-A gallery is copied by SQLite's own backup, one consistent state each, under any load. An item that
-was acknowledged before the backup began is in it. The vault's files never change once they are
-there. What is deleted meanwhile may be in it or not. `backup.json`, written last, names every file
-with its digest: without it there is no backup.
+SQLite copies each gallery in one consistent state, under any load. The backup has every item that
+was acknowledged before it began. It may or may not have items that are deleted while it runs. Files
+of the vault never change once they are complete. `backup.json` is written last and names every file
+with its digest; a folder without it is no backup.
 """
 
 import os
@@ -31,6 +31,7 @@ from nobackfill.errors import (
     NotFoundError,
     VerificationError,
     describe_writer,
+    join_few,
 )
 from nobackfill.gallery.sqlite_file import (
     BUSY_TIMEOUT_MS,
@@ -56,17 +57,23 @@ RESERVE = 256 << 20
 _FORMAT = 1
 _GALLERY = "gallery.sqlite"
 _STATE = "state.json"
-# Of an unfinished backup: its maker holds it.
+# File of an unfinished backup that its process locks.
 _LOCK = "backup.lock"
-# How long a gallery is waited for that its gateway opens, closes or has to itself.
+# Longest wait (seconds) for a gallery that its gateway opens, closes or locks.
 _PATIENCE_S = BUSY_TIMEOUT_MS / 1000
-# The root folder of a fresh ext4 volume has it.
+# Every new ext4 volume has a folder of this name.
 _LOST_AND_FOUND = "lost+found"
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What a folder holds: items by gallery, blobs of ciphertext, bytes of all files."""
+    """Count the contents of a backup or a data folder.
+
+    Attributes:
+        galleries: number of items by name of the gallery.
+        blobs: number of complete blobs in the vault.
+        bytes: size of all files that belong to a backup, in bytes.
+    """
 
     galleries: dict[str, int]
     blobs: int
@@ -74,7 +81,9 @@ class Summary:
 
 
 class _Listing(BaseModel):
-    """Digests (SHA-256, hex) by the paths of a backup's files, and the version that wrote them."""
+    """Hold the content of backup.json: digests (SHA-256, hex) by path, and the version that wrote
+    it.
+    """
 
     format: int
     files: dict[str, str]
@@ -82,27 +91,41 @@ class _Listing(BaseModel):
 
 
 def backup(data: Path, target: Path) -> Summary:
-    """Copy everything that cannot be made again from `data` to the new folder `target`.
+    """Copy a data folder into a new folder, and verify the copy.
 
-    Indexes and Triton's files are left out. A backup that fails or is interrupted leaves nothing;
-    the next one into the same parent folder removes what killed backups left there.
+    A gateway may serve the data folder. Indexes and files of Triton are left out, because they can
+    be made again. `target` appears only once it is complete. A backup that fails or is interrupted
+    leaves nothing; the next one into the same parent folder removes what killed backups left there.
 
-    Raises NotFoundError for a folder without a gateway's data, AlreadyExistsError,
-    ConfigurationError for a target inside `data`, BusyError while another backup is made under this
-    name, CannotWriteError where the disk lacks room for the backup and RESERVE bytes,
-    VerificationError.
+    Args:
+        data: the data folder; it is only read.
+        target: the folder to create, with mode 0700.
+
+    Returns:
+        The contents of the backup.
+
+    Raises:
+        NotFoundError: `data` has no galleries in files.
+        AlreadyExistsError: `target` exists.
+        ConfigurationError: `target` is inside `data`.
+        BusyError: another backup with this name is under way, or a gateway locked a gallery for too
+            long.
+        CannotWriteError: a file cannot be read or written, or the disk lacks room for the backup
+            and RESERVE bytes.
+        VerificationError: a gallery, a blob or the state is damaged.
     """
     if not (data / _STATE).is_file():
         raise NotFoundError(
-            f"{data}: expected the data folder of a gateway that keeps its galleries in files, "
-            f"found no {_STATE}; galleries in PostgreSQL are backed up with pg_dump"
+            f"{data}: expected the data folder of a gateway that stores galleries in files, "
+            f"found no {_STATE}; name it with --data, or back up galleries in PostgreSQL with "
+            "pg_dump"
         )
     _refuse_taken(target)
     durable.refuse_inside(target, data)
     _sweep(target.absolute().parent)
     unfinished = target.with_name(f"{durable.TEMPORARY_PREFIX}{target.name}")
     durable.make_dir(unfinished, 0o700)
-    with durable.lock_file(unfinished / _LOCK), _undone(unfinished):
+    with durable.lock_file(unfinished / _LOCK), _remove_on_error(unfinished):
         for path in unfinished.iterdir():
             if path.name != _LOCK:
                 durable.remove_tree(path)
@@ -133,7 +156,10 @@ def backup(data: Path, target: Path) -> Summary:
 
 def _refuse_taken(target: Path) -> None:
     if target.exists() or target.is_symlink():
-        raise AlreadyExistsError(f"{target}: exists already; give a new folder")
+        raise AlreadyExistsError(
+            f"{target}: expected no file or folder of this name, found one; name a new folder for "
+            "the backup"
+        )
 
 
 def _sweep(folder: Path) -> None:
@@ -144,29 +170,37 @@ def _sweep(folder: Path) -> None:
 
 
 @contextmanager
-def _undone(*made: Path) -> Iterator[None]:
-    """Remove what was made if the block ends by an error, Ctrl-C included."""
+def _remove_on_error(*paths: Path) -> Iterator[None]:
+    """Remove paths if the block ends by an error, Ctrl-C included.
+
+    Raises:
+        CannotWriteError: the block raised an OSError.
+    """
     try:
         yield
     except BaseException as error:
-        for path in made:
+        for path in paths:
             durable.remove_tree(path)
         if isinstance(error, OSError):
             raise CannotWriteError(
                 f"{error.filename}: cannot be read or written ({error.strerror}); check the disk "
-                "and the permissions, and run it again"
+                "and the permissions, then run the command again"
             ) from error
         raise
 
 
-def _need_room(folder: Path, needed: int) -> None:
-    """Raises CannotWriteError unless `needed` bytes can be written and the reserve stays free."""
+def _need_room(folder: Path, size: int) -> None:
+    """Check that some bytes can be written and the reserve stays free.
+
+    Raises:
+        CannotWriteError: the disk has less room.
+    """
     disk = os.statvfs(folder)
     reserve = min(RESERVE, disk.f_blocks * disk.f_frsize // 10)
-    if (free := free_bytes(folder)) < needed + reserve:
+    if (free := free_bytes(folder)) < size + reserve:
         raise CannotWriteError(
-            f"{folder}: expected room for {needed} bytes and a reserve of {reserve}, found {free} "
-            "bytes free; free some space or choose another disk, and run it again"
+            f"{folder}: expected room for {size} bytes and a reserve of {reserve}, found {free} "
+            "bytes free; free some space or choose another disk, then run the command again"
         )
 
 
@@ -183,7 +217,7 @@ def _copy_galleries(data: Path, unfinished: Path) -> None:
 
 
 def _gallery_bytes(gallery: Path) -> int:
-    """The most bytes that a copy takes: the write-ahead log is written into it."""
+    """Return the largest number of bytes of a copy, which includes the write-ahead log."""
     return _size(gallery) + _size(gallery.with_name(f"{_GALLERY}-wal"))
 
 
@@ -194,14 +228,18 @@ def _bytes_to_copy(data: Path) -> int:
 
 
 def _copy_audit(source: Path, target: Path) -> None:
-    """Up to the last end of a line: the gateway may be writing the next."""
+    """Copy the complete lines of the audit log; the gateway may be writing the next one."""
     with suppress(FileNotFoundError):
         deeds = source.read_bytes()
         durable.write_file(target, deeds[: deeds.rfind(b"\n") + 1], 0o600)
 
 
 def _copy_tree(source: Path, target: Path) -> None:
-    """Copy a folder, without what is unfinished. Raises CannotWriteError."""
+    """Copy a folder without unfinished files.
+
+    Raises:
+        CannotWriteError: a file cannot be copied.
+    """
     ignore = shutil.ignore_patterns("*.part", f"{durable.TEMPORARY_PREFIX}*")
     try:
         shutil.copytree(source, target, ignore=ignore, copy_function=_copy_if_there)
@@ -210,12 +248,12 @@ def _copy_tree(source: Path, target: Path) -> None:
         path, _, reason = error.args[0][0]
         raise CannotWriteError(
             f"{path}: cannot be copied ({reason}); free some space, check the disk and the "
-            "permissions, and run it again"
+            "permissions, then run the command again"
         ) from error
 
 
 def _copy_if_there(source: str, target: str) -> None:
-    """Copy a file, unless it is deleted meanwhile."""
+    """Copy a file; do nothing if it was deleted in the meantime."""
     # The gateway writes meanwhile.
     _need_room(Path(target).parent, _size(Path(source)))
     try:
@@ -223,32 +261,48 @@ def _copy_if_there(source: str, target: str) -> None:
     except FileNotFoundError:
         if Path(source).exists():
             raise
-        # Its bytes may have come, without its mode.
+        # The copy may have its bytes, without its mode.
         Path(target).unlink(missing_ok=True)
 
 
 def restore(source: Path, data: Path) -> Summary:
-    """Make the data folder `data` from a verified backup: a new folder, or one that is empty but
-    for lost+found, as a fresh volume is. A link is followed.
+    """Make a data folder from a backup, which is verified first.
 
-    Raises AlreadyExistsError for a folder with something in it, ConfigurationError for a new folder
-    inside the backup, BusyError where a gateway serves it, VerificationError, NotFoundError,
-    CannotWriteError where the disk lacks room; then `data` is as it was.
+    After an error, `data` is as it was before.
+
+    Args:
+        source: the backup; it is only read.
+        data: the data folder: new, or empty except for lost+found. A link is followed. A folder
+            with the rest of a restore that was killed counts as empty.
+
+    Returns:
+        The contents of the backup.
+
+    Raises:
+        NotFoundError: `source` is no complete backup.
+        AlreadyExistsError: `data` is not empty.
+        ConfigurationError: `data` is inside the backup.
+        BusyError: a gateway serves `data`.
+        VerificationError: the backup is damaged, or has another format.
+        CannotWriteError: a file cannot be read or written, or the disk lacks room.
     """
     data = data.resolve()
     _refuse_full(data)
     durable.refuse_inside(data, source)
     if not (source / LISTING).is_file():
-        raise NotFoundError(f"{source}: expected a complete backup, found no {LISTING}")
+        raise NotFoundError(
+            f"{source}: expected a complete backup, found no {LISTING}; name a folder that "
+            "`gateway data backup` wrote"
+        )
     summary, files = verify(source), _listing(source).files
     unfinished = data / UNFINISHED_RESTORE
     made = [unfinished, data / "lock", *{data / Path(path).parts[0] for path in files}]
     if not data.exists():
         made = [data]
         durable.make_dir(data, 0o700)
-    with durable.lock_file(data / "lock"), _undone(*made):
+    with durable.lock_file(data / "lock"), _remove_on_error(*made):
         _refuse_full(data)
-        # Left by a restore that was killed.
+        # A restore that was killed left them.
         for name in _names(data):
             durable.remove_tree(data / name)
         _need_room(data, summary.bytes)
@@ -265,31 +319,52 @@ def restore(source: Path, data: Path) -> Summary:
 
 
 def _names(data: Path) -> list[str]:
-    """List the entries of a folder, without lost+found and a lock."""
+    """Return the names in a folder, without lost+found and the lock."""
     return [path.name for path in data.iterdir() if path.name not in (_LOST_AND_FOUND, "lock")]
 
 
 def _refuse_full(data: Path) -> None:
-    """A restore that was killed leaves a folder that counts as empty."""
+    """Check that a data folder is missing or empty; the rest of a killed restore counts as empty.
+
+    Raises:
+        AlreadyExistsError: it has other files.
+    """
     if not data.exists():
         return
     names = _names(data) if data.is_dir() else [data.name]
     if names and (UNFINISHED_RESTORE not in names or _STATE in names):
-        raise AlreadyExistsError(f"{data}: is not empty; restore into a new folder")
+        raise AlreadyExistsError(
+            f"{data}: expected a new or empty folder, found {join_few(sorted(names))}; name a new "
+            "one with --data"
+        )
 
 
 def verify(folder: Path) -> Summary:
-    """Check a backup, or the data folder of a gateway, which may be serving: digests where they are
-    listed, what a start reads, every page of every gallery, and every vector.
+    """Check that a backup or a data folder is intact; nothing is written.
 
-    Raises NotFoundError, VerificationError naming the first thing that is wrong, CannotWriteError
-    for what cannot be read.
+    A gateway may serve the data folder. Checks the digests of a backup's files, the files that a
+    gateway reads at its start, every page of every gallery, every vector, and every blob.
+
+    Args:
+        folder: the backup or the data folder.
+
+    Returns:
+        The contents of the folder.
+
+    Raises:
+        NotFoundError: it is neither a backup nor a data folder.
+        VerificationError: a file is damaged, missing or unknown; the error names the first one.
+        BusyError: a gateway locked a gallery for too long.
+        CannotWriteError: a file cannot be read.
     """
     try:
         if (folder / LISTING).is_file():
             _check_listing(folder, _listing(folder).files)
         if not (folder / _STATE).is_file():
-            raise NotFoundError(f"{folder}: expected a backup or a data folder, found no {_STATE}")
+            raise NotFoundError(
+                f"{folder}: expected a backup or a gateway's data folder, found no {_STATE}; check "
+                "its name"
+            )
         StateFile(folder / _STATE)
         TrustedState.load(folder / "trust" / "trusted.json")
         galleries = {
@@ -301,30 +376,34 @@ def verify(folder: Path) -> Summary:
     except OSError as error:
         raise CannotWriteError(
             f"{error.filename}: cannot be read ({error.strerror}); check the disk and the "
-            "permissions, and run it again"
+            "permissions, then run the command again"
         ) from error
     return Summary(galleries, blobs, sum(_size(folder / path) for path in _files(folder)))
 
 
 def _listing(folder: Path) -> _Listing:
-    """Read the list of files of a backup. Raises VerificationError."""
+    """Read the list of a backup's files.
+
+    Raises:
+        VerificationError: it is damaged, or has another format.
+    """
     path = folder / LISTING
     try:
-        found = _Listing.model_validate_json(path.read_bytes())
+        listing = _Listing.model_validate_json(path.read_bytes())
     except ValidationError as error:
         raise VerificationError(
             f"{path}: is damaged ({error.errors()[0]['msg']}); use another backup"
         ) from error
-    if found.format != _FORMAT:
+    if listing.format != _FORMAT:
         raise VerificationError(
-            f"{path}: expected a backup of format {_FORMAT}, got format {found.format}; use "
-            f"{describe_writer(found.written_by)}"
+            f"{path}: expected a backup of format {_FORMAT}, got format {listing.format}; use "
+            f"{describe_writer(listing.written_by)}"
         )
-    return found
+    return listing
 
 
 def _copy_database(source: Path, target: Path) -> bool:
-    """Whether it was there: a gallery may be deleted after it was listed. Raises as `_read`."""
+    """Copy a gallery; return False if it was deleted in the meantime. Raises as `_read`."""
 
     def copy(old: sqlite3.Connection) -> bool:
         with closing(sqlite3.connect(target)) as new:
@@ -336,11 +415,22 @@ def _copy_database(source: Path, target: Path) -> bool:
 
 
 def _read(path: Path, work: Callable[[sqlite3.Connection], Result]) -> Result | None:
-    """Run `work` in one snapshot of a gallery, also beside its gateway, which finds nothing
-    made or removed there; None where it is deleted meanwhile.
+    """Run work in one snapshot of a gallery, which a gateway may serve at the same time.
 
-    `work` is called again where the gateway opened the gallery under it. Raises BusyError,
-    VerificationError, CannotWriteError.
+    No file is created or removed in the gallery's folder, unless its last changes cannot be read
+    otherwise. `work` is called again if the gateway opened or closed the gallery during it.
+
+    Args:
+        path: file of the gallery.
+        work: reads by a connection.
+
+    Returns:
+        The result of `work`; None if the gallery was deleted.
+
+    Raises:
+        BusyError: the gateway locked the gallery for more than some seconds.
+        VerificationError: the gallery is damaged.
+        CannotWriteError: it cannot be read.
     """
     end = time.monotonic() + _PATIENCE_S
     while True:
@@ -357,11 +447,20 @@ def _read(path: Path, work: Callable[[sqlite3.Connection], Result]) -> Result | 
 def _read_once(
     path: Path, work: Callable[[sqlite3.Connection], Result], *, patient: bool
 ) -> Result:
-    """`patient`: not where the log's last changes could only be read by making files."""
+    """Run work once.
+
+    Args:
+        path: file of the gallery.
+        work: reads by a connection.
+        patient: raise an error where the last changes can only be read by creating files.
+
+    Raises:
+        _MovedError: `patient`, and files would have to be created.
+    """
     try:
         access = reading_access(path, "")
         if access.unlocked is None and explain_unwritable(path) is None:
-            # The gateway has it open: SQLite's shared memory is there, for us to read by as well.
+            # The gateway has it open: this process can read by SQLite's shared memory as well.
             access = FileAccess("mode=ro")
     except CannotWriteError as error:
         if patient:
@@ -375,7 +474,7 @@ def _read_once(
     except sqlite3.Error as error:
         raise error_from_sqlite(path, error) or error from error
     finally:
-        # Reads without a lock may mix two states: no verdict follows from it.
+        # Reads without a lock may mix two states, which would look like damage.
         access.check_unchanged(path)
 
 
@@ -384,17 +483,23 @@ class _MovedError(NobackfillError):
 
 
 def _check_listing(folder: Path, files: dict[str, str]) -> None:
-    found = {str(path) for path in _files(folder)} - {LISTING}
-    if found != set(files):
-        wrong = sorted(found ^ set(files))[0]
-        raise VerificationError(f"{folder}: {wrong} is missing, or does not belong to the backup")
+    present = {str(path) for path in _files(folder)} - {LISTING}
+    if present != set(files):
+        wrong = sorted(present ^ set(files))[0]
+        failure = "does not belong to the backup" if wrong in present else "is missing"
+        raise VerificationError(
+            f"{folder}: {wrong} {failure}, by the list {LISTING}; use another backup"
+        )
     for path, digest in files.items():
         if sha256_file(folder / path) != digest:
-            raise VerificationError(f"{folder / path}: differs from what was backed up")
+            raise VerificationError(
+                f"{folder / path}: expected the digest of {LISTING}, found another one: the file "
+                "has changed since the backup; use another backup"
+            )
 
 
 def _check_gallery(path: Path) -> int | None:
-    """Number of items; None for a gallery that is deleted meanwhile."""
+    """Check a gallery; return its number of items, or None if it was deleted in the meantime."""
 
     def check(connection: sqlite3.Connection) -> int:
         verdict = connection.execute("PRAGMA integrity_check").fetchone()[0]
@@ -412,7 +517,7 @@ def _check_gallery(path: Path) -> int | None:
 
 
 def _check_blob(path: Path) -> int:
-    """How many blobs of a vault it is: none is an upload that has not ended, or is gone."""
+    """Check a file of a vault; return 1, or 0 if it is an unfinished upload or was deleted."""
     if path.suffix == ".part" or path.name.startswith(durable.TEMPORARY_PREFIX):
         return 0
     try:
@@ -420,14 +525,17 @@ def _check_blob(path: Path) -> int:
     except FileNotFoundError:
         return 0
     if digest != path.name.partition(".")[2]:
-        raise VerificationError(f"{path}: the blob's digest differs; restore a backup")
+        raise VerificationError(
+            f"{path}: this blob of the vault is damaged: its digest is not the one in its name; "
+            "restore a backup"
+        )
     return 1
 
 
 def _files(folder: Path) -> list[Path]:
-    """Files of a folder that belong to a backup."""
+    """Return the files of a folder that belong to a backup, relative and sorted."""
     side_files = ("-wal", "-shm", ".lock", ".part", "lock")
-    found = []
+    relative_paths = []
     for top, folders, names in os.walk(folder):
         folders[:] = [
             name
@@ -435,12 +543,12 @@ def _files(folder: Path) -> list[Path]:
             if name != _LOST_AND_FOUND and not name.startswith(durable.TEMPORARY_PREFIX)
         ]
         paths = (Path(top, name) for name in names if not name.endswith(side_files))
-        found += [path.relative_to(folder) for path in paths if path.is_file()]
-    return sorted(found)
+        relative_paths += [path.relative_to(folder) for path in paths if path.is_file()]
+    return sorted(relative_paths)
 
 
 def _size(path: Path) -> int:
-    """Bytes of a file; none of one that is gone."""
+    """Return the size of a file in bytes; 0 if it does not exist."""
     try:
         return path.stat().st_size
     except FileNotFoundError:

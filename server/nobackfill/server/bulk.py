@@ -54,14 +54,22 @@ class BulkPlace(Protocol):
     def names(self) -> Iterator[str]:
         """Yield every file that is neither hidden nor a system's own, pictures or not, sorted in
         each folder.
+
+        Raises:
+            InvalidInputError: a folder cannot be read; raised when it is reached.
+            UnavailableError: the place itself cannot be read.
         """
         ...
 
     def read(self, name: str) -> bytes:
         """Return the bytes of a file.
 
+        Args:
+            name: a name from `names`.
+
         Raises:
-            InvalidInputError: it cannot be read, or is too large for a picture.
+            InvalidInputError: it cannot be read, was deleted, or is too large for a picture.
+            UnavailableError: the place itself cannot be read any more.
         """
         ...
 
@@ -85,14 +93,23 @@ class Folder:
     """Read a folder with all folders below it; a link to a folder is named, but not entered."""
 
     def __init__(self, root: Path) -> None:
+        """Open the folder.
+
+        Raises:
+            NotFoundError: it does not exist, or is a file.
+        """
         if not root.is_dir():
             failure = "is not a folder" if root.exists() else "no such folder"
             raise NotFoundError(
-                f"{root}: {failure}; expected a folder with pictures, or s3://BUCKET/…"
+                f"{root}: {failure}; expected a folder of pictures, s3://BUCKET/PREFIX, "
+                "gs://BUCKET/PREFIX, or a file of texts FILE.jsonl"
             )
         self._root = root
 
     def names(self) -> Iterator[str]:
+        """Yield every file that is neither hidden nor a system's own, pictures or not, sorted in
+        each folder; see BulkPlace.names.
+        """
         for folder, subfolders, files in os.walk(self._root, onerror=_unreadable):
             links = [name for name in subfolders if Path(folder, name).is_symlink()]
             subfolders[:] = sorted(name for name in subfolders if not is_clutter(name))
@@ -101,6 +118,7 @@ class Folder:
             yield from ((relative / name).as_posix() for name in names)
 
     def read(self, name: str) -> bytes:
+        """Return the bytes of a file; see BulkPlace.read."""
         return read_file(self._root / name)
 
 
@@ -110,6 +128,18 @@ class ObjectStore:
     """
 
     def __init__(self, uri: str) -> None:
+        """Connect to the store, and look whether the prefix exists.
+
+        Args:
+            uri: address such as s3://BUCKET/PREFIX, without a secret.
+
+        Raises:
+            InvalidInputError: the address has a secret or no bucket, cannot be parsed, or names one
+                object.
+            NotFoundError: nothing has this prefix.
+            UnavailableError: the store does not answer, or refuses.
+            ConfigurationError: pyarrow, of the extra `export`, is not installed.
+        """
         with require_extra("export"):
             from pyarrow import fs, lib
 
@@ -144,6 +174,9 @@ class ObjectStore:
         self._prefix = self._root.rstrip("/") + "/"
 
     def names(self) -> Iterator[str]:
+        """Yield every file that is neither hidden nor a system's own, pictures or not, sorted in
+        each folder; see BulkPlace.names.
+        """
         try:
             infos = self._files.get_file_info(self._fs.FileSelector(self._prefix, recursive=True))
         except self._failures as error:
@@ -167,9 +200,11 @@ class ObjectStore:
         except self._failures as error:
             # Raises if the store itself fails, not only this object.
             self._look()
-            raise InvalidInputError(f"cannot be read ({error})") from error
+            raise InvalidInputError(f"this object cannot be read ({error})") from error
         if len(data) > LARGEST_BYTES:
-            raise InvalidInputError(f"expected at most {LARGEST_BYTES} bytes, got more")
+            raise InvalidInputError(
+                f"expected a picture of at most {LARGEST_BYTES} bytes, found more"
+            )
         return data
 
     def _look(self) -> object:
@@ -192,7 +227,10 @@ class ObjectStore:
 
 
 def _unreadable(error: OSError) -> None:
-    raise InvalidInputError(f"{error.filename}: cannot be read ({error.strerror})") from error
+    raise InvalidInputError(
+        f"{error.filename}: this folder cannot be read ({error.strerror}); check its permissions, "
+        "then run the command again"
+    ) from error
 
 
 # A worker embeds and puts one batch of pictures or texts. A batch may be repeated: an item with the
@@ -206,7 +244,9 @@ CREDENTIALS = tuple(f"NOBACKFILL_{what}_FILE" for what in ("CA", "CERT", "KEY", 
 
 @dataclass(frozen=True)
 class FillWork:
-    """Describe the work of filling a gallery; anybody who sees it may write to the gallery.
+    """Describe the work of filling a gallery to workers.
+
+    It is a secret: with its credentials, a reader can write to the gallery.
 
     Attributes:
         key: identifies the work, so that a worker opens models once.
@@ -232,25 +272,35 @@ class FillResult:
     """Report a fill.
 
     Attributes:
-        stored: number of items that are durable.
-        refused: reason by id of each other item.
+        stored_count: number of items that are durable at the gateway.
+        refusals: reason by id of each item that was not stored.
     """
 
-    stored: int
-    refused: Mapping[str, str]
+    stored_count: int
+    refusals: Mapping[str, str]
 
 
 def models_of(folder: Path, manifest: Manifest) -> dict[str, bytes]:
-    """Read the model files of a release.
+    """Read the model files of a release into memory, by their published paths.
+
+    Args:
+        folder: the publication folder.
+        manifest: the release.
 
     Raises:
-        VerificationError: a file does not match its signed digest.
+        VerificationError: a file is missing, or does not match its signed digest.
     """
     return {file.path: read_verified(folder, file) for file in manifest.embedding_files()}
 
 
 def credentials_of(environment: Mapping[str, str]) -> dict[str, bytes]:
     """Read the credential files that the environment names.
+
+    Args:
+        environment: the variables; CREDENTIALS that are missing or empty are skipped.
+
+    Returns:
+        The content of each file, by the variable that names it.
 
     Raises:
         OSError: a file cannot be read.
@@ -341,28 +391,41 @@ _open_batches = OpenCache(_OpenBatch)
 
 
 def put_batch(work: FillWork, names: Sequence[str]) -> FillResult:
-    """Embed and put pictures of the work's place.
+    """Embed pictures of the work's place in this process, and put them into the gallery.
+
+    The first call for a work opens its models and a connection to the gateway; they stay open until
+    the first call for another work. Calling it again for the same pictures is safe.
 
     Args:
         work: the work.
         names: names of the pictures.
 
+    Returns:
+        The number of stored items, and the reason of each refused picture.
+
     Raises:
-        NobackfillError: as open_place, BulkPlace.read and Gateway.put_items.
+        NotFoundError: the place or the gallery does not exist.
+        UnavailableError: the place or, for two minutes, the gateway does not answer.
+        VerificationError: a model file does not match its signed digest.
+        NobackfillError: any other error of open_place and Gateway.put_items.
     """
     return _open_batches.of(work, work.key).put(names)
 
 
 def put_texts(work: FillWork, texts: Sequence[pb.PutItem]) -> FillResult:
-    """Embed and put texts.
+    """Embed texts in this process, and put them into the gallery; see put_batch.
 
     Args:
         work: the work.
-        texts: items with texts.
+        texts: items with an id and a text; their metadata is stored as well.
+
+    Returns:
+        The number of stored items, and the reason of each refused text.
 
     Raises:
-        NobackfillError: as Gateway.put_items.
-        TooLargeError: the texts are too large.
+        NoEncoderError: the gallery's release embeds no texts.
+        TooLargeError: the texts are too large for one call.
+        NobackfillError: any other error of Gateway.put_items.
     """
     return _open_batches.of(work, work.key).read(texts)
 
@@ -377,17 +440,24 @@ def fill(
 ) -> FillResult:
     """Put all pictures of a place, or all texts of a JSONL file; the gateway embeds them.
 
-    Items that were stored before an error stay; filling again is safe.
+    Items that were stored before an error stay. Filling again is safe: an item with the same
+    content stays as it is, and other content replaces it.
 
     Args:
         gateway: the gateway.
         gallery: name of the gallery.
         place: a folder, an object store, or FILE.jsonl. A picture's id is its path in the place.
-        on_stored: called with the number of durable items.
+        on_stored: called with the number of durable items so far, after each part.
+
+    Returns:
+        The number of stored items, and the reason of each refused picture or line. A line without a
+        usable id is named FILE:LINE.
 
     Raises:
-        InvalidInputError: the place has no pictures or texts.
-        NobackfillError: as open_place, BulkPlace.read and Gateway.put_items.
+        InvalidInputError: the place has no pictures or texts, or cannot be read.
+        NotFoundError: the place or the gallery does not exist.
+        UnavailableError: the place or the gateway does not answer.
+        NobackfillError: any other error of open_place and Gateway.put_items.
     """
     unsent: dict[str, str] = {}
     stored = 0
@@ -440,15 +510,19 @@ def fill_by_ray(
         gateway: the gateway.
         gallery: name of the gallery.
         place: as in `fill`.
-        models: publication folder with the gallery's release.
-        cluster: address of the Ray cluster, or auto.
-        on_stored: called with the number of durable items.
-        batch: items of a task.
+        models: publication folder with the gallery's release; its model files are sent to the
+            nodes.
+        cluster: address of the Ray cluster HOST:PORT, or auto for the one on this machine.
+        on_stored: called with the number of durable items so far, after each task.
+        batch: items of a task, at least 1.
+
+    Returns:
+        As `fill`.
 
     Raises:
-        VerificationError: a model's file does not match its signed digest.
+        VerificationError: a model's file is missing, or does not match its signed digest.
         ConfigurationError: Ray is not installed, or a credential file cannot be read.
-        UnavailableError: the cluster does not answer.
+        UnavailableError: the cluster does not answer, or its workers end again and again.
         NobackfillError: as `fill`.
     """
     join: Callable[[str], Cluster] = load_plugin("workers", "ray")
@@ -460,7 +534,10 @@ def fill_by_ray(
     try:
         credentials = credentials_of(os.environ)
     except OSError as error:
-        raise ConfigurationError(f"{error.filename}: cannot be read ({error.strerror})") from error
+        raise ConfigurationError(
+            f"{error.filename}: this credential file cannot be read ({error.strerror}); check the "
+            f"variables {', '.join(CREDENTIALS)}"
+        ) from error
     work = FillWork(
         uuid.uuid4().hex, gateway.address, gallery, _absolute(place), manifest,
         models_of(models, manifest), credentials,
@@ -474,8 +551,8 @@ def fill_by_ray(
             names = _pictures(open_place(place).names(), refusals)
             parts = nodes.run(put_batch, work, _batches(names, batch))
         for result in parts:
-            stored += result.stored
-            refusals |= result.refused
+            stored += result.stored_count
+            refusals |= result.refusals
             on_stored(stored)
     return _check_result(FillResult(stored, refusals), place)
 
@@ -486,10 +563,10 @@ def _check_result(result: FillResult, place: str) -> FillResult:
     Raises:
         InvalidInputError: the place has no pictures or texts.
     """
-    if not result.stored and not result.refused:
+    if not result.stored_count and not result.refusals:
         raise InvalidInputError(
-            f"{place}: expected pictures ({', '.join(SUFFIXES + HEIF_SUFFIXES)}) or texts, found "
-            "none"
+            f"{place}: expected pictures ({', '.join(SUFFIXES + HEIF_SUFFIXES)}), or lines of "
+            "texts in a file FILE.jsonl, found none; check the name of the place"
         )
     return result
 

@@ -37,7 +37,13 @@ _METADATA = re.compile(r"(timestamp|[0-9]+\.(root|targets|snapshot))\.json")
 
 @dataclass(frozen=True)
 class OpenPublication:
-    """Hold a file to send: its size in bytes, and its bytes from an offset."""
+    """Hold an open file to send.
+
+    Attributes:
+        size: size of the whole file in bytes.
+        chunks: its bytes from the offset, in pieces of at most CHUNK bytes; reading them to the end
+            closes the file.
+    """
 
     size: int
     chunks: Iterator[bytes]
@@ -48,17 +54,21 @@ def fetch(repo: Path, path: str, offset: int, signed: Callable[[str], bool]) -> 
 
     Args:
         repo: publication folder.
-        path: path in the folder.
-        offset: first byte to send.
-        signed: tells whether signed metadata names a file.
+        path: path in the folder, with forward slashes.
+        offset: first byte to send; the file's size gives no bytes.
+        signed: tells whether signed metadata names a file. Files of metadata need none.
 
     Raises:
-        InvalidInputError: the path is not valid.
-        NotFoundError: the file is not published.
+        InvalidInputError: the path is absolute, or leads out of the folder.
+        NotFoundError: the file is not published, is missing, or is a link.
         OutOfRangeError: the offset is above the file's size.
+        NobackfillError: as `signed`.
     """
     if not is_plain_path(path):
-        raise InvalidInputError("path: expected the path of a file in the publication folder")
+        raise InvalidInputError(
+            f"path: expected a relative path of a published file, such as release-1.json, got "
+            f"{path[:80]!r}"
+        )
     if not _METADATA.fullmatch(path) and not signed(path):
         raise NotFoundError(f"{path} is not published here")
     try:
@@ -93,11 +103,20 @@ class Catalog:
     """Keep one verified view of the publication folder, which may be empty or missing at first.
 
     Each attribute is replaced, never changed. `releases` maps a number to the reason of its
-    withdrawal, or None. `manifests` has every usable release by number, `spaces` by space id.
-    `changed` is notified when anything here, or the gateway's state, changes.
+    withdrawal, or None. `manifests` has every usable release by number, withdrawn ones included;
+    `spaces` has the same by space id. `changed` is notified when anything here, or the gateway's
+    state, changes.
     """
 
     def __init__(self, repo: Path, state_dir: Path, root: bytes | None, metrics: Metrics) -> None:
+        """Start with an empty view; `refresh` reads the folder.
+
+        Args:
+            repo: publication folder.
+            state_dir: folder for verified metadata.
+            root: first root metadata to trust; None trusts the folder's own at first use.
+            metrics: counts unexpected errors.
+        """
         self._metrics = metrics
         self._repo = repo
         self._state_dir = state_dir
@@ -116,12 +135,18 @@ class Catalog:
         self.changed = ChangeCounter()
 
     def refresh(self) -> None:
-        """Read and verify the publication again; on an error the last verified view stays.
+        """Read and verify the publication again, and notify the watchers.
+
+        On an error the last verified view stays. A release whose manifest cannot be used is logged
+        and left out; the others are served.
 
         Raises:
-            VerificationError: the publication is not valid.
+            VerificationError: the publication is not valid, has expired, or is older than the last
+                view.
             NotFoundError: nothing is published.
+            UnavailableError: the folder cannot be read.
             CannotWriteError: the verified metadata cannot be stored.
+            BusyError: another process reads the publication into the same folder.
         """
         with self._lock:
             if self._trust is None:
@@ -168,7 +193,7 @@ class Catalog:
 
     def usable(self, source: int) -> Mapping[int, Manifest]:
         """Return the releases that routes from a release may use: itself, and those not
-        withdrawn.
+        withdrawn. An unknown `source` adds nothing.
         """
         return {
             number: manifest
@@ -177,11 +202,11 @@ class Catalog:
         }
 
     def manifest(self, release: int) -> Manifest:
-        """Return the manifest of a release.
+        """Return the manifest of a release, withdrawn or not, from the last verified view.
 
         Raises:
             NotFoundError: it is not published; the error lists published releases.
-            VerificationError: its manifest is not valid.
+            VerificationError: it is published, but its manifest cannot be used.
         """
         try:
             return self.manifests[release]
@@ -190,15 +215,19 @@ class Catalog:
             if release in self._refusals:
                 raise VerificationError(self._refusals[release]) from None
             raise NotFoundError(
-                f"release {release} is not published; published: {published}"
+                f"release {release} is not published; published releases: {published}. `gateway "
+                "releases` lists them"
             ) from None
 
     def find(self, release: int) -> Manifest:
         """Return the manifest of a release, also of one that was published a moment ago.
 
+        An unknown release makes the folder be read again.
+
         Raises:
             NotFoundError: it is not published.
             VerificationError: the publication or its manifest is not valid.
+            NobackfillError: as `refresh`.
         """
         if release not in self.manifests:
             self.refresh()
@@ -207,17 +236,29 @@ class Catalog:
     def verified(self, release: int) -> Path:
         """Check each file of a release against its signed digest; returns the publication folder.
 
+        It reads all files of the release, which takes seconds for large models.
+
         Raises:
             NotFoundError: the release is not published.
-            VerificationError: a file does not match.
+            VerificationError: a file is missing or does not match, or an unsigned file or a link is
+                in the release's folders.
         """
         with self._lock:
             if self._trust is None:
-                raise NotFoundError("nothing is published yet; run training/export.py")
+                raise NotFoundError(
+                    f"{self._repo}: nothing is published in this folder yet; publish a release "
+                    "with training/export.py, or make a sample with `gateway sample`"
+                )
             return self._trust.verify_files(release)
 
     def signed(self, path: str) -> bool:
-        """Tell whether signed metadata names a file, also one that was published a moment ago."""
+        """Tell whether signed metadata names a file, also one that was published a moment ago.
+
+        An unknown file makes the folder be read again.
+
+        Raises:
+            NobackfillError: as `refresh`.
+        """
         if self._is_signed(path):
             return True
         self.refresh()
@@ -237,12 +278,15 @@ class Catalog:
         return True
 
     def watch(self) -> None:
-        """Follow the folder in a thread, until `close`."""
+        """Look for changes of the folder every second in a thread, until `close`; call it once.
+
+        A publication that cannot be used is logged, and tried again at each look.
+        """
         self._thread = threading.Thread(target=self._follow, name="catalog", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Stop the thread."""
+        """Stop the thread of `watch`, if there is one; returns once it has ended."""
         self._stopping.set()
         if self._thread is not None:
             self._thread.join()
@@ -272,7 +316,10 @@ class Catalog:
 
 
 def open_catalog(repo: Path, state_dir: Path, root: Path | None, metrics: Metrics) -> Catalog:
-    """Open the catalog of a publication.
+    """Open the catalog of a publication, and read it once.
+
+    If nothing is published yet, or the publication is not valid but an earlier one was, that is
+    logged, and the catalog is returned.
 
     Args:
         repo: publication folder.
@@ -282,13 +329,18 @@ def open_catalog(repo: Path, state_dir: Path, root: Path | None, metrics: Metric
 
     Raises:
         ConfigurationError: `root` cannot be read.
-        VerificationError: the publication is not valid, and none was verified before.
+        VerificationError: the publication is not valid, and none was verified before; or the stored
+            metadata is damaged or began with another root.
+        UnavailableError: the folder cannot be read.
         CannotWriteError: the verified metadata cannot be stored.
     """
     try:
         root_bytes = None if root is None else root.read_bytes()
     except OSError as error:
-        raise ConfigurationError(f"{root}: cannot be read ({error.strerror})") from error
+        raise ConfigurationError(
+            f"--root: the root metadata {root} cannot be read ({error.strerror}); check its name "
+            "and permissions"
+        ) from error
     catalog = Catalog(repo, state_dir, root_bytes, metrics)
     try:
         catalog.refresh()
@@ -331,10 +383,10 @@ class ChangeCounter:
         Args:
             known_count: the count that the caller knows.
             timeout_s: longest wait in seconds.
-            is_gone: ends the wait when it returns True.
+            is_gone: ends the wait when it returns True; asked at each change only.
 
         Returns:
-            The count.
+            The present count; equal to `known_count` if the time is over.
         """
         with self._condition:
             self._condition.wait_for(lambda: self._count != known_count or is_gone(), timeout_s)

@@ -32,7 +32,12 @@ _ID = pa.field("id", pa.string(), nullable=False)
 
 @dataclass(frozen=True)
 class Exported:
-    """Report an export: the number of items, and the rows of each release's file."""
+    """Report an export.
+
+    Attributes:
+        items: number of items in the gallery.
+        rows: number of vectors in the file of each release, by its number.
+    """
 
     items: int
     rows: dict[int, int]
@@ -42,23 +47,29 @@ def export(
     store: GalleryStore, out: Path, releases: Sequence[int] = (), *, native: bool = False,
     side: bool = False, window: int = WINDOW,
 ) -> Exported:  # fmt: skip
-    """Write vectors into a new folder, which exists only once it is complete.
+    """Write vectors of one snapshot into a new folder, which exists only once it is complete.
+
+    Others may write to the gallery meanwhile; their changes are not in the files. An item without
+    a vector of a release has no row in that release's file.
 
     Args:
         store: the gallery's store.
-        out: the folder to create.
-        releases: releases to export; empty means all.
-        native: only vectors that the space's own model computed.
-        side: also write side-information.
-        window: items read at once.
+        out: the folder to create; its parents are created as well.
+        releases: numbers of the releases to export; empty means all that the gallery has.
+        native: only vectors that the space's own model computed, at a put or by re-embedding.
+        side: also write side-information, where a space has some.
+        window: items read at once; each window becomes a row group.
 
     Raises:
         AlreadyExistsError: the folder exists.
-        NotFoundError: the gallery has no vectors of a release.
+        NotFoundError: the gallery has no vectors of a release, or was deleted.
         CannotWriteError: the files cannot be written.
+        UnavailableError: the database does not answer.
     """
     if out.exists():
-        raise AlreadyExistsError(f"{out}: exists already; name a new folder")
+        raise AlreadyExistsError(
+            f"{out}: a file or folder of this name exists already; name a new folder with --out"
+        )
     infos = _select_spaces(store, releases)
     staged = out.with_name(f".{out.name}.part")
     durable.make_dir(out.parent)
@@ -84,8 +95,8 @@ def _select_spaces(store: GalleryStore, releases: Sequence[int]) -> list[SpaceIn
     infos = {info.spec.release: info for info in store.spaces()}
     if missing := set(releases) - set(infos):
         raise NotFoundError(
-            f"the gallery has no vectors of release {join_few(sorted(missing))}; it has "
-            f"{join_few(sorted(infos))}"
+            f"--release: the gallery has no vectors of release {join_few(sorted(missing))}; it has "
+            f"vectors of {join_few(sorted(infos))}"
         )
     return [infos[release] for release in sorted(set(releases) or infos)]
 
@@ -95,7 +106,10 @@ def _write_errors(out: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise CannotWriteError(f"{out}: {error.strerror or error}; free some space") from error
+        raise CannotWriteError(
+            f"{out}: the vectors cannot be written ({error.strerror or error}); free some space or "
+            "check the permissions, then run the command again"
+        ) from error
 
 
 class _Files:

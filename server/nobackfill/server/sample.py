@@ -56,7 +56,7 @@ KINDS = tuple(f"{colour}-{shape}" for colour in _COLOURS for shape in _SHAPES)
 # Pictures of each kind: written for the user, and drawn to fit the models and to measure them.
 _SHOWN, _FITTED, _MEASURED = 5, 20, 6
 _DIM, _SIDE_DIM = len(KINDS), 48
-# Of the regression, chosen among 0.3 to 30 by what searches find.
+# Weight of the regression's penalty. Searches are best with it among values from 0.3 to 30.
 _RIDGE = 10.0
 _OPSET, _IR_VERSION = 18, 10
 _PROBED = 4
@@ -66,9 +66,15 @@ Pictures = NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class Sample:
-    """Report the new publication folder, the folder of pictures, and the number of pictures.
+    """Report a published sample.
 
-    `gain` is the mAP of release 2 on carried vectors and of release 1 on its own; None for 1.
+    Attributes:
+        model_repo: the publication folder.
+        photos: the folder of pictures.
+        pictures: number of pictures in `photos`.
+        release: the release that was published, 1 or 2.
+        gain: for release 2, the mAP (0 to 1) of release 2 on migrated vectors, and of release 1 on
+            its own vectors; None for release 1.
     """
 
     model_repo: Path
@@ -82,22 +88,31 @@ def write_sample(folder: Path, release: int) -> Sample:
     """Write release 1 and the pictures into a folder, or publish release 2 there.
 
     Args:
-        folder: The folder; `model_repo`, `model_repo.keys` and `photos` are made in it.
-        release: 1, or 2 once release 1 is there.
+        folder: The folder, created if it is missing. `model_repo`, `model_repo.keys` and `photos`
+            are created in it.
+        release: 1, or 2 once release 1 is published there.
 
     Raises:
-        AlreadyExistsError: The release, or a folder of the name `model_repo` or `photos`, exists.
-        NotFoundError: Release 2 is to be made, and the folder has no release 1.
-        CannotWriteError: The disk fails.
+        AlreadyExistsError: The release is published already; or, for release 1, `model_repo` or
+            `photos` exists.
+        NotFoundError: `release` is 2, and the folder has no release 1.
+        CannotWriteError: The folder cannot be written.
+        GateFailedError: Release 2 does not beat release 1; this would be a defect of the sample.
+        BusyError: Another program publishes into the folder.
     """
     repo, photos = folder / "model_repo", folder / "photos"
     published = [number for number in (1, 2) if (repo / manifest_path(number)).exists()]
     if release in published:
-        raise AlreadyExistsError(f"{repo}: has release {release} already")
+        raise AlreadyExistsError(
+            f"{repo}: has release {release} already; serve it with `gateway serve "
+            f"--model-repo {repo}`, or name another folder"
+        )
     if release == 1:
         for path in (repo, photos):
             if path.exists():
-                raise AlreadyExistsError(f"{path}: exists already; name another folder")
+                raise AlreadyExistsError(
+                    f"{path}: exists already; name another folder, as in `gateway sample FOLDER`"
+                )
         durable.make_dir(folder)
     elif published != [1]:
         raise NotFoundError(

@@ -90,6 +90,8 @@ class Serving:
 
         Raises:
             UnavailableError: the models cannot be loaded.
+            NotFoundError: the release is not published any more.
+            VerificationError: a model's file does not match its signed digest.
         """
         load = self._models.load if self._models.ready() else self._models.want
         load(self._catalog.manifest(release))
@@ -286,7 +288,7 @@ class Serving:
             self._followed.add(manifest.release)
 
     def drop_unused(self, releases: Collection[int] | None = None) -> None:
-        """Delete stored spaces that no plan uses.
+        """Delete stored spaces that no plan uses, with their vectors; active spaces stay.
 
         A space that cannot be deleted is logged; the next start, or `gateway retire`, tries again.
 

@@ -105,23 +105,37 @@ class Settings(BaseSettings):
         host, _ = split_address(self.metrics_address, "metrics_address")
         if not is_loopback(host) and not self.metrics_open:
             raise ValueError(
-                "metrics_address must be on loopback: metrics are served in the clear. Scrape them "
-                "through an agent on this machine, or set metrics_open in a private network"
+                f"metrics_address: expected a loopback host such as 127.0.0.1, got {host}: metrics "
+                "are served without encryption. Scrape them through an agent on this machine, or "
+                "set metrics_open = true in a private network"
             )
         self._check_triton()
         if self.store is not None and not self.store.get_secret_value().startswith(
             (SQLITE, *DATABASES)
         ):
-            raise ValueError("store: expected sqlite:FOLDER or postgresql://USER@HOST/DATABASE")
+            raise ValueError(
+                "store: expected sqlite:FOLDER or postgresql://USER@HOST/DATABASE, got another form"
+            )
         in_files = self.store is None or self.store.get_secret_value().startswith(SQLITE)
         if (self.workers or self.ray) and in_files:
-            raise ValueError("workers and ray need store = postgresql://…; a folder has one writer")
+            raise ValueError(
+                "workers and ray need store = postgresql://USER@HOST/DATABASE, because only one "
+                "process may write to a folder of galleries; leave both out, or set store"
+            )
         if self.workers and self.ray:
-            raise ValueError("expected workers or ray, not both")
+            raise ValueError(
+                "expected workers (processes of this machine) or ray (a cluster), got both; leave "
+                "one out"
+            )
         if (self.tls_cert is None) != (self.tls_key is None):
-            raise ValueError("expected tls_cert and tls_key together, or neither")
+            raise ValueError(
+                "expected tls_cert and tls_key together, or neither; got one of them. Set the other"
+            )
         if self.tls_client_ca is not None and self.tls_cert is None:
-            raise ValueError("tls_client_ca needs tls_cert and tls_key as well")
+            raise ValueError(
+                "tls_client_ca asks clients for certificates, which needs TLS: set tls_cert and "
+                "tls_key as well"
+            )
         is_guarded = self.tls_cert is not None and self.tokens_file is not None
         for name in ("address", "console_address"):
             address = getattr(self, name)
@@ -148,18 +162,24 @@ class Settings(BaseSettings):
 
 
 def load_settings(flags: dict[str, Any], file: Path | None) -> Settings:
-    """Merge the sources of the settings.
+    """Merge the sources of the settings: an option wins over a variable NOBACKFILL_*, a variable
+    over the file, and the file over the default.
 
     Args:
-        flags: options of the command line; None values are left out.
+        flags: options of the command line by the setting's name; None values are left out.
         file: the TOML file; None means none.
 
+    Returns:
+        The complete settings. Files and folders that they name are not opened yet.
+
     Raises:
-        ConfigurationError: a value is not valid, or the file is missing, unreadable or has unknown
-            keys; the error names every key.
+        ConfigurationError: a value is not valid, values contradict each other, or the file is
+            missing, is no TOML or has unknown keys; the error names every wrong key.
     """
     if file is not None and not file.is_file():
-        raise ConfigurationError(f"expected a settings file (TOML) at {file}, found none")
+        raise ConfigurationError(
+            f"--settings: expected a settings file (TOML) at {file}, found none; check its name"
+        )
 
     class FromFile(Settings):
         model_config = SettingsConfigDict(toml_file=file)
@@ -173,7 +193,9 @@ def load_settings(flags: dict[str, Any], file: Path | None) -> Settings:
         ]
         raise ConfigurationError("; ".join(lines)) from error
     except tomllib.TOMLDecodeError as error:
-        raise ConfigurationError(f"{file} is not TOML: {error}") from error
+        raise ConfigurationError(
+            f"--settings: {file} is not TOML: {error}; correct the file"
+        ) from error
 
 
 def split_address(address: str, name: str) -> tuple[str, int]:

@@ -74,7 +74,7 @@ class Canary(_StrictState):
 
 
 class Activation(_StrictState):
-    """Record an activation that has begun and not ended."""
+    """Record an activation that has begun and not ended; a restart resumes it."""
 
     release: int
     rollout: RolloutName
@@ -139,15 +139,20 @@ def read_state(content: bytes | str, place: str, writer: object = None) -> State
         if len(unknown) == len(problems):
             raise VerificationError(
                 f"{place} was written by a newer nobackfill: {join_few(unknown)} is not known to "
-                f"{version('nobackfill')}, which reads format 1; start {describe_writer(writer)}"
+                f"nobackfill {version('nobackfill')}, which reads format 1; start "
+                f"{describe_writer(writer)}"
             ) from error
         raise VerificationError(
-            f"{place} is damaged ({error}); restore it from a backup"
+            f"{place}: this state is damaged ({error}); restore it from a backup with `gateway "
+            "data restore`, or from a backup of the database"
         ) from error
 
 
 def clear_resumes(state: State) -> Mapping[str, object]:
-    """Clear the count of resumes: a later crash is not the fault of the models."""
+    """Return the change of a state that clears its count of resumes; empty without an activation.
+
+    A later crash is then not blamed on the models.
+    """
     record = state.activation
     return {} if record is None else {"activation": record.model_copy(update={"resumed": 0})}
 
@@ -161,7 +166,7 @@ class GoneError(NotFoundError):
 
 
 class LeadLostError(NobackfillError):
-    """Another gateway leads the activation; the operation changed nothing."""
+    """Another gateway leads the activation; the transaction was rolled back."""
 
 
 class Lead:
@@ -202,15 +207,16 @@ class GatewayState(ABC):
         """
         if self.current.active is None:
             raise PreconditionError(
-                "no release is active yet; publish one with training/export.py and wait for it"
+                "this gateway has no active release yet; publish one with training/export.py or "
+                "`gateway sample`: the gateway activates the first release by itself"
             )
         return self.current.active
 
     def change(self, **values: object) -> State:
-        """Replace some fields of the state, durably.
+        """Replace some fields of the state, durably; `current` then has them.
 
         Args:
-            values: new value by field name.
+            values: new value by the name of a field of State.
 
         Returns:
             The new state.
@@ -238,6 +244,8 @@ class GatewayState(ABC):
 
     def catch_up(self) -> None:
         """Make this gateway plan by the last commit of any gateway.
+
+        Does nothing if the state is not shared, or the gateway does not follow others yet.
 
         Raises:
             UnavailableError: the database does not answer.
@@ -267,6 +275,9 @@ class GatewayState(ABC):
 
         Raises:
             LeadLostError: another gateway has taken the lead; nothing has changed.
+            BusyError: the transaction collided with others too often.
+            UnavailableError: the database does not answer.
+            NobackfillError: as `work`. If the state is not shared, what `work` did before stays.
         """
         return work()
 
@@ -303,11 +314,25 @@ class GatewayState(ABC):
         return nullcontext()
 
     def job(self, gallery: str) -> str | None:
-        """Return the saved record of a gallery's last upgrade; None without one."""
+        """Return the saved record of a gallery's last upgrade.
+
+        Returns:
+            The record as JSON; None without one, or if the state is not shared.
+
+        Raises:
+            UnavailableError: the database does not answer.
+        """
         return None
 
     def keep_job(self, gallery: str, job: str | None) -> None:  # noqa: B027 - optional: only shared states save it
-        """Save the record of a gallery's upgrade for other gateways; None deletes it."""
+        """Save the record of a gallery's upgrade for other gateways; None deletes it.
+
+        Does nothing if the state is not shared.
+
+        Raises:
+            UnavailableError: the database does not answer.
+            CannotWriteError: the database cannot write.
+        """
 
     def audit(self, who: str, what: str, of_what: str) -> None:
         """Record who did what in the audit and in the log.
@@ -336,11 +361,25 @@ class GatewayState(ABC):
 
     @abstractmethod
     def deeds(self) -> "list[Deed]":
-        """Return the latest entries of the audit, at most MOST_DEEDS, latest last."""
+        """Return the latest entries of the audit, at most MOST_DEEDS, latest last.
+
+        An entry that a kill or a full disk has cut is left out.
+
+        Raises:
+            UnavailableError: the database does not answer.
+            OSError: the file of the audit cannot be read.
+        """
 
 
 class Deed(NamedTuple):
-    """Hold one entry of the audit; `time` is a Unix time."""
+    """Hold one entry of the audit.
+
+    Attributes:
+        time: Unix time of the call.
+        who: name of the caller's token; empty without tokens, local for a command.
+        what: the verb, such as activate.
+        of_what: the release or gallery.
+    """
 
     time: float
     who: str
@@ -367,7 +406,8 @@ class StateFile(GatewayState):
             state = State()
         except OSError as error:
             raise VerificationError(
-                f"{path} cannot be read ({error.strerror}); check its permissions and the disk"
+                f"{path}: the gateway's state cannot be read ({error.strerror}); check its "
+                "permissions and the disk"
             ) from error
         super().__init__(state)
         self._lock = threading.Lock()
@@ -389,6 +429,9 @@ class StateFile(GatewayState):
             durable.append_bytes(self._deeds, line, 0o600)
 
     def deeds(self) -> list[Deed]:
+        """Return the latest entries of the audit, at most MOST_DEEDS, latest last; see
+        GatewayState.deeds.
+        """
         if not self._deeds.exists():
             return []
         deeds: list[Deed] = []
@@ -401,6 +444,9 @@ class StateFile(GatewayState):
         return deeds[::-1]
 
     def revise(self, values_of: Callable[[State], Mapping[str, object]]) -> State:
+        """Replace fields by values that depend on the present state, atomically and durably; see
+        GatewayState.revise.
+        """
         with self._lock:
             new = State.model_validate({**dict(self.current), **values_of(self.current)})
             if new == self.current:
@@ -411,7 +457,11 @@ class StateFile(GatewayState):
             return new
 
     def _note_writer(self) -> None:
-        """Let the next reader know which version writes the state. Raises CannotWriteError."""
+        """Record which version writes the state.
+
+        Raises:
+            CannotWriteError: the record cannot be written.
+        """
         path, own = self._path.with_name(WRITER), version("nobackfill")
         if not self._is_noted and read_writer(path) != own:
             durable.write_file(path, json.dumps({"nobackfill": own}).encode() + b"\n", 0o600)
@@ -430,7 +480,7 @@ class StateFile(GatewayState):
         if begins and not self._spare.exists():
             durable.write_file(self._spare, bytes(len(content) + _SPARE), 0o600)
         if begins or not self._spare.exists():
-            # Not where an activation ends, which a full disk does not keep from its end.
+            # Not at the end of an activation: it must be recorded on a full disk as well.
             self._note_writer()
         try:
             durable.write_file(self._path, content, 0o600)
@@ -443,12 +493,19 @@ class StateFile(GatewayState):
 
 
 def read_writer(path: Path) -> object:
-    """Read the version that wrote what lies beside this file; None where it does not say."""
+    """Read the version that wrote the files in a folder, from the file `written-by.json` there.
+
+    Args:
+        path: that file.
+
+    Returns:
+        The version, unchecked; None if the file is missing, unreadable or of another form.
+    """
     try:
-        found = json.loads(path.read_bytes())
+        record = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
         return None
-    return found.get("nobackfill") if isinstance(found, dict) else None
+    return record.get("nobackfill") if isinstance(record, dict) else None
 
 
 def _is_cut(path: Path) -> bool:

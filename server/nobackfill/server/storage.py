@@ -39,8 +39,10 @@ _MOVED = "moved.json"
 def storage_of(settings: Settings) -> "Storage":
     """Open the store of a gateway that has locked its data folder.
 
+    A folder that does not exist is created, and so are the tables of a database.
+
     Raises:
-        PreconditionError: the folder's galleries were moved elsewhere.
+        PreconditionError: `gateway data move` has moved the folder's galleries elsewhere.
         NobackfillError: as Storage.
     """
     store = settings.store.get_secret_value() if settings.store is not None else SQLITE
@@ -48,8 +50,8 @@ def storage_of(settings: Settings) -> "Storage":
     if folder is not None and (folder / _MOVED).exists():
         to = json.loads((folder / _MOVED).read_bytes())["to"]
         raise PreconditionError(
-            f"the galleries of {folder} were moved to {to}, which may have changed since; serve "
-            "that store, or use --force to serve this copy again"
+            f"{folder}: the galleries of this folder were moved to {to}, which may have changed "
+            "since; serve that store with --store, or serve this old copy again with --force"
         )
     if store in (SQLITE, f"{SQLITE}{settings.data}"):
         return Storage(f"{SQLITE}{settings.data}", settings.data, lock=None)
@@ -69,11 +71,14 @@ def folder_of(store: str, data: Path) -> Path | None:
 
 
 def mark_moved(folder: Path, to: str) -> None:
-    """Mark a folder as moved, so that it is not served any more.
+    """Mark a folder as moved, durably, so that no gateway serves it without --force.
 
     Args:
         folder: the folder.
-        to: address of the new store.
+        to: address of the new store; its user and password are not written.
+
+    Raises:
+        CannotWriteError: the folder cannot be written.
     """
     url = urlsplit(to)
     # The name and password are left out.
@@ -82,7 +87,13 @@ def mark_moved(folder: Path, to: str) -> None:
 
 
 def forget_move(settings: Settings) -> None:
-    """Let a folder be served again that was marked as moved."""
+    """Remove the mark of `mark_moved` from the folder of the settings' store.
+
+    Without a mark, or with a database, it does nothing.
+
+    Raises:
+        CannotWriteError: the mark cannot be removed.
+    """
     store = settings.store.get_secret_value() if settings.store is not None else SQLITE
     folder = folder_of(store, settings.data)
     if folder is not None:
@@ -108,12 +119,20 @@ def split_store(store: str) -> tuple[str, str | None]:
     engines = [value if _ENGINE.match(value) else unquote(value) for value in values]
     other_options = "&".join(option for option in parts if not option.startswith("vectors="))
     if len(engines) > 1 or not all(map(_ENGINE.match, engines)):
-        raise ConfigurationError("store: expected one vectors=milvus+http://HOST:PORT")
+        raise ConfigurationError(
+            f"store: expected at most one option ?vectors=milvus+http://HOST:PORT in the address, "
+            f"found {len(engines)}, or one of another form"
+        )
     return url + (mark + other_options if other_options else ""), engines[0] if engines else None
 
 
 def need_store(store: str) -> None:
-    """Check that a store exists, before opening it would create it.
+    """Check that the folder of a store exists, before opening it would create it.
+
+    If it is a database, only the form of the address is checked.
+
+    Args:
+        store: address of the store, as in the settings.
 
     Raises:
         NotFoundError: no gateway has served from the folder.
@@ -122,7 +141,10 @@ def need_store(store: str) -> None:
     if store.startswith(SQLITE):
         folder = Path(store.removeprefix(SQLITE))
         if not (folder / "state.json").is_file():
-            raise NotFoundError(f"{folder}: no gateway has served from this folder; check its name")
+            raise NotFoundError(
+                f"{folder}: expected the data folder of a gateway, found no state.json; check its "
+                "name"
+            )
     elif not store.startswith(DATABASES):
         raise _unknown_store()
 
@@ -132,20 +154,24 @@ def _unknown_store() -> ConfigurationError:
 
 
 def migrate_database(url: str, to: int | None) -> tuple[int, int]:
-    """Convert a database to a format.
+    """Convert the tables of a database to a format, in one transaction.
 
     Args:
         url: address of the database.
-        to: number of the format; None means this version's.
+        to: number of the format; None means this version's. If the database has that format
+            already, nothing changes.
 
     Returns:
-        The format before and after.
+        The numbers of the format before and after.
 
     Raises:
         NotFoundError: no gateway has served from the database.
         BusyError: a gateway serves from it.
-        ConfigurationError: the format is unknown.
+        ConfigurationError: the format is unknown, the extra `postgres` is missing, or the database
+            refuses the connection.
+        VerificationError: a newer version wrote the database.
         UnavailableError: the database does not answer.
+        CannotWriteError: the database cannot write.
     """
     with require_extra("postgres"):
         from nobackfill.server.stores.postgresql.database import Connection, Database, run
@@ -157,7 +183,10 @@ def migrate_database(url: str, to: int | None) -> tuple[int, int]:
         with connection.transaction():
             has_format = run(connection, "SELECT to_regclass('nobackfill.format') IS NOT NULL")
             if not has_format.fetchone()[0]:
-                raise NotFoundError("no gateway has served from this database; check its name")
+                raise NotFoundError(
+                    "--store: expected a database that a gateway has served from, found no schema "
+                    "nobackfill in it; check the database's name"
+                )
             formats.append(migrate(connection, target))
 
     with closing(Database(url, 1)) as database:
@@ -176,19 +205,21 @@ class Storage:
         Args:
             store: address of the store, as in the settings.
             data: the gateway's data folder.
-            lock: alone; or shared, with other gateways of a database; None opens it besides those
-                that have it.
+            lock: alone keeps every other process out; shared admits other gateways of a database;
+                None takes no lock, so that a gateway may serve the store at the same time.
 
         Raises:
-            BusyError: another gateway has it.
-            ConfigurationError: the address has another form, or an extra is missing.
+            BusyError: another process has a lock that excludes this one.
+            ConfigurationError: the address has another form, leads to another machine without TLS,
+                names an unknown engine, or an extra is missing.
             UnavailableError: the database does not answer.
-            VerificationError: the state is damaged, or a restore did not finish.
+            VerificationError: the state is damaged, a newer version wrote it, or a restore did not
+                finish.
             CannotWriteError: the folder cannot be created.
         """
         self.home: Home
         self.state: GatewayState
-        # Tells of changes by other gateways; None if the store is not shared.
+        # Reports changes by other gateways; None if the store is not shared.
         self.news: News | None = None
         with ExitStack() as closing:
             if store.startswith(SQLITE):
@@ -198,7 +229,8 @@ class Storage:
                     closing.enter_context(durable.lock_file(folder / "lock"))
                 if (folder / UNFINISHED_RESTORE).exists() and not (folder / "state.json").exists():
                     raise VerificationError(
-                        f"{folder}: a restore did not finish; run `gateway data restore` again"
+                        f"{folder}: a restore into this folder did not finish, so it has no "
+                        f"complete data; run `gateway data restore BACKUP --data {folder}` again"
                     )
                 self.home = FileHome(folder / "galleries", SuspendablePool(open_galleries()))
                 self.state = StateFile(folder / "state.json")

@@ -43,15 +43,24 @@ class Transferred:
 
     Attributes:
         items: items, or blobs, of the source.
-        written: those that differed and were written.
-        deleted: those that were removed from the target.
-        alike: both were equal at the end.
+        changes: items of the source that the target lacked or had otherwise, and that were written.
+        deleted: items that the source lacks, and that were removed from the target.
+        alike: both stores were equal when they were compared at the end.
     """
 
     items: int = 0
-    written: int = 0
+    changes: int = 0
     deleted: int = 0
     alike: bool = False
+
+    def to_json(self) -> dict[str, int | bool]:
+        """Return the values by the names of `--json`."""
+        return {
+            "items": self.items,
+            "written": self.changes,
+            "deleted": self.deleted,
+            "alike": self.alike,
+        }
 
 
 def specs_of(source: GalleryStore) -> list[SpaceSpec]:
@@ -61,23 +70,31 @@ def specs_of(source: GalleryStore) -> list[SpaceSpec]:
 
 
 def transfer(source: GalleryStore, target: GalleryStore) -> Transferred:
-    """Make a target that nobody serves equal to the source.
+    """Make one gallery equal to another: spaces, items, metadata, vectors and state.
 
-    Running it again after an error is safe: earlier writes stay.
+    Items of the target that the source lacks are deleted. A gateway may serve the source; changes
+    that it makes during the run may be missed. Running it again after an error is safe: earlier
+    writes stay, and equal items are not written.
 
     Args:
-        source: the source.
-        target: the target.
+        source: the source; it is only read.
+        target: the target, which no gateway serves.
+
+    Returns:
+        The numbers of items; `alike` also compares a sample of vectors.
 
     Raises:
-        NobackfillError: a store fails.
+        BusyError: a store is locked; run it again.
+        UnavailableError: a store does not answer.
+        CannotWriteError: the target cannot be written.
+        NotFoundError: the source was deleted.
     """
     result = Transferred()
     _copy_spaces(source, target)
     active = source.active().spec.space
     for items in _pages(source, active):
         result.items += len(items)
-        result.written += _page(source, target, items)
+        result.changes += _page(source, target, items)
     for items in _pages(target, active):
         present = {item.id for item in _by_ids(source, [item.id for item in items])}
         result.deleted += target.delete([item.id for item in items if item.id not in present])
@@ -190,7 +207,10 @@ def _count_different(source: GalleryStore, target: GalleryStore, space: str) -> 
 
 
 def blobs_of(vault: Path) -> dict[Path, int]:
-    """Return the size of each complete blob of a vault, by its path in the vault."""
+    """Return the size in bytes of each complete blob of a vault, by its path in the vault.
+
+    A missing vault has no blobs. Blobs that are deleted during the call are left out.
+    """
     sizes = {}
     for path in vault.glob("*/??/*"):
         if path.suffix != PART and not path.name.startswith(durable.TEMPORARY_PREFIX):
@@ -200,7 +220,10 @@ def blobs_of(vault: Path) -> dict[Path, int]:
 
 
 def vaults_of(source: Path | None, target: Path | None) -> tuple[Path, Path] | None:
-    """Return the vaults of two data folders; None if there is nothing to copy.
+    """Return the vaults of two data folders.
+
+    Returns None if there is nothing to copy: both are one folder, or the target has no folder and
+    the source's vault is empty.
 
     Args:
         source: data folder of the source; None for a database without one.
@@ -228,16 +251,21 @@ def vaults_of(source: Path | None, target: Path | None) -> tuple[Path, Path] | N
     durable.refuse_inside(target, source)
     if (target / "trust").exists():
         raise AlreadyExistsError(
-            f"{target}: a gateway has served from it, and its vault would be lost; name an empty "
-            "folder"
+            f"{target}: a gateway has served from this folder, and its vault would be replaced; "
+            "name a new folder with --to-data"
         )
     return source / "vault", target / "vault"
 
 
 def transfer_vault(source: Path, target: Path) -> Transferred:
-    """Make a vault that nobody serves equal to the source.
+    """Make a vault equal to another; the digest of each copied blob is checked.
 
-    Unfinished uploads are left out; devices upload them again.
+    Blobs of the target that the source lacks are deleted. Unfinished uploads are left out; devices
+    upload them again. Running it again after an error is safe.
+
+    Args:
+        source: folder of the source, which a gateway may serve; a missing one has no blobs.
+        target: folder of the target, which no gateway serves; it is created.
 
     Raises:
         VerificationError: a blob is damaged.
@@ -254,7 +282,7 @@ def transfer_vault(source: Path, target: Path) -> Transferred:
             # It may have been deleted in the meantime.
             with suppress(FileNotFoundError):
                 _copy_blob(source / path, target / path)
-                result.written += 1
+                result.changes += 1
     result.alike = blobs_of(source) == blobs_of(target)
     return result
 
@@ -269,7 +297,8 @@ def _copy_blob(source: Path, target: Path) -> None:
     if sha256_file(part) != target.suffix[1:]:
         durable.remove_tree(part)
         raise VerificationError(
-            f"{source}: the blob is damaged; delete the file, and push it from its device again"
+            f"{source}: the blob is damaged: its digest is not the one in its name. "
+            "Delete the file, run the command again, and push the blob from its device again"
         )
     durable.replace_file(part, target)
 
@@ -277,31 +306,44 @@ def _copy_blob(source: Path, target: Path) -> None:
 def transfer_all(
     source: Storage, target: Storage, vaults: tuple[Path, Path] | None, *, with_state: bool
 ) -> tuple[dict[str, Transferred], Transferred | None]:
-    """Move every gallery, and the vault.
+    """Copy every gallery, and the vault, to another store.
+
+    Galleries of the target that the source lacks are deleted. The source stays as it is. Running
+    it again after an error, or before the last run, is safe.
 
     Args:
         source: the source.
-        target: the target.
+        target: the target, in which no gateway has written a state.
         vaults: folders of both vaults; None copies no vault.
-        with_state: the source is not served any more, so this run is the last one.
+        with_state: the source is not served any more, so this run is the last one: the stores are
+            compared, and the gateway's state is written to the target.
 
     Returns:
-        The report of each gallery by name, and that of the vault.
+        The report of each gallery by name, and that of the vault; None without one.
 
     Raises:
         PreconditionError: no gateway has served from the source, or an activation is under way.
         AlreadyExistsError: a gateway has served from the target.
-        VerificationError: after the last run the stores are not equal.
+        VerificationError: a blob is damaged; or, after the last run, the stores are not equal.
+        BusyError: a store is locked; run it again.
+        UnavailableError: a store does not answer.
+        CannotWriteError: the target cannot be written.
     """
     if source.state.current.active is None:
-        raise PreconditionError("no gateway has served from --from; check its address")
+        raise PreconditionError(
+            "--from: expected a store whose gateway has an active release, found none; check its "
+            "address"
+        )
     if target.state.current != State():
         raise AlreadyExistsError(
-            "a gateway has served from --to, and its galleries would be lost; name an empty store"
+            "--to: a gateway has served from this store, and its galleries would be replaced; name "
+            "an empty store"
         )
     if source.state.current.activation is not None:
         raise PreconditionError(
-            "a release is being activated; move when that has ended, or was rolled back"
+            f"--from: release {source.state.current.activation.release} is being activated there; "
+            "run the command again when `gateway watch` shows that this has ended, or end it with "
+            "`gateway rollback --yes`"
         )
     names = list(source.home.names())
     target.home.sweep()
@@ -322,7 +364,9 @@ def transfer_all(
             different.append("the vault")
         if different:
             raise VerificationError(
-                f"{join_few(different)}: not equal in both stores; run the command again"
+                f"{join_few(different)}: expected the same content in --from and --to, found "
+                "differences; make sure that no gateway serves either store, then run the command "
+                "again"
             )
         target.state.change(**dict(source.state.current))
     return reports, vault

@@ -40,7 +40,13 @@ PART = ".part"
 
 @dataclass(frozen=True)
 class Blob:
-    """Describe a blob: `id` and `sha256` are 64 hex digits, `size` is in bytes."""
+    """Describe a blob.
+
+    Attributes:
+        id: name that its owner chose, 64 hex digits.
+        size: number of bytes.
+        sha256: digest of its bytes, 64 hex digits.
+    """
 
     id: str
     size: int
@@ -50,11 +56,16 @@ class Blob:
 class VaultBlobs:
     """Store blobs: a folder for each owner, and in it a file for each blob, named by id and digest.
 
-    An owner's files cost at most `quota` bytes in total; a file costs at least 4 KiB.
+    An owner's files cost at most `quota` bytes in total; a file costs at least 4 KiB. An owner is
+    the name of a token, or empty without tokens. Calls of several threads are safe.
     """
 
     def __init__(self, folder: Path, quota: int) -> None:
-        """Create the folder.
+        """Create the folder, if it is missing.
+
+        Args:
+            folder: the folder of the vault.
+            quota: largest cost of one owner's files, in bytes.
 
         Raises:
             CannotWriteError: it cannot be created.
@@ -71,23 +82,27 @@ class VaultBlobs:
     def put(self, owner: str, blob: Blob, offset: int, chunks: Iterable[bytes]) -> int:
         """Store a blob, or its next piece, durably.
 
+        An upload that ends early can be continued, also after a restart. If the complete blob is
+        stored already, its size is returned, and neither offset nor chunks are read. If the owner
+        lacks room, uploads that were not continued for a day are deleted first.
+
         Args:
             owner: the owner.
-            blob: the whole blob.
-            offset: offset of the first chunk; the number of bytes stored so far.
-            chunks: the bytes.
+            blob: the whole blob; its announced size is reserved during the call.
+            offset: offset of the first chunk: the number of bytes that are stored so far.
+            chunks: the bytes; empty chunks are skipped. Chunks before an error stay stored.
 
         Returns:
-            The number of stored bytes.
+            The number of stored bytes; the blob is complete when it equals `blob.size`.
 
         Raises:
-            InvalidInputError: the id or digest is not valid, or the bytes are no age file or have
-                another digest.
+            InvalidInputError: the id or digest is not valid, the bytes are no age file, or all of
+                them have another digest; then they are deleted.
             TooLargeError: the blob is too large, or there are more bytes than announced.
             OutOfRangeError: the offset is not the number of stored bytes.
             AlreadyExistsError: the id has another content.
-            BusyError: another upload of the blob runs.
-            QuotaExceededError: the owner's blobs would cost too much.
+            BusyError: another call writes or deletes the blob.
+            QuotaExceededError: the owner's blobs would cost more than the quota.
             CannotWriteError: the blob cannot be written.
         """
         _check(blob)
@@ -96,7 +111,8 @@ class VaultBlobs:
             if existing is not None:
                 if existing.name.partition(".")[2] != blob.sha256:
                     raise AlreadyExistsError(
-                        "another blob with this id is stored; choose another id"
+                        f"blob {blob.id}: another blob is stored under this id; choose another id, "
+                        "or delete that blob first"
                     )
                 return existing.stat().st_size
             part = self._shard(owner, blob.id) / f"{blob.id}.{blob.sha256}{PART}"
@@ -108,10 +124,19 @@ class VaultBlobs:
                 return self._receive(part, blob, offset, chunks)
 
     def get(self, owner: str, blob_id: str, offset: int) -> tuple[Blob, Iterator[bytes]]:
-        """Return a blob, and its bytes from an offset.
+        """Return a complete blob, and its bytes from an offset.
+
+        Args:
+            owner: the owner.
+            blob_id: its id.
+            offset: the first byte; the blob's size gives no bytes.
+
+        Returns:
+            The blob, and its bytes in chunks. The file stays open until they are read or closed,
+            also if the blob is deleted meanwhile.
 
         Raises:
-            NotFoundError: the owner has no such blob.
+            NotFoundError: the owner has no such complete blob.
             OutOfRangeError: the offset is above its size.
         """
         path = self._need(owner, blob_id)
@@ -137,10 +162,11 @@ class VaultBlobs:
         return blob, chunks()
 
     def delete(self, owner: str, blob_id: str) -> None:
-        """Delete a blob, or an unfinished upload.
+        """Delete a blob, or an unfinished upload, durably.
 
         Raises:
-            NotFoundError: the owner has no such blob.
+            NotFoundError: the owner has neither, or it was deleted before.
+            BusyError: another call writes the blob.
             CannotWriteError: it cannot be deleted.
         """
         with self._exclusive(owner, blob_id):
@@ -161,13 +187,19 @@ class VaultBlobs:
 
         Args:
             owner: the owner.
-            last_id: id after which the page begins; empty for the first page.
+            last_id: id after which the page begins; empty for the first page. It need not exist.
+
+        Returns:
+            Complete blobs by rising id; empty after the last one, and for an unknown owner.
 
         Raises:
             InvalidInputError: `last_id` is not an id.
         """
         if last_id and not _HEX.match(last_id):
-            raise InvalidInputError("page_token: expected a next_page_token of ListBlobs")
+            raise InvalidInputError(
+                "page_token: expected the next_page_token of a ListBlobs answer, or none for the "
+                "first page; got another text"
+            )
         blobs: list[Blob] = []
         for shard in sorted(self._owner(owner).glob("[0-9a-f][0-9a-f]")):
             if shard.name < last_id[:2]:
@@ -186,7 +218,10 @@ class VaultBlobs:
             if not chunk:
                 continue
             if offset != size:
-                raise OutOfRangeError(f"expected offset {size}, got {offset}; continue from there")
+                raise OutOfRangeError(
+                    f"blob {blob.id}: expected a chunk at offset {size}, the number of stored "
+                    f"bytes, got offset {offset}; continue the upload at {size}"
+                )
             size = self._append(part, blob, size, chunk)
             offset = size
         if size == blob.size:
@@ -195,11 +230,17 @@ class VaultBlobs:
 
     def _append(self, part: Path, blob: Blob, size: int, chunk: bytes) -> int:
         if size + len(chunk) > blob.size:
-            raise TooLargeError(f"expected {blob.size} bytes, as announced, got more")
+            raise TooLargeError(
+                f"blob {blob.id}: expected {blob.size} bytes, the announced size, got more; upload "
+                "it again with its true size"
+            )
         if size < len(_HEADER):
             expected = _HEADER[size : size + len(chunk)]
             if chunk[: len(expected)] != expected:
-                raise InvalidInputError("expected age ciphertext; encrypt on the device first")
+                raise InvalidInputError(
+                    f"blob {blob.id}: expected a file in the age format, got other bytes; the "
+                    "vault stores ciphertext only, so encrypt the blob on the device first"
+                )
         durable.make_dir(part.parent, 0o700)
         durable.append_bytes(part, chunk, 0o600)
         return size + len(chunk)
@@ -208,7 +249,8 @@ class VaultBlobs:
         if sha256_file(part) != blob.sha256:
             durable.remove_tree(part)
             raise InvalidInputError(
-                "the bytes have a different SHA-256 than announced; upload the blob again"
+                f"blob {blob.id}: expected bytes with the announced SHA-256, got others; the "
+                "upload was deleted, so upload the blob again from its start"
             )
         durable.replace_file(part, part.with_suffix(""))
 
@@ -270,7 +312,10 @@ class VaultBlobs:
         key = (owner, blob_id)
         with self._lock:
             if key in self._uploading:
-                raise BusyError("another call is writing this blob; try again when it has ended")
+                raise BusyError(
+                    f"blob {blob_id}: another call is writing or deleting it; try again in a few "
+                    "seconds"
+                )
             self._uploading.add(key)
         try:
             yield
@@ -298,11 +343,18 @@ class VaultBlobs:
 
 def _check(blob: Blob) -> None:
     if not _HEX.match(blob.id) or not _HEX.match(blob.sha256):
-        raise InvalidInputError("expected an id and a sha256 of 64 hex digits each")
+        raise InvalidInputError(
+            "blob: expected an id and a sha256 of 64 hex digits each, got others"
+        )
     if blob.size > LARGEST_BLOB:
-        raise TooLargeError(f"expected at most {LARGEST_BLOB} bytes, got {blob.size}")
+        raise TooLargeError(
+            f"blob {blob.id}: expected a size of at most {LARGEST_BLOB} bytes, got {blob.size}"
+        )
     if blob.size < len(_HEADER):
-        raise InvalidInputError("expected age ciphertext, got fewer bytes than its header")
+        raise InvalidInputError(
+            f"blob {blob.id}: expected a file in the age format, which has at least {len(_HEADER)} "
+            f"bytes, got size {blob.size}; encrypt the blob on the device first"
+        )
 
 
 def _cost(path: Path) -> int:
@@ -322,4 +374,6 @@ def _blob(path: Path) -> Blob | None:
 
 
 def _not_found() -> NotFoundError:
-    return NotFoundError("no blob with this id is stored")
+    return NotFoundError(
+        "the vault has no blob with this id under the name of your token; ListBlobs lists the blobs"
+    )

@@ -114,7 +114,9 @@ class Candidates:
         A short list is not complete by itself, because a graph search may stop too early. Only a
         scan of all rows, which `matching` does, is complete.
         """
-        expression = EVERYTHING if condition.says is None else expression_of(condition.says)
+        expression = (
+            EVERYTHING if condition.as_filter is None else expression_of(condition.as_filter)
+        )
         # If few rows of a graph match, more of it must be searched.
         wide = ef if expression == EVERYTHING else _WIDER * ef
 
@@ -168,11 +170,11 @@ class Candidates:
     def _few_pass(self, connection: Connection, table: SpaceTable, condition: Condition) -> bool:
         """Return whether an index of the database shows that few items pass; Milvus would scan its
         columns for that."""
-        part = None if condition.says is None else _indexed(condition.says)
+        part = None if condition.as_filter is None else _indexed(condition.as_filter)
         if part is None:
             return False
         items = f"{table.schema}.items i"
-        if part != condition.says:
+        if part != condition.as_filter:
             # The rows that the index yields are checked one by one, so there must not be many.
             most = _ROWS_CHECKED * SMALL
             if _count(connection, items, condition_of(part), most) > most:

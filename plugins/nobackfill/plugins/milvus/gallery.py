@@ -20,7 +20,7 @@ from nobackfill.plugins.milvus.columns import database_id
 from nobackfill.plugins.milvus.feeder import Feeder
 from nobackfill.server.galleries.hosted import Hosted
 from nobackfill.server.galleries.hosted_database import DatabaseHome, HostedInDatabase
-from nobackfill.server.stores.postgresql import rows, writing
+from nobackfill.server.stores.postgresql import rows, writes
 from nobackfill.server.stores.postgresql.conditions import EVERYTHING
 from nobackfill.server.stores.postgresql.database import Connection, Database, run
 from nobackfill.server.stores.postgresql.gallery import PostgresqlGallery
@@ -91,7 +91,7 @@ class MilvusGallery(PostgresqlGallery):
         """
 
         def work(connection: Connection) -> None:
-            if writing.begin(connection, self.schema, spec):
+            if writes.begin(connection, self.schema, spec):
                 info = rows.find_space(connection, self.schema, spec.space)
                 journal.watch_space(connection, self.schema, info)
 

@@ -22,7 +22,7 @@ from nobackfill.gallery.spec import SpaceInfo
 from nobackfill.server.stores.postgresql.database import Connection, run
 from nobackfill.server.stores.postgresql.rows import label_column, read_spaces
 from nobackfill.server.stores.postgresql.schema import table_of
-from nobackfill.server.stores.postgresql.writing import hold_gate
+from nobackfill.server.stores.postgresql.writes import hold_gate
 
 _TABLE = (
     "CREATE TABLE IF NOT EXISTS {0}.pending (number integer NOT NULL, label bigint NOT NULL,"

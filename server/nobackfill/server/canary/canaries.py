@@ -123,18 +123,23 @@ class Canaries:
         self._comparison: CanaryComparison | None = None
 
     def close(self) -> None:
+        """Stop comparing; comparisons that wait are dropped."""
         self._mirror.close()
 
     def begin(self, release: int) -> None:
-        """Start the comparison for a canary of a release; earlier counts are dropped."""
+        """Start the comparison for a canary of a release; counts of an earlier canary are dropped,
+        also those of the same release.
+        """
         self._comparison = CanaryComparison(release, self.setting)
 
     def end(self, state: CanaryState, message: str = "") -> None:
-        """End the present comparison, if any.
+        """End the present comparison, if any; its report stays until the next canary begins.
+
+        The first end counts: a later call does not change it.
 
         Args:
             state: how the canary ended.
-            message: why.
+            message: why, as a sentence for operators; may be empty.
         """
         if self._comparison is not None:
             self._comparison.end(state, message)
@@ -171,7 +176,8 @@ class Canaries:
             kind: approved or rejected.
 
         Returns:
-            False if no canary is under way, or the answer is unknown.
+            False if no canary is under way, the answer is unknown or forgotten, or it has no such
+            hit. True otherwise, also if the session has sent feedback of this kind before.
         """
         if self.setting() is None or self._comparison is None:
             return False
@@ -327,7 +333,7 @@ class _MirroredQuery:
                 self.comparison.count_failure(self.canary)
             return
         old, new = (other, answer) if by_new else (answer, other)
-        self.comparison.count_mirrored(self.canary, old, new, by_new=not by_new)
+        self.comparison.count_mirrored(self.canary, old, new, is_new_mirrored=not by_new)
 
     def repeat(self, limit: float) -> None:
         """Time both pairs on a slow query, one after the other.
@@ -465,7 +471,7 @@ class CanarySeries(Collector):
         )  # fmt: skip
         yield CounterMetricFamily(
             "nobackfill_canary_skipped", "Queries not compared, since too many waited.",
-            value=report.skipped,
+            value=report.skip_count,
         )  # fmt: skip
         for name, text, value in (
             ("overlap", "Mean share of items that both answers have, 0 to 1.", report.overlap),

@@ -57,7 +57,16 @@ def rank_correlation(one: Sequence[str], other: Sequence[str]) -> float | None:
 
 @dataclass
 class PairFigures:
-    """Count the answers of one pair; `seconds` are the latest durations that callers waited."""
+    """Count the answers of one pair of query model and gallery.
+
+    Attributes:
+        queries: queries that it answered, or failed.
+        errors: queries that it failed.
+        empty: answers without a hit.
+        scores: sum of the calibrated scores of first hits.
+        scored: number of answers whose first hit had a score.
+        seconds: the latest durations that callers waited.
+    """
 
     queries: int = 0
     errors: int = 0
@@ -98,7 +107,14 @@ class PairFigures:
 
 @dataclass
 class Likeness:
-    """Compare the answers to queries that both pairs have answered."""
+    """Compare the answers to queries that both pairs have answered.
+
+    Attributes:
+        compared: number of these queries.
+        overlaps: sum of their overlaps.
+        correlations: sum of their rank correlations.
+        correlated: number of queries whose rank correlation is defined.
+    """
 
     compared: int = 0
     overlaps: float = 0.0
@@ -165,7 +181,7 @@ class PairReport:
         p99: 99th percentile of durations in seconds; None without any.
         score: mean calibrated score of first hits; None without one.
         sessions: callers' keys that it answered.
-        said: number of sessions that sent feedback, by kind.
+        feedback: number of sessions that sent feedback, by kind.
     """
 
     queries: int
@@ -191,7 +207,7 @@ class CanaryReport:
         compared: queries that both pairs have answered.
         overlap: mean share of common items, 0 to 1; None without a query.
         rank_correlation: mean rank correlation, -1 to 1; None without one.
-        skipped: queries that were not compared because too many waited.
+        skip_count: queries that were not compared because too many waited.
         evidence: evidence by bound; the canary stops when one reaches STOPS_AT.
     """
 
@@ -203,7 +219,7 @@ class CanaryReport:
     compared: int
     overlap: float | None
     rank_correlation: float | None
-    skipped: int
+    skip_count: int
     evidence: Mapping[str, float]
 
 
@@ -212,7 +228,7 @@ class _Counts:
     old: PairFigures = field(default_factory=PairFigures)
     new: PairFigures = field(default_factory=PairFigures)
     likeness: Likeness = field(default_factory=Likeness)
-    skipped: int = 0
+    skip_count: int = 0
 
 
 @dataclass(frozen=True)
@@ -390,7 +406,7 @@ class CanaryComparison:
             self._counts.new.queries += 1
 
     def count_mirrored(
-        self, canary: Canary, old: SearchResult, new: SearchResult, *, by_new: bool
+        self, canary: Canary, old: SearchResult, new: SearchResult, *, is_new_mirrored: bool
     ) -> None:
         """Count a query that both pairs answered.
 
@@ -398,19 +414,19 @@ class CanaryComparison:
             canary: the settings.
             old: the old pair's answer.
             new: the new pair's answer.
-            by_new: True if the caller got the old pair's answer, and the new pair's was computed
-                for the comparison only.
+            is_new_mirrored: True if the caller got the old pair's answer, and the new pair's was
+                computed for the comparison only. Then the new answer is counted, too.
         """
         with self._lock:
             self._counts.likeness.count(old, new)
-            if by_new:
+            if is_new_mirrored:
                 self._counts.new.count(new, None)
                 self._errors.see(False, canary.most_errors)
 
     def count_skipped(self) -> None:
         """Count a query that was not compared, because too many waited."""
         with self._lock:
-            self._counts.skipped += 1
+            self._counts.skip_count += 1
 
     def feedback(self, request_id: str, item: str, kind: Kind) -> bool:
         """Record feedback about a hit; see CanarySessions.feedback."""
@@ -428,7 +444,9 @@ class CanaryComparison:
             self._ended = self._ended or (state, message)
 
     def verdict(self, canary: Canary) -> str | None:
-        """Return why the canary must stop; None while no bound is crossed."""
+        """Return why the canary must stop, as a sentence for operators; None while no bound is
+        crossed.
+        """
         report = self.report()
         crossed = [bound for bound in BOUNDS if report.evidence[bound] >= STOPS_AT]
         return _stop_reason(crossed[0], report, canary) if crossed else None
@@ -447,7 +465,7 @@ class CanaryComparison:
                 compared=counts.likeness.compared,
                 overlap=counts.likeness.overlap,
                 rank_correlation=counts.likeness.rank_correlation,
-                skipped=counts.skipped,
+                skip_count=counts.skip_count,
                 evidence={
                     "errors": self._errors.value,
                     "latency": self._latency.value,

@@ -17,7 +17,13 @@ from nobackfill import durable
 from nobackfill.server.cli.app import Json, app, examples, exit_codes, show
 
 Data = Annotated[
-    Path, typer.Option("--data", envvar="NOBACKFILL_DATA", help="data folder of the gateway")
+    Path,
+    typer.Option(
+        "--data",
+        envvar="NOBACKFILL_DATA",
+        metavar="FOLDER",
+        help="Use this data folder of a gateway. `backup` only reads it; `restore` creates it.",
+    ),
 ]
 DEFAULT_DATA = Path("gateway-data")
 
@@ -30,7 +36,9 @@ app.add_typer(data_commands, name="data")
 
 @data_commands.command(epilog=examples("gateway data backup /backups/monday --data gateway-data"))
 def backup(
-    target: Annotated[Path, typer.Argument(help="new folder for the backup")],
+    target: Annotated[
+        Path, typer.Argument(help="Folder that the backup is written to. It must not exist yet.")
+    ],
     data: Data = DEFAULT_DATA,
     as_json: Json = False,
 ) -> None:
@@ -46,7 +54,9 @@ def backup(
 
 @data_commands.command(epilog=examples("gateway data restore /backups/monday --data gateway-data"))
 def restore(
-    source: Annotated[Path, typer.Argument(help="folder of a backup")],
+    source: Annotated[
+        Path, typer.Argument(help="Folder that `gateway data backup` wrote. It is only read.")
+    ],
     data: Data = DEFAULT_DATA,
     as_json: Json = False,
 ) -> None:
@@ -62,7 +72,9 @@ def restore(
 
 @data_commands.command(epilog=examples("gateway data verify /backups/monday"))
 def verify(
-    folder: Annotated[Path, typer.Argument(help="backup or data folder")] = DEFAULT_DATA,
+    folder: Annotated[
+        Path, typer.Argument(help="Folder to check: a backup or a data folder. It is only read.")
+    ] = DEFAULT_DATA,
     as_json: Json = False,
 ) -> None:
     """Check that a backup or a data folder is intact.
@@ -86,17 +98,48 @@ def _show(summary: dict[str, object], as_json: bool) -> None:
     epilog=examples("gateway data export photos --from sqlite:gateway-data --out vectors")
 )
 def export(
-    gallery: Annotated[str, typer.Argument(help="name of the gallery")],
-    store: Annotated[str, typer.Option("--from", help="store: sqlite:FOLDER or postgresql://…")],
-    out: Annotated[Path, typer.Option(help="new folder; gets one Parquet file for each release")],
+    gallery: Annotated[str, typer.Argument(help="Name of the gallery whose vectors are exported.")],
+    store: Annotated[
+        str,
+        typer.Option(
+            "--from",
+            metavar="STORE",
+            help="Read the gallery from this store: sqlite:FOLDER, where FOLDER is a gateway's "
+            "data folder, or postgresql://USER@HOST/DATABASE.",
+        ),
+    ],
+    out: Annotated[
+        Path,
+        typer.Option(
+            metavar="FOLDER",
+            help="Write to this new folder, one file release-N.parquet for each release N.",
+        ),
+    ],
     release: Annotated[
         list[int] | None,
-        typer.Option(help="export only this release; repeatable", show_default="all"),
+        typer.Option(
+            metavar="N",
+            help="Export only vectors of the release with this number. Repeat the option for more "
+            "releases.",
+            show_default="all",
+        ),
     ] = None,
     native: Annotated[
-        bool, typer.Option("--native", help="only vectors that the release's own model computed")
+        bool,
+        typer.Option(
+            "--native",
+            help="Export only vectors that the release's own model computed from the items. "
+            "Without it, export migrated vectors as well.",
+        ),
     ] = False,
-    side: Annotated[bool, typer.Option("--side", help="export side-information as well")] = False,
+    side: Annotated[
+        bool,
+        typer.Option(
+            "--side",
+            help="Export side-information too, the second vector that upgrades read. Without it, "
+            "export embeddings alone.",
+        ),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Write a gallery's vectors as Parquet files, from one snapshot.
@@ -118,7 +161,9 @@ def export(
         ):
             if gallery not in storage.home.names():
                 names = join_few(storage.home.names()) or "none"
-                raise NotFoundError(f"the store has no gallery {gallery!r}; it has {names}")
+                raise NotFoundError(
+                    f"--from: the store has no gallery {gallery!r}; its galleries: {names}"
+                )
             with closing(storage.home.open(gallery)) as hosted:
                 exported = exporting.export(
                     hosted.store, out, release or (), native=native, side=side
@@ -134,11 +179,23 @@ def export(
 )
 def migrate(
     store: Annotated[
-        str, typer.Option("--store", envvar="NOBACKFILL_STORE", help="database: postgresql://…")
+        str,
+        typer.Option(
+            "--store",
+            envvar="NOBACKFILL_STORE",
+            metavar="STORE",
+            help="Convert the tables of this database: postgresql://USER@HOST/DATABASE.",
+        ),
     ],
     to: Annotated[
         int | None,
-        typer.Option("--to", help="number of the format", show_default="this version's format"),
+        typer.Option(
+            "--to",
+            metavar="N",
+            help="Convert to the format with this number, for example back to that of an earlier "
+            "version before a downgrade.",
+            show_default="this version's format",
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -153,7 +210,8 @@ def migrate(
 
         if not store.startswith(DATABASES):
             raise ConfigurationError(
-                "--store: expected a database, postgresql://USER@HOST/DATABASE"
+                "--store: expected a database, postgresql://USER@HOST/DATABASE, got another "
+                "address; a folder of galleries needs no `gateway data migrate`"
             )
         before, after = migrate_database(store, to)
         show(
@@ -163,23 +221,46 @@ def migrate(
         )
 
 
-_VAULT_FOLDER = "data folder with the vault of --from"
-
-
 @data_commands.command(
     epilog=examples(
         "gateway data move --from sqlite:gateway-data --to postgresql://gateway@db/vectors"
     )
 )
 def move(
-    source: Annotated[str, typer.Option("--from", help="store: sqlite:FOLDER or postgresql://…")],
-    target: Annotated[str, typer.Option("--to", help="store to write; no gateway may serve it")],
+    source: Annotated[
+        str,
+        typer.Option(
+            "--from",
+            metavar="STORE",
+            help="Copy from this store: sqlite:FOLDER, where FOLDER is a gateway's data folder, or "
+            "postgresql://USER@HOST/DATABASE.",
+        ),
+    ],
+    target: Annotated[
+        str,
+        typer.Option(
+            "--to",
+            metavar="STORE",
+            help="Write to this store, in the same form as --from. No gateway may serve it, or "
+            "have served it before.",
+        ),
+    ],
     from_data: Annotated[
-        Path | None, typer.Option(help=_VAULT_FOLDER, show_default="the folder of --from")
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Read the vault from this data folder. Required if --from is a database.",
+            show_default="the folder of --from",
+        ),
     ] = None,
     to_data: Annotated[
         Path | None,
-        typer.Option(help="data folder with the vault of --to", show_default="the folder of --to"),
+        typer.Option(
+            metavar="FOLDER",
+            help="Write the vault to this data folder. Required if --to is a database and the "
+            "vault has blobs.",
+            show_default="the folder of --to",
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -196,7 +277,7 @@ def move(
 
         if source == target:
             raise ConfigurationError(
-                "--from and --to name the same store; expected two different ones"
+                "--from and --to name the same store; name another one with --to"
             )
         need_store(source)
         old, new = folder_of(source, Path()), folder_of(target, Path())
@@ -220,7 +301,7 @@ def move(
             [
                 name,
                 str(transferred.items),
-                str(transferred.written),
+                str(transferred.changes),
                 str(transferred.deleted),
                 "yes" if transferred.alike else "no",
             ]
@@ -228,8 +309,8 @@ def move(
         ]
         result = {
             "finished": is_stopped,
-            "galleries": {name: vars(transferred) for name, transferred in galleries.items()},
-            "vault": None if vault is None else vars(vault),
+            "galleries": {name: transferred.to_json() for name, transferred in galleries.items()},
+            "vault": None if vault is None else vault.to_json(),
         }
         show(as_json, result, rows)
         if not is_stopped:
@@ -244,7 +325,11 @@ def audit(
     store: Annotated[
         str,
         typer.Option(
-            "--store", envvar="NOBACKFILL_STORE", help="store: sqlite:FOLDER or postgresql://…"
+            "--store",
+            envvar="NOBACKFILL_STORE",
+            metavar="STORE",
+            help="Read the entries from this store: sqlite:FOLDER, where FOLDER is a gateway's "
+            "data folder, or postgresql://USER@HOST/DATABASE.",
         ),
     ] = "sqlite:gateway-data",
     as_json: Json = False,

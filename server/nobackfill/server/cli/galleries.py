@@ -29,7 +29,10 @@ from nobackfill.wire.gateway import Gateway
 gallery_commands = typer.Typer(no_args_is_help=True, help="Create, list and delete galleries.")
 app.add_typer(gallery_commands, name="gallery")
 
-_Name = Annotated[str, typer.Argument(help="1 to 64 of a-z, 0-9, - and _")]
+_Name = Annotated[
+    str,
+    typer.Argument(help="Name of the gallery: 1 to 64 characters of a-z, 0-9, - and _."),
+]
 
 
 @gallery_commands.command(epilog=examples("gateway gallery create photos"))
@@ -56,7 +59,10 @@ def list_command(server: Server = DEFAULT_SERVER, as_json: Json = False) -> None
 def delete(
     name: _Name,
     confirm: Annotated[
-        bool, typer.Option("--yes", help="delete it; without it, only count its items")
+        bool,
+        typer.Option(
+            "--yes", help="Delete the gallery. Without it, only count its items and change nothing."
+        ),
     ] = False,
     server: Server = DEFAULT_SERVER,
     as_json: Json = False,
@@ -91,12 +97,27 @@ def _show_galleries(
     )
 )
 def search(
-    gallery: Annotated[str, typer.Argument(help="its name")],
+    gallery: Annotated[str, typer.Argument(help="Name of the gallery that is searched.")],
     image: Annotated[
-        Path | None, typer.Argument(help="a JPEG, PNG or WebP file", show_default="--text")
+        Path | None,
+        typer.Argument(
+            help="File whose picture is the query: JPEG, PNG or WebP. Give either this file or "
+            "--text.",
+            show_default="--text",
+        ),
     ] = None,
-    text: Annotated[str | None, typer.Option(help="words, where the release embeds texts")] = None,
-    k: Annotated[int, typer.Option("-k", min=1, max=1000, help="number of hits")] = 10,
+    text: Annotated[
+        str | None,
+        typer.Option(
+            metavar="WORDS",
+            help="Search for these words instead of an image. The gallery's release must embed "
+            "texts. Without it, an image file is required.",
+        ),
+    ] = None,
+    k: Annotated[
+        int,
+        typer.Option("-k", min=1, max=1000, help="Print at most this number of hits, best first."),
+    ] = 10,
     server: Server = DEFAULT_SERVER,
     as_json: Json = False,
 ) -> None:
@@ -105,7 +126,7 @@ def search(
     The score is the probability of a match, where the release has a calibration.
     """
     if (image is None) == (text is None):
-        raise typer.BadParameter("expected an image file or --text, one of them")
+        raise typer.BadParameter("expected either an image file or --text WORDS, got both or none")
     with exit_codes(), connect(server) as gateway:
         answer = gateway.search(gallery, image=image, text=text, k=k)
     hits = [
@@ -141,18 +162,24 @@ def search(
     ),
 )
 def update_gallery(
-    gallery: Annotated[str, typer.Argument(help="name of the gallery")],
+    gallery: Annotated[str, typer.Argument(help="Name of the gallery to change or to show.")],
     source: Annotated[
         str | None,
         typer.Option(
-            help="where the items' originals are: folder:DIR, folder:DIR/{id}.jpg, "
-            "https://HOST/{id}.jpg, texts:FILE.jsonl, column:NAME, function:NAME, or none"
+            metavar="SOURCE",
+            help="Re-embed hits from their originals: folder:DIR, folder:DIR/{id}.jpg, "
+            "https://HOST/{id}.jpg, texts:FILE.jsonl, column:NAME or function:NAME. none ends "
+            "this. Without it, the gallery's source stays as it is.",
         ),
     ] = None,
     settings: Annotated[Path | None, settings_option(HEALING)] = None,
     both: Annotated[
         bool | None,
-        typer.Option("--both/--no-both", help="let the previous model help to rank migrated items"),
+        typer.Option(
+            "--both/--no-both",
+            help="Rank migrated items by the distances of the new and of the previous model, or "
+            "with --no-both by the new model alone. Without either, this stays as it is.",
+        ),
     ] = None,
     server: Server = DEFAULT_SERVER,
     as_json: Json = False,
@@ -211,15 +238,33 @@ _SECONDS = 120.0
     )
 )
 def put(
-    gallery: Annotated[str, typer.Argument(help="name of an existing gallery")],
+    gallery: Annotated[
+        str,
+        typer.Argument(help="Name of an existing gallery; `gateway gallery create` creates one."),
+    ],
     place: Annotated[
-        str, typer.Argument(help="folder, s3://BUCKET/…, gs://BUCKET/…, or FILE.jsonl")
+        str,
+        typer.Argument(
+            help="Where items are read from: a folder of pictures, s3://BUCKET/PREFIX or "
+            "gs://BUCKET/PREFIX, or a file of texts FILE.jsonl."
+        ),
     ],
     ray: Annotated[
-        str | None, typer.Option(help="embed on this Ray cluster: auto or HOST:PORT")
+        str | None,
+        typer.Option(
+            metavar="CLUSTER",
+            help="Embed on this Ray cluster: HOST:PORT, or auto for the one on this machine. "
+            "Without it, the gateway embeds.",
+        ),
     ] = None,
     model_repo: Annotated[
-        Path, typer.Option(envvar="NOBACKFILL_MODEL_REPO", help="publication folder, for --ray")
+        Path,
+        typer.Option(
+            envvar="NOBACKFILL_MODEL_REPO",
+            metavar="FOLDER",
+            help="Read the models for --ray from this publication folder. Without --ray, it is not "
+            "read.",
+        ),
     ] = Path("model_repo"),
     server: Server = DEFAULT_SERVER,
     as_json: Json = False,
@@ -234,8 +279,8 @@ def put(
         from nobackfill.errors import InvalidInputError
         from nobackfill.server.bulk import fill, fill_by_ray
 
-        def on_stored(stored: int) -> None:
-            typer.echo(f"{stored} stored", err=True)
+        def on_stored(count: int) -> None:
+            typer.echo(f"{count} stored", err=True)
 
         with Gateway(server, seconds=_SECONDS) as gateway:
             summary = (
@@ -243,11 +288,12 @@ def put(
                 if ray is None
                 else fill_by_ray(gateway, gallery, place, model_repo, ray, on_stored)
             )
-        rows = [["stored", "refused"], [str(summary.stored), str(len(summary.refused))]]
-        show(as_json, {"stored": summary.stored, "refused": dict(summary.refused)}, rows)
-        for name, why in summary.refused.items():
+        rows = [["stored", "refused"], [str(summary.stored_count), str(len(summary.refusals))]]
+        show(as_json, {"stored": summary.stored_count, "refused": dict(summary.refusals)}, rows)
+        for name, why in summary.refusals.items():
             typer.echo(escape_hidden(f"{name}: {why}"), err=True)
-        if summary.refused:
+        if summary.refusals:
             raise InvalidInputError(
-                f"refused: {join_few(summary.refused)}; correct them and run the command again"
+                f"{len(summary.refusals)} items were refused: {join_few(summary.refusals)}; "
+                "correct them and run the command again, which stores only what is new"
             )

@@ -28,7 +28,8 @@ def upgrade(
     store: Annotated[
         str | None,
         typer.Option(
-            help="database of the galleries: postgresql://USER@HOST/DATABASE",
+            metavar="STORE",
+            help="Upgrade the galleries of this database: postgresql://USER@HOST/DATABASE.",
             show_default="the variable NOBACKFILL_STORE",
         ),
     ] = None,
@@ -55,8 +56,8 @@ def upgrade(
         settings = load_settings(flags, None)
         if settings.store is None or settings.store.get_secret_value().startswith(SQLITE):
             raise ConfigurationError(
-                "expected --store postgresql://USER@HOST/DATABASE; a folder belongs to the gateway "
-                "that serves it: run `gateway activate` there"
+                "--store: expected postgresql://USER@HOST/DATABASE, got none or a folder, which "
+                f"only its own gateway may change; run `gateway activate {number}` there"
             )
         # No client calls this process, and its files are temporary: all that must last is in the
         # database.
@@ -109,8 +110,11 @@ def _lead(gateway: "GatewayServer", number: int, rollout: "RolloutName | None") 
             gateway.state.audit("local", "activate", f"release {number}")
             break
     for event in run.events():
-        progress = f" {event.done}/{event.total}" if event.total else ""
+        progress = f" {event.complete}/{event.total}" if event.total else ""
         typer.echo(escape_hidden(f"{event.phase}{progress} {event.message}".rstrip()), err=True)
     if event.phase is Phase.FAILED:
-        raise NobackfillError(f"release {number} failed to activate: {event.message}")
+        raise NobackfillError(
+            f"release {number} failed to activate: {event.message}. Remove the cause, then run the "
+            "command again"
+        )
     return event.message

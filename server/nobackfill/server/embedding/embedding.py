@@ -121,8 +121,8 @@ class Decoding:
             return
         if not self._expensive_calls.acquire(blocking=False):
             raise OverloadedError(
-                f"{_MAX_EXPENSIVE_CALLS} batches of large pictures are being decoded; try again "
-                "with a growing delay, or send smaller copies"
+                f"{_MAX_EXPENSIVE_CALLS} calls with large pictures are being decoded, as many as "
+                "the gateway accepts; try again with a growing delay, or send smaller copies"
             )
         try:
             yield
@@ -254,15 +254,29 @@ class Models(Protocol):
         ...
 
     def load(self, manifest: Manifest) -> None:
-        """Load a release, and return once it is ready; do nothing if it is loaded."""
+        """Load a release, and return once it is ready; do nothing if it is loaded.
+
+        Raises:
+            UnavailableError: the model server does not answer, or cannot load a model.
+            VerificationError: a model file does not match its signed digest.
+            DeadlineError: the call's time is over.
+        """
         ...
 
     def want(self, manifest: Manifest) -> None:
-        """Load a release now, or as soon as the model server is there; never wait for it."""
+        """Load a release now if the model server answers, else once it does; do not wait for it.
+
+        A model that cannot be loaded is logged, and tried again.
+
+        Raises:
+            VerificationError: a model file does not match its signed digest.
+        """
         ...
 
     def unload(self, release: int) -> None:
-        """Free a release that no caller uses any more."""
+        """Free the models of a release that no caller uses any more; an unknown release is
+        ignored.
+        """
         ...
 
     def embed(self, manifest: Manifest, images: Images) -> Vectors:
@@ -306,11 +320,11 @@ class Models(Protocol):
         ...
 
     def ready(self) -> bool:
-        """Tell whether images can be embedded now."""
+        """Tell whether images can be embedded now, without waiting."""
         ...
 
     def close(self) -> None:
-        """Stop what `start` has started."""
+        """Stop what `start` has started, and free all models; call it once."""
         ...
 
 
@@ -334,9 +348,13 @@ class InProcessModels:
         self._loaded: dict[int, _LoadedModels] = {}
 
     def start(self) -> None:
-        pass
+        """Do nothing: this process runs the models."""
 
     def load(self, manifest: Manifest) -> None:
+        """Load a release, and return once it is ready; do nothing if it is loaded.
+
+        See Models.load.
+        """
         with self._lock:
             if manifest.release in self._loaded:
                 return
@@ -348,32 +366,39 @@ class InProcessModels:
         log.info("loaded in process", release=manifest.release)
 
     def want(self, manifest: Manifest) -> None:
+        """Load a release, and return once it is ready, as `load` does."""
         self.load(manifest)
 
     def unload(self, release: int) -> None:
+        """Free a release that no caller uses any more; see Models.unload."""
         with self._lock:
             self._loaded.pop(release, None)
 
     def embed(self, manifest: Manifest, images: Images) -> Vectors:
+        """Embed images; see Models.embed."""
         model = self._models(manifest).images
         if model is None:
             raise manifest.no_images_error()
         return model.run(images)
 
     def texts(self, manifest: Manifest, texts: Sequence[str], role: TextRole) -> Vectors:
+        """Embed texts; see Models.texts."""
         model = self._models(manifest).texts
         if model is None:
             raise manifest.no_texts_error()
         return model.run(texts, role)
 
     def side(self, manifest: Manifest, images: Images) -> Vectors | None:
+        """Compute the side-information of images; see Models.side."""
         encoder = self._models(manifest).side
         return encoder.run(images) if encoder is not None else None
 
     def ready(self) -> bool:
+        """Return True: this process runs the models."""
         return True
 
     def close(self) -> None:
+        """Free all models; a later embedding raises UnavailableError."""
         self._loaded.clear()
 
     def _models(self, manifest: Manifest) -> _LoadedModels:
@@ -381,7 +406,8 @@ class InProcessModels:
             return self._loaded[manifest.release]
         except KeyError:
             raise UnavailableError(
-                f"the models of release {manifest.release} are not loaded"
+                f"the models of release {manifest.release} are not loaded in this gateway; try "
+                "again in a few seconds"
             ) from None
 
 
@@ -466,7 +492,9 @@ class Batcher(Generic[Query, Answer]):
         with self._lock:
             if entry in self._waiting:
                 self._waiting.remove(entry)
-                raise DeadlineError("the call's deadline passed in the queue; allow more time")
+                raise DeadlineError(
+                    "the call's deadline passed while it waited to be embedded; allow more time"
+                )
         # Its batch began to run, or it became the leader, just now.
         entry.turn.acquire()
 
@@ -782,7 +810,7 @@ def _in_chunks(run: Callable[[Images], Vectors], images: Sequence[Pixels]) -> Ve
     return np.concatenate(parts)
 
 
-Of = TypeVar("Of")
+Owner = TypeVar("Owner")
 
 # While one batch is in the model server, another of the same release is sent once it has _ENOUGH
 # images: a call takes a millisecond, with one image or with sixteen.
@@ -796,10 +824,20 @@ _MAX_DECODE, _DECODE_SECONDS = 16, 0.004
 
 
 @dataclass(eq=False)
-class QueuedImage(Generic[Of]):
-    """Hold an image to embed; `of` identifies its call, `deadline` is on the monotonic clock."""
+class QueuedImage(Generic[Owner]):
+    """Hold an image to embed.
 
-    of: Of
+    Attributes:
+        of: identifies the call that the image belongs to.
+        manifest: the release whose model embeds it.
+        image: the encoded image.
+        deadline: latest time for the vector, on the monotonic clock.
+        is_wanted: tells whether the caller still waits.
+        pixels: the decoded image; None before.
+        decoded: when it was decoded, on the monotonic clock; 0 before.
+    """
+
+    of: Owner
     manifest: Manifest
     image: bytes
     deadline: float
@@ -808,14 +846,14 @@ class QueuedImage(Generic[Of]):
     decoded: float = 0.0
 
 
-class ImageQueue(Generic[Of]):
+class ImageQueue(Generic[Owner]):
     """Decode images, embed them in batches, and pass the vectors on."""
 
     def __init__(
         self,
         embedding: Embedding,
         metrics: Metrics,
-        answer: Callable[[Sequence[tuple[QueuedImage[Of], Vectors | None]]], None],
+        answer: Callable[[Sequence[tuple[QueuedImage[Owner], Vectors | None]]], None],
     ) -> None:
         """Start the threads.
 
@@ -830,8 +868,8 @@ class ImageQueue(Generic[Of]):
         self._observe = metrics.batch_size.labels("embed").observe
         self._answer = answer
         self._changed = threading.Condition()
-        self._encoded: deque[QueuedImage[Of]] = deque()
-        self._decoded: deque[QueuedImage[Of]] = deque()
+        self._encoded: deque[QueuedImage[Owner]] = deque()
+        self._decoded: deque[QueuedImage[Owner]] = deque()
         self._cores = len(os.sched_getaffinity(0))
         self._decoding = 0
         # The releases whose models are called now.
@@ -844,7 +882,7 @@ class ImageQueue(Generic[Of]):
         for thread in self._threads:
             thread.start()
 
-    def add(self, waiting: QueuedImage[Of]) -> None:
+    def add(self, waiting: QueuedImage[Owner]) -> None:
         """Add an image, without waiting; `begin` follows once all images that came together were
         added.
         """
@@ -913,17 +951,17 @@ class ImageQueue(Generic[Of]):
                 return release
         return None
 
-    def _batch(self, release: int) -> list[QueuedImage[Of]]:
-        batch: list[QueuedImage[Of]] = []
-        others: deque[QueuedImage[Of]] = deque()
+    def _batch(self, release: int) -> list[QueuedImage[Owner]]:
+        batch: list[QueuedImage[Owner]] = []
+        others: deque[QueuedImage[Owner]] = deque()
         for image in self._decoded:
             fits = image.manifest.release == release and len(batch) < LARGEST_BATCH
             (batch if fits else others).append(image)
         self._decoded = others
         return batch
 
-    def _decode(self, images: Sequence[QueuedImage[Of]]) -> None:
-        began, decoded = time.monotonic(), list[QueuedImage[Of]]()
+    def _decode(self, images: Sequence[QueuedImage[Owner]]) -> None:
+        began, decoded = time.monotonic(), list[QueuedImage[Owner]]()
         try:
             for image in images:
                 decoded.append(image)
@@ -938,14 +976,14 @@ class ImageQueue(Generic[Of]):
                 self._decoded += [image for image in decoded if image.pixels is not None]
             self._answer([(image, None) for image in decoded if image.pixels is None])
 
-    def _pixels(self, image: QueuedImage[Of]) -> Pixels | None:
+    def _pixels(self, image: QueuedImage[Owner]) -> Pixels | None:
         try:
             return decode_if_cheap(image.image, image.manifest.frame) if image.is_wanted() else None
         except NobackfillError:
             return None  # the call's own thread gets the error
 
-    def _embed(self, batch: Sequence[QueuedImage[Of]]) -> None:
-        rows: dict[QueuedImage[Of], Row] = {}
+    def _embed(self, batch: Sequence[QueuedImage[Owner]]) -> None:
+        rows: dict[QueuedImage[Owner], Row] = {}
         try:
             # Some callers may have left by now.
             wanted = [image for image in batch if image.is_wanted()]

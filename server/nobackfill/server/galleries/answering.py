@@ -244,8 +244,11 @@ class Searching:
             NeedsImageError: the gallery lives in two spaces and needs an image or both embeddings.
             ReleaseRetiredError: queries of the embedding's release are no longer answered.
             NotFoundError: the gallery was deleted.
-            UnavailableError: the model server, or the database, does not answer.
+            UnavailableError: the model server, or the database, does not answer; or this gateway
+                cannot follow another one that changed the gallery (OutdatedError).
             DeadlineError: the call's time is over.
+            CancelledError: the caller has cancelled the call.
+            BusyError: the database is busy.
         """
         return single_answer(
             self._answer(hosted, SearchRequest((query,), k, filtered, ef, single=True))
@@ -285,7 +288,10 @@ class Searching:
             except OutdatedError:
                 self._state.catch_up()
                 if hosted.is_closing:
-                    raise NotFoundError(f"gallery {hosted.name!r} was deleted") from None
+                    raise NotFoundError(
+                        f"gallery {hosted.name!r} was deleted during the search; `gateway gallery "
+                        "list` shows the others"
+                    ) from None
                 if hosted.plan is plan_before:
                     raise
 
@@ -548,17 +554,23 @@ def vector_of(manifest: Manifest, query: ByEmbedding) -> Vectors:
 
     Its values are checked later, when it is searched together with others.
 
+    Args:
+        manifest: the release.
+        query: embeddings by space; one of them is in the release's space.
+
     Returns:
         float32 [1, dim].
 
     Raises:
         InvalidInputError: the embedding has the wrong size.
+        KeyError: the query has no embedding in the release's space.
     """
     dim, values = manifest.embedder.dim, query[manifest.space]
     if len(values) != 4 * dim:
         raise InvalidInputError(
-            f"query of release {manifest.release}: expected {4 * dim} bytes (float32, dimension "
-            f"{dim}), got {len(values)}"
+            f"query: expected an embedding of release {manifest.release}, which has {4 * dim} "
+            f"bytes (float32, dimension {dim}), got {len(values)} bytes; embed the query with that "
+            "release"
         )
     return np.frombuffer(values, "<f4").reshape(1, dim)
 
@@ -609,8 +621,8 @@ class SpaceChoice:
         if answering.space in query:
             missing = [p.query for p in self._parts if p.query.space not in query]
             raise NeedsImageError(
-                "the gallery is being upgraded and lives in two spaces; send the image, or an "
-                f"embedding of each of releases {answering.release} and "
+                "query: the gallery is being upgraded and has vectors of two releases; send the "
+                f"image, or an embedding of each of releases {answering.release} and "
                 f"{', '.join(str(m.release) for m in missing)}"
             )
         active, spaces = self._parts[-1], self._catalog.spaces
@@ -632,14 +644,15 @@ class SpaceChoice:
             return _retired(max(known))
         origin = f"release {max(known)}" if known else "no release known here"
         return IncompatibleSpaceError(
-            f"the gallery answers queries of release {answering}, the embedding is of {origin}; "
-            f"embed the query with release {answering}, or send the image"
+            f"query: expected an embedding of release {answering}, which answers in this gallery, "
+            f"got one of {origin}; embed the query with release {answering}, or send the image"
         )
 
 
 def _retired(release: int) -> ReleaseRetiredError:
     return ReleaseRetiredError(
-        f"queries of release {release} are no longer answered; embed with the active release"
+        f"query: embeddings of release {release} are no longer answered, because its announced end "
+        "has passed; embed the query with the active release, which `gateway releases` shows"
     )
 
 
@@ -1227,7 +1240,7 @@ class _ImageQuery:
     def end(self, answer: bytes | None) -> None:
         """Answer the call, None for another thread, and leave the gallery and the plan."""
         _leave(self.hosted, self.plan)
-        self.call.done(answer)
+        self.call.complete(answer)
 
 
 class ImageAnswers:
@@ -1277,7 +1290,7 @@ class ImageAnswers:
         if plan is None or part is None:
             if plan is not None:
                 _leave(hosted, plan)
-            call.done(None)
+            call.complete(None)
             return
         query = _ImageQuery(hosted, plan, part, k, farthest, call)
         self._queue.add(QueuedImage(query, part.query, image, call.deadline, call.is_wanted))

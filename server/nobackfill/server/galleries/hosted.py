@@ -226,7 +226,12 @@ class WriteLock:
 
 @dataclass(frozen=True)
 class Allowance:
-    """Limit the galleries of a token to `items` items in total."""
+    """Limit the number of items in the galleries of a token.
+
+    Attributes:
+        galleries: names of the galleries.
+        items: most items that they may have in total.
+    """
 
     galleries: frozenset[str]
     items: int
@@ -245,7 +250,7 @@ class Allowance:
             raise ItemQuotaError(
                 f"expected at most {self.items} items in {join_few(sorted(self.galleries))} for "
                 f"this token, found {present} and {new} new ones; delete some items, or ask the "
-                "operator for a larger quota"
+                "operator to raise items=N in the tokens file"
             )
 
 
@@ -310,8 +315,10 @@ class Speed:
         return self._typical < _FAST_SECONDS and is_light(snapshot)
 
     def record_attempt(self, *, in_memory: bool) -> None:
-        """Record a search on the receiving thread; `whole` tells whether all its items were in
-        memory.
+        """Record a search on the receiving thread.
+
+        Args:
+            in_memory: whether all its items were in memory.
         """
         self._in_memory += _MEMORY_SMOOTHING * (in_memory - self._in_memory)
 
@@ -421,7 +428,8 @@ class Hosted(ABC):
         if missing := {info.spec.release for info in spaces} - set(manifests):
             raise ConfigurationError(
                 f"gallery {self.name!r} has vectors of release {max(missing)}, which is not "
-                "published here; start with the --model-repo that has this release"
+                "published in this gateway's --model-repo; start `gateway serve --model-repo "
+                "FOLDER` with a folder that has this release"
             )
         source, both = self.state(SOURCE) is not None, bool(self.state(BOTH))
         new = make_plan(
@@ -546,9 +554,12 @@ class Hosted(ABC):
         """
 
     def drop(self, space: str) -> None:
-        """Delete a space that no plan uses.
+        """Delete a space that no plan uses, with its vectors and its index file.
 
         Raises:
+            IncompatibleSpaceError: the gallery does not have the space.
+            PreconditionError: the space is the active one.
+            BusyError: the store is locked for too long.
             CannotWriteError: the store cannot be written.
         """
         self.store.drop(space)
@@ -561,7 +572,13 @@ class Hosted(ABC):
             return self._spaces
 
     def state(self, key: str) -> Any:
-        """Return a small JSON value that is stored with the gallery; None without one."""
+        """Return a small JSON value that is stored with the gallery; None without one.
+
+        It is cached until this process or, in a shared database, another gateway changes it.
+
+        Raises:
+            UnavailableError: the database does not answer.
+        """
         with self._lock:
             if self._state is None:
                 self._state = self.store.state()
@@ -753,7 +770,8 @@ class GalleryRegistry:
             name, reason = next(iter(self._reasons.items()))
             raise VerificationError(
                 f"none of the {len(self._reasons)} galleries can be served; the first is {name!r}: "
-                f"{reason}"
+                f"{reason}. Restore the data folder with `gateway data restore`, or start with the "
+                "--model-repo and --data that belong together"
             )
         self._hosted = hosted
 
@@ -801,9 +819,14 @@ class GalleryRegistry:
         Args:
             name: the gallery.
 
+        Yields:
+            The gallery. If the block raises GoneError or OutdatedError, and a table of the gallery
+            is missing, the gallery is set aside.
+
         Raises:
             NotFoundError: no gallery has this name, or it is being deleted.
             VerificationError: the gallery is set aside.
+            UnavailableError: the database does not answer.
         """
         hosted = self.get(name)
         if hosted.is_closing or not hosted.users.enter():
@@ -860,19 +883,22 @@ class GalleryRegistry:
             yield galleries
 
     def get(self, name: str) -> Hosted:
-        """Return a gallery without counting as its user.
+        """Return a gallery without counting as its user; it may be closed at any moment.
+
+        In a shared database, an unknown name makes this gateway follow the others first.
 
         Raises:
             NotFoundError: no gallery has this name.
             VerificationError: the gallery is set aside.
+            UnavailableError: the database does not answer.
         """
         if self._state.shared and name not in self.names():
             # Another gateway may have created it a moment ago.
             self._state.catch_up()
         if reason := self._reasons.get(name):
             raise VerificationError(
-                f"gallery {name!r} is set aside: {reason}; restore it from a backup and restart "
-                "the gateway, or delete the gallery"
+                f"gallery {name!r} is set aside (not served): {reason}; restore it from a backup "
+                f"and restart the gateway, or run `gateway gallery delete {name} --yes`"
             )
         if hosted := self._hosted.get(name):
             return hosted
@@ -896,11 +922,14 @@ class GalleryRegistry:
         specs = [SpaceSpec.of(self._catalog.manifest(release)) for release in releases]
         if not NAME.match(name):
             raise InvalidInputError(
-                f"expected a gallery name of 1 to 64 of a-z, 0-9, '-', '_', got {name[:80]!r}"
+                "name: expected a gallery name of 1 to 64 characters of a-z, 0-9, '-' and '_', "
+                f"got {name[:80]!r}"
             )
         with self._lock_names():
             if name in self.names():
-                raise AlreadyExistsError(f"gallery {name!r} exists already")
+                raise AlreadyExistsError(
+                    f"gallery {name!r} exists already; choose another name, or put items into it"
+                )
             self._home.create(name, specs, {CREATED: time.time()})
             hosted = self._open(name)
             hosted.wake()
@@ -974,7 +1003,10 @@ class GalleryRegistry:
         try:
             check_lock_order(Level.GALLERY, name)
             if not hosted.users.close(_DRAIN_SECONDS):
-                raise BusyError(f"gallery {name!r} is still in use; try again later")
+                raise BusyError(
+                    f"gallery {name!r} cannot be deleted: calls have used it for "
+                    f"{_DRAIN_SECONDS:.0f} seconds; try again when they have ended"
+                )
             with self._lock_names():
                 hosted.store.suspend()
                 finish = self._home.remove(name)

@@ -182,6 +182,8 @@ class HostedInDatabase(Hosted):
         digests: Sequence[str | None], metadata: Sequence[Metadata | None],
         allowance: Allowance | None = None,
     ) -> None:  # fmt: skip
+        """Store items whose vectors were made for a plan; see Hosted.put."""
+
         def put() -> None:
             if allowance is not None:
                 present = count_locked(database, allowance.galleries)
@@ -200,7 +202,9 @@ class HostedInDatabase(Hosted):
         try:
             return self._gallery.items(labels, space)
         except (IncompatibleSpaceError, NotFoundError) as error:
-            raise OutdatedError("another gateway has deleted a space; try again") from error
+            raise OutdatedError(
+                f"another gateway has deleted a space of gallery {self.name!r}; try again"
+            ) from error
 
     def _count(self, space: str | None) -> int:
         now = time.monotonic()
@@ -249,7 +253,9 @@ class HostedInDatabase(Hosted):
             return [self._best(*pair, k) for pair in zip(parts, neighbours, strict=True)]
         except NotFoundError as error:
             # A table was dropped after the plan was made, or the gallery was deleted.
-            raise OutdatedError("another gateway has deleted a space; try again") from error
+            raise OutdatedError(
+                f"another gateway has deleted a space of gallery {self.name!r}; try again"
+            ) from error
 
     def _best(self, part: PlanPart, neighbours: Neighbours, k: int) -> Neighbours:
         """Return the `k` best neighbours along the part's scale; the nearest without one."""
@@ -270,13 +276,16 @@ class HostedInDatabase(Hosted):
             width = self._widths.get(space, EF)
             return SpaceTable(self._gallery.schema, space_of(spaces, space), excluded_space, width)
         except IncompatibleSpaceError as error:
-            raise OutdatedError("another gateway has deleted a space; try again") from error
+            raise OutdatedError(
+                f"another gateway has deleted a space of gallery {self.name!r}; try again"
+            ) from error
 
     def compares(self, part: PlanPart, ef: int) -> bool:
         """Tell whether a search of a part reads every vector."""
         return compares(self._table(part.space).spec, ef)
 
     def check_complete(self) -> None:
+        """Check that no part of the gallery is missing; see Hosted.check_complete."""
         missing = self._gallery.missing_table()
         if missing is not None:
             raise DamagedError(
@@ -312,14 +321,18 @@ class DatabaseHome:
         """Do nothing: a gallery is created in one transaction."""
 
     def names(self) -> list[str]:
+        """Return the names of all galleries, in order; see Home.names."""
         return self._galleries.names()
 
     def open(self, name: str) -> Hosted:
+        """Open a gallery; see Home.open."""
         return HostedInDatabase(name, self._scratch / name, self._galleries.open(name))
 
     def create(self, name: str, specs: Sequence[SpaceSpec], state: Mapping[str, Any]) -> None:
+        """Create a gallery atomically; see Home.create."""
         self._galleries.create(name, specs, state)
 
     def remove(self, name: str) -> Callable[[], None]:
+        """Remove a gallery that nobody uses, atomically; see Home.remove."""
         self._galleries.delete(name)
         return lambda: None

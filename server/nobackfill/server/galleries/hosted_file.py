@@ -53,9 +53,15 @@ _HITS_TAG = b"\x0a"
 class HitBytes(NamedTuple):
     """Hold the encoded parts of one item's hit in one space.
 
-    A hit is `scored`, or `plain` without a score, followed by distance and score, followed by
-    `rest`. `beyond` replaces `scored` if the distance is beyond the calibration; the hit then ends
-    with that field. `origin` is the protocol's value.
+    A hit begins with one of three heads. Distance and score follow, then `tail`, and after the head
+    `beyond` the field beyond_calibration.
+
+    Attributes:
+        scored: head of a hit with a score.
+        plain: head of a hit without a score.
+        tail: release, origin and metadata.
+        origin: the origin in the protocol's values.
+        beyond: head of a hit whose distance is beyond the calibration.
     """
 
     scored: bytes
@@ -159,8 +165,8 @@ class ItemCache:
         Returns:
             The items in the order of `labels`; None for deleted ones.
         """
-        cacheded_hits = self._items
-        items = [cacheded_hits.get(label) for label in labels]
+        cached_items = self._items
+        items = [cached_items.get(label) for label in labels]
         missing = [label for label, item in zip(labels, items, strict=True) if item is None]
         if not missing:
             return items
@@ -189,10 +195,10 @@ class ItemCache:
         Returns:
             The hits in the order of `labels`; None if an item is not cached or has no vector.
         """
-        encodeded_hits = self._encoded
+        encoded_hits = self._encoded
         hits: list[HitBytes] = []
         for label in labels:
-            hit = encodeded_hits.get(label)
+            hit = encoded_hits.get(label)
             if hit is None:
                 item = self._items.get(label)
                 hit = None if item is None else make(item)
@@ -200,7 +206,7 @@ class ItemCache:
                     return None
                 with self._lock:
                     if self._items.get(label) is item:
-                        encodeded_hits[label] = hit
+                        encoded_hits[label] = hit
             hits.append(hit)
         return hits
 
@@ -280,6 +286,7 @@ class HostedInFile(Hosted):
         """Do nothing: a file has no parts that can be missing."""
 
     def wake(self) -> None:
+        """Make the views that the plan searches, unless they exist; see Hosted.wake."""
         if not self._views:
             self._wake(self.plan)
 
@@ -317,9 +324,11 @@ class HostedInFile(Hosted):
             return view
 
     def views(self) -> Mapping[str, LiveView]:
+        """Return the live views in this process, by space; see Hosted.views."""
         return self._views
 
     def items(self, labels: list[int], space: str) -> list[StoredItem | None]:
+        """Read items as a space shows them; see Hosted.items."""
         return self.items_of(space).get(labels)
 
     def items_of(self, space: str) -> ItemCache:
@@ -338,6 +347,7 @@ class HostedInFile(Hosted):
         matches: Matches | None,
         ef: int,
     ) -> list[Neighbours]:
+        """Search some parts of the gallery; see Hosted.search."""
         snapshots = self._snapshots(parts)
         neighbours = [
             self.best(part, snapshot, column, k, matches, ef)
@@ -401,10 +411,16 @@ class HostedInFile(Hosted):
         return self._remainder[2]
 
     def compares(self, part: PlanPart, ef: int) -> bool:
+        """Tell whether a search of a part compares every vector instead of using a graph; see
+        Hosted.compares.
+        """
         base = self.view(part.space).snapshot().base
         return isinstance(base.index, ExactIndex) or ef >= len(base.index.labels)
 
     def expect(self, space: str) -> None:
+        """Load a space that is about to be searched, before a switch makes puts wait; see
+        Hosted.expect.
+        """
         self.view(space)
 
     def make_ready(self, space: str, check_stop: Callable[[], None]) -> None:
@@ -422,6 +438,9 @@ class HostedInFile(Hosted):
         self._inherit_index(space, view, source, check_stop)
 
     def forget_views(self, plan: Plan) -> None:
+        """Free the views that a plan does not search; no older plan may be in use; see
+        Hosted.forget_views.
+        """
         self._remainder = None
         check_lock_order(Level.VIEW, self.name)
         with self._views_lock:
@@ -438,10 +457,15 @@ class HostedInFile(Hosted):
             self.ready = {}
 
     def drop(self, space: str) -> None:
+        """Delete a space that no plan uses, with its vectors and its index file.
+
+        See Hosted.drop.
+        """
         super().drop(space)
         self.index_path(space).unlink(missing_ok=True)
 
     def close(self) -> None:
+        """Close the store; no call may use the gallery; see Hosted.close."""
         self.origins.retain(())
         for view in self.views().values():
             view.close()
@@ -532,7 +556,7 @@ def needs_index(view: LiveView) -> bool:
 
 
 def tune(base: Index, view: LiveView, check_stop: Callable[[], None]) -> Index:
-    """Tune a graph for the queries that were really asked.
+    """Tune a graph for a sample of the queries that callers sent.
 
     Args:
         base: the index of the view.
@@ -540,7 +564,7 @@ def tune(base: Index, view: LiveView, check_stop: Callable[[], None]) -> Index:
         check_stop: called often; it may raise to stop.
 
     Returns:
-        A graph with a suitable search width; `base` if it is no graph, or nothing was asked.
+        A graph with a suitable search width; `base` if it is no graph, or there were no queries.
     """
     queries = view.query_sample.sample()
     if not isinstance(base, HnswIndex) or not len(queries):
@@ -655,16 +679,21 @@ class FileHome:
         self._residents = residents
 
     def sweep(self) -> None:
+        """Remove what an interrupted creation or deletion left, before any gallery is opened; see
+        Home.sweep.
+        """
         durable.make_dir(self._folder, 0o700)
         durable.remove_temporary_files(self._folder)
 
     def names(self) -> list[str]:
+        """Return the names of all galleries, in order; see Home.names."""
         if not self._folder.is_dir():
             return []
         folders = sorted(self._folder.iterdir())
         return [path.name for path in folders if NAME.match(path.name) and (path / _FILE).is_file()]
 
     def open(self, name: str) -> Hosted:
+        """Open a gallery; see Home.open."""
         folder = self._folder / name
         store = SqliteGallery.open(folder / _FILE, self._residents)
         try:
@@ -674,6 +703,7 @@ class FileHome:
             raise
 
     def create(self, name: str, specs: Sequence[SpaceSpec], state: Mapping[str, Any]) -> None:
+        """Create a gallery atomically; see Home.create."""
         unfinished = self._unfinished(name)
         durable.make_dir(unfinished, 0o700)
         with SqliteGallery.create(unfinished / _FILE, specs[0]) as store:
@@ -684,6 +714,7 @@ class FileHome:
         durable.publish_dir(unfinished, self._folder / name)
 
     def remove(self, name: str) -> Callable[[], None]:
+        """Remove a gallery that nobody uses, atomically; see Home.remove."""
         removed = self._unfinished(name)
         durable.publish_dir(self._folder / name, removed)
         return lambda: durable.remove_tree(removed)

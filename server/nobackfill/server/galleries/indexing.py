@@ -232,21 +232,20 @@ class IndexCounts:
         graph: vectors in a graph.
         exact: vectors that every search compares, in a space without a graph.
         delta: vectors outside the graph, which every search compares.
-        due: a graph of all vectors is to be built.
+        needs_graph: a new graph of all vectors will be built in the background.
     """
 
     graph: int
     exact: int
     delta: int
-    due: bool = False
+    needs_graph: bool = False
 
 
 def count_index(view: LiveView) -> IndexCounts:
-    """Count the vectors of a view by how they are searched, and tell whether a graph is due.
-
-    Vectors are in the graph, outside it, or in a space without a graph.
+    """Count the vectors of a view by how they are searched, and tell whether a new graph will be
+    built.
     """
-    return replace(_counts(view.snapshot()), due=needs_index(view))
+    return replace(_counts(view.snapshot()), needs_graph=needs_index(view))
 
 
 def _counts(snapshot: Snapshot) -> IndexCounts:

@@ -38,10 +38,13 @@ from nobackfill.vectors import vector_from_bytes
 
 @dataclass(frozen=True)
 class BareVectors:
-    """Hold vectors that were made elsewhere: little-endian float32 bytes with the ids of their
-    spaces.
+    """Hold an item's vectors that another program computed; they are checked when they are put.
 
-    `side_space` and `side` are None without side-information.
+    Attributes:
+        space: id of the embedding's space.
+        embedding: little-endian float32 values.
+        side_space: id of the side-information's space; None without side-information.
+        side: little-endian float32 values; None without side-information.
     """
 
     space: str
@@ -85,8 +88,8 @@ class PutOutcome:
     """Report a put.
 
     Attributes:
-        stored: number of items that are durable.
-        refused: id and reason of each other item.
+        stored_count: number of items that are durable.
+        refusals: id, cut to the longest valid length, and reason of each other item.
     """
 
     stored_count: int = 0
@@ -128,11 +131,13 @@ class ItemWriter:
     ) -> PutOutcome:
         """Store the items that can be stored; returns once they are durable.
 
-        Items that were stored before an error stay; putting all of them again is safe.
+        Items that were stored before an error stay; putting all of them again is safe. An item with
+        the same content as the stored one keeps its vectors. The last of several items with one
+        id wins. If another gateway changed the gallery meanwhile, the items are embedded again.
 
         Args:
             hosted: the gallery.
-            items: the items.
+            items: the items; none are fine.
             allowance: limit of the caller's items; None means no limit.
 
         Returns:
@@ -277,8 +282,9 @@ class ItemWriter:
         manifest = next((m for m in plan.writes if m.space == bare.space), None)
         if manifest is None or bare.space not in plan.accepts:
             raise IncompatibleSpaceError(
-                f"expected vectors of release {plan.query.release}, or an image; found vectors of "
-                "another space"
+                f"item: expected an embedding in the space of release {plan.query.release}, or an "
+                f"image, got an embedding of space {bare.space[:64]!r}; embed the item with "
+                f"release {plan.query.release}"
             )
         spec, encoder = manifest.embedder, manifest.side_encoder
         name = f"embedding of release {manifest.release}"
@@ -287,8 +293,9 @@ class ItemWriter:
         if bare.side is not None:
             if encoder is None or bare.side_space != manifest.side_space:
                 raise IncompatibleSpaceError(
-                    f"expected side-information of release {manifest.release}, found that of "
-                    "another space"
+                    f"item: expected side-information in the space that release {manifest.release} "
+                    f"uses, got space {(bare.side_space or '')[:64]!r}; compute it with the "
+                    "side-information encoder of that release, or leave it out"
                 )
             name = f"side-information of release {manifest.release}"
             side = vector_from_bytes(bare.side, encoder.dim, what=name)
@@ -298,8 +305,9 @@ class ItemWriter:
         runner = self._runner_of(manifest, plan.query, None if side is None else bare.side_space)
         if runner is None:
             raise IncompatibleSpaceError(
-                f"no published upgrade leads from release {manifest.release} to release "
-                f"{plan.query.release} with this side-information; send the image instead"
+                f"item: got vectors of release {manifest.release}, but no published upgrade leads "
+                f"from it to release {plan.query.release} with this side-information; send the "
+                "image instead"
             )
         upgraded = runner.run(embedding, side)
         return (
@@ -391,13 +399,14 @@ class Quotas:
         Args:
             principal: the caller, who may write to the gallery.
             gallery: the gallery.
-            ids: ids of the items.
+            ids: ids of the items; items that the gallery has already need no room.
 
         Yields:
-            The allowance that a shared store must check itself; None if it need not.
+            The allowance that the store itself must check, because other gateways may put at the
+            same time; None if the caller has no quota, or much room is left.
 
         Raises:
-            ItemQuotaError: too many of the items are new.
+            ItemQuotaError: too many of the items are new; nothing is reserved.
             NotFoundError: no gallery has this name.
             DeadlineError: the call's time is over.
             CancelledError: the caller has cancelled the call.

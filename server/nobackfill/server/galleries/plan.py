@@ -68,9 +68,13 @@ class RankedHit(NamedTuple):
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Hold the hits of one query, nearest first, and the space that answered it.
+    """Hold the answer to one query.
 
-    `request_id` identifies the answer for feedback; it is empty without a canary.
+    Attributes:
+        hits: the hits, best first; may be empty.
+        release: the release whose model embedded the query.
+        space: id of the space that answered.
+        request_id: identifies the answer for feedback; empty without a canary.
     """
 
     hits: list[RankedHit]
@@ -80,7 +84,12 @@ class SearchResult:
 
 
 class Score(NamedTuple):
-    """Hold a calibrated probability; `beyond` is True if the calibration saw no such distance."""
+    """Hold a calibrated probability.
+
+    Attributes:
+        value: probability of a match, 0 to 1.
+        beyond: True if the calibration saw no such distance, so that the value is a bound.
+    """
 
     value: float
     beyond: bool
@@ -154,7 +163,12 @@ class Answerer(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Both:
-    """Hold the previous space, and the weights by which both models rank migrated items."""
+    """Hold what rank fusion of both models needs.
+
+    Attributes:
+        part: the previous model's space.
+        joint: weights of the two models' distances.
+    """
 
     part: PlanPart
     joint: JointDistance
@@ -275,7 +289,11 @@ def make_plan(
         rollout: rollout of the staging space; CANARY once that is complete; None without one.
         epoch: the gallery's epoch.
         source: items can be re-embedded from a source.
-        both: the previous model helps to rank migrated items.
+        both: the previous model helps to rank migrated items; it does so only without a source, a
+            canary and a second searched space, and if the release has weights.
+
+    Raises:
+        KeyError: a space belongs to a release that `manifests` lacks.
     """
     active = next(info.spec for info in spaces if info.state == "active")
     previous = [

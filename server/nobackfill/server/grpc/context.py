@@ -75,8 +75,9 @@ class Rate:
             self._updated = now
             if self._available < 1:
                 raise OverloadedError(
-                    f"expected at most {self.limit:g} calls a second under the name {self._name}; "
-                    "try again with a growing delay, or ask the operator for a higher rate"
+                    f"expected at most {self.limit:g} calls a second under the name {self._name} "
+                    "of this token, got more; try again with a growing delay, or ask the operator "
+                    "to raise rate=N in the tokens file"
                 )
             self._available -= 1
 
@@ -144,7 +145,7 @@ class Tokens:
     """
 
     def __init__(self, path: Path) -> None:
-        """Read the file.
+        """Read the file; later it is read again at a call, at most once a second, if it changed.
 
         Raises:
             ConfigurationError: the file cannot be read, or a line is not valid; the error names the
@@ -180,25 +181,37 @@ class Tokens:
         return token.principal
 
     def confirm(self, authorization: str | None, principal: Principal) -> None:
-        """Check that a token still belongs to a caller.
+        """Check that a token still belongs to a caller; it is not counted for the rate.
+
+        Args:
+            authorization: the header `Bearer TOKEN`; None without one.
+            principal: the caller, from `principal`.
 
         Raises:
-            UnauthenticatedError: it was removed or changed, or has expired.
+            UnauthenticatedError: the token was removed, has expired, or has another name, role or
+                galleries now.
         """
         if self._find(authorization).principal != principal:
-            raise UnauthenticatedError("the token has another role now; call again")
+            raise UnauthenticatedError(
+                "the operator has changed the role or galleries of this token; call again"
+            )
 
     def _find(self, authorization: str | None) -> _Token:
         self._refresh()
         scheme, _, token = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not token:
-            raise UnauthenticatedError("expected metadata `authorization: Bearer TOKEN`")
+            raise UnauthenticatedError(
+                "expected call metadata `authorization: Bearer TOKEN`, got none or another form; "
+                "set NOBACKFILL_TOKEN_FILE to the file with your token"
+            )
         digest = hashlib.sha256(token.encode()).digest()
         # Looked up by its hash, so that timing reveals nothing about a token.
         entry = self._tokens.get(digest)
         if entry is not None and (entry.expires is None or datetime.now(UTC) < entry.expires):
             return entry
-        raise UnauthenticatedError("the token is unknown or has expired; ask for a new one")
+        raise UnauthenticatedError(
+            "the token is unknown to this gateway, or has expired; ask its operator for a new one"
+        )
 
     def _rate_of(self, name: str, limit: float) -> Rate:
         return self._rates.setdefault((name, limit), Rate(name, limit))
@@ -225,8 +238,14 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Confirmation:
-    """Check that a caller may continue; see Tokens.confirm. Confirmations of one token compare
-    equal.
+    """Check that a caller may continue, whenever it is called; see Tokens.confirm.
+
+    Confirmations of one token compare equal.
+
+    Attributes:
+        tokens: the tokens.
+        authorization: the header `Bearer TOKEN` of the call; None without one.
+        principal: the caller as of the beginning of the call.
     """
 
     tokens: Tokens
@@ -247,7 +266,10 @@ def _read(path: Path) -> tuple[tuple[int, int, int], Mapping[bytes, _Token]]:
     try:
         stamp, lines = _stamp(path), path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"cannot read the tokens file {path}: {error}") from error
+        raise ConfigurationError(
+            f"--tokens-file: cannot read the tokens file {path}: {error}; check its name and "
+            "permissions"
+        ) from error
     tokens: dict[bytes, _Token] = {}
     for number, line in enumerate(lines, 1):
         fields = line.partition("#")[0].split()
@@ -294,19 +316,19 @@ def _token(fields: list[str], where: str) -> _Token:
     return token
 
 
-def _rate(text: str, expected: str) -> float:
+def _rate(text: str, problem: str) -> float:
     try:
         number = float(text)
     except ValueError:
         number = 0.0
     if not 0 < number < 1e9:
-        raise ConfigurationError(f"{expected}; rate is a number of calls a second, got {text[:32]}")
+        raise ConfigurationError(f"{problem}; rate is a number of calls a second, got {text[:32]}")
     return number
 
 
-def _items(text: str, expected: str) -> int:
+def _items(text: str, problem: str) -> int:
     if not re.fullmatch(r"[0-9]{1,12}", text):
-        raise ConfigurationError(f"{expected}; items is a number of items, got {text[:32]}")
+        raise ConfigurationError(f"{problem}; items is a number of items, got {text[:32]}")
     return int(text)
 
 
@@ -395,7 +417,8 @@ def authorize(method: str, tokens: Tokens | None, authorization: str | None) -> 
     if principal.role not in roles:
         permitted = ", ".join(sorted(roles)) or "nobody"
         raise NotPermittedError(
-            f"role {principal.role} may not call {method}; it is for: {permitted}"
+            f"the token's role {principal.role} may not call {method}; roles that may: "
+            f"{permitted}. Use another token, or ask the operator for such a role"
         )
     return principal
 
@@ -482,7 +505,10 @@ class Call:
         """
         seconds = self.deadline - time.monotonic()
         if seconds <= 0:
-            raise DeadlineError("the call's deadline passed; allow more time, or ask for less")
+            raise DeadlineError(
+                "the call's deadline passed before its answer was ready; allow more time, or "
+                "request fewer items at once"
+            )
         return min(seconds, MAX_WAIT_SECONDS)
 
 

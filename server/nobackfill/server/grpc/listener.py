@@ -90,9 +90,9 @@ def needs_plain_server(settings: Settings) -> bool:
     host, _ = split_address(settings.address, "address")
     if not is_loopback(host) and not settings.plain_grpc_open:
         raise ConfigurationError(
-            f"address {settings.address} can be reached from other machines, and callers that send "
-            f"nothing can block a plain grpc.server ({reason}). Install the grpcio of "
-            "constraints.txt, listen on 127.0.0.1, or set plain_grpc_open"
+            f"address {settings.address} can be reached from other machines, but only a plain "
+            f"grpc.server can serve ({reason}), and callers that send nothing can block it. "
+            "Install the grpcio of constraints.txt, listen on 127.0.0.1, or set plain_grpc_open"
         )
     log.warning("serving with a plain grpc.server, more slowly", reason=reason)
     return True
@@ -161,7 +161,8 @@ def check_free(address: str, option: str) -> None:
 
 def _busy(address: str, option: str) -> BusyError:
     return BusyError(
-        f"address {address} cannot be used, another program may have it; set another with {option}"
+        f"address {address} cannot be used: another program may listen there, or this machine does "
+        f"not have that host; set another address with {option}"
     )
 
 
@@ -249,14 +250,19 @@ class Certificates:
             pair = self._key.read_bytes(), self._cert.read_bytes()
             authority = self._client_ca.read_bytes() if self._client_ca else None
             if self._stamps() != stamp:
-                raise ConfigurationError(f"{self._cert} is being replaced; try again")
+                raise ConfigurationError(
+                    f"--tls-cert: {self._cert} changed while it was read; start the gateway again "
+                    "when its replacement is complete"
+                )
         except ssl.SSLError as error:
             raise ConfigurationError(
-                f"{self._cert}, {self._key}: expected a certificate and its key in PEM ({error})"
+                f"--tls-cert {self._cert}, --tls-key {self._key}: expected a certificate and its "
+                f"own private key in PEM ({error}); name files that belong together"
             ) from error
         except OSError as error:
             raise ConfigurationError(
-                f"{error.filename}: cannot be read ({error.strerror})"
+                f"{error.filename}: this file of --tls-cert, --tls-key or --tls-client-ca cannot "
+                f"be read ({error.strerror}); check its name and permissions"
             ) from error
         return stamp, grpc.ssl_server_certificate_configuration([pair], authority)
 

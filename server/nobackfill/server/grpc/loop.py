@@ -378,8 +378,12 @@ _POLL_THREADS, _MAX_PER_METHOD = 4, 2
 
 
 class SourceNews(NamedTuple):
-    """Hold the newest message of a source; `number` counts messages from 1, and is 0 before the
-    first.
+    """Hold the newest message of a source.
+
+    Attributes:
+        number: counts messages from 1; 0 before the first.
+        message: the encoded message; None before the first.
+        is_last: True if no message follows.
     """
 
     number: int

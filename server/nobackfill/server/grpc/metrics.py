@@ -324,14 +324,15 @@ class Metrics:
 
         Raises:
             BusyError: the address cannot be used.
+            ValueError: it is not HOST:PORT.
         """
         host, port = split_address(address, "metrics_address")
         try:
             self._server = serve(host, port, self.registry, lambda: self.ready())
         except OSError as error:
             raise BusyError(
-                f"metrics address {address} cannot be used ({error.strerror}); "
-                "set another with --metrics-address; port 0 takes any free one"
+                f"metrics address {address} cannot be used ({error.strerror}): another program may "
+                "listen there; set another with --metrics-address (port 0 takes any free one)"
             ) from error
         self._thread = threading.Thread(
             target=self._server.serve_forever, name="metrics", daemon=True

@@ -161,10 +161,10 @@ class Lane:
         self._pool.submit(int)
 
     def enter(self, caller: str, role: Role) -> None:
-        """Take a place.
+        """Take a place, without waiting; `leave` must follow.
 
         Args:
-            caller: the caller.
+            caller: name of the caller's token, or its address.
             role: its role.
 
         Raises:
@@ -173,9 +173,10 @@ class Lane:
         """
         with self._lock:
             if self._callers[caller] >= self._caller_limit or not self._has_place(role):
+                kind = self.name if self.name.endswith("s") else f"{self.name} calls"
                 raise OverloadedError(
-                    f"expected at most {self.size.places} {self.name} at once and "
-                    f"{self._caller_limit} of one caller; try again with a growing delay"
+                    f"expected at most {self.size.places} {kind} at once and {self._caller_limit} "
+                    "of one caller, got more; try again with a growing delay"
                 )
             self._occupied += 1
             self._callers[caller] += 1
@@ -198,7 +199,7 @@ class Lane:
         return self._occupied + waiting < self.size.places
 
     def leave(self, caller: str, role: Role) -> None:
-        """Release a place."""
+        """Release a place that `enter` took for the same caller and role."""
         with self._lock:
             self._occupied -= 1
             self._roles[role] -= 1
@@ -227,7 +228,10 @@ class Lane:
             DeadlineError: the turn did not come in time.
         """
         if not self._turns.acquire(timeout=min(timeout_s, MAX_WAIT_SECONDS)):
-            raise DeadlineError("the call ended before its turn came; allow more time")
+            raise DeadlineError(
+                "the call's deadline passed before its turn came, because the gateway has much "
+                "work; allow more time, or try again later"
+            )
 
     def end_turn(self) -> None:
         """Let the next call work."""
@@ -242,7 +246,7 @@ class Lane:
         return self._occupied
 
     def close(self) -> None:
-        """Stop the threads once they are idle."""
+        """Stop the threads once they are idle; work that waits for a thread is dropped."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
@@ -334,7 +338,8 @@ def reader(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
             return parse(data)
         except DecodeError:
             raise InvalidInputError(
-                "the request is not the protocol's message; use the .proto files"
+                "expected a request message of this method, got bytes that cannot be decoded as "
+                "one; generate the client from the gateway's .proto files"
             ) from None
 
     return read
@@ -366,8 +371,8 @@ def _check_count(data: bytes, descriptor: Descriptor) -> None:
                 start = _varint(data, start)[1]
             elif kind in _GROUP:
                 raise InvalidInputError(
-                    f"expected fields of the protocol, got a group (field {tag >> 3}); use the "
-                    ".proto files"
+                    f"expected fields of the protocol, got a group (field {tag >> 3}); generate "
+                    "the client from the gateway's .proto files"
                 )
             start += length
             parts += 1
@@ -640,12 +645,13 @@ class Unanswered(NamedTuple):
     Attributes:
         deadline: latest time for the answer, on the monotonic clock.
         is_wanted: tells whether the caller still waits.
-        done: takes the encoded answer, once; None means that the call needs a thread of its own.
+        complete: takes the encoded answer, once; None means that the call needs a thread of its
+            own.
     """
 
     deadline: float
     is_wanted: Callable[[], bool]
-    done: Callable[[bytes | None], None]
+    complete: Callable[[bytes | None], None]
 
 
 class Later(NamedTuple):
@@ -674,13 +680,29 @@ class _Status(
 
 @dataclass(frozen=True)
 class Kind:
-    """Hold what all calls of one method share."""
+    """Hold what all calls of one method share.
+
+    Attributes:
+        method: /package.Service/Method.
+        behavior: the service's method.
+        read: decodes a message; raises InvalidInputError and TooLargeError.
+        write: encodes an answer.
+        reads_stream: the client sends several messages.
+        sends_stream: the server sends several messages.
+        lane: lane of calls whose message is small and light.
+        admission: gives each call a place in a lane.
+        stalls: ends calls whose client sends or reads too slowly.
+        metrics: the gateway's metrics.
+        max_call_seconds: longest time of a unary call.
+        patience_s: longest time (seconds) for a unary call to send its message.
+        is_slow: tells whether searches of a gallery are slow.
+        answer_immediately: answers some calls on the thread that receives them; None if it answers
+            none.
+    """
 
     method: str
     behavior: Behavior
-    # Decodes a message; raises InvalidInputError, TooLargeError.
     read: Callable[[bytes], Any]
-    # Encodes an answer.
     write: Callable[[Any], bytes]
     reads_stream: bool
     sends_stream: bool
@@ -689,11 +711,8 @@ class Kind:
     stalls: Stalls
     metrics: Metrics
     max_call_seconds: float
-    # Longest time (seconds) for a unary call to send its message.
     patience_s: float
-    # Tells whether searches of a gallery are slow.
     is_slow: Callable[[str], bool]
-    # Answers some calls on the thread that receives them.
     answer_immediately: ImmediateAnswer | None = None
 
     @property
@@ -763,7 +782,8 @@ class CallAdmission:
         with self._lock:
             if self._held > 0 and self._held + size > _MAX_HELD_BYTES:
                 raise OverloadedError(
-                    "too many large requests are being worked on; try again in a few seconds"
+                    "the gateway works on as many bytes of large requests as it accepts; try again "
+                    "in a few seconds, or send smaller messages"
                 )
             self._held += size
         rpc.on_end(lambda: self._release(size))
@@ -888,7 +908,10 @@ class Rpc:
         limit = _MAX_STREAM_SECONDS if self.kind.streams else self.kind.max_call_seconds
         remaining = min(context.time_remaining(), self._arrived + limit - time.monotonic())
         if not context.is_active() or remaining <= 0:
-            raise DeadlineError("the call ended before its turn came; allow more time")
+            raise DeadlineError(
+                "the call's deadline passed before its turn came, because the gateway has much "
+                "work; allow more time, or try again later"
+            )
         active = self.open_stream(context).active if self.kind.streams else context.is_active
         key = (self.session or self.caller or self.request_id)[:_MAX_KEY]
         call = calls.Call(
@@ -979,7 +1002,9 @@ class PlainRpc(Rpc):
         try:
             return next(messages)
         except StopIteration:
-            raise InvalidInputError("expected one message, got none") from None
+            raise InvalidInputError(
+                "expected one request message before the client's end of the stream, got none"
+            ) from None
         finally:
             awaited.discard(self)
             stop_watching()

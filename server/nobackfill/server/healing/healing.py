@@ -469,7 +469,7 @@ class Healing:
         if not wait([opening], seconds).done:
             raise UnavailableError(
                 f"source: {source.address[:80]!r} cannot be opened within {seconds:g} s; check "
-                "that its host or its file system answers"
+                "that its host or file system answers, then run `gateway update-gallery` again"
             )
         with self._lock:
             self._opening.pop(source, None)
@@ -483,7 +483,7 @@ class Healing:
     def _close_replaced(self, seconds: float = 0.0) -> None:
         """Close retired healers, and wait at most so many seconds for all their batches.
 
-        Those with a batch that still runs are tried again next time.
+        A healer with a batch that still runs stays in the list, and is closed by a later call.
         """
         end, replaced = time.monotonic() + seconds, list(self._replaced)
         for healer in replaced:

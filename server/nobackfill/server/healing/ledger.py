@@ -87,19 +87,33 @@ class FileLedger(LedgerFile[int]):
         self._carried = MigratedLabels(store, space)
 
     def load(self) -> None:
+        """Read what `carried` and `native` need, if it is due, however long that takes; see
+        HealingLedger.load.
+        """
         if not self._carried.loaded:
             self._carried.load()
 
     def carried(self) -> int | None:
+        """Return the number of migrated items that were not re-embedded; None if it is not known
+        yet; see HealingLedger.carried.
+        """
         return len(self._carried) if self._carried.loaded else None
 
     def native(self, matches: Matches | None) -> Matches | None:
+        """Return the native items among some; None if they are not known.
+
+        See HealingLedger.native.
+        """
         return _Native(self._carried, matches) if self._carried.loaded else None
 
     def requested(self, count: int) -> list[int]:
+        """Return labels that queries requested in vain, most often first; see
+        HealingLedger.requested.
+        """
         return [int(name) for name in self.names_wanted(count)]
 
     def close(self) -> None:
+        """Close the ledger; a second call does nothing; see HealingLedger.close."""
         with self._lock:
             if self._is_closed:
                 return  # two threads may close it when the gateway stops
@@ -110,5 +124,8 @@ class FileLedger(LedgerFile[int]):
     @property
     def _connection(self) -> sqlite3.Connection:
         if self._is_closed:
-            raise NotFoundError(f"{self._path}: the gallery's source or space has changed")
+            raise NotFoundError(
+                f"{self._path}: the record of re-embedding is closed, because the gallery's source "
+                "or space has changed; the next query opens another"
+            )
         return super()._connection

@@ -65,7 +65,8 @@ class HealingSource:
             value = numbers.get(name, 0) or default
             if not smallest <= value <= largest:
                 raise InvalidInputError(
-                    f"source, {name}: expected {smallest:g} to {largest:g}, got {value:g}"
+                    f"source: {name}: expected {smallest:g} to {largest:g}, or 0 for the default "
+                    f"{default:g}, got {value:g}"
                 )
             values[name] = value
         return cls(address, **values)
@@ -105,11 +106,13 @@ class Places:
         self._columns, self._functions = columns, functions
 
     def open(self, source: HealingSource) -> Items:
-        """Open a source.
+        """Open a source; a file of texts is read once, which may take seconds.
 
         Raises:
-            ConfigurationError: the settings do not allow it, or the address has another form.
+            ConfigurationError: the settings do not allow it, the address has another form, or a
+                function cannot be imported.
             NotFoundError: a folder or file does not exist.
+            InvalidInputError: the file of texts has an invalid line.
         """
         if source.address.startswith(COLUMN):
             name = _check_name(source.address.removeprefix(COLUMN), self._columns, "item_columns")
@@ -187,10 +190,15 @@ def _function(name: str) -> Callable[[str], str | bytes | None]:
         member = getattr(importlib.import_module(module), attribute)
     except Exception as error:
         raise ConfigurationError(
-            f"item_functions: {name} cannot be imported ({type(error).__name__}: {error})"
+            f"item_functions: {name} cannot be imported ({type(error).__name__}: {error}); install "
+            "its module in the gateway's Python, or correct the name in the file of `gateway serve "
+            "--settings FILE`"
         ) from error
     if not callable(member):
-        raise ConfigurationError(f"item_functions: {name} is not a function")
+        raise ConfigurationError(
+            f"item_functions: {name} is not a function; name one that takes an item id and returns "
+            "its text or bytes"
+        )
     function: Callable[[str], str | bytes | None] = member
     return function
 

@@ -141,13 +141,15 @@ class Lifecycle:
             PreconditionError: another release than the active one.
             BusyError: an activation is under way.
             CannotWriteError: the gallery cannot be written.
-            InvalidInputError: an image cannot be decoded.
+            InvalidInputError: an image cannot be decoded; the others are re-embedded.
+            TooLargeError: the images together are too large.
+            UnavailableError: the model server or the database does not answer.
         """
         active = self._catalog.manifest(self._state.active())
         if release not in (0, active.release):
             raise PreconditionError(
-                f"expected the active release {active.release}, got {release}; "
-                "run `gateway activate` to move galleries to another release"
+                f"release: expected {active.release}, the active release, or 0 for it, got "
+                f"{release}; run `gateway activate {release}` to move all galleries to another one"
             )
         with self._galleries.using(name) as hosted:
             self._upgrading.resume(name)
@@ -173,7 +175,7 @@ class Lifecycle:
             ConfigurationError: the gateway's settings do not allow the source.
             NotFoundError: the source does not exist.
             CannotWriteError: the gallery's state cannot be written.
-            UnavailableError: the source does not answer.
+            UnavailableError: the source does not open within 20 seconds.
         """
         if source is not None:
             self._healing.open(source, _OPEN_SECONDS)
@@ -199,7 +201,16 @@ class Lifecycle:
             self._serving.replan_one(hosted)
 
     def healing(self, name: str) -> HealingProgress | None:
-        """Return the progress of re-embedding in a gallery; None if it has no source."""
+        """Return the progress of re-embedding in a gallery.
+
+        Returns:
+            The progress; None if it has no source, its source cannot be opened now, or an upgrade
+            fills another space.
+
+        Raises:
+            NotFoundError: no gallery has this name.
+            VerificationError: the gallery is set aside.
+        """
         with self._galleries.using(name) as hosted:
             return self._healing.progress(hosted)
 

@@ -25,13 +25,14 @@ class Rollback:
 
     Attributes:
         release: the release that answers afterwards.
-        lost: number of items without a vector in that release's space.
-        listed: gallery and id of the first lost items.
+        lost_count: number of items without a vector in that release's space, which its searches
+            cannot find.
+        first_lost: gallery and id of the first lost items, at most LARGEST_LISTING.
     """
 
     release: int
-    lost: int
-    listed: list[tuple[str, str]]
+    lost_count: int
+    first_lost: list[tuple[str, str]]
 
 
 class Rollbacks:
@@ -52,10 +53,14 @@ class Rollbacks:
         self._was_planned = False
 
     def plan(self) -> Rollback:
-        """Count and list the items that would be lost by a rollback.
+        """Count and list the items that searches would not find after a rollback.
+
+        Nothing is changed; but the next rollback without a target is no repetition of an earlier
+        one.
 
         Raises:
             PreconditionError: there is no release to return to.
+            UnavailableError: the database does not answer.
         """
         self._was_planned = True
         return self._plan()
@@ -78,7 +83,9 @@ class Rollbacks:
             BusyError: another rollback, activation or retirement takes too long.
             PreconditionError: a rollback does not lead to `to`, or there is no release to return
                 to.
-            UnavailableError: the models cannot be loaded; nothing has changed.
+            UnavailableError: the models cannot be loaded, or the database does not answer; nothing
+                has changed.
+            CannotWriteError: the state cannot be written.
         """
         with self._activations.exclusive():
             return self._return(
@@ -111,7 +118,9 @@ class Rollbacks:
     def retire(self) -> list[int]:
         """Delete the spaces and models of every release older than the active one, for good.
 
-        A gallery that stayed with an older release keeps that space.
+        A gallery that stayed with an older release keeps that space. Returns once no call uses the
+        deleted spaces; if that takes too long, the next start deletes them. A second call returns
+        an empty list.
 
         Returns:
             The retired releases, in rising order.
@@ -119,6 +128,8 @@ class Rollbacks:
         Raises:
             BusyError: an activation or a rollback is under way.
             PreconditionError: no release was ever activated.
+            CannotWriteError: the state cannot be written.
+            UnavailableError: the database does not answer.
         """
         with self._activations.exclusive():
             self._activations.refuse_second("retire the old releases")
@@ -158,8 +169,8 @@ class Rollbacks:
         target = _target(self._state.current)
         if to not in (None, target):
             raise PreconditionError(
-                f"a rollback leads to release {target}, not to {to}; run `gateway rollback` "
-                "to see its cost"
+                f"to_release: expected {target}, the release that a rollback leads to now, got "
+                f"{to}; run `gateway rollback` to see its cost"
             )
         self._serving.prepare(target)
         self._activations.cancel()
@@ -170,7 +181,7 @@ class Rollbacks:
             result = self._state.transact(lambda: self._switch(target))
             old = self._serving.replan()
         self._serving.settle(old)
-        log.info("rolled back", release=target, lost=result.lost)
+        log.info("rolled back", release=target, lost=result.lost_count)
         return result
 
     def _switch(self, target: int) -> Rollback:
@@ -205,7 +216,8 @@ def _target(state: State) -> int:
         return state.active
     if not state.previous:
         raise PreconditionError(
-            "there is no release to return to: no other was active before, or it was retired"
+            "there is no release to return to: no other release was active before this one, or "
+            "`gateway retire` has deleted it; to move on, run `gateway activate N`"
         )
     return state.previous[-1]
 

@@ -64,14 +64,14 @@ class Event:
 
     Attributes:
         phase: the phase it is in.
-        done: items upgraded.
+        complete: items upgraded.
         total: items to upgrade; 0 outside of upgrades.
         message: a sentence for operators; may be empty.
         time: Unix time of the report.
     """
 
     phase: Phase
-    done: int
+    complete: int
     total: int
     message: str
     time: float
@@ -117,7 +117,10 @@ class RolloutRun:
         return not self._ended and (self._thread.ident is None or self._thread.is_alive())
 
     def cancel(self) -> None:
-        """Stop the activation before its next step; returns once its thread has ended."""
+        """Stop the activation before its next step; returns once its thread has ended.
+
+        Its record stays, so that a restart resumes it. After the end, it does nothing.
+        """
         self.cancelled.set()
         self._thread.join()
 
@@ -142,14 +145,14 @@ class RolloutRun:
         self._ended = True
         self.report(phase, message=message)
 
-    def report(self, phase: Phase, done: int = 0, total: int = 0, message: str = "") -> None:
+    def report(self, phase: Phase, complete: int = 0, total: int = 0, message: str = "") -> None:
         """Add an event, and wake the watchers.
 
         Progress during the upgrade replaces the event before it.
 
         Args:
             phase: the phase it is in.
-            done: items upgraded.
+            complete: items upgraded.
             total: items to upgrade.
             message: a sentence for operators.
         """
@@ -157,7 +160,7 @@ class RolloutRun:
             last = self._events[-1] if self._events else None
             if last is not None and last.phase == phase == Phase.UPGRADING:
                 self._events.pop()
-            self._events.append(Event(phase, done, total, message, time.time()))
+            self._events.append(Event(phase, complete, total, message, time.time()))
             self._condition.notify_all()
 
     def events(self, is_gone: Callable[[], bool] = lambda: False) -> Iterator[Event]:
@@ -167,9 +170,9 @@ class RolloutRun:
             is_gone: checked when there was no event for half a second; True ends the iteration
                 early.
         """
-        known: list[Event] = []
+        previous_events: list[Event] = []
         while True:
-            new = self._wait(known)
+            new = self._wait(previous_events)
             for event in new:
                 yield event
                 if event.phase in (Phase.DONE, Phase.FAILED):
@@ -186,16 +189,17 @@ class RolloutRun:
             self.lead.close()
             self.end(phase, message)
 
-    def _wait(self, known: list[Event]) -> list[Event]:
-        """Wait up to half a second for new events, and add them to `known`.
+    def _wait(self, previous_events: list[Event]) -> list[Event]:
+        """Wait up to half a second for new events, and add them to `previous_events`.
 
         Returns:
             The new events.
         """
         with self._condition:
-            self._condition.wait_for(lambda: self._events != known, 0.5)
-            new = [event for event in self._events[max(0, len(known) - 1) :] if event not in known]
-            known[:] = self._events
+            self._condition.wait_for(lambda: self._events != previous_events, 0.5)
+            latest = self._events[max(0, len(previous_events) - 1) :]
+            new = [event for event in latest if event not in previous_events]
+            previous_events[:] = self._events
             return new
 
 
@@ -234,7 +238,18 @@ def check_models(folder: Path, manifest: Manifest, models: Models) -> None:
 
 @dataclass(frozen=True)
 class Parts:
-    """Group the parts of a gateway that an activation needs."""
+    """Group the parts of a gateway that an activation needs.
+
+    Attributes:
+        models: runs models.
+        catalog: published releases.
+        state: the gateway's state.
+        galleries: the open galleries.
+        upgrading: runs upgrades of galleries.
+        serving: makes plans.
+        canaries: compares both releases during a canary.
+        metrics: the gateway's metrics.
+    """
 
     models: Models
     catalog: Catalog
@@ -361,8 +376,8 @@ class Rollout:
                 movable.append(hosted)
             else:
                 note = (
-                    f"no upgrade leads from release {spec.release} to {manifest.release} with the "
-                    "side-information it has"
+                    f"no upgrade leads from release {spec.release} to {manifest.release} "
+                    "with the side-information that the gallery has"
                 )
                 hosted.remember({NOTE: note})
         return movable
@@ -391,13 +406,13 @@ class Rollout:
         rollout = self._record.rollout
         if rollout == "direct" and not new.searches(old.space):
             raise PreconditionError(
-                f"release {new.release} does not declare that it searches release {old.release} "
-                "directly; use the dual or the cutover rollout"
+                f"rollout direct: release {new.release} does not declare that its queries may "
+                f"search vectors of release {old.release}; use --rollout cutover or --rollout dual"
             )
         if rollout == "dual" and not _can_merge(new, old):
             raise PreconditionError(
-                f"release {new.release} has no calibration to rank its hits with those of "
-                f"release {old.release}; use the cutover rollout"
+                f"rollout dual: release {new.release} has no calibration to rank its hits with "
+                f"those of release {old.release}; use --rollout cutover"
             )
 
     def _upgrade_gallery(self, hosted: Hosted, manifest: Manifest) -> bool:
@@ -431,9 +446,9 @@ class Rollout:
         """
         already_done = self._done
 
-        def on_progress(done: int) -> None:
-            self._parts.metrics.upgrade_ratio.set((already_done + done) / max(1, self._total))
-            self._run.report(Phase.UPGRADING, already_done + done, self._total)
+        def on_progress(complete: int) -> None:
+            self._parts.metrics.upgrade_ratio.set((already_done + complete) / max(1, self._total))
+            self._run.report(Phase.UPGRADING, already_done + complete, self._total)
 
         while True:
             outcome = self._parts.upgrading.run(
@@ -586,8 +601,8 @@ def _missing_note(items: int, hosted: Hosted) -> str:
     """Explain why a gallery cannot move: some items lack a vector or side-information."""
     return (
         f"{items} items have no vector in release {hosted.spec().release} with the "
-        "side-information that the upgrade needs; put their images again, or publish an upgrade "
-        "without side-information (texts have none)"
+        "side-information that the upgrade needs, so the gallery stays with that release; put "
+        "their images again, or publish an upgrade without side-information (texts have none)"
     )
 
 

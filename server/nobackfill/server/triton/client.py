@@ -103,8 +103,14 @@ class SharedMemory:
     def lend(self, size: int) -> Region | None:
         """Return a region for so many bytes, which the caller alone uses until `give_back`.
 
+        The region is created, and mapped by Triton, if no free one is large enough.
+
+        Args:
+            size: number of bytes.
+
         Returns:
-            The region; None if there is none.
+            The region; None if the size is too small or too large, both regions are in use, or
+            shared memory has failed in the last minute. A message then carries the pixels.
         """
         if not _MIN_BYTES <= size <= _MAX_BYTES or time.monotonic() < self._off_until:
             return None
@@ -149,7 +155,7 @@ class SharedMemory:
             self._off_until, self._swept = 0.0, False
 
     def end(self) -> None:
-        """Ask Triton to unmap the regions, once no call uses them."""
+        """Ask Triton to unmap the regions, once no call uses them; errors of Triton are ignored."""
         with contextlib.suppress(grpc.RpcError):
             for region in self._free:
                 self._unregister(region.name)
@@ -311,8 +317,14 @@ class TritonClient:
             self._stub.RepositoryModelLoad(request, timeout=timeout_s, metadata=self._metadata)
         except grpc.RpcError as error:
             if _code(error) in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
-                raise UnavailableError(f"Triton did not load {name}: {_details(error)}") from error
-            raise VerificationError(f"Triton refuses {name}: {_details(error)}") from error
+                raise UnavailableError(
+                    f"Triton did not load the model {name}: {_details(error)}; try again in a few "
+                    "seconds, and read Triton's log"
+                ) from error
+            raise VerificationError(
+                f"Triton refuses the model {name}: {_details(error)}; publish the release again, "
+                "or read Triton's log"
+            ) from error
 
     def unload(self, name: str, timeout_s: float) -> None:
         """Unload a model; one that is not loaded is no error.
@@ -325,7 +337,8 @@ class TritonClient:
             self._stub.RepositoryModelUnload(request, timeout=timeout_s, metadata=self._metadata)
         except grpc.RpcError as error:
             raise UnavailableError(
-                f"Triton did not unload {name} ({_code(error).name}: {_details(error)})"
+                f"Triton did not unload the model {name} ({_code(error).name}: {_details(error)}); "
+                "the gateway tries again later"
             ) from error
 
     def infer(
@@ -352,7 +365,10 @@ class TritonClient:
         shape = list(answer.outputs[0].shape) if answer.outputs else []
         data = answer.raw_output_contents[0] if answer.raw_output_contents else b""
         if len(shape) != 2 or shape[0] != count or len(data) != 4 * shape[0] * shape[1]:
-            raise VerificationError(f"{name}: expected {count} vectors, got shape {shape}")
+            raise VerificationError(
+                f"model {name}: expected {count} vectors as its output, got shape {shape}; publish "
+                "the release again"
+            )
         return np.frombuffer(data, "<f4").reshape(shape)
 
     def _answer(
@@ -386,16 +402,19 @@ class TritonClient:
             return self._stub.ModelInfer(request, timeout=timeout_s, metadata=self._metadata)
         except grpc.RpcError as error:
             if _code(error) is grpc.StatusCode.DEADLINE_EXCEEDED:
-                raise DeadlineError("Triton did not answer within the call's time") from error
+                raise DeadlineError(
+                    "the call's deadline passed before Triton had embedded its images or texts; "
+                    "allow more time, or send fewer at once"
+                ) from error
             raise UnavailableError(
-                f"the model server does not answer for {request.model_name} "
-                f"({_code(error).name}); try again soon"
+                f"the model server (Triton) does not answer for the model {request.model_name} "
+                f"({_code(error).name}); try again in a few seconds"
             ) from error
         except ValueError as error:
             # gRPC raises this for a channel that was closed.
             raise UnavailableError(
-                f"the connection to the model server was replaced during a call of "
-                f"{request.model_name}; try again soon"
+                f"the connection to the model server (Triton) was replaced during a call of the "
+                f"model {request.model_name}; try again in a few seconds"
             ) from error
 
     def reconnect(self) -> None:
@@ -455,9 +474,15 @@ def _read(path: Path | None) -> bytes | None:
     try:
         data = path.read_bytes() if path is not None else None
         if data is not None and not data.isascii():
-            raise ConfigurationError(f"{path}: expected ASCII text, found other bytes")
+            raise ConfigurationError(
+                f"{path}: expected ASCII text in this file of triton_ca or triton_token_file, "
+                "found other bytes"
+            )
     except OSError as error:
-        raise ConfigurationError(f"{path}: cannot be read ({error.strerror})") from error
+        raise ConfigurationError(
+            f"{path}: this file of triton_ca or triton_token_file cannot be read "
+            f"({error.strerror}); check its name and permissions"
+        ) from error
     return data
 
 

@@ -68,14 +68,15 @@ def model_config(repo: Path, name: str) -> str:
         text_format.Parse((repo / path).read_text("utf-8"), config)
     except (OSError, ValueError, text_format.ParseError) as error:
         raise VerificationError(
-            f"{path}: cannot read the model's configuration ({error})"
+            f"{path}: cannot read the model's configuration for Triton ({error}); publish the "
+            "release again"
         ) from error
     unknown = sorted({field.name for field, _ in config.ListFields()} - _FIELDS)
     if config.name != name or config.backend != _BACKEND or unknown:
         raise VerificationError(
-            f"{path}: expected {name!r} for the backend {_BACKEND!r} and nothing else, got "
-            f"{config.name!r} for {config.backend!r}, with {join_few(unknown) or 'no more'}; "
-            "publish the release again"
+            f"{path}: expected a configuration of the model {name!r} for the backend {_BACKEND!r} "
+            f"and no other settings, got model {config.name!r}, backend {config.backend!r} and "
+            f"settings {join_few(unknown) or 'none'}; publish the release again"
         )
     return json_format.MessageToJson(config, preserving_proto_field_name=True, indent=None)
 
@@ -234,9 +235,15 @@ class TritonModels:
             )  # fmt: skip
 
     def load(self, manifest: Manifest) -> None:
+        """Load a release, and return once it is ready; do nothing if it is loaded.
+
+        See Models.load.
+        """
         if not self._up.wait(min(_START_S, context.current().remaining())):
             raise UnavailableError(
-                "the model server does not answer; load the release when it is back"
+                f"release {manifest.release} cannot be loaded: the model server (Triton) does not "
+                "answer; read its log in the gateway's data folder, and try again when the "
+                "gateway logs `model server up`"
             )
         with self._lock:
             self._leftover -= set(model_names(manifest))
@@ -246,6 +253,9 @@ class TritonModels:
         log.info("loaded in Triton", release=manifest.release)
 
     def want(self, manifest: Manifest) -> None:
+        """Load a release now, or as soon as the model server is there; never wait for it; see
+        Models.want.
+        """
         if self._up.is_set():
             try:
                 self.load(manifest)
@@ -264,6 +274,7 @@ class TritonModels:
                 self._readers[manifest.release] = reader
 
     def unload(self, release: int) -> None:
+        """Free a release that no caller uses any more; see Models.unload."""
         with self._lock:
             manifest = self._releases.pop(release, None)
             self._readers.pop(release, None)
@@ -290,6 +301,7 @@ class TritonModels:
                 self._leftover.discard(name)
 
     def embed(self, manifest: Manifest, images: Images) -> Vectors:
+        """Embed images; see Models.embed."""
         spec = manifest.embedder
         if manifest.embedder.file is None:
             raise manifest.no_images_error()
@@ -297,18 +309,23 @@ class TritonModels:
         return _check_output(vectors, spec.dim, unit=spec.unit)
 
     def texts(self, manifest: Manifest, texts: Sequence[str], role: TextRole) -> Vectors:
+        """Embed texts; see Models.texts."""
         if manifest.text_encoder is None:
             raise manifest.no_texts_error()
         with self._lock:
             reader = self._readers.get(manifest.release)
         if reader is None:
-            raise UnavailableError(f"the models of release {manifest.release} are not loaded")
+            raise UnavailableError(
+                f"the models of release {manifest.release} are not loaded in this gateway; try "
+                "again in a few seconds"
+            )
         spec = manifest.embedder
         name = text_model(manifest, role)
         vectors = self._run(name, reader.tokenize(texts, role), "embedding")
         return _check_output(vectors, spec.dim, unit=spec.unit)
 
     def side(self, manifest: Manifest, images: Images) -> Vectors | None:
+        """Compute the side-information of images; see Models.side."""
         if manifest.side_encoder is None:
             return None
         name = side_encoder_model(manifest.side_encoder.origin_release)
@@ -316,9 +333,11 @@ class TritonModels:
         return _check_output(vectors, manifest.side_encoder.dim, unit=False)
 
     def ready(self) -> bool:
+        """Tell whether images can be embedded now; see Models.ready."""
         return self._up.is_set()
 
     def close(self) -> None:
+        """Stop what `start` has started; see Models.close."""
         self._stopping.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -330,7 +349,9 @@ class TritonModels:
     def _run(self, name: str, inputs: Inputs, output: str) -> Vectors:
         if not self._up.is_set():
             raise UnavailableError(
-                "the model server is being restarted; searches by embedding work without it"
+                "images and texts cannot be embedded now: the model server (Triton) does not "
+                "answer or is being restarted; try again in a few seconds. Searches by embedding "
+                "work without it"
             )
         vectors = self._client.infer(name, inputs, output, context.current().remaining())
         self._last_answers[name] = time.monotonic()

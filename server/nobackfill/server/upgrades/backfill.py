@@ -46,7 +46,8 @@ def backfill(
         manifest = plan.parts[-1].query
         if manifest.space != hosted.spec().space:
             raise PreconditionError(
-                "the gallery is being upgraded; run the backfill when that has ended"
+                f"gallery {hosted.name!r} is being upgraded, so its items cannot be re-embedded "
+                "now; send the images again when `gateway watch` shows that the upgrade is done"
             )
         items = hosted.store.find_migrated(manifest.space, list(images))[: budget or None]
         reasons = list[str]()
@@ -59,7 +60,8 @@ def backfill(
                 )
     if reasons:
         raise InvalidInputError(
-            f"{len(reasons)} of {len(items)} images are refused: {join_few(reasons)}"
+            f"{len(reasons)} of {len(items)} images were refused, the others are re-embedded: "
+            f"{join_few(reasons)}"
         )
 
 

@@ -30,7 +30,8 @@ class Subgroup:
         re_embedded: items among them that were re-embedded.
         probes: items among them that were used as queries.
         cmc1: share of probes whose nearest other item has the value, 0 to 1; None without a probe.
-        before: the same in the previous release's space; None without one.
+        cmc1_before: `cmc1` in the previous release's space; None without such a space, a probe, or
+            once queries of that space have ended.
     """
 
     value: MetadataValue
@@ -38,7 +39,7 @@ class Subgroup:
     re_embedded: int
     probes: int
     cmc1: float | None
-    before: float | None
+    cmc1_before: float | None
 
 
 # An item's vectors as bytes, by space.
@@ -49,7 +50,7 @@ def subgroups(hosted: Hosted, searching: Searching, key: str) -> list[Subgroup]:
     """Measure the quality for every value of a key, the worst first.
 
     Probes are stored vectors. They are searched like queries by embedding, through the gallery's
-    plan.
+    plan. Values of fewer than two items have no probes, and come last. It takes seconds.
 
     Args:
         hosted: the gallery.
@@ -58,13 +59,16 @@ def subgroups(hosted: Hosted, searching: Searching, key: str) -> list[Subgroup]:
 
     Raises:
         InvalidInputError: no item has the key, or it has more than 200 values.
+        DeadlineError: the call's time is over.
+        CancelledError: the caller has cancelled the call.
+        UnavailableError: the database does not answer.
     """
     plan = hosted.plan
     groups = hosted.store.group_by_value(key, plan.query.space)
     if not 0 < len(groups) <= _MAX_GROUPS:
         raise InvalidInputError(
-            f"metadata {key[:64]!r} has {len(groups)} values in gallery {hosted.name!r}; "
-            f"expected a key with 1 to {_MAX_GROUPS} values"
+            f"metadata key {key[:64]!r} has {len(groups)} values in gallery {hosted.name!r}; "
+            f"expected a key with 1 to {_MAX_GROUPS} values; name another key"
         )
     measurement = _Measurement(hosted, searching, key, plan, _PROBES // len(groups))
     measured = [measurement.group(group) for group in groups]

@@ -63,7 +63,7 @@ class Job:
         from_release: release of its old space.
         to_release: release of its new space.
         state: the state.
-        done: items upgraded.
+        complete: items upgraded.
         total: items to upgrade.
         items_per_second: present rate; 0 if unknown.
         re_embedded: items that were re-embedded from images afterwards.
@@ -76,7 +76,7 @@ class Job:
     from_release: int
     to_release: int
     state: JobState = JobState.RUNNING
-    done: int = 0
+    complete: int = 0
     total: int = 0
     items_per_second: float = 0.0
     re_embedded: int = 0
@@ -91,18 +91,21 @@ class Job:
     @property
     def remaining_s(self) -> float:
         """Seconds left at the present rate; 0 if unknown."""
-        remaining = self.total - self.done
+        remaining = self.total - self.complete
         return remaining / self.items_per_second if self.items_per_second > 0 else 0.0
 
     def to_json(self) -> str:
         """Encode the job for `from_json`."""
-        return json.dumps(asdict(self))
+        values = asdict(self)
+        values["done"] = values.pop("complete")
+        return json.dumps(values)
 
 
 def from_json(text: str) -> Job:
-    """Read a job that a gateway has saved."""
+    """Read a job that `Job.to_json` encoded, of this gateway or of one that shares its database."""
     values = json.loads(text)
-    return Job(**{**values, "state": JobState(values["state"])})
+    state, complete = JobState(values.pop("state")), values.pop("done")
+    return Job(**values, state=state, complete=complete)
 
 
 DEFAULT_SPARE_CORES = 0.5
@@ -173,8 +176,13 @@ def estimate_cost(
         target: the new space.
         throttle: the pauses.
 
+    Returns:
+        The cost, with the pauses that the throttle makes.
+
     Raises:
+        VerificationError: a model fails its trial, or its output is not valid.
         CannotWriteError: the store cannot be written.
+        UnavailableError: the database does not answer.
     """
     runner, opening = _timed(open_runner)
     _, measuring = _timed(
@@ -394,7 +402,7 @@ class Upgrading:
         def on_chunk(progress: UpgradeProgress) -> None:
             rate = progress.writes / progress.seconds if progress.seconds > 0 else 0.0
             self._update(
-                hosted.name, done=progress.complete, total=progress.total, items_per_second=rate
+                hosted.name, complete=progress.complete, total=progress.total, items_per_second=rate
             )
             nonlocal measured_at
             if (
@@ -455,17 +463,21 @@ class Upgrading:
         """Pause a gallery's upgrade after its present chunk, and later ones, until `resume`; also
         over a restart.
 
+        A second call, and a name without a gallery or an upgrade, only record the pause.
+
         Raises:
             CannotWriteError: the state cannot be written.
+            UnavailableError: the database does not answer.
         """
         self._state.revise(lambda state: {"paused": tuple({*state.paused, gallery})})
         self._change_state(gallery, JobState.PAUSED)
 
     def resume(self, gallery: str) -> None:
-        """Let a gallery's upgrades continue.
+        """Let a gallery's upgrades continue; do nothing if they are not paused.
 
         Raises:
             CannotWriteError: the state cannot be written.
+            UnavailableError: the database does not answer.
         """
         if self.is_paused(gallery):
             self._unpause({gallery})
@@ -536,15 +548,26 @@ class Upgrading:
     def finish(self, gallery: str, state: JobState, message: str = "") -> None:
         """Record how a job ended, or that its index is being built.
 
-        A job that is done counts all its items, also those that an earlier job upgraded.
+        A job that is done counts all its items, also those that an earlier job upgraded. Without a
+        job of this gateway it does nothing.
+
+        Args:
+            gallery: the gallery.
+            state: DONE, FAILED or INDEXING.
+            message: a sentence for operators; may be empty.
         """
         values: dict[str, object] = {"state": state, "message": message}
         if state is JobState.DONE and (job := self.job(gallery)) is not None:
-            values["done"] = job.total
+            values["complete"] = job.total
         self._update(gallery, **values)
 
     def give_up(self, gallery: str, message: str) -> None:
-        """Record that a job failed, unless it has ended."""
+        """Record that a job failed, unless it has ended or there is none.
+
+        Args:
+            gallery: the gallery.
+            message: why, as a sentence for operators.
+        """
         self._change_state(gallery, JobState.FAILED, message)
 
     def count_re_embedded(self, hosted: Hosted, count: int) -> None:
@@ -574,8 +597,8 @@ class Upgrading:
         if route is None:
             raise PreconditionError(
                 f"gallery {hosted.name!r}: no upgrade leads from release {hosted.spec().release} "
-                f"to {target} with its side-information; publish an upgrade, or put the images "
-                "again"
+                f"to {target} with the side-information that it has; publish an upgrade, or put "
+                "the images again"
             )
         return route
 

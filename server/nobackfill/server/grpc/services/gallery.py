@@ -44,7 +44,7 @@ _READ = 50
 
 
 def get(hosted: Hosted, name: str) -> pb.GetItemResponse:
-    """Read an item.
+    """Read an item: its metadata, its spaces, and the origin of its vector in the active space.
 
     Args:
         hosted: the gallery.
@@ -52,10 +52,14 @@ def get(hosted: Hosted, name: str) -> pb.GetItemResponse:
 
     Raises:
         NotFoundError: the gallery has no such item.
+        UnavailableError: the database does not answer.
     """
     entry = hosted.store.get(name)
     if entry is None:
-        raise NotFoundError(f"gallery {hosted.name!r} has no item with this id")
+        raise NotFoundError(
+            f"gallery {hosted.name!r} has no item with the id {name[:80]!r}; ListItems lists its "
+            "items"
+        )
     item = hosted.store.items([entry.label], hosted.spec().space)[0] or entry
     response = pb.GetItemResponse(id=item.id, spaces=hosted.spaces_of(item.label))
     to_metadata(item.metadata, None, response.metadata)
@@ -64,7 +68,11 @@ def get(hosted: Hosted, name: str) -> pb.GetItemResponse:
 
 
 def page(hosted: Hosted, request: pb.ListItemsRequest) -> pb.ListItemsResponse:
-    """List a page of items.
+    """List a page of items, in the order in which they were put, or the least certain first.
+
+    A page ends after DEFAULT_PAGE items if the request has no page size, or early once it has
+    PAGE_BYTES. An empty next_page_token ends the list. Items that are put or deleted between two
+    pages may be missing or listed.
 
     Args:
         hosted: the gallery.
@@ -72,14 +80,18 @@ def page(hosted: Hosted, request: pb.ListItemsRequest) -> pb.ListItemsResponse:
 
     Raises:
         InvalidInputError: the page size, order, token or filter is not valid.
+        DeadlineError: the call's time is over.
+        CancelledError: the caller has cancelled the call.
+        UnavailableError: the database does not answer.
     """
     if request.page_size > LARGEST_PAGE:
         raise InvalidInputError(
-            f"page_size: expected at most {LARGEST_PAGE}, got {request.page_size}"
+            f"page_size: expected at most {LARGEST_PAGE} items, got {request.page_size}"
         )
     if request.order not in (pb.ITEM_ORDER_UNSPECIFIED, pb.ITEM_ORDER_LEAST_CERTAIN):
         raise InvalidInputError(
-            f"order: expected one of the protocol's values, got {request.order}"
+            f"order: expected ITEM_ORDER_UNSPECIFIED or ITEM_ORDER_LEAST_CERTAIN, got "
+            f"{request.order}"
         )
     least_certain = request.order == pb.ITEM_ORDER_LEAST_CERTAIN
     place = (
@@ -121,13 +133,17 @@ def count(hosted: Hosted, filtered: types.Filter) -> int:
 
     Raises:
         InvalidInputError: the filter is not valid.
+        UnavailableError: the database does not answer.
     """
     conditions = from_filter(filtered)
     return hosted.store.count() if conditions is None else len(hosted.filtering.passing(conditions))
 
 
 def delete(hosted: Hosted, request: pb.DeleteItemsRequest) -> int:
-    """Delete items by ids or by a filter.
+    """Delete items by ids or by a filter, durably, in several transactions.
+
+    Items that were deleted before an error stay deleted. Unknown ids are skipped; without ids and
+    filter nothing is deleted.
 
     Args:
         hosted: the gallery.
@@ -137,8 +153,13 @@ def delete(hosted: Hosted, request: pb.DeleteItemsRequest) -> int:
         The number of deleted items.
 
     Raises:
-        InvalidInputError: ids and filter are both given, or both missing.
-        TooLargeError: there are too many ids.
+        InvalidInputError: ids and filter are both given, or the filter has no condition or is not
+            valid.
+        TooLargeError: there are more than LARGEST_CHANGE ids.
+        BusyError: the store is locked for too long.
+        CannotWriteError: the store cannot be written.
+        DeadlineError: the call's time is over.
+        CancelledError: the caller has cancelled the call.
     """
     return edits.delete_selected(
         hosted.store, _select_items(hosted, request), context.current().check
@@ -146,7 +167,10 @@ def delete(hosted: Hosted, request: pb.DeleteItemsRequest) -> int:
 
 
 def set_metadata(hosted: Hosted, request: pb.SetMetadataRequest) -> int:
-    """Change the metadata of items by ids or by a filter.
+    """Change the metadata of items by ids or by a filter, durably, in several transactions.
+
+    Other keys stay as they are. Items that were changed before an error stay changed. Unknown ids
+    are skipped.
 
     Args:
         hosted: the gallery.
@@ -156,17 +180,21 @@ def set_metadata(hosted: Hosted, request: pb.SetMetadataRequest) -> int:
         The number of items that have the metadata now.
 
     Raises:
-        InvalidInputError: ids and filter are both given, or both missing; or a key is set and
-            removed.
-        TooLargeError: there are too many ids.
+        InvalidInputError: ids and filter are both given, or both missing; a key is set and removed;
+            or a key, a value or the filter is not valid.
+        TooLargeError: there are more than LARGEST_CHANGE ids.
+        BusyError: the store is locked for too long.
+        CannotWriteError: the store cannot be written.
+        DeadlineError: the call's time is over.
+        CancelledError: the caller has cancelled the call.
     """
     if not request.ids and not request.HasField("filter"):
-        raise InvalidInputError("expected ids or a filter, got neither")
+        raise InvalidInputError("SetMetadata: expected ids or a filter of items, got neither")
     values = {key: from_value(value, key) for key, value in request.set.items()}
     remove = frozenset(request.remove)
     if both := remove & set(values):
         raise InvalidInputError(
-            f"key {min(both)[:64]!r}: expected to set or to remove it, got both"
+            f"metadata key {min(both)[:64]!r}: expected it in `set` or in `remove`, got it in both"
         )
     selection = _select_items(hosted, request)
     return edits.change_metadata(hosted.store, selection, values, remove, context.current().check)
@@ -178,13 +206,15 @@ def _select_items(
     if not request.HasField("filter"):
         if len(request.ids) > LARGEST_CHANGE:
             raise TooLargeError(
-                f"expected at most {LARGEST_CHANGE} ids, got {len(request.ids)}; send several calls"
+                f"ids: expected at most {LARGEST_CHANGE} in one call, got {len(request.ids)}; send "
+                "several calls"
             )
         return edits.select_ids(hosted.store, list(request.ids))
     filtered = from_filter(request.filter)
     if request.ids or filtered is None or not check_filter(filtered):
         raise InvalidInputError(
-            "expected either ids or a filter with a condition; without one it matches all items"
+            "expected either ids or a filter with at least one condition, because a filter without "
+            "one matches all items; send one of them"
         )
     return edits.select_matches(hosted.filtering, filtered)
 
@@ -198,10 +228,16 @@ def _fill_vector(item: StoredItem, into: pb.GetItemResponse | pb.ListedItem) -> 
 
 
 def from_source(message: gallery_pb2.ItemSource) -> HealingSource | None:
-    """Parse a source; None for an empty address, which removes it.
+    """Parse the source of an UpdateGallery request; the address is not checked yet.
+
+    Args:
+        message: the source; limits of 0 mean the defaults.
+
+    Returns:
+        The source; None for an empty address, which removes the gallery's source.
 
     Raises:
-        InvalidInputError: the address or a limit is not valid.
+        InvalidInputError: a limit is out of its range.
     """
     if not message.address:
         return None
@@ -280,6 +316,11 @@ class GalleryService(GalleryServiceServicer):
     def CreateGallery(  # noqa: N802 - the contract's name
         self, request: pb.CreateGalleryRequest, context: grpc.ServicerContext
     ) -> pb.CreateGalleryResponse:
+        """Create an empty gallery in the active release's space.
+
+        Raises:
+            NobackfillError: as Lifecycle.create.
+        """
         self._lifecycle.create(request.name)
         with self._galleries.using(request.name) as hosted:
             if request.exact_distances:
@@ -289,6 +330,17 @@ class GalleryService(GalleryServiceServicer):
     def UpdateGallery(  # noqa: N802
         self, request: pb.UpdateGalleryRequest, context: grpc.ServicerContext
     ) -> pb.UpdateGalleryResponse:
+        """Change the fields of a gallery that the request has, one after the other, durably.
+
+        A change before an error stays. A request without any of them only returns the gallery.
+
+        Raises:
+            NotFoundError: no gallery has this name, or the source's folder or file does not exist.
+            InvalidInputError: a limit of the source is out of its range.
+            ConfigurationError: the operator's settings do not allow the source.
+            UnavailableError: the source does not open within 20 s.
+            CannotWriteError: the gallery cannot be written.
+        """
         with self._galleries.using(request.name) as hosted:
             if request.HasField("exact_distances"):
                 hosted.answer_exactly(request.exact_distances)
@@ -303,16 +355,32 @@ class GalleryService(GalleryServiceServicer):
     def GetGallery(  # noqa: N802
         self, request: pb.GetGalleryRequest, context: grpc.ServicerContext
     ) -> pb.GetGalleryResponse:
+        """Return a gallery with its spaces and counts; the source's address is for admins only.
+
+        Raises:
+            NotFoundError: no gallery has this name.
+            VerificationError: the gallery is quarantined.
+        """
         with self._galleries.using(request.name) as hosted:
             return pb.GetGalleryResponse(gallery=self._gallery(hosted))
 
     def ListGalleries(  # noqa: N802
         self, request: pb.ListGalleriesRequest, context: grpc.ServicerContext
     ) -> pb.ListGalleriesResponse:
+        """List the galleries that the caller's role is for, by name.
+
+        Without a page size, all are listed. A gallery that is not served has only its name and the
+        reason, without folders of this machine.
+
+        Raises:
+            InvalidInputError: the page size is too large.
+            DeadlineError: the call's time is over.
+            CancelledError: the caller has cancelled the call.
+        """
         galleries, caller = self._galleries, current().principal
         if request.page_size > LARGEST_PAGE:
             raise InvalidInputError(
-                f"page_size: expected at most {LARGEST_PAGE}, got {request.page_size}"
+                f"page_size: expected at most {LARGEST_PAGE} galleries, got {request.page_size}"
             )
         names = sorted(n for n in galleries.names() if n > request.page_token and caller.may_use(n))
         page = names[: request.page_size or None]
@@ -332,6 +400,13 @@ class GalleryService(GalleryServiceServicer):
     def DeleteGallery(  # noqa: N802
         self, request: pb.DeleteGalleryRequest, context: grpc.ServicerContext
     ) -> pb.DeleteGalleryResponse:
+        """Delete a gallery with all its items for good, once no call uses it.
+
+        Raises:
+            NotFoundError: no gallery has this name.
+            BusyError: an activation is under way, or calls use the gallery for a minute.
+            CannotWriteError: the gallery cannot be deleted.
+        """
         self._lifecycle.delete(request.name)
         self._audit("delete", f"gallery {request.name}")
         return pb.DeleteGalleryResponse()
@@ -339,11 +414,27 @@ class GalleryService(GalleryServiceServicer):
     def PutItems(  # noqa: N802
         self, request_iterator: Iterator[pb.PutItemsRequest], context: grpc.ServicerContext
     ) -> Iterator[pb.PutItemsResponse]:
+        """Store the items of each message, and answer once they are durable.
+
+        An answer counts the stored and the refused items of the whole stream, and lists the errors
+        of its own message, at most LISTED_ERRORS. Items that were stored before an error stay;
+        sending all of them again is safe.
+
+        Raises:
+            InvalidInputError: a later message names another gallery.
+            NotFoundError: no gallery has this name.
+            TooLargeError: a message has too many items.
+            NotPermittedError: the caller's role is not for the gallery.
+            NobackfillError: as ItemWriter.put.
+        """
         name, stored_count, refused_count = "", 0, 0
         for request in request_iterator:
             name = name or request.gallery
             if request.gallery not in ("", name):
-                raise InvalidInputError("expected one gallery for each stream; open another stream")
+                raise InvalidInputError(
+                    f"PutItems: expected items for gallery {name!r} in this stream, got "
+                    f"{request.gallery[:64]!r}; open another stream for another gallery"
+                )
             # Refuse an unknown gallery before the items are parsed.
             self._galleries.get(name)
             item_writers, errors = _parse_items(request)
@@ -364,30 +455,35 @@ class GalleryService(GalleryServiceServicer):
     def GetItem(  # noqa: N802
         self, request: pb.GetItemRequest, context: grpc.ServicerContext
     ) -> pb.GetItemResponse:
+        """Return an item's metadata and spaces; see `get` for errors, and GetGallery."""
         with self._galleries.using(request.gallery) as hosted:
             return get(hosted, request.id)
 
     def ListItems(  # noqa: N802
         self, request: pb.ListItemsRequest, context: grpc.ServicerContext
     ) -> pb.ListItemsResponse:
+        """List a page of items; see `page` for errors, and GetGallery."""
         with self._galleries.using(request.gallery) as hosted:
             return page(hosted, request)
 
     def CountItems(  # noqa: N802
         self, request: pb.CountItemsRequest, context: grpc.ServicerContext
     ) -> pb.CountItemsResponse:
+        """Count the items that pass a filter; see `count` for errors, and GetGallery."""
         with self._galleries.using(request.gallery) as hosted:
             return pb.CountItemsResponse(items=count(hosted, request.filter))
 
     def SetMetadata(  # noqa: N802
         self, request: pb.SetMetadataRequest, context: grpc.ServicerContext
     ) -> pb.SetMetadataResponse:
+        """Change the metadata of items; see `set_metadata` for errors, and GetGallery."""
         with self._galleries.using(request.gallery) as hosted:
             return pb.SetMetadataResponse(items=set_metadata(hosted, request))
 
     def DeleteItems(  # noqa: N802
         self, request: pb.DeleteItemsRequest, context: grpc.ServicerContext
     ) -> pb.DeleteItemsResponse:
+        """Delete items, and record their number in the audit; see `delete` for errors."""
         with self._galleries.using(request.gallery) as hosted:
             deleted = delete(hosted, request)
         if deleted:
@@ -412,8 +508,8 @@ def _parse_items(request: pb.PutItemsRequest) -> tuple[list[Put], list[pb.ItemEr
     """
     if len(request.items) > LARGEST_COUNT:
         raise TooLargeError(
-            f"expected at most {LARGEST_COUNT} items in a message, got {len(request.items)}; send "
-            "several messages"
+            f"PutItems: expected at most {LARGEST_COUNT} items in a message, got "
+            f"{len(request.items)}; send several messages"
         )
     item_writers, errors = [], []
     for item in request.items:
@@ -433,7 +529,9 @@ def _put(item: pb.PutItem) -> Put:
     if kind == "text":
         return Put(item.id, item.text, metadata)
     if kind is None:
-        raise InvalidInputError("expected an image, a text or vectors, got none")
+        raise InvalidInputError(
+            "item: expected an image, a text or vectors as its content, got none of them"
+        )
     embedding = item.vectors.embedding
     if not item.vectors.HasField("side_info"):
         return Put(item.id, BareVectors(embedding.space, embedding.values, None, None), metadata)
@@ -473,7 +571,7 @@ def _gallery(hosted: Hosted, ends: Mapping[str, float]) -> pb.Gallery:
                     in_graph=counts_by_index.graph,
                     compared=counts_by_index.exact,
                     delta=counts_by_index.delta,
-                    due=counts_by_index.due,
+                    due=counts_by_index.needs_graph,
                 )
             )
     return gallery

@@ -72,7 +72,7 @@ def to_canary(report: CanaryReport, canary: Canary | None) -> pb.WatchCanaryResp
         compared=report.compared,
         overlap=report.overlap,
         rank_correlation=report.rank_correlation,
-        skipped=report.skipped,
+        skipped=report.skip_count,
         evidence=report.evidence,
         stops_at=STOPS_AT,
     )
@@ -189,17 +189,30 @@ class ReleaseService(ReleaseServiceServicer):
     def ListReleases(  # noqa: N802 - the contract's name
         self, request: pb.ListReleasesRequest, context: grpc.ServicerContext
     ) -> pb.ListReleasesResponse:
+        """List every usable published release by rising number, withdrawn ones included; empty
+        before the first publication.
+        """
         return pb.ListReleasesResponse(releases=self._releases())
 
     def GetRelease(  # noqa: N802
         self, request: pb.GetReleaseRequest, context: grpc.ServicerContext
     ) -> pb.GetReleaseResponse:
+        """Return one release; one that was published a moment ago is found, too.
+
+        Raises:
+            NotFoundError: the release is not published.
+            VerificationError: the publication or the release's manifest is not valid.
+        """
         manifest = self._catalog.find(request.number)
         return pb.GetReleaseResponse(release=self._release(manifest))
 
     def WatchReleases(  # type: ignore[override] # noqa: N802 - None: nothing is new
         self, request: pb.WatchReleasesRequest, context: grpc.ServicerContext
     ) -> Iterator[pb.WatchReleasesResponse | None]:
+        """Yield all releases at once, and again after each change, until the caller ends the call.
+
+        None means that nothing is new; the server then looks again a little later.
+        """
         changed, version, last = self._catalog.changed, -1, None
         while True:
             if changed.count != version:
@@ -213,6 +226,13 @@ class ReleaseService(ReleaseServiceServicer):
     def FetchFile(  # noqa: N802
         self, request: pb.FetchFileRequest, context: grpc.ServicerContext
     ) -> Iterator[pb.FetchFileResponse]:
+        """Yield a published file in pieces from an offset; the first answer has the file's size.
+
+        Raises:
+            InvalidInputError: the path is absolute, or leads out of the folder.
+            NotFoundError: the file is not published.
+            OutOfRangeError: the offset is above the file's size.
+        """
         file = self._catalog.fetch(request.path, request.offset)
         first = next(file.chunks, b"")
         yield pb.FetchFileResponse(chunk=first, size=file.size)
@@ -222,9 +242,25 @@ class ReleaseService(ReleaseServiceServicer):
     def ActivateRelease(  # noqa: N802
         self, request: pb.ActivateReleaseRequest, context: grpc.ServicerContext
     ) -> Iterator[pb.ActivateReleaseResponse]:
+        """Start an activation, or change or promote a canary, and yield its events to the end.
+
+        The activation goes on if the caller leaves. With a canary's settings while a canary of the
+        release runs, only its settings change, and one event is yielded. A failed activation is no
+        error of the call: the last event has the phase FAILED.
+
+        Raises:
+            InvalidInputError: the rollout, spare_cores, old_space_seconds or the canary is not
+                valid.
+            NotFoundError: the release is not published.
+            BusyError: another activation, rollback or retirement is under way.
+            PreconditionError: the release is older than the active one, or the canary cannot be
+                started, changed or promoted.
+            CannotWriteError: the state cannot be written.
+        """
         if request.rollout not in _ROLLOUTS or not 0 <= request.spare_cores < 1:
             raise InvalidInputError(
-                "expected a rollout of the protocol, and spare_cores from 0 to below 1, got "
+                "expected a rollout of the protocol (direct, dual, cutover or none), and "
+                "spare_cores, the share of cores left to searches, from 0 to below 1; got "
                 f"{request.rollout} and {request.spare_cores:g}"
             )
         number = request.number
@@ -252,6 +288,11 @@ class ReleaseService(ReleaseServiceServicer):
     def WatchCanary(  # type: ignore[override] # noqa: N802 - None: nothing is new
         self, request: pb.WatchCanaryRequest, context: grpc.ServicerContext
     ) -> Iterator[pb.WatchCanaryResponse | None]:
+        """Yield a report of the canary every second, until it has ended.
+
+        The last report of an ended canary is yielded once; without a canary since the start, one
+        report has release 0. None means that nothing is new.
+        """
         while True:
             answer = to_canary(self._canaries.report(), self._canaries.setting())
             yield answer
@@ -264,6 +305,11 @@ class ReleaseService(ReleaseServiceServicer):
     def ReportSync(  # noqa: N802
         self, request: pb.ReportSyncRequest, context: grpc.ServicerContext
     ) -> pb.ReportSyncResponse:
+        """Count a device's report of a sync in the metrics.
+
+        Raises:
+            InvalidInputError: a value is not valid.
+        """
         count_report(request, self._metrics, is_published=request.release in self._catalog.releases)
         return pb.ReportSyncResponse()
 
@@ -273,6 +319,16 @@ class ReleaseService(ReleaseServiceServicer):
     def RollbackRelease(  # noqa: N802
         self, request: pb.RollbackReleaseRequest, context: grpc.ServicerContext
     ) -> pb.RollbackReleaseResponse:
+        """Roll back to the previous release, or stop a canary; without `confirm`, only report what
+        would be lost.
+
+        Raises:
+            PreconditionError: there is no release to return to, `to_release` is not the one that a
+                rollback leads to, or no canary of the release runs.
+            BusyError: another rollback, activation or retirement takes too long.
+            UnavailableError: the models cannot be loaded; nothing has changed.
+            CannotWriteError: the state cannot be written.
+        """
         to = request.to_release or None
         if not request.confirm:
             result = self._rollbacks.plan()
@@ -281,17 +337,26 @@ class ReleaseService(ReleaseServiceServicer):
         else:
             result = self._rollbacks.roll_back(to)
         if request.confirm:
-            self._audit("roll back", f"to release {result.release}, {result.lost} items not found")
+            self._audit(
+                "roll back", f"to release {result.release}, {result.lost_count} items not found"
+            )
         return pb.RollbackReleaseResponse(
             number=result.release,
-            lost_items=result.lost,
-            lost=[pb.LostItem(gallery=gallery, id=name) for gallery, name in result.listed],
+            lost_items=result.lost_count,
+            lost=[pb.LostItem(gallery=gallery, id=name) for gallery, name in result.first_lost],
             done=request.confirm,
         )
 
     def RetireRelease(  # noqa: N802
         self, request: pb.RetireReleaseRequest, context: grpc.ServicerContext
     ) -> pb.RetireReleaseResponse:
+        """Delete the vectors and models of every release older than the active one, for good.
+
+        Raises:
+            BusyError: an activation or a rollback is under way.
+            PreconditionError: no release was ever activated.
+            CannotWriteError: the state cannot be written.
+        """
         retired = self._rollbacks.retire()
         self._audit("retire", f"releases {', '.join(map(str, retired)) or 'none'}")
         return pb.RetireReleaseResponse(retired=retired)
@@ -351,7 +416,7 @@ def state_of(number: int, state: State, withdrawn: str | None) -> tuple[pb.Relea
 
 def _response(event: Event) -> pb.ActivateReleaseResponse:
     response = pb.ActivateReleaseResponse(
-        phase=_PHASES[event.phase], done=event.done, total=event.total, message=event.message
+        phase=_PHASES[event.phase], done=event.complete, total=event.total, message=event.message
     )
     response.time.FromNanoseconds(int(event.time * 1e9))
     return response

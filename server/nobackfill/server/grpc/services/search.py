@@ -70,6 +70,20 @@ class SearchService(SearchServiceServicer):
     def Search(  # noqa: N802 - the contract's name
         self, request: pb.SearchRequest, context: grpc.ServicerContext
     ) -> pb.SearchResponse:
+        """Find the nearest items of a gallery to one query; hits come best first.
+
+        Raises:
+            InvalidInputError: the query, k, the filter, the accuracy or max_distance is not valid.
+            NotFoundError: no gallery has this name.
+            IncompatibleSpaceError: no embedding of the query is in a space that answers.
+            NeedsImageError: the gallery has two spaces, and the query has an embedding of one.
+            NoEncoderError: the release has no model for an image or a text.
+            ReleaseRetiredError: queries of the embedding's space have ended.
+            VerificationError: the gallery is quarantined.
+            UnavailableError: the model server or the database does not answer.
+            DeadlineError: the call's time is over.
+            OverloadedError: too many calls wait.
+        """
         with self._galleries.using(request.gallery) as hosted:
             answer = self._searching.search(
                 hosted, _query(request.query), _k(request.k), from_filter(request.filter),
@@ -124,12 +138,22 @@ class SearchService(SearchServiceServicer):
     def SearchBatch(  # noqa: N802
         self, request: pb.SearchBatchRequest, context: grpc.ServicerContext
     ) -> pb.SearchBatchResponse:
+        """Answer up to LARGEST_BATCH queries at once, in their order.
+
+        A query that is refused for its content has its error in its own response. Empty batches
+        are refused.
+
+        Raises:
+            InvalidInputError: there is no query, or k, the filter or the accuracy is not valid.
+            TooLargeError: there are too many queries.
+            NobackfillError: as Search.
+        """
         if not request.queries:
-            raise InvalidInputError(f"expected 1 to {LARGEST_BATCH} queries, got none")
+            raise InvalidInputError(f"queries: expected 1 to {LARGEST_BATCH} of them, got none")
         if len(request.queries) > LARGEST_BATCH:
             raise TooLargeError(
-                f"expected 1 to {LARGEST_BATCH} queries, got {len(request.queries)}; "
-                "send several batches"
+                f"queries: expected 1 to {LARGEST_BATCH} of them, got {len(request.queries)}; "
+                "send them in several calls"
             )
         queries = [_query(query) for query in request.queries]
         with self._galleries.using(request.gallery) as hosted:
@@ -148,11 +172,19 @@ class SearchService(SearchServiceServicer):
     def Feedback(  # noqa: N802
         self, request: pb.FeedbackRequest, context: grpc.ServicerContext
     ) -> pb.FeedbackResponse:
+        """Count a caller's feedback about a hit as evidence for a canary.
+
+        `counted` is False without a canary, for an unknown or old answer, and for an item that is
+        not among its hits.
+
+        Raises:
+            InvalidInputError: the request has no request_id, or an unknown kind.
+        """
         kind = _KINDS.get(request.kind)
         if kind is None or not request.request_id:
             raise InvalidInputError(
-                "feedback: expected the request_id of an answer and a kind, clicked, confirmed or "
-                "rejected"
+                "feedback: expected the request_id of a search answer, and a kind: clicked, "
+                "confirmed or rejected; got none of them"
             )
         counted = self._canaries.feedback(request.request_id, request.item_id, kind)
         return pb.FeedbackResponse(counted=counted)

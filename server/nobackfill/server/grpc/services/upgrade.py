@@ -37,6 +37,14 @@ class UpgradeService(UpgradeServiceServicer):
     def EstimateUpgrade(  # noqa: N802 - the contract's name
         self, request: pb.EstimateUpgradeRequest, context: grpc.ServicerContext
     ) -> pb.EstimateUpgradeResponse:
+        """Estimate what a gallery's upgrade to a release costs; nothing is changed.
+
+        Raises:
+            InvalidInputError: spare_cores is not from 0 to below 1.
+            NotFoundError: no gallery has this name, or the release is not published.
+            PreconditionError: no upgrade leads to the release.
+            VerificationError: the gallery is quarantined, or a file of the release is damaged.
+        """
         spare_cores = _spare_cores(request.spare_cores)
         cost, route = self._lifecycle.estimate(request.gallery, request.release, spare_cores)
         response = pb.EstimateUpgradeResponse(
@@ -54,6 +62,17 @@ class UpgradeService(UpgradeServiceServicer):
     def StartUpgrade(  # noqa: N802
         self, request: pb.StartUpgradeRequest, context: grpc.ServicerContext
     ) -> pb.StartUpgradeResponse:
+        """Resume or start a gallery's upgrade, or re-embed items from the images of the request.
+
+        Returns at once with the state of the upgrade, except that images are re-embedded first.
+
+        Raises:
+            InvalidInputError: spare_cores is not from 0 to below 1, or an image cannot be decoded.
+            NotFoundError: no gallery has this name.
+            PreconditionError: the request names another release than the active one.
+            BusyError: an activation is under way.
+            CannotWriteError: the gallery cannot be written.
+        """
         job = self._lifecycle.upgrade(
             request.gallery,
             request.release,
@@ -66,6 +85,15 @@ class UpgradeService(UpgradeServiceServicer):
     def WatchUpgrade(  # type: ignore[override] # noqa: N802 - None: nothing is new
         self, request: pb.WatchUpgradeRequest, context: grpc.ServicerContext
     ) -> Iterator[pb.WatchUpgradeResponse | None]:
+        """Yield the progress of a gallery's upgrade at each change, until the upgrade is over.
+
+        Without an upgrade, one answer says that it is done. None means that nothing is new.
+
+        Raises:
+            NotFoundError: no gallery has this name, or it was deleted meanwhile.
+            VerificationError: the gallery is quarantined.
+            InvalidInputError: no item has the metadata key `group_by`, or it has too many values.
+        """
         last, report = None, _Report(self._searching, request.group_by)
         while True:
             # The gallery is not held open between two looks, so that it can be deleted.
@@ -86,6 +114,12 @@ class UpgradeService(UpgradeServiceServicer):
     def PauseUpgrade(  # noqa: N802
         self, request: pb.PauseUpgradeRequest, context: grpc.ServicerContext
     ) -> pb.PauseUpgradeResponse:
+        """Pause a gallery's upgrade after its present chunk, and later ones until StartUpgrade.
+
+        Raises:
+            NotFoundError: no gallery has this name.
+            CannotWriteError: the state cannot be written.
+        """
         return pb.PauseUpgradeResponse(progress=_message(self._lifecycle.pause(request.gallery)))
 
 
@@ -115,7 +149,9 @@ class _Report:
 
 def _spare_cores(share: float) -> float:
     if not 0 <= share < 1:
-        raise InvalidInputError(f"spare_cores: expected 0 to below 1, got {share:g}")
+        raise InvalidInputError(
+            f"spare_cores (share of cores left to searches): expected 0 to below 1, got {share:g}"
+        )
     return share
 
 
@@ -130,7 +166,7 @@ def _quality(groups: Sequence[Subgroup]) -> pb.SubgroupQuality:
             re_embedded=group.re_embedded,
             probes=group.probes,
             cmc1=group.cmc1,
-            cmc1_before=group.before,
+            cmc1_before=group.cmc1_before,
         )
         fill_value(group.value, message.value)
     return quality
@@ -142,7 +178,7 @@ def _message(job: Job) -> pb.UpgradeProgress:
         from_release=job.from_release,
         to_release=job.to_release,
         state=_STATES[job.state],
-        done=job.done,
+        done=job.complete,
         total=job.total,
         items_per_second=job.items_per_second,
         re_embedded=job.re_embedded,

@@ -23,9 +23,18 @@ class VaultService(VaultServiceServicer):
     def PutBlob(  # noqa: N802 - the contract's name
         self, request_iterator: Iterator[pb.PutBlobRequest], context: grpc.ServicerContext
     ) -> pb.PutBlobResponse:
+        """Store a blob, or its next piece, from a stream whose first message describes it.
+
+        Raises:
+            InvalidInputError: the first message has no blob.
+            NobackfillError: as VaultBlobs.put.
+        """
         first = next(request_iterator, None)
         if first is None or not first.HasField("blob"):
-            raise InvalidInputError("expected the blob's id, size and sha256 in the first message")
+            raise InvalidInputError(
+                "PutBlob: expected the blob's id, size and sha256 in the first message of the "
+                "stream, got none"
+            )
         blob = Blob(first.blob.id, first.blob.size, first.blob.sha256)
 
         def chunks() -> Iterator[bytes]:
@@ -39,6 +48,12 @@ class VaultService(VaultServiceServicer):
     def GetBlob(  # noqa: N802
         self, request: pb.GetBlobRequest, context: grpc.ServicerContext
     ) -> Iterator[pb.GetBlobResponse]:
+        """Yield a blob in pieces from an offset; the first answer describes it.
+
+        Raises:
+            NotFoundError: the caller has no such complete blob.
+            OutOfRangeError: the offset is above the blob's size.
+        """
         blob, chunks = self._vault.get(_owner(), request.id, request.offset)
         yield pb.GetBlobResponse(chunk=next(chunks, b""), blob=_message(blob))
         for chunk in chunks:
@@ -47,12 +62,23 @@ class VaultService(VaultServiceServicer):
     def DeleteBlob(  # noqa: N802
         self, request: pb.DeleteBlobRequest, context: grpc.ServicerContext
     ) -> pb.DeleteBlobResponse:
+        """Delete a blob, or an unfinished upload.
+
+        Raises:
+            NotFoundError: the caller has neither.
+            BusyError: another call writes the blob.
+        """
         self._vault.delete(_owner(), request.id)
         return pb.DeleteBlobResponse()
 
     def ListBlobs(  # noqa: N802
         self, request: pb.ListBlobsRequest, context: grpc.ServicerContext
     ) -> pb.ListBlobsResponse:
+        """List a page of the caller's complete blobs by rising id; an empty token ends the list.
+
+        Raises:
+            InvalidInputError: the page token is not one of an earlier answer.
+        """
         blobs = self._vault.page(_owner(), request.page_token)
         token = blobs[-1].id if len(blobs) == PAGE else ""
         return pb.ListBlobsResponse(blobs=map(_message, blobs), next_page_token=token)

@@ -37,7 +37,8 @@ class DatabaseColumnItems:
         if not is_database or not 3 <= len(parts) <= 4 or not all(parts):
             # Without the address, which may have a password.
             raise ConfigurationError(
-                "item_columns: expected postgresql://USER@HOST/DATABASE#TABLE.KEY.COLUMN"
+                "item_columns: expected postgresql://USER@HOST/DATABASE#TABLE.KEY.COLUMN, got "
+                "another form; correct it in the file of `gateway serve --settings FILE`"
             )
         check_url(self._server, "item_columns")
         *table, key, column = parts
@@ -51,6 +52,20 @@ class DatabaseColumnItems:
         weakref.finalize(self, _close, self._connections)
 
     def read(self, name: str, most_bytes: int) -> str | bytes | None:
+        """Read the original of an item, in a read-only statement of at most 10 seconds.
+
+        Args:
+            name: id of the item, the value of the key column.
+            most_bytes: largest size of the original.
+
+        Returns:
+            Its text or bytes; None if no row has the key, or the column is NULL.
+
+        Raises:
+            InvalidInputError: the original is larger, or PostgreSQL refuses the statement.
+            UnavailableError: the database does not answer in time.
+            ConfigurationError: the database refuses the connection.
+        """
         with self._lock:
             try:
                 row = self._fetch(name, most_bytes)
@@ -98,8 +113,10 @@ def _close(connections: list[Any]) -> None:
 def _translate(error: psycopg.Error, name: str) -> Exception:
     if isinstance(error, psycopg.errors.QueryCanceled):
         return UnavailableError(
-            f"{name!r}: the database did not answer within {_TIMEOUT_SECONDS} s"
+            f"item {name!r}: the database of the setting item_columns did not answer within "
+            f"{_TIMEOUT_SECONDS} s; it is tried again later"
         )
     return refusal(error) or InvalidInputError(
-        f"{name!r}: PostgreSQL says: {error.diag.message_primary or type(error).__name__}"
+        f"item {name!r}: the table or column of the setting item_columns cannot be read: "
+        f"{error.diag.message_primary or type(error).__name__}"
     )

@@ -40,13 +40,17 @@ Kind = TypeVar("Kind", Range | TimeRange, OneOf)
 
 @dataclass(frozen=True)
 class Condition:
-    """Hold a condition on a row `i` of items, the values that it binds, and the filter that it
-    expresses.
+    """Hold a condition of SQL on a row `i` of items.
+
+    Attributes:
+        text: the condition, with a placeholder for each value.
+        values: the values that it binds.
+        as_filter: the filter that it translates; None for the condition that all items fulfil.
     """
 
     text: str
     values: tuple[Any, ...] = ()
-    says: Filter | None = None
+    as_filter: Filter | None = None
 
 
 EVERYTHING = Condition("TRUE")
@@ -89,7 +93,7 @@ def condition_of(filtered: Filter | None) -> Condition:
         return EVERYTHING
     check_filter(filtered)
     condition = _of(filtered)
-    return condition if condition is EVERYTHING else replace(condition, says=filtered)
+    return condition if condition is EVERYTHING else replace(condition, as_filter=filtered)
 
 
 def _of(filtered: Filter) -> Condition:

@@ -54,8 +54,8 @@ def check_url(url: str, setting: str = "store") -> None:
         options = conninfo_to_dict(url)
     except (psycopg.Error, UnicodeEncodeError) as error:
         raise ConfigurationError(
-            f"{setting}: expected postgresql://USER@HOST/DATABASE?sslmode=verify-full, or a "
-            "socket's folder as host"
+            f"{setting}: expected the address of a database, postgresql://USER@HOST/DATABASE"
+            "?sslmode=verify-full, or one with a socket's folder as host; got another form"
         ) from error
     hosts = [*str(options.get("host") or "").split(","), str(options.get("hostaddr") or "")]
     if not all(map(is_local, hosts)) and options.get("sslmode") not in _ENCRYPTED:
@@ -107,9 +107,12 @@ def is_connection_lost(error: Exception) -> bool:
 
 
 def refusal(error: Exception) -> NobackfillError | None:
-    """Translate an error of PostgreSQL; None for a mistake of ours.
+    """Translate an error of PostgreSQL or its pool into an error of this project.
 
     Sentences have neither a password nor a value: PostgreSQL puts values into an error's details.
+
+    Returns:
+        The error to raise; None for an error that only a defect of this program can cause.
     """
     if isinstance(error, PoolTimeout | TooManyRequests):
         return OverloadedError(
@@ -131,9 +134,15 @@ def refusal(error: Exception) -> NobackfillError | None:
                 "read-write"
             ),
         ),
-        (_BUSY, BusyError(f"the database is busy ({message}); try again")),
+        (_BUSY, BusyError(f"the database is busy ({message}); try again in a few seconds")),
         (_UNWRITABLE, CannotWriteError(f"the database cannot write ({message}); free some space")),
-        (_REFUSED, ConfigurationError(f"the database refuses: {message}; check user and rights")),
+        (
+            _REFUSED,
+            ConfigurationError(
+                f"the database refuses the connection or statement ({message}); check the user, "
+                "password and database in the address, and the user's rights"
+            ),
+        ),
         (_GONE, GoneError("the gallery was closed or deleted")),
         (
             (pg.DataCorrupted, pg.IndexCorrupted),
@@ -141,7 +150,10 @@ def refusal(error: Exception) -> NobackfillError | None:
         ),
         (
             (pg.OutOfMemory, pg.InsufficientResources),
-            UnavailableError(f"the database has no resources left ({message})"),
+            UnavailableError(
+                f"the database has no memory or other resources left ({message}); try again later, "
+                "or give its server more"
+            ),
         ),
     )
     for classes, translated in kinds:
@@ -290,11 +302,11 @@ class Database:
         self, url: str, most: int = 16, wait_s: float = _WAIT_SECONDS,
         reader: Callable[[], Reader | None] = lambda: None,
     ) -> None:  # fmt: skip
-        """Prepare the pool.
+        """Prepare the pool; `open` connects.
 
         Args:
             url: address of the database.
-            most: most connections of the pool.
+            most: most connections of the pool; one is always open.
             wait_s: longest wait in seconds for a connection, a lock or a restarting server.
             reader: returns the caller of the present thread. Its reads are cancelled once nobody
                 waits for them, and it gets at most half of the connections.
@@ -317,14 +329,16 @@ class Database:
         self._reads = _Reads(max(1, most // 2))
 
     def open(self, prepare: Callable[[Connection], None]) -> None:
-        """Open the pool.
+        """Open the pool; call it once, before the first read or write.
 
         Args:
-            prepare: creates what the database lacks.
+            prepare: creates what the database lacks; called with a connection outside the pool.
 
         Raises:
             UnavailableError: the database does not answer.
-            ConfigurationError: the database refuses the connection.
+            ConfigurationError: the database refuses the connection, or it is not encrypted although
+                the database is on another machine.
+            NobackfillError: as `prepare`.
         """
         try:
             # A connection outside the pool, whose errors say more than a timeout.
@@ -343,14 +357,20 @@ class Database:
         self._pool.close()
 
     def refuse_writes(self, reason: str) -> None:
-        """Refuse every later write with BusyError."""
+        """Refuse every later write with BusyError; reads go on.
+
+        Args:
+            reason: text of the error.
+        """
         self._refusal = reason
 
     def connect(self) -> Connection:
-        """Open a connection outside the pool, which the caller closes.
+        """Open a connection outside the pool, which the caller closes; it commits each statement.
 
         Raises:
             UnavailableError: the database does not answer.
+            ConfigurationError: the database refuses the connection.
+            BusyError: the server has no connection left.
         """
         try:
             return psycopg.connect(self.url, autocommit=True)
@@ -390,6 +410,10 @@ class Database:
             DeadlineError: the caller's time is over.
             CancelledError: the caller has cancelled the call.
             UnavailableError: the database does not answer.
+            OverloadedError: no connection of the pool was free for some seconds.
+            BusyError: a statement took too long, or waited too long for a lock.
+            GoneError: the gallery was deleted.
+            NobackfillError: as `work`.
         """
         if self._own.connection is not None:
             return work(self._own.connection)
@@ -427,9 +451,12 @@ class Database:
             The result of `work`.
 
         Raises:
-            BusyError: it collided too often, or writes are refused.
+            BusyError: it collided too often, waited too long for a lock, or writes are refused.
+            OverloadedError: no connection of the pool was free for some seconds.
             UnavailableError: the database does not answer, or the outcome is unknown.
-            CannotWriteError: the database cannot write.
+            CannotWriteError: the database cannot write, or is read-only.
+            GoneError: the gallery was deleted.
+            NobackfillError: as `work`; then nothing has changed.
         """
         if self._own.connection is not None:
             return work(self._own.connection)
@@ -440,7 +467,10 @@ class Database:
                 return self._persistent(lambda connection: self._commit(connection, work))
             except _CollisionError as error:
                 if attempt + 1 == _MAX_TRIES:
-                    raise BusyError("other calls change the same items; try again") from error
+                    raise BusyError(
+                        f"other calls change the same items: {_MAX_TRIES} tries of this "
+                        "transaction collided with theirs; try again in a few seconds"
+                    ) from error
                 time.sleep(random.uniform(0, 0.01 * 2**attempt))  # noqa: S311 - no secret
         raise AssertionError("unreachable: the loop returns or raises")
 
@@ -450,7 +480,11 @@ class Database:
 
         It does nothing within `transact`.
 
+        Args:
+            work: the work; it may be called more than once.
+
         Raises:
+            BusyError: writes are refused.
             NobackfillError: as `write`.
         """
         if self._own.connection is None:

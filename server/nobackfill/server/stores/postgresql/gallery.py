@@ -25,13 +25,13 @@ from nobackfill.gallery.store import (
     put_change,
 )
 from nobackfill.server.state import OutdatedError
-from nobackfill.server.stores.postgresql import rows, schema, writing
+from nobackfill.server.stores.postgresql import rows, schema, writes
 from nobackfill.server.stores.postgresql.conditions import condition_of
 from nobackfill.server.stores.postgresql.database import Connection, Database, run
 from nobackfill.server.stores.postgresql.leading import gallery_changed, notify
 from nobackfill.server.stores.postgresql.reads import Reads, existing
 from nobackfill.server.stores.postgresql.schema import schema_of, table_of
-from nobackfill.server.stores.postgresql.writing import advance
+from nobackfill.server.stores.postgresql.writes import advance
 
 _NONE = np.empty(0, np.int64)
 _SPACES_CHANGED = Change({}, _NONE, spaces=True)
@@ -86,10 +86,14 @@ class PostgresqlGallery(Reads):
         return True
 
     def subscribe(self, listener: Callable[[Change], None]) -> None:
+        """Call `listener` with the change after each commit of this process, in order; see
+        GalleryStore.subscribe.
+        """
         with self._reporting:
             self._listeners.append(listener)
 
     def unsubscribe(self, listener: Callable[[Change], None]) -> None:
+        """Stop calling a listener; see GalleryStore.unsubscribe."""
         with self._reporting:
             self._listeners.remove(listener)
 
@@ -114,7 +118,7 @@ class PostgresqlGallery(Reads):
 
         def body(connection: Connection) -> Result:
             share = next(tries) <= _SHARED_TRIES
-            (writing.share_gate if share else writing.hold_gate)(connection, self.schema)
+            (writes.share_gate if share else writes.hold_gate)(connection, self.schema)
             return work(connection)
 
         return self.database.write(body)
@@ -123,7 +127,7 @@ class PostgresqlGallery(Reads):
         """Run a transaction that changes spaces, while nobody else writes."""
 
         def body(connection: Connection) -> Result:
-            writing.hold_gate(connection, self.schema)
+            writes.hold_gate(connection, self.schema)
             result = work(connection)
             gallery_changed(connection, self.number)
             return result
@@ -154,10 +158,13 @@ class PostgresqlGallery(Reads):
 
         def work(connection: Connection) -> Any:
             if epoch is not None and rows.epoch_of(connection, self.number) != epoch:
-                raise OutdatedError("another gateway has changed the gallery's spaces; try again")
+                raise OutdatedError(
+                    "another gateway has changed the gallery's spaces or settings since the items "
+                    "were embedded; try again"
+                )
             for new in vectors:
                 rows.find_space(connection, self.schema, new.space)
-            return writing.insert(connection, self.schema, batch, checked)
+            return writes.insert(connection, self.schema, batch, checked)
 
         result, replaced, written = self._shared(work)
         with_metadata = metadata is not None
@@ -172,21 +179,30 @@ class PostgresqlGallery(Reads):
             return [check_new_vectors(space_of(spaces, new.space), new, count) for new in vectors]
         except IncompatibleSpaceError as error:
             if outdated:
-                raise OutdatedError("another gateway has deleted a space; try again") from error
+                raise OutdatedError(
+                    "another gateway has deleted a space of the gallery since the items were "
+                    "embedded; try again"
+                ) from error
             raise
 
     def delete(self, ids: Sequence[str]) -> int:
+        """Delete items from every space; return how many existed. Unknown ids are skipped; see
+        GalleryStore.delete.
+        """
         return self._delete("id = ANY(%s)", [existing(ids)])
 
     def delete_some(self, labels: Labels, filtered: Filter | None) -> int:
+        """Delete items that exist and pass the filter now; others are skipped; see
+        EditableStore.delete_some.
+        """
         condition = condition_of(filtered)
         where = f"label = ANY(%s) AND ({condition.text})"
         return self._delete(where, [labels.tolist(), *condition.values])
 
     def _delete(self, where: str, values: Sequence[Any]) -> int:
         def work(connection: Connection) -> Labels:
-            labels = writing.locked_labels(connection, self.schema, where, values)
-            writing.delete_labels(connection, self.schema, labels)
+            labels = writes.locked_labels(connection, self.schema, where, values)
+            writes.delete_labels(connection, self.schema, labels)
             return labels
 
         deleted = self._shared(work)
@@ -196,6 +212,9 @@ class PostgresqlGallery(Reads):
     def change_some_metadata(
         self, labels: Labels, filtered: Filter | None, values: Metadata, remove: Collection[str]
     ) -> int:
+        """Change the metadata of items that exist and pass the filter now; others are skipped; see
+        EditableStore.change_some_metadata.
+        """
         condition = condition_of(filtered)
 
         def work(connection: Connection) -> Labels:
@@ -207,7 +226,7 @@ class PostgresqlGallery(Reads):
             )
             items = [item_from_row(row) for row in cursor]
             present = {item.label: (item.id, item.metadata) for item in items}
-            writing.describe(connection, self.schema, changed_metadata(present, values, remove))
+            writes.describe(connection, self.schema, changed_metadata(present, values, remove))
             return np.array([*present], np.int64)
 
         changed = self._shared(work)
@@ -215,6 +234,10 @@ class PostgresqlGallery(Reads):
         return len(changed)
 
     def state_set(self, values: Mapping[str, Any]) -> None:
+        """Store small JSON values in one transaction; None removes a value; see
+        GalleryStore.state_set.
+        """
+
         def work(connection: Connection) -> None:
             rows.set_state(connection, self.schema, values)
             gallery_changed(connection, self.number)
@@ -222,17 +245,21 @@ class PostgresqlGallery(Reads):
         self.database.write(work)
 
     def add_staging_space(self, spec: SpaceSpec) -> None:
-        self._exclusive(lambda connection: writing.begin(connection, self.schema, spec))
+        """Add a staging space, unless it exists; see UpgradableStore.add_staging_space."""
+        self._exclusive(lambda connection: writes.begin(connection, self.schema, spec))
 
     def write(
         self, space: str, labels: Labels, embedding: ArrayLike, *, side: ArrayLike | None = None,
         uncertainty: ArrayLike | None = None, origin: Origin = "upgraded", replace: bool = False,
     ) -> Labels:  # fmt: skip
+        """Write vectors of existing items into a space, in one durable transaction; see
+        UpgradableStore.write.
+        """
         new = NewVectors(space, embedding, side, origin)
         checked = check_new_vectors(self.space(space), new, len(labels))
         doubt = check_uncertainty(uncertainty, len(labels))
         written, vectors = self._shared(
-            lambda connection: writing.write(
+            lambda connection: writes.write(
                 connection, self.schema, checked, labels, doubt, replace=replace
             )
         )
@@ -253,11 +280,12 @@ class PostgresqlGallery(Reads):
     def flip(
         self, space: str, *, leave_behind: bool = False, state: Mapping[str, Any] | None = None
     ) -> None:
+        """Make a space the active one; the active one becomes previous; see GalleryStore.flip."""
         if not leave_behind:
             self.look_ahead(space)
 
         def work(connection: Connection) -> None:
-            writing.flip(connection, self.schema, space, leave_behind=leave_behind)
+            writes.flip(connection, self.schema, space, leave_behind=leave_behind)
             rows.set_state(connection, self.schema, state or {})
 
         self._exclusive(work)
@@ -265,18 +293,22 @@ class PostgresqlGallery(Reads):
     def rollback(
         self, *, leave_behind: bool = False, state: Mapping[str, Any] | None = None
     ) -> str:
+        """Return to the previous space; the present one becomes staging and keeps its vectors; see
+        GalleryStore.rollback.
+        """
         if not leave_behind:
-            self.look_ahead(writing.previous_of(self.spaces()).spec.space)
+            self.look_ahead(writes.previous_of(self.spaces()).spec.space)
 
         def work(connection: Connection) -> str:
-            space = writing.rollback(connection, self.schema, leave_behind=leave_behind)
+            space = writes.rollback(connection, self.schema, leave_behind=leave_behind)
             rows.set_state(connection, self.schema, state or {})
             return space
 
         return self._exclusive(work)
 
     def drop(self, space: str) -> None:
-        self._exclusive(lambda connection: writing.drop(connection, self.schema, space))
+        """Remove a space with all its vectors; see GalleryStore.drop."""
+        self._exclusive(lambda connection: writes.drop(connection, self.schema, space))
 
     def look(self) -> GallerySnapshot:
         """Read what plans are made from, in one snapshot."""
@@ -290,6 +322,9 @@ class PostgresqlGallery(Reads):
         )
 
     def find_migrated(self, space: str, ids: Sequence[str]) -> list[StoredItem]:
+        """Return the items of `ids` whose vector in a space was migrated; see
+        GalleryStore.find_migrated.
+        """
         table = self._table(space)
         return self.database.read(
             lambda connection: [
@@ -319,21 +354,29 @@ class PostgresqlGalleries:
         self.database = database
 
     def names(self) -> list[str]:
+        """Return the names of all galleries, in order; see Home.names."""
         query = "SELECT name FROM nobackfill.galleries ORDER BY name"
         return self.database.read(lambda connection: [name for (name,) in run(connection, query)])
 
     def open(self, name: str) -> PostgresqlGallery:
+        """Open a gallery; see Home.open."""
         number = self.database.read(lambda connection: _number(connection, name))
         if number is None:
-            raise NotFoundError(f"the database has no gallery {name!r}; create it first")
+            raise NotFoundError(
+                f"the database has no gallery {name!r}; create it with `gateway gallery create`"
+            )
         return PostgresqlGallery(self.database, number)
 
     def create(
         self, name: str, specs: Sequence[SpaceSpec], state: Mapping[str, Any]
     ) -> PostgresqlGallery:
+        """Create a gallery atomically; see Home.create."""
+
         def work(connection: Connection) -> int:
             if _number(connection, name) is not None:
-                raise AlreadyExistsError(f"gallery {name!r} exists already")
+                raise AlreadyExistsError(
+                    f"gallery {name!r} exists already in this database; choose another name"
+                )
             number = run(
                 connection,
                 "INSERT INTO nobackfill.galleries (name) VALUES (%s) RETURNING number",
@@ -342,8 +385,8 @@ class PostgresqlGalleries:
             schema_name = schema.schema_of(number)
             schema.create_gallery(connection, number, specs[0])
             for spec in specs[1:]:
-                writing.begin(connection, schema_name, spec)
-                writing.flip(connection, schema_name, spec.space, leave_behind=False)
+                writes.begin(connection, schema_name, spec)
+                writes.flip(connection, schema_name, spec.space, leave_behind=False)
             for info in rows.read_spaces(connection, schema_name):
                 for statement in schema.index_statements(schema_name, info.number, info.spec):
                     run(connection, statement)
@@ -354,6 +397,8 @@ class PostgresqlGalleries:
         return PostgresqlGallery(self.database, self.database.write(work))
 
     def delete(self, name: str) -> None:
+        """Delete a gallery with all its tables; an unknown name is ignored."""
+
         def work(connection: Connection) -> None:
             row = run(
                 connection,

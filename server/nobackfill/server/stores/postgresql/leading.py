@@ -48,6 +48,9 @@ class DatabaseLead(Lead):
         self.term = term
 
     def is_lost(self) -> bool:
+        """Tell whether another gateway has taken the lead, as far as this one can know; see
+        Lead.is_lost.
+        """
         with self._lock:
             if self._closed:
                 return False
@@ -64,6 +67,7 @@ class DatabaseLead(Lead):
             return False
 
     def close(self) -> None:
+        """Give up the lead; a second call does nothing; see Lead.close."""
         with self._lock:
             self._closed = True
             if self._connection is not None:
@@ -90,7 +94,12 @@ def take_lead(database: Database) -> DatabaseLead | None:
 
 
 def new_term(database: Database) -> int:
-    """Begin a new term; every earlier lead is over."""
+    """Begin a new term; every earlier lead is over.
+
+    Raises:
+        UnavailableError: the database does not answer.
+        CannotWriteError: the database cannot write.
+    """
     return int(database.write(lambda connection: run(connection, _NEW_TERM).fetchone()[0]))
 
 
@@ -106,7 +115,10 @@ def fence(database: Database, term: int) -> None:
     """
     query = "SELECT term FROM nobackfill.gateway FOR UPDATE"
     if database.read(lambda connection: run(connection, query).fetchone()[0]) != term:
-        raise LeadLostError("another gateway leads the activation now")
+        raise LeadLostError(
+            "another gateway leads the activation now, so this one changed nothing; follow it with "
+            "`gateway watch`"
+        )
 
 
 @contextmanager
@@ -188,10 +200,12 @@ class Tenure:
         connection = self._try_lock()
         if connection is None:
             raise BusyError(
-                "a gateway serves from this database; stop it, or name another database"
+                "a gateway serves from this database, and this command needs it alone; stop every "
+                "gateway of it, or name another database"
                 if exclusive
-                else "galleries are being moved to or from this database, or a gateway of an older "
-                "version serves from it; start again when that has ended"
+                else "another process has locked this database: `gateway data move` moves its "
+                "galleries, or a gateway of an older version serves it; start again when that has "
+                "ended"
             )
         self._thread = threading.Thread(
             target=self._watch, args=(connection,), name="tenure", daemon=True
@@ -199,7 +213,7 @@ class Tenure:
         self._thread.start()
 
     def close(self) -> None:
-        """Release the lock."""
+        """Release the lock; returns once its thread has ended."""
         self._stopping.set()
         self._thread.join()
 
@@ -216,7 +230,9 @@ class Tenure:
                         "another process has locked the database; this gateway must be stopped"
                     )
                     self._database.refuse_writes(
-                        "another process has locked this database for itself"
+                        "this gateway may not write any more: another process has locked the "
+                        "database for itself while the connection was lost; restart this gateway "
+                        "when that process has ended"
                     )
                     return
             except psycopg.Error:
@@ -285,7 +301,10 @@ class News:
                 pass
         except psycopg.Error as error:
             self.close()
-            raise UnavailableError("the database does not answer") from error
+            raise UnavailableError(
+                "the database does not answer, so changes of other gateways are not noticed; the "
+                "gateway tries again"
+            ) from error
 
     def close(self) -> None:
         """Close the connection; a later `wait` opens another."""
@@ -323,6 +342,7 @@ class StateRow(GatewayState):
         self._epoch = epoch
 
     def look(self) -> Mapping[str, tuple[int, int]]:
+        """Read the state again; see GatewayState.look."""
         query = (
             f"SELECT epoch, value, {_WRITER},"
             " (SELECT coalesce(jsonb_object_agg(name, jsonb_build_array(number, epoch)), '{}')"
@@ -333,6 +353,10 @@ class StateRow(GatewayState):
         return {name: (number, mark) for name, (number, mark) in marks.items()}
 
     def revise(self, values_of: Callable[[State], Mapping[str, object]]) -> State:
+        """Replace fields by values that depend on the present state, atomically and durably; see
+        GatewayState.revise.
+        """
+
         def work(connection: Connection) -> tuple[int, State]:
             query = f"SELECT epoch, value, {_WRITER} FROM nobackfill.gateway FOR UPDATE"
             epoch, value, writer = run(connection, query).fetchone()
@@ -359,6 +383,10 @@ class StateRow(GatewayState):
                 self._epoch, self.current = epoch, state
 
     def transact(self, work: Callable[[], Result], lead: Lead | None = None) -> Result:
+        """Run work whose changes other gateways see all at once, or not at all; see
+        GatewayState.transact.
+        """
+
         def fenced() -> Result:
             result = work()
             if isinstance(lead, DatabaseLead):
@@ -368,9 +396,14 @@ class StateRow(GatewayState):
         return self._database.transact(fenced)
 
     def lead(self) -> Lead | None:
+        """Take the lead of an activation; see GatewayState.lead."""
         return take_lead(self._database)
 
     def depose(self) -> None:
+        """Forget the activation under way, and end the lead of the gateway that runs it; see
+        GatewayState.depose.
+        """
+
         def work() -> None:
             new_term(self._database)
             self.revise(lambda _now: {"activation": None})
@@ -378,14 +411,21 @@ class StateRow(GatewayState):
         self._database.transact(work)
 
     def exclusive(self, seconds: float) -> AbstractContextManager[None]:
+        """Keep other gateways from activating, rolling back or retiring a release during a block;
+        see GatewayState.exclusive.
+        """
         return lock_releases(self._database, seconds)
 
     def job(self, gallery: str) -> str | None:
+        """Return the saved record of a gallery's last upgrade; see GatewayState.job."""
         query = "SELECT value FROM nobackfill.jobs WHERE gallery = %s"
         row = self._database.read(lambda connection: run(connection, query, [gallery]).fetchone())
         return None if row is None else str(row[0])
 
     def keep_job(self, gallery: str, job: str | None) -> None:
+        """Save the record of a gallery's upgrade for other gateways; None deletes it; see
+        GatewayState.keep_job.
+        """
         statement = (
             "INSERT INTO nobackfill.jobs (gallery, value) VALUES (%s, %s)"
             " ON CONFLICT (gallery) DO UPDATE SET value = excluded.value"
@@ -404,6 +444,9 @@ class StateRow(GatewayState):
         self._database.write(lambda connection: run(connection, statement, list(deed)))
 
     def deeds(self) -> list[Deed]:
+        """Return the latest entries of the audit, at most MOST_DEEDS, latest last; see
+        GatewayState.deeds.
+        """
         query = (
             "SELECT extract(epoch FROM at)::double precision, who, what, of_what"
             " FROM nobackfill.audit ORDER BY number DESC LIMIT %s"

@@ -78,6 +78,9 @@ class DatabaseLedger:
         return run(connection, statement.replace("{schema}", self._schema), values)
 
     def load(self) -> None:
+        """Read what `carried` and `native` need, if it is due, however long that takes; see
+        HealingLedger.load.
+        """
         began = time.monotonic()
         if began >= self._next_count:
             statement = f"SELECT count(*) FROM {self._table} WHERE origin = 'upgraded'"
@@ -88,15 +91,23 @@ class DatabaseLedger:
             self._next_count = ended + max(_COUNTED_S, _COUNTED_SHARE * (ended - began))
 
     def carried(self) -> int | None:
+        """Return the number of migrated items that were not re-embedded; None if it is not known
+        yet; see HealingLedger.carried.
+        """
         return None if self._count < 0 else self._count
 
-    def native(self, allowed: Matches | None) -> Matches | None:
+    def native(self, matches: Matches | None) -> Matches | None:
         """Return None: with few native items a graph search would end early, and every row be
         compared.
         """
         return None
 
     def claim(self, labels: Sequence[int], day: str, budget: int) -> list[int]:
+        """Claim items that no process embeds at present, within the day's budget.
+
+        See Ledger.claim.
+        """
+
         def work(connection: Connection) -> list[int]:
             begin = "INSERT INTO {schema}.healing_spent VALUES (%s, 0) ON CONFLICT DO NOTHING"
             if self._run(connection, begin, day).rowcount:
@@ -117,6 +128,10 @@ class DatabaseLedger:
         return self._database.write(work)
 
     def settle(self, labels: Collection[int]) -> None:
+        """End claims of items that are embedded or deleted, and remove their requests; see
+        Ledger.settle.
+        """
+
         def work(connection: Connection) -> None:
             for table in ("healing_claims", "healing_wanted"):
                 delete = f"DELETE FROM {{schema}}.{table} WHERE label = ANY(%s)"
@@ -125,6 +140,10 @@ class DatabaseLedger:
         self._database.write(work)
 
     def release(self, labels: Collection[int]) -> None:
+        """Give up claims of items that failed, and return their cost to the budget; see
+        Ledger.release.
+        """
+
         def work(connection: Connection) -> None:
             released = sorted(labels)
             # Locked before the claims, as in `claim`: in the other order two transactions could
@@ -139,6 +158,9 @@ class DatabaseLedger:
         self._database.write(work)
 
     def requested(self, count: int) -> list[int]:
+        """Return labels that queries requested in vain, most often first; see
+        HealingLedger.requested.
+        """
         select = (
             "SELECT label FROM {schema}.healing_wanted WHERE times > 0"
             " ORDER BY times DESC, label LIMIT %s"
@@ -147,6 +169,9 @@ class DatabaseLedger:
         return [int(label) for (label,) in rows]
 
     def spent(self, day: str) -> int:
+        """Return how many items were claimed on a day, without those that were given up; see
+        Ledger.spent.
+        """
         select = "SELECT items FROM {schema}.healing_spent WHERE day = %s"
         row = self._database.read(lambda one: self._run(one, select, day).fetchone())
         return int(row[0]) if row else 0

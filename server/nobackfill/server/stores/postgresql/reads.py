@@ -29,7 +29,7 @@ from nobackfill.server.stores.postgresql.rows import (
 )
 from nobackfill.server.stores.postgresql.schema import table_of
 from nobackfill.server.stores.postgresql.search import PostgresqlMatches
-from nobackfill.server.stores.postgresql.writing import frontier, left_behind, live_labels
+from nobackfill.server.stores.postgresql.writes import frontier, left_behind, live_labels
 from nobackfill.vectors import Vectors
 
 # Labels that are read at once: few enough that several workers get some.
@@ -112,8 +112,8 @@ class PostgresqlWindows:
         last = self._frontier
         while True:
 
-            def page(connection: Connection, after: int = last) -> Labels:
-                condition = f"{self._lacking(after)} ORDER BY s.label LIMIT {_LABELS}"
+            def page(connection: Connection, label: int = last) -> Labels:
+                condition = f"{self._lacking(label)} ORDER BY s.label LIMIT {_LABELS}"
                 return label_column(run(connection, query + condition))
 
             labels = self._database.read(page)
@@ -122,18 +122,18 @@ class PostgresqlWindows:
             last = int(labels[-1])
             yield labels
 
-    def _lacking(self, after: int) -> str:
+    def _lacking(self, label: int) -> str:
         """Make the condition for a row `s` of the source that is above a label and missing in the
         target.
 
         Both tables have the bound, so that rows before a page are not read for it.
         """
-        bound = f" AND s.label > {after:d}"
+        bound = f" AND s.label > {label:d}"
         if not self._target:
             return bound
         return (
             f"{bound} AND NOT EXISTS (SELECT 1 FROM {self._target} t WHERE t.label = s.label"
-            f" AND t.label > {after:d})"
+            f" AND t.label > {label:d})"
         )
 
     def read(self, labels: Labels, with_side: bool) -> tuple[Labels, Vectors, Vectors | None]:
@@ -168,9 +168,11 @@ class Reads:
         self.schema = schema
 
     def spaces(self) -> list[SpaceInfo]:
+        """Return all spaces, oldest first; exactly one is active; see GalleryStore.spaces."""
         return self.database.read(lambda connection: rows.read_spaces(connection, self.schema))
 
     def space(self, space: str) -> SpaceInfo:
+        """Return a space; see GalleryStore.space."""
         return self.database.read(
             lambda connection: rows.find_space(connection, self.schema, space)
         )
@@ -179,12 +181,18 @@ class Reads:
         return table_of(self.schema, self.space(space).number)
 
     def labels_of(self, ids: Sequence[str]) -> Labels:
+        """Return the labels of the ids that exist, int64, increasing; others are skipped; see
+        EditableStore.labels_of.
+        """
         query = f"SELECT label FROM {self.schema}.items WHERE id = ANY(%s) ORDER BY label"
         return self.database.read(
             lambda connection: rows.label_column(run(connection, query, [existing(ids)]))
         )
 
     def get(self, item_id: str) -> StoredItem | None:
+        """Return an item by its id, without origin and uncertainty; None if it does not exist; see
+        GalleryStore.get.
+        """
         found = self._items_where("i.id = ANY(%s)", [existing([item_id])], 1)
         return found[0] if found else None
 
@@ -196,14 +204,21 @@ class Reads:
     def items(
         self, labels: Sequence[int] | Labels, space: str | None = None
     ) -> list[StoredItem | None]:
+        """Return items in the order of `labels`; None where an item does not exist (any more); see
+        UpgradableStore.items.
+        """
         return self.database.read(
             lambda connection: rows.items(connection, self.schema, labels, space)
         )
 
     def count(self, space: str | None = None) -> int:
+        """Return the number of items, or of vectors in a space; see UpgradableStore.count."""
         return self.database.read(lambda connection: rows.count(connection, self.schema, space))
 
     def load(self, space: str) -> tuple[Labels, Vectors]:
+        """Return all vectors of a space in one snapshot: labels int64 [n], increasing, and float32
+        [n, dim]; see GalleryStore.load.
+        """
         info = self.space(space)
         table = table_of(self.schema, info.number)
         return self.database.read(
@@ -211,6 +226,9 @@ class Reads:
         )[:2]
 
     def vector(self, label: int, space: str) -> Vectors | None:
+        """Return an item's vector in a space, float32 [1, dim]; None if it has none there; see
+        GalleryStore.vector.
+        """
         found = self._vectors(np.array([label], np.int64), self.space(space))
         return found if len(found) else None
 
@@ -221,17 +239,23 @@ class Reads:
         )[1]
 
     def stored_vectors(self, labels: Labels, space: str) -> StoredVectors:
+        """Return the rows that a space has for some items, by increasing label; see
+        GalleryStore.stored_vectors.
+        """
         info = self.space(space)
-        return self.database.read(lambda c: rows.stored(c, self.schema, labels, info))
+        return self.database.read(lambda c: rows.stored_rows(c, self.schema, labels, info))
 
     def iterate_snapshot(self, spaces: Sequence[str], size: int) -> Iterator[StoredWindow]:
+        """Yield every item by increasing label, with its vectors in some spaces, from one snapshot;
+        see GalleryStore.iterate_snapshot.
+        """
         with self.database.snapshot() as connection:
             infos = [rows.find_space(connection, self.schema, space) for space in spaces]
             after = 0
             while items := rows.items_where(connection, self.schema, "i.label > %s", [after], size):
                 after = items[-1].label
                 labels = np.array([item.label for item in items], np.int64)
-                stored = [rows.stored(connection, self.schema, labels, info) for info in infos]
+                stored = [rows.stored_rows(connection, self.schema, labels, info) for info in infos]
                 yield StoredWindow(items, stored)
 
     def page(
@@ -243,6 +267,7 @@ class Reads:
         matches: Matches | None = None,
         least_certain: bool = False,
     ) -> tuple[list[tuple[StoredItem, ListingPlace]], ListingPlace | None]:
+        """Return a page of items; see GalleryStore.page."""
         condition = _condition(matches)
         if least_certain:
             table = self._table(space)
@@ -271,6 +296,7 @@ class Reads:
         return found, places[-1] if len(places) == limit else None
 
     def group_by_value(self, key: str, space: str) -> list[MetadataGroup]:
+        """Group the items by the value of a metadata key; see GalleryStore.group_by_value."""
         if not is_storable(key):
             return []
         query = (
@@ -289,18 +315,26 @@ class Reads:
         ]
 
     def state(self) -> dict[str, Any]:
+        """Return all small JSON values that are stored with the gallery; see GalleryStore.state."""
         return self.database.read(lambda connection: rows.states(connection, self.schema))
 
     def windows(self, source: str, target: SpaceSpec, needs_side: bool) -> PostgresqlWindows:
+        """Return the vectors that `source` has and `target` lacks; see UpgradableStore.windows."""
         return PostgresqlWindows(self.database, self.schema, source, target, needs_side)
 
     def count_left_behind(self, space: str) -> int:
+        """Return the number of items without a vector in a space; see
+        UpgradableStore.count_left_behind.
+        """
         info = self.space(space)
         return self.database.read(
             lambda connection: left_behind(connection, self.schema, info.number)
         )
 
     def left_behind_items(self, space: str, limit: int = 1000) -> list[StoredItem]:
+        """Return the first items without a vector in a space, by increasing label; see
+        GalleryStore.left_behind_items.
+        """
         number = self.space(space).number
 
         def work(connection: Connection) -> list[StoredItem]:
@@ -313,6 +347,9 @@ class Reads:
         return self.database.read(work)
 
     def sample(self, space: str, other: str, count: int) -> tuple[Labels, Vectors, Vectors]:
+        """Draw about `count` items that have a vector in both spaces, at random; see
+        GalleryStore.sample.
+        """
         first, second = self.space(space), self.space(other)
 
         def work(connection: Connection) -> tuple[Labels, Vectors, Vectors]:
@@ -375,9 +412,9 @@ def _bytes_written(connection: Connection, target: SpaceSpec, labels: Labels, ca
         return int(cursor.fetchone()[0])
 
 
-def _condition(allowed: Matches | None) -> Condition:
-    if allowed is None:
+def _condition(matches: Matches | None) -> Condition:
+    if matches is None:
         return EVERYTHING
-    if isinstance(allowed, PostgresqlMatches):
-        return allowed.condition
-    return Condition("i.label = ANY(%s)", (allowed.labels().tolist(),))
+    if isinstance(matches, PostgresqlMatches):
+        return matches.condition
+    return Condition("i.label = ANY(%s)", (matches.labels().tolist(),))

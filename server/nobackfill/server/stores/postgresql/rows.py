@@ -149,7 +149,17 @@ def find_space(connection: Connection, schema: str, space: str) -> SpaceInfo:
 def items(
     connection: Connection, schema: str, labels: Sequence[int] | Labels, space: str | None
 ) -> list[StoredItem | None]:
-    """Return items in the order of `labels`; None for missing ones."""
+    """Return items in the order of `labels`; None for missing ones.
+
+    Args:
+        connection: the connection.
+        schema: schema of the gallery.
+        labels: labels of the items.
+        space: id of the space whose origin and uncertainty the items get; None leaves both empty.
+
+    Raises:
+        IncompatibleSpaceError: the gallery does not have the space.
+    """
     wanted = [int(label) for label in labels]
     of_vector, join = "NULL, NULL", ""
     if space is not None:
@@ -183,15 +193,26 @@ def facets_of(connection: Connection, schema: str, labels: Labels) -> Mapping[in
 
 
 def count(connection: Connection, schema: str, space: str | None) -> int:
-    """Return the number of items, or of vectors in a space."""
+    """Return the number of items, or of vectors in a space.
+
+    Args:
+        connection: the connection.
+        schema: schema of the gallery.
+        space: id of the space; None counts the items.
+
+    Raises:
+        IncompatibleSpaceError: the gallery does not have the space.
+    """
     table = f"{schema}.items"
     if space is not None:
         table = table_of(schema, find_space(connection, schema, space).number)
-    found: int = run(connection, f"SELECT count(*) FROM {table}").fetchone()[0]
-    return found
+    total: int = run(connection, f"SELECT count(*) FROM {table}").fetchone()[0]
+    return total
 
 
-def stored(connection: Connection, schema: str, labels: Labels, info: SpaceInfo) -> StoredVectors:
+def stored_rows(
+    connection: Connection, schema: str, labels: Labels, info: SpaceInfo
+) -> StoredVectors:
     """Return the rows of a space for some labels, by label; missing ones are left out."""
     query = (
         "SELECT label, origin, uncertainty, embedding, side"
@@ -206,14 +227,23 @@ def stored(connection: Connection, schema: str, labels: Labels, info: SpaceInfo)
 
 
 def random_labels(connection: Connection, table: str, count: int) -> Labels:
-    """Draw random labels of a table of vectors; see drawing.random_labels."""
+    """Draw random labels of a table of vectors.
 
-    def following(drawn: list[int]) -> Labels:
+    Args:
+        connection: the connection.
+        table: the table's name, quoted.
+        count: most labels to draw.
+
+    Returns:
+        Different labels, int64, increasing: `count`, or all if the table has fewer.
+    """
+
+    def following(candidates: list[int]) -> Labels:
         query = (
             "SELECT DISTINCT near.label FROM unnest(%s::bigint[]) AS drawn, LATERAL (SELECT label"
             f" FROM {table} WHERE label >= drawn ORDER BY label LIMIT 1) near ORDER BY near.label"
         )
-        return label_column(run(connection, query, [drawn]))
+        return label_column(run(connection, query, [candidates]))
 
     def shuffled() -> Labels:
         query = f"SELECT label FROM {table} ORDER BY random() LIMIT %s"
@@ -233,7 +263,9 @@ def epoch_of(connection: Connection, number: int) -> int:
         connection, "SELECT epoch FROM nobackfill.galleries WHERE number = %s", [number]
     ).fetchone()
     if row is None:
-        raise NotFoundError("the gallery was deleted")
+        raise NotFoundError(
+            "the gallery was deleted by another gateway; `gateway gallery list` shows the others"
+        )
     return int(row[0])
 
 

@@ -47,10 +47,10 @@ CREATE TABLE IF NOT EXISTS nobackfill.galleries (
 
 @dataclass(frozen=True)
 class _Step:
-    """To a format from the one before, and back: statements."""
+    """Hold the statements that convert to a format from the one before it, and back."""
 
-    there: tuple[str, ...]
-    back: tuple[str, ...]
+    forward: tuple[str, ...]
+    backward: tuple[str, ...]
 
 
 # The record of what Milvus knows is made again when a gallery is opened with a Milvus.
@@ -134,10 +134,11 @@ def migrate(connection: Connection, to: int = FORMAT) -> int:
         connection, "SELECT pg_try_advisory_xact_lock(hashtext('nobackfill.gateway'))"
     ).fetchone()[0]:
         raise BusyError(
-            "a gateway serves from this database, which is to be of another format; stop it first"
+            "this database must be converted to another format, but a gateway serves from it; stop "
+            "every gateway of this database, then run the command again"
         )
-    steps = [_STEPS[step].there for step in range(found + 1, to + 1)]
-    steps += [_STEPS[step].back for step in range(found, to, -1)]
+    steps = [_STEPS[step].forward for step in range(found + 1, to + 1)]
+    steps += [_STEPS[step].backward for step in range(found, to, -1)]
     for statements in steps:
         for statement in statements:
             run(connection, statement)
@@ -184,18 +185,25 @@ CREATE TABLE {schema}.gate ()
 
 
 def prepare(connection: Connection) -> None:
-    """Create what a database lacks.
+    """Create what a database lacks, and convert it to this version's format.
+
+    It does nothing more in a database that is complete. Several gateways may call it at once.
+
+    Args:
+        connection: a connection outside a transaction.
 
     Raises:
-        ConfigurationError: the database cannot be used.
+        ConfigurationError: the database has no UTF8, an old pgvector, or pgvector in another
+            schema; or the user may not create these things.
+        VerificationError: a newer version wrote the database.
         BusyError: a gateway of an older version serves from it.
     """
     encoding = connection.info.parameter_status("server_encoding")
     if encoding != "UTF8":
         raise ConfigurationError(
-            f"expected a database that keeps texts as UTF8, found {encoding}: ids and metadata may "
-            "hold any character. Make another one with CREATE DATABASE … ENCODING 'UTF8' TEMPLATE "
-            "template0"
+            f"expected a database that stores texts as UTF8, found {encoding}, which cannot store "
+            "every id and metadata text; create another database with CREATE DATABASE NAME "
+            "ENCODING 'UTF8' TEMPLATE template0, and name it with --store"
         )
     with connection.transaction():
         run(connection, "SELECT pg_advisory_xact_lock(hashtext('nobackfill'))")
@@ -243,14 +251,21 @@ def table_of(schema: str, number: int) -> str:
 
 
 def add_space(connection: Connection, schema: str, spec: SpaceSpec, state: State) -> None:
-    """Record a space and make its table, without a graph.
+    """Record a space and create its table, without a graph.
 
-    Raises InvalidInputError for more dimensions than the engine holds.
+    Args:
+        connection: a connection inside a transaction.
+        schema: schema of the gallery.
+        spec: the space.
+        state: active, staging or previous.
+
+    Raises:
+        InvalidInputError: the space has more than MOST_DIM dimensions.
     """
     if not 1 <= spec.dim <= MOST_DIM:
         raise InvalidInputError(
-            f"space of release {spec.release}: PostgreSQL holds vectors of up to {MOST_DIM} "
-            f"dimensions, got {spec.dim}; keep this gallery in a file (--store sqlite:FOLDER)"
+            f"release {spec.release}: pgvector stores vectors of up to {MOST_DIM} dimensions, but "
+            f"this release has {spec.dim}; store the galleries in files with --store sqlite:FOLDER"
         )
     number = run(
         connection,

@@ -26,7 +26,7 @@ from nobackfill.server.stores.postgresql.schema import (
     schema_of,
     table_of,
 )
-from nobackfill.server.stores.postgresql.writing import few_left
+from nobackfill.server.stores.postgresql.writes import few_left
 from nobackfill.vectors import Vectors, check_vectors
 
 # Nearly all searches use one kind of statement, which is executed in a single call of libpq.

@@ -1,1 +1,1 @@
-"""Windows of an upgrade carried by other processes, here or on other machines."""
+"""Run upgrades in other processes, on this machine or on others."""

@@ -14,7 +14,10 @@ Opened = TypeVar("Opened")
 
 
 class OpenCache(Generic[CacheKey, Opened]):
-    """Hold what the last work of this process needs; its `key` identifies the work."""
+    """Hold the open resources of the last work of this process; a key identifies the work.
+
+    It is not for several threads at once.
+    """
 
     def __init__(self, open_work: Callable[[CacheKey, ExitStack], Opened]) -> None:
         """Start empty.
@@ -28,10 +31,17 @@ class OpenCache(Generic[CacheKey, Opened]):
         self._opened: Any = None
 
     def of(self, work: CacheKey, key: str) -> Opened:
-        """Return what a work needs; it is opened if the last work was another.
+        """Return the resources of a work.
+
+        If the last call had another key, its resources are closed first, and those of this work
+        are opened.
+
+        Args:
+            work: the work; it is only read when its resources are opened.
+            key: identifies the work.
 
         Raises:
-            Exception: whatever opening raises.
+            Exception: the error of opening; the next call then opens again.
         """
         if self._key != key:
             self._key, self._opened = None, None
@@ -40,13 +50,22 @@ class OpenCache(Generic[CacheKey, Opened]):
                 self._opened = self._make(work, closing)
                 self._closing = closing.pop_all()
             self._key = key
-        opened: Opened = self._opened
-        return opened
+        resources: Opened = self._opened
+        return resources
 
 
 def write_files(files: Mapping[str, bytes], closing: ExitStack) -> Path:
-    """Write files into a temporary folder, by their published paths; it is deleted with the
-    stack.
+    """Write files into a new temporary folder.
+
+    Args:
+        files: content by published path.
+        closing: closing this stack deletes the folder.
+
+    Returns:
+        The folder.
+
+    Raises:
+        OSError: the disk of temporary files cannot be written.
     """
     folder = Path(closing.enter_context(TemporaryDirectory(prefix="nobackfill-")))
     for path, content in files.items():

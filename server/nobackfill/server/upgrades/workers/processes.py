@@ -21,14 +21,26 @@ _NICE = 10
 
 
 class Processes:
-    """Run work in processes, which start with the first piece; implements Workers."""
+    """Run work in processes, which start with the first piece; implements Workers.
+
+    The processes have a low priority, and end with this one. They stay for the next upgrade, until
+    `close`.
+    """
 
     def __init__(self, count: int) -> None:
+        """Start no process yet.
+
+        Args:
+            count: number of processes, at least 1.
+        """
         self._count = count
         self._lock = threading.Lock()
         self._pool: ProcessPoolExecutor | None = None
 
     def carry(self, work: UpgradeWork, pieces: Iterable[Piece]) -> Iterator[Labels]:
+        """Hand out pieces, and yield the labels that were written of each piece when it ends; see
+        Workers.carry.
+        """
         waiting = iter(pieces)
         retries: list[tuple[Piece, int]] = []
         under_way: dict[Future[Labels], tuple[Piece, int]] = {}
@@ -46,8 +58,10 @@ class Processes:
                     if isinstance(future.exception(), BrokenProcessPool):
                         if tries == TRIES:
                             raise UnavailableError(
-                                f"a worker process ended {TRIES} times while it upgraded the same "
-                                "items; check the memory, and set fewer --workers"
+                                f"upgrade: expected a worker process to upgrade {len(piece.labels)}"
+                                f" items, but {TRIES} processes ended while they did; check the "
+                                f"memory of this machine, and serve with fewer --workers than "
+                                f"{self._count}"
                             )
                         retries.append((piece, tries))
                         self._renew()
@@ -70,7 +84,8 @@ class Processes:
                 except BrokenProcessPool:
                     self._pool = None
         raise UnavailableError(
-            "worker processes end as soon as they start; check the gateway's log"
+            f"upgrade: {TRIES} times, the {self._count} worker processes ended as soon as they "
+            "started; read their error in the gateway's log, or serve without --workers"
         )
 
     def _renew(self) -> None:
@@ -81,6 +96,7 @@ class Processes:
                 self._pool = None
 
     def close(self) -> None:
+        """End the workers; without workers, and at a second call, do nothing; see Workers.close."""
         with self._lock:
             if self._pool is not None:
                 self._pool.shutdown(cancel_futures=True)

@@ -1,4 +1,4 @@
-"""What an upgrade asks of those who carry its windows."""
+"""Run an upgrade in other processes: the work that they share, and the loop that hands it out."""
 
 import time
 import uuid
@@ -24,24 +24,33 @@ Shared = TypeVar("Shared")
 Part = TypeVar("Part")
 Result = TypeVar("Result")
 
-# One window carried wherever it is called: what a worker is given, and what it keeps.
-#
-# Read, transform, write may be repeated: a window whose worker died half-way is carried by another,
-# and one that two workers carried is there once.
+# A worker reads a piece of items, transforms their vectors and writes them. This may be repeated:
+# another worker does a piece whose worker died, and a piece that two workers did is stored once.
 
-# Labels of a piece: several chunks, for handing out a piece costs as much as reading a chunk.
+# Labels of a piece. It has several chunks, because handing it out costs as much as reading a chunk.
 PIECE = 4 * CHUNK
-# A worker has one window under way.
+# Database connections of a worker, which does one piece at a time.
 _CONNECTIONS = 2
-# How long it waits for a database that is restarted.
+# Longest wait (seconds) of a worker for a database that restarts.
 _WAIT_S = 60.0
 
 
 @dataclass(frozen=True)
 class UpgradeWork:
-    """An upgrade of one gallery, named by its number. `files`: the publication folder, for workers
-    of this machine, or what `files_of` it holds; each is checked against its signed digest where it
-    is opened. Whoever sees this may write to the database."""
+    """Describe the upgrade of one gallery to workers.
+
+    It is a secret: `url` lets its reader write to the database.
+
+    Attributes:
+        key: identifies the work, so that a worker opens connections and models once.
+        url: address of the database.
+        gallery: number of the gallery.
+        source: id of the space that is read.
+        target: the space that is written.
+        route: upgrades from the source's release to the target's.
+        files: the publication folder, for workers of this machine; or the model files by published
+            path, from `files_of`. Each file is checked against its signed digest when it is opened.
+    """
 
     key: str
     url: str = field(repr=False)
@@ -54,25 +63,38 @@ class UpgradeWork:
 
 @dataclass(frozen=True)
 class Piece:
-    """Labels to carry, with their side-information or without."""
+    """Name items to migrate.
+
+    Attributes:
+        labels: labels of the items, int64 [n].
+        with_side: read side-information too; items without it are skipped.
+    """
 
     labels: Labels
     with_side: bool
 
 
 def files_of(folder: Path, route: Route) -> dict[str, bytes]:
-    """The route's files, by their published paths: megabytes. Raises OSError."""
-    wanted = {
+    """Read the model files of a route into memory (megabytes), by their published paths.
+
+    Args:
+        folder: the publication folder.
+        route: the route; one without steps has no files.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    paths = {
         file.path
         for _, upgrade in route.steps
         for file in (upgrade.file, upgrade.int8_file)
         if file is not None
     }
-    return {path: (folder / path).read_bytes() for path in sorted(wanted)}
+    return {path: (folder / path).read_bytes() for path in sorted(paths)}
 
 
 class _OpenUpgrade:
-    """Connections, and the models."""
+    """Hold the connections and models that a worker keeps open between the pieces of one work."""
 
     def __init__(self, work: UpgradeWork, closing: ExitStack) -> None:
         self._target = work.target
@@ -86,70 +108,111 @@ class _OpenUpgrade:
         self._windows = self._gallery.windows(work.source, work.target, self._runner.reads_side)
 
     def carry(self, piece: Piece) -> Labels:
-        """Chunk by chunk, each durable before the next is read."""
+        """Migrate a piece in chunks; each is durable before the next is read.
+
+        Returns:
+            The labels that were written, increasing.
+        """
         chunks = range(0, len(piece.labels), CHUNK)
-        written = [
+        results = [
             self._chunk(piece.labels[start : start + CHUNK], piece.with_side) for start in chunks
         ]
-        return np.concatenate(written)
+        return np.concatenate(results)
 
-    def _chunk(self, wanted: Labels, with_side: bool) -> Labels:
-        labels, embedding, side = self._windows.read(wanted, with_side)
-        if not len(labels):
+    def _chunk(self, labels: Labels, with_side: bool) -> Labels:
+        existing, embedding, side = self._windows.read(labels, with_side)
+        if not len(existing):
             return np.empty(0, np.int64)
-        return migrate_window(self._gallery, self._runner, self._target, labels, embedding, side)
+        return migrate_window(self._gallery, self._runner, self._target, existing, embedding, side)
 
 
-_kept = OpenCache(_OpenUpgrade)
+_open_upgrades = OpenCache(_OpenUpgrade)
 
 
 def carry_piece(work: UpgradeWork, piece: Piece) -> Labels:
-    """Carry a piece; the labels written, increasing. Raises what `sync.carry` raises."""
-    return _kept.of(work, work.key).carry(piece)
+    """Migrate the items of a piece in this process, and store their vectors durably.
+
+    The first call for a work opens its connections and models; they stay open until the first call
+    for another work. Items that were deleted, and items that have a vector in the target already,
+    are skipped.
+
+    Args:
+        work: the upgrade.
+        piece: the items.
+
+    Returns:
+        The labels that were written, increasing; they may be fewer than those of the piece.
+
+    Raises:
+        VerificationError: a model file differs from its signed digest, or an output is not valid.
+        IncompatibleSpaceError: the gallery has lost the source or the target.
+        UnavailableError: the database does not answer for a minute.
+        CannotWriteError: the database cannot write.
+        OSError: `work.files` is a folder without one of the model files.
+    """
+    return _open_upgrades.of(work, work.key).carry(piece)
 
 
-# A piece that lost its worker so often is not the worker's misfortune any more.
+# A piece whose worker ended so often makes the upgrade fail: the items may be the cause.
 TRIES = 5
-# Pieces under way for each worker: the next one waits where it is wanted.
+# Pieces handed out for each worker: one that it does, and one that it begins without a wait.
 AHEAD = 2
 
 
 class Workers(Protocol):
-    """Processes that carry pieces."""
+    """Migrate pieces in other processes."""
 
     def carry(self, work: UpgradeWork, pieces: Iterable[Piece]) -> Iterator[Labels]:
-        """Labels written of each piece, as they end, in no order; `pieces` are asked for as workers
-        have time. A piece whose worker ends is carried by another.
+        """Hand out pieces, and yield the labels that were written of each piece when it ends.
 
-        Raises what a piece raises, once those under way have ended; UnavailableError where workers
-        end again and again, or there are none.
+        The order of the results is not that of `pieces`. A piece whose worker ends is given to
+        another one.
+
+        Args:
+            work: the upgrade.
+            pieces: the pieces; the next one is taken when a worker has time.
+
+        Raises:
+            NobackfillError: as `carry_piece`; raised once the pieces under way have ended.
+            UnavailableError: workers end again and again, or there are none.
         """
         ...
 
     def close(self) -> None:
-        """End them, if there are any; twice is harmless."""
+        """End the workers; without workers, and at a second call, do nothing."""
         ...
 
 
 class Cluster(Workers, Protocol):
-    """Workers that run other tasks, too: what a plug-in of `nobackfill.workers` makes of an
-    address."""
+    """Run other tasks as well; plug-ins of `nobackfill.workers` return a cluster for an address."""
 
     def run(
         self, do: Callable[[Shared, Part], Result], work: Shared, parts: Iterable[Part]
     ) -> Iterator[Result]:
-        """What `do(work, part)` returns of each part, as they end; otherwise as `carry`."""
+        """Call a function for each part on some worker, and yield the results as the calls end.
+
+        Args:
+            do: the function; a call may be repeated on another worker.
+            work: the first argument of every call; it is sent to each node once.
+            parts: the second arguments; the next one is taken when a worker has time.
+
+        Raises:
+            NobackfillError: as `do`; raised once the calls under way have ended.
+            UnavailableError: workers end again and again, or there are none.
+        """
         ...
 
 
-# An upgrade by workers: what is lacking is handed out until a whole pass finds nothing.
-
-
 class ByWorkers:
-    """What the gateway keeps of them."""
+    """Run upgrades of galleries in PostgreSQL by workers, for the gateway."""
 
     def __init__(self, workers: Workers, files: Path) -> None:
-        """`files`: the publication folder."""
+        """Take over workers.
+
+        Args:
+            workers: the workers; `close` ends them.
+            files: the publication folder.
+        """
         self._workers = workers
         self._files = files
 
@@ -157,8 +220,22 @@ class ByWorkers:
         self, store: GalleryStore, route: Route, target: SpaceSpec,
         on_progress: Callable[[UpgradeProgress], None], should_stop: Callable[[], bool],
     ) -> UpgradeOutcome:  # fmt: skip
-        """Fill `target` from the active space of a gallery in PostgreSQL; as run_by_workers."""
-        assert isinstance(store, PostgresqlGallery), "workers are refused beside a folder"
+        """Fill a space from the active space of a gallery, as `run_by_workers` does.
+
+        Args:
+            store: the gallery, which must be in PostgreSQL.
+            route: upgrades from the active space's release to the target's.
+            target: the space to fill; it is created if it is missing.
+            on_progress: called with the progress after each piece.
+            should_stop: called before each piece; True stops the upgrade.
+
+        Returns:
+            The result; its `stopped` is True if `should_stop` was.
+
+        Raises:
+            NobackfillError: as `run_by_workers`.
+        """
+        assert isinstance(store, PostgresqlGallery), "the settings refuse workers with a folder"
         work = UpgradeWork(
             uuid.uuid4().hex, store.database.url, store.number, store.active().spec.space, target,
             route, self._files,
@@ -168,6 +245,7 @@ class ByWorkers:
         )
 
     def close(self) -> None:
+        """End the workers; a second call does nothing."""
         self._workers.close()
 
 
@@ -175,39 +253,57 @@ def run_by_workers(
     store: PostgresqlGallery, workers: Workers, work: UpgradeWork, *,
     on_progress: Callable[[UpgradeProgress], None], should_stop: Callable[[], bool],
 ) -> UpgradeOutcome:  # fmt: skip
-    """As gallery.staging.run_upgrade does in one thread. Raises what it raises, UnavailableError
-    where no worker is left."""
+    """Fill a space of a gallery by workers, as `gallery.staging.run_upgrade` does in one thread.
+
+    The missing items are handed out in passes, until a whole pass finds none. Running it again
+    continues where an earlier run ended.
+
+    Args:
+        store: the gallery.
+        workers: the workers.
+        work: the upgrade; its target is created if it is missing.
+        on_progress: called with the progress after each piece.
+        should_stop: called before each piece; True stops the upgrade, once the pieces under way
+            have ended.
+
+    Returns:
+        The number of vectors that were written, and of items without one.
+
+    Raises:
+        NobackfillError: as `carry_piece`.
+        UnavailableError: no worker is left.
+        BusyError: the gallery could not be locked; try again.
+    """
     store.add_staging_space(work.target)
     windows = store.windows(work.source, work.target, work.route.reads_side)
     started = time.monotonic()
     total = store.count()
-    before = total - store.count_left_behind(work.target.space)
-    written, stopped, found = 0, False, True
-    untold: set[int] = set()
+    first_complete = total - store.count_left_behind(work.target.space)
+    writes, is_stopped, has_items = 0, False, True
+    unreported: set[int] = set()
 
     def pieces() -> Iterator[Piece]:
-        nonlocal found, stopped
+        nonlocal has_items, is_stopped
         for labels, with_side in windows.pieces("label", PIECE):
             if should_stop():
-                stopped = True
+                is_stopped = True
                 return
-            found = True
-            untold.update(labels.tolist())
+            has_items = True
+            unreported.update(labels.tolist())
             yield Piece(labels, with_side)
 
     try:
-        while found and not stopped:
-            found = False
+        while has_items and not is_stopped:
+            has_items = False
             for labels in workers.carry(work, pieces()):
-                written += len(labels)
-                untold.difference_update(labels.tolist())
+                writes += len(labels)
+                unreported.difference_update(labels.tolist())
                 store.written_elsewhere(labels)
-                done = before + written
-                on_progress(
-                    UpgradeProgress(done, max(total, done), written, time.monotonic() - started)
-                )
+                complete = first_complete + writes
+                seconds = time.monotonic() - started
+                on_progress(UpgradeProgress(complete, max(total, complete), writes, seconds))
     finally:
-        # A worker that ends half-way has written what neither it nor who repeats the piece tells.
-        if untold:
-            store.written_elsewhere(np.array(sorted(untold), np.int64))
-    return UpgradeOutcome(written, store.count_left_behind(work.target.space), stopped)
+        # A worker that ended may have written items that no result names.
+        if unreported:
+            store.written_elsewhere(np.array(sorted(unreported), np.int64))
+    return UpgradeOutcome(writes, store.count_left_behind(work.target.space), is_stopped)

@@ -34,13 +34,13 @@ def hold_gate(connection: Connection, schema: str) -> None:
 def insert(
     connection: Connection, schema: str, batch: Batch, vectors: Sequence[CheckedVectors]
 ) -> tuple[PutResult, Labels, list[NDArray[np.bool_]]]:
-    """Store a batch of items.
+    """Store a batch of items, as GalleryStore.put describes.
 
     Args:
-        connection: the connection, within a transaction.
+        connection: the connection, within a transaction that shares the gate.
         schema: schema of the gallery.
-        batch: the items.
-        vectors: their vectors, by space.
+        batch: the items, without repeated ids.
+        vectors: their vectors, by space, in the order of the items.
 
     Returns:
         The result, the labels that were replaced, and for each of `vectors` the rows that were
@@ -206,10 +206,10 @@ def frontier(connection: Connection, schema: str, number: int) -> int:
 
 
 def _has_frontiers(connection: Connection, schema: str) -> bool:
-    found: bool = run(
+    exists: bool = run(
         connection, f"SELECT to_regclass('{schema}.frontiers') IS NOT NULL"
     ).fetchone()[0]
-    return found
+    return exists
 
 
 def _of(schema: str, number: int) -> str:
@@ -292,11 +292,11 @@ def _few(schema: str, source: int, target: int, frontier_sql: str) -> str:
     )
 
 
-def _lacking(schema: str, number: int, after: int) -> str:
+def _lacking(schema: str, number: int, label: int) -> str:
     """Make the FROM clause for items `i` above a label without a vector in a space."""
     return (
-        f"{schema}.items i WHERE i.label > {after:d} AND NOT EXISTS (SELECT 1 FROM"
-        f" {table_of(schema, number)} v WHERE v.label = i.label AND v.label > {after:d})"
+        f"{schema}.items i WHERE i.label > {label:d} AND NOT EXISTS (SELECT 1 FROM"
+        f" {table_of(schema, number)} v WHERE v.label = i.label AND v.label > {label:d})"
     )
 
 
@@ -304,7 +304,12 @@ def _lacking(schema: str, number: int, after: int) -> str:
 
 
 def begin(connection: Connection, schema: str, spec: SpaceSpec) -> bool:
-    """Create a staging space, and return True; return False if it exists."""
+    """Create a staging space, and return True; return False if it exists, in whatever state.
+
+    Raises:
+        IncompatibleSpaceError: the space exists with another dimension, metric or release.
+        InvalidInputError: it has too many dimensions for pgvector.
+    """
     for info in rows.read_spaces(connection, schema):
         if info.spec.space == spec.space:
             check_same_space(info.spec, spec)
@@ -356,14 +361,39 @@ def write(
 
 
 def flip(connection: Connection, schema: str, space: str, *, leave_behind: bool) -> None:
-    """Make a space the active one, and the active space the previous one."""
+    """Make a space the active one, and the active space the previous one.
+
+    If the space is active already, nothing changes.
+
+    Args:
+        connection: the connection, within a transaction.
+        schema: schema of the gallery.
+        space: id of the space.
+        leave_behind: allow items without a vector in it; searches do not find them.
+
+    Raises:
+        IncompatibleSpaceError: the gallery does not have the space.
+        PreconditionError: items lack a vector in it, and `leave_behind` is False.
+    """
     target = rows.find_space(connection, schema, space)
     if target.state != "active":
         _activate(connection, schema, target, "previous", leave_behind)
 
 
 def rollback(connection: Connection, schema: str, *, leave_behind: bool) -> str:
-    """Make the previous space the active one, and return its id."""
+    """Make the previous space the active one, and return its id.
+
+    The space that was active becomes staging and keeps its vectors.
+
+    Args:
+        connection: the connection, within a transaction.
+        schema: schema of the gallery.
+        leave_behind: allow items without a vector in it; searches do not find them.
+
+    Raises:
+        NotFoundError: there is no previous space.
+        PreconditionError: items lack a vector in it, and `leave_behind` is False.
+    """
     target = previous_of(rows.read_spaces(connection, schema))
     _activate(connection, schema, target, "staging", leave_behind)
     return target.spec.space
@@ -377,7 +407,10 @@ def previous_of(spaces: Iterable[SpaceInfo]) -> SpaceInfo:
     """
     previous = [info for info in spaces if info.state == "previous"]
     if not previous:
-        raise NotFoundError("this gallery has no earlier space to return to")
+        raise NotFoundError(
+            "this gallery has no earlier space to return to: it was created with the present "
+            "release, or `gateway retire` has deleted the earlier spaces"
+        )
     return max(previous, key=lambda info: info.activated)
 
 
@@ -397,7 +430,12 @@ def _activate(
 
 
 def drop(connection: Connection, schema: str, space: str) -> None:
-    """Delete a space with its vectors."""
+    """Delete a space with its vectors.
+
+    Raises:
+        IncompatibleSpaceError: the gallery does not have the space.
+        PreconditionError: the space is the active one.
+    """
     info = rows.find_space(connection, schema, space)
     ensure_not_active(info)
     run(connection, f"DROP TABLE {table_of(schema, info.number)}")
