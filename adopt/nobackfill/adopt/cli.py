@@ -166,7 +166,8 @@ Where = Annotated[
     str | None,
     typer.Option(
         metavar="CONDITION",
-        help="PostgreSQL: only rows with this condition in SQL, as in an index: \"model = 'a'\".",
+        help="Condition in SQL for the rows of a table of PostgreSQL that holds vectors of several "
+        "models, such as \"model = 'a'\": only these rows are read. Other stores refuse it.",
         show_default="all rows",
     ),
 ]
