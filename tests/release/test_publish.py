@@ -129,7 +129,7 @@ def test_a_release_is_immutable_and_numbers_only_grow(tmp_path: Path) -> None:
     publish(repo, third)
     look = files_of(repo, 1)
     before = look()
-    with pytest.raises(AlreadyExistsError, match="immutable"):
+    with pytest.raises(AlreadyExistsError, match="never replaced"):
         publish(repo, first)
     with pytest.raises(AlreadyExistsError, match="above 3"):
         publish(repo, draft(tmp_path / "drafts", 2, [first.manifest]))
@@ -222,7 +222,7 @@ def test_a_lost_timestamp_does_not_cost_the_published_releases(tmp_path: Path) -
         publish(repo, one)
     (repo / "timestamp.json").unlink()
     before = content(repo)
-    with pytest.raises(VerificationError, match=r"timestamp\.json: is missing"):
+    with pytest.raises(VerificationError, match=r"timestamp\.json: .* is missing"):
         publish(repo, drafts[2])
     assert content(repo) == before
 

@@ -74,7 +74,7 @@ def test_without_items_it_is_the_joined_ranking_and_every_item_comes_once(tmp_pa
         if JOINING.weight == 0:
             expected = by(MADE.old, MADE.queries_old[3])[:50]
             assert [hit.id for hit in answer.hits] == expected
-        with pytest.raises(InvalidInputError, match="k from 1 to 100, got 0"):
+        with pytest.raises(InvalidInputError, match="expected 1 to 100, got 0"):
             found.search(MADE.queries_old[3], MADE.queries_new[3], 0)
         with pytest.raises(InvalidInputError, match="query by the new model"):
             found.search(MADE.queries_old[3], MADE.queries_old[3], 5)

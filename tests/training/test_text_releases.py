@@ -118,8 +118,8 @@ def no_pooling(folder: Path) -> None:
     ("spoil", "sentence"),
     [
         (broken_tokenizer, "is no tokenizer.json"),
-        (no_tokenizer, "put the model's tokenizer.json beside"),
-        (ids_outside_the_vocabulary, "tokens that its model does not take"),
+        (no_tokenizer, "put its tokenizer.json next to"),
+        (ids_outside_the_vocabulary, "tokens that its model does not accept"),
         (fixed_batch, "with a free number of texts n"),
         (vendor_operators, "only ONNX's own operators"),
         (no_onnx, "cannot be read as ONNX"),
