@@ -157,7 +157,6 @@ def test_a_training_chooses_by_itself_and_once(runs: Path, digits: Path, tmp_pat
             "share is named twice, or also set in options",
         ),
         ({"choose": ["share", "share"]}, "share is named twice"),
-        ({"choose": ["classification"]}, "reads labels"),
         ({"choose": ["share"], "method": "affine"}, "expected one of: none"),
     ]
     for changed, told in cases:

@@ -5,10 +5,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from sklearn.decomposition import PCA
 
-from nobackfill.training.config import SideEncoderConfig
+from nobackfill.digests import sha256_file
+from nobackfill.errors import ConfigurationError
+from nobackfill.training.config import Config, SideEncoderConfig
+from nobackfill.training.data.pictures import ReadingOptions, chunks, open_pictures
 from nobackfill.training.loop.loop import ProgressBars, fit
-from nobackfill.training.networks.embedder import Binarise
+from nobackfill.training.loop.run import CHECKPOINT
+from nobackfill.training.loop.training import split_images
+from nobackfill.training.networks.embedder import Binarise, to_pixels
+from nobackfill.training.networks.frozen import load_encoder
 from nobackfill.training.side_info import (
     MOMENTUM,
     AutoencoderObjective,
@@ -20,6 +27,7 @@ from nobackfill.training.side_info import (
     side_objective,
     variance_hinge,
 )
+from tests.training.life import config_of, train_quietly
 from tests.training.methods import tiny
 
 KINDS = ("simclr", "autoencoder", "alternate", "mixup", "binary_simclr", "vicreg", "distilled")
@@ -63,6 +71,57 @@ def test_every_kind_trains_and_encodes(kind: str, tmp_path: Path) -> None:
     assert vectors.shape == (96, 8) and torch.isfinite(vectors).all()
     if kind == "binary_simclr":
         assert set(vectors.flatten().tolist()) == {-1.0, 1.0}
+
+
+@pytest.fixture
+def embedder(digits: Path, tmp_path: Path) -> Path:
+    """A run of five digits and one epoch: 32 pooled features, an embedding of 16."""
+    config = config_of(
+        "embedder", tmp_path / "old", digits / "queries", classes=5, epochs=1, warmup_epochs=0
+    )
+    train_quietly(config)
+    return config.run_dir
+
+
+def inner(embedder: Path, digits: Path, run_dir: Path, **keys: object) -> Config:
+    keys = {"side_info": "inner", "embedder": str(embedder), "classes": 5, **keys}
+    return config_of("side_encoder", run_dir, digits / "queries", **keys)
+
+
+def test_inner_features_are_scikit_learns_pca_of_the_embedders_pooled_features(
+    embedder: Path, digits: Path, tmp_path: Path
+) -> None:
+    config = inner(embedder, digits, tmp_path / "psi")
+    train_quietly(config)
+    encoder, checkpoint = load_encoder(tmp_path / "psi")
+    trained, _ = split_images(config)
+    images = torch.cat(list(chunks(open_pictures(trained, 8, ReadingOptions()))))
+    # The small network: four convolutions, a pooling, and the embedding layer as the last module.
+    layers = load_encoder(embedder)[0].backbone
+    assert isinstance(layers, torch.nn.Sequential)
+    with torch.no_grad():
+        pooled = layers[:-1]((to_pixels(images) - 0.5) / 0.5)
+        vectors = encoder(images)
+    expected = torch.from_numpy(PCA(12).fit_transform(pooled.double().numpy())).float()
+    # A direction's sign is free.
+    signs = (vectors * expected).sum(0).sign()
+    torch.testing.assert_close(vectors, signs * expected, atol=1e-3, rtol=1e-3)
+    assert checkpoint.facts == {"embedder_digest": sha256_file(embedder / CHECKPOINT)}
+    # Finished at once, and not made again.
+    written = (tmp_path / "psi" / CHECKPOINT).stat().st_mtime_ns
+    train_quietly(config)
+    assert (tmp_path / "psi" / CHECKPOINT).stat().st_mtime_ns == written
+    wrong: tuple[tuple[dict[str, object], str], ...] = (
+        ({"width": 16}, "expected width: 8, got 16"),
+        ({"side_info_dim": 33}, "reads 32 features, fewer than side_info_dim: 33"),
+    )
+    for keys, message in wrong:
+        with pytest.raises(ConfigurationError, match=message):
+            train_quietly(inner(embedder, digits, tmp_path / "no", **keys))
+    with pytest.raises(ConfigurationError, match="is a run of kind side_encoder"):
+        train_quietly(inner(tmp_path / "psi", digits, tmp_path / "no"))
+    with pytest.raises(ConfigurationError, match="embedder: RUN with side_info: inner and only"):
+        inner(embedder, digits, tmp_path / "no", side_info="simclr")
 
 
 def test_a_bit_passes_the_gradient_near_its_threshold_only() -> None:

@@ -100,7 +100,23 @@ def test_the_loss_is_the_squared_distance() -> None:
 def test_a_drawn_view_is_the_same_in_every_feature() -> None:
     number = torch.arange(20.0).reshape(5, 4, 1)
     batch = {"old": number, "new": number + 100, "labels": torch.arange(5)}
-    drawn = draw_view(batch)
+    drawn = draw_view(batch, 4)
     assert torch.equal(drawn["new"] - 100, drawn["old"])
     assert torch.equal(drawn["old"][:, 0] // 4, torch.arange(5.0))
     assert torch.equal(drawn["labels"], torch.arange(5))
+
+
+def test_only_views_of_one_image_keep_its_label() -> None:
+    """The first three of four views have labels; with `both`, each row has one of either kind."""
+    number = torch.arange(400.0).reshape(100, 4, 1)
+    batch = {"old": number, "labels": torch.arange(100), "rows": torch.arange(100)}
+    drawn = draw_view(batch, 3)
+    labelled = drawn["old"][:, 0] % 4 < 3
+    assert 50 < labelled.sum() < 100
+    assert torch.equal(drawn["labels"], torch.where(labelled, torch.arange(100), -1))
+    both = draw_view(batch, 3, both=True)
+    assert torch.equal(both["old"][:, 0] // 4, torch.arange(100.0).repeat(2))
+    assert torch.equal(both["rows"], torch.arange(100).repeat(2))
+    assert torch.equal(both["labels"], torch.cat((torch.arange(100), torch.full((100,), -1))))
+    assert set((both["old"][:100, 0] % 4).tolist()) == {0, 1, 2}
+    assert set((both["old"][100:, 0] % 4).tolist()) == {3}

@@ -84,6 +84,16 @@ def parts(shared: Shared) -> list[MethodRow]:
         shared.upgrade_row(Name.RESIDUAL_LABELLED, "residual", simclr, **labelled),
         shared.upgrade_row(Name.RESIDUAL_THREE, "residual", simclr, options={"members": 3}),
         shared.upgrade_row(Name.RESIDUAL_CHOSEN, "residual", simclr, choose=("share",)),
+        shared.upgrade_row(Name.RESIDUAL_INNER, "residual", shared.side("inner")),
+        shared.upgrade_row(
+            Name.RESIDUAL_BOTH_VIEWS, "residual", simclr, options={"both_views": True}
+        ),
+        shared.upgrade_row(
+            Name.RESIDUAL_SAME_CLASS,
+            "residual",
+            simclr,
+            options={"both_views": True, "same_class": 0.3},
+        ),
         shared.upgrade_row(Name.FCT_MIXED, "fct", simclr, **as_ours),
         shared.upgrade_row(Name.AFFINE_MIXED, "affine", simclr, **as_ours),
     ]

@@ -170,6 +170,17 @@ CLAIMS = (
     Claim("ours without labels > with", _OURS, (Name.RESIDUAL_LABELLED, SERVED)),
     Claim("three networks > one, ours", (Name.RESIDUAL_THREE, SERVED), _OURS),
     Claim("the network's share chosen > the whole, ours", (Name.RESIDUAL_CHOSEN, SERVED), _OURS),
+    Claim("inner features > SimCLR, ours", (Name.RESIDUAL_INNER, SERVED), _OURS),
+    Claim(
+        "a plain view beside a mixed one > mixed alone, ours",
+        (Name.RESIDUAL_BOTH_VIEWS, SERVED),
+        _OURS,
+    ),
+    Claim(
+        "a same-class term on plain views > none, ours",
+        (Name.RESIDUAL_SAME_CLASS, SERVED),
+        (Name.RESIDUAL_BOTH_VIEWS, SERVED),
+    ),
     Claim("ours > class centres alone", _OURS, (Name.SOFT_PROTOTYPES_SIMCLR, SERVED)),
     Claim("FCT > FCT at a quarter of the width", _SIDE, (Name.FCT_SMALL, SERVED)),
     Claim("ours > ours at a quarter of the width", _OURS, (Name.RESIDUAL_SMALL, SERVED)),

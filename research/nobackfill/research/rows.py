@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from nobackfill.research.presets import Preset, Split, Values
-from nobackfill.training.config import parse_config
+from nobackfill.training.config import SideEncoderConfig, parse_config
 from nobackfill.training.loop.loop import ProgressBars
 from nobackfill.training.loop.training import train
 
@@ -70,6 +70,9 @@ class Name(StrEnum):
     RESIDUAL_LABELLED = auto()
     RESIDUAL_THREE = auto()
     RESIDUAL_CHOSEN = auto()
+    RESIDUAL_INNER = auto()
+    RESIDUAL_BOTH_VIEWS = auto()
+    RESIDUAL_SAME_CLASS = auto()
     FCT_MIXED = auto()
     AFFINE_MIXED = auto()
     RESIDUAL_NONE_UPWEIGHTED = auto()
@@ -179,13 +182,22 @@ class ComparisonPlace:
         }
         return TrainingRun(config, tuple(run for run in (old, begun) if run))
 
-    def side_encoder(self, name: str, *, classes: int, kind: str, **values: Any) -> TrainingRun:
+    def side_encoder(
+        self,
+        name: str,
+        *,
+        classes: int,
+        kind: str,
+        embedder: TrainingRun | None = None,
+        **values: Any,
+    ) -> TrainingRun:
         """Describe a side-information encoder's training.
 
         Args:
             name: the name of the run folder.
             classes: the number of first classes to train on.
             kind: the kind of side-information, a value of the key side_info.
+            embedder: the embedder whose features are projected, for the kind inner; None: none.
             values: further keys of the configuration, which replace others.
         """
         base = _side_values(self.preset, kind)
@@ -195,8 +207,10 @@ class ComparisonPlace:
                 "images": self.images / "train",
                 "classes": classes,
                 "side_info": kind,
+                **({"embedder": embedder.folder} if embedder else {}),
                 **values,
-            }
+            },
+            (embedder,) if embedder else (),
         )
 
     def upgrade(
@@ -258,8 +272,9 @@ def _side_values(preset: Preset, kind: str) -> Values:
     An alternate old model is trained like the old one (FCT section 5.1), so that only its
     randomness, and mixup, differ. An autoencoder (D.4.2) and VICReg have their own learning rates.
     """
-    if kind in ("alternate", "mixup"):
-        as_old = {key: value for key, value in preset.embedder.items() if key != "embedding_dim"}
+    if kind in ("alternate", "mixup", "inner"):
+        known = SideEncoderConfig.model_fields
+        as_old = {key: value for key, value in preset.embedder.items() if key in known}
         return {**as_old, "side_info_dim": preset.side_encoder["side_info_dim"]}
     if kind == "autoencoder":
         views = {"augmentation": preset.embedder["augmentation"]}
@@ -383,7 +398,10 @@ class Shared:
         name, size = f"side-{kind}", {}
         if width is not None:
             name, size = f"{name}-{width}", {"side_info_dim": width}
-        return self.place.side_encoder(name, classes=self.split.old, kind=kind, **size)
+        embedder = self.old if kind == "inner" else None
+        return self.place.side_encoder(
+            name, classes=self.split.old, kind=kind, embedder=embedder, **size
+        )
 
     def compatible(self, name: str, method: str, **options: Any) -> TrainingRun:
         """Describe a new model that is trained to be compatible with phi_old.

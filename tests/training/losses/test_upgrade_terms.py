@@ -8,7 +8,12 @@ from scipy.stats import norm
 
 from nobackfill.training.losses.gaussian import attenuated, gaussian_nll, variance_factor
 from nobackfill.training.losses.lce import boundary, centre_alignment
-from nobackfill.training.losses.listwise import listwise, mean_squared_distance, squared_distances
+from nobackfill.training.losses.listwise import (
+    listwise,
+    mean_squared_distance,
+    same_class,
+    squared_distances,
+)
 
 
 def sides(n: int = 10, dim: int = 6) -> tuple[torch.Tensor, torch.Tensor]:
@@ -63,6 +68,21 @@ def test_variance_factor_calibrates() -> None:
 def test_squared_distances_are_cdists() -> None:
     a, b = sides()
     torch.testing.assert_close(squared_distances(a, b), torch.cdist(a, b).square())
+
+
+def test_same_class_is_the_cross_entropy_to_the_items_of_the_class() -> None:
+    predicted, _ = sides()
+    torch.manual_seed(6)
+    queue, queue_labels = torch.randn(15, 6, dtype=torch.float64), torch.arange(15) % 4
+    # One row without a label, one of a class that the queue lacks.
+    labels = torch.tensor([0, 1, 2, 3, -1, 0, 1, 2, 3, 9])
+    ours = same_class(predicted, labels, queue, queue_labels, 2.0)
+    for i in range(10):
+        near = [math.exp(-float((predicted[i] - q).square().sum()) / 2) for q in queue]
+        own = [k for k in range(15) if int(queue_labels[k]) == int(labels[i])]
+        expected = -sum(math.log(near[k] / sum(near)) for k in own) / max(1, len(own))
+        assert float(ours[i]) == pytest.approx(expected)
+    assert ours[4] == ours[9] == 0
 
 
 def test_listwise_is_the_cross_entropy_of_neighbour_distributions() -> None:

@@ -1,7 +1,10 @@
 """The terms of upgrade methods on imagined features: what each compares with what."""
 
+import json
 import math
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,6 +12,7 @@ import torch
 from scipy.special import softmax
 from scipy.stats import entropy
 
+from nobackfill.errors import ConfigurationError
 from nobackfill.training.loop.loop import ProgressBars
 from nobackfill.training.loop.upgrade import fit_upgrade
 from nobackfill.training.losses.lce import boundary, centre_alignment
@@ -91,6 +95,57 @@ def test_classification_meets_classes_by_name_and_leaves_unknown_ones_out(tmp_pa
     part = made.classification(predicted, labels)
     known = labels < 3
     torch.testing.assert_close(part, inputs.new_head(predicted[known], labels[known]) * 0.6)
+
+
+@pytest.mark.parametrize("method", ["fastfill", "lce", "soft_prototypes"])
+def test_no_term_reads_a_label_of_a_mixed_view(method: str, tmp_path: Path) -> None:
+    """Mixed views that show nonsense change neither prototypes nor the terms on labels."""
+    options = {"classes": 5} if method == "soft_prototypes" else {}
+    keys: dict[str, Any] = {"method": method, "options": options, "mixed_views": 1}
+    objectives = []
+    for nonsense in (False, True):
+        inputs = features.inputs(tmp_path, **keys)
+        if nonsense:
+            inputs.rows["new"][:, 1] = 1e3
+        # Classes then come from averages of the rows, as for a published model.
+        objectives.append(features.objective(replace(inputs, new_head=None)))
+    batch = {k: v[:64].clone() for k, v in features.rows(64, 3).items()}
+    batch["new"][:, 1] = 1e3
+    terms = []
+    for objective in objectives:
+        torch.manual_seed(5)
+        terms.append(objective(batch))
+    for name in ("classification", "alignment", "boundary"):
+        if name in terms[0]:
+            torch.testing.assert_close(terms[0][name], terms[1][name])
+            assert float(terms[0][name].detach()) < 100
+    # The labels of labelled views are read: with others the term differs.
+    others = {**batch, "labels": (batch["labels"] + 1) % 5}
+    torch.manual_seed(5)
+    changed = objectives[0](others)["classification"]
+    assert abs(float((changed - terms[0]["classification"]).detach())) > 1e-3
+    # A batch may draw mixed views only.
+    unlabelled = {**batch, "labels": torch.full((64,), -1)}
+    assert all(torch.isfinite(term) for term in objectives[0](unlabelled).values())
+
+
+def test_ours_trains_on_a_labelled_and_a_mixed_view_of_each_image(tmp_path: Path) -> None:
+    options = {"both_views": True, "same_class": 0.3, "classification": 0.1}
+    keys: dict[str, Any] = {"method": "residual", "options": options, "epochs": 2}
+    inputs = features.inputs(tmp_path / "run", mixed_views=1, log_every=1, **keys)
+    assert fit_upgrade(inputs, ProgressBars(visible=False), {}).finished
+    lines = (tmp_path / "run" / "stats.jsonl").read_text().splitlines()
+    assert len(lines) == 12 and all(json.loads(line)["same_class"] > 0 for line in lines)
+    made = features.objective(inputs)
+    assert isinstance(made, ResidualObjective)
+    seen: list[torch.Tensor] = []
+    made.upgrade.h.register_forward_hook(lambda module, args, output: seen.append(args[0]))
+    batch = {k: v[:32] for k, v in features.rows(32, 3).items()}
+    made(batch)
+    # The labelled views of all rows, and then the mixed ones.
+    assert torch.equal(seen[0], torch.cat((batch["old"][:, 0], batch["old"][:, 1])))
+    with pytest.raises(ConfigurationError, match=r"both_views draws a mixed view.*mixed_views: 1"):
+        features.objective(features.inputs(tmp_path / "no", **keys))
 
 
 @pytest.mark.parametrize("method", ["fastfill", "residual"])

@@ -22,7 +22,7 @@ Positive = Annotated[float, Field(gt=0)]
 # The range of numpy's seeds.
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
 SideInfo = Literal[
-    "simclr", "autoencoder", "alternate", "mixup", "binary_simclr", "vicreg", "distilled"
+    "simclr", "autoencoder", "alternate", "mixup", "binary_simclr", "vicreg", "distilled", "inner"
 ]
 
 
@@ -186,6 +186,8 @@ class SideEncoderConfig(_Network):
     kind: Literal["side_encoder"]
     side_info: SideInfo = "simclr"
     side_info_dim: int = Field(ge=2, le=4096)
+    # `inner`: the run of the old embedder whose pooled features psi projects, without a training.
+    embedder: Path | None = None
     # SimCLR.
     temperature: float = Field(0.1, gt=0)
     # Dimension in which SimCLR and `distilled` compute their loss; VICReg uses four times as many.
@@ -198,6 +200,15 @@ class SideEncoderConfig(_Network):
     margin: float | None = Field(None, ge=0)
     scale: float | None = Field(None, gt=0)
     mixup_alpha: float = Field(0.2, gt=0)
+
+    @model_validator(mode="after")
+    def _embedder_fits(self) -> Self:
+        if (self.side_info == "inner") != (self.embedder is not None):
+            raise ValueError(
+                "expected embedder: RUN with side_info: inner and only then, got "
+                f"side_info: {self.side_info} and embedder: {self.embedder}"
+            )
+        return self
 
 
 class PublishedSource(_ConfigKeys):
@@ -255,7 +266,7 @@ class UpgradeConfig(_Training):
     # Augmented views of each image whose features are cached; 1: only the image itself.
     views: int = Field(1, ge=1, le=256)
     # Additional views, each a mixture of two images, both turned and mirrored. They show classes
-    # that do not exist, for methods that read no labels.
+    # that do not exist, so terms that read labels leave them out.
     mixed_views: int = Field(0, ge=0, le=256)
     augmentation: Augmentation = Augmentation()
     # The share of the epochs after which BatchNorm statistics are frozen (FCT D.5: 40 of 80).

@@ -82,8 +82,8 @@ class UpgradeInputs:
 
     `rows` and `held_out` hold `old` [n,v,old_dim], `side` [n,v,side_dim], `new` [n,v,new_dim],
     `new_side` [n,v,new_side_dim], each only if its dim is not 0, and `labels` int64 [n], indices
-    into `class_names`. v is the number of augmented views; a view is the same in every tensor. The
-    last `config.mixed_views` views mix two images.
+    into `class_names`. v is the number of views; a view is the same in every tensor. The last
+    `config.mixed_views` views mix two images, so the label is not theirs.
 
     Attributes:
         config: the configuration.
@@ -112,6 +112,16 @@ class UpgradeInputs:
         """The method's options: configured ones, and selected ones, which win."""
         return {**self.config.options, **self.selection}
 
+    @property
+    def labelled_views(self) -> int:
+        """The number of first views of `rows` that show one image, and therefore have its label."""
+        return self.rows["new"].shape[1] - self.config.mixed_views
+
+    def labelled(self) -> tuple[Tensor, Tensor]:
+        """Return new embeddings [n * labelled views,new_dim] with their labels, int64."""
+        new = self.rows["new"][:, : self.labelled_views]
+        return new.flatten(0, 1), self.rows["labels"].repeat_interleave(new.shape[1])
+
 
 @dataclass(frozen=True)
 class EmbedderMethod:
@@ -139,7 +149,7 @@ class UpgradeMethod:
             It raises ConfigurationError for wrong options.
         objective: makes the loss to train by; None: the method is solved.
         solve: sets the weights of the network in place; None: the method is trained.
-        reads_labels: whether a configuration uses labels; mixed views have none.
+        reads_labels: whether a configuration uses labels.
         choices: options that the key `choose` may name, with candidate values, the default first.
         variants: for some of these options, a function that applies a value to a trained upgrade.
     """

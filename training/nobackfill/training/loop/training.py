@@ -12,7 +12,7 @@ import torch
 from nobackfill.class_folders import ImageListing, list_images
 from nobackfill.digests import sha256_file
 from nobackfill.durable import lock_file, remove_tree
-from nobackfill.errors import BusyError, InvalidInputError, join_few
+from nobackfill.errors import BusyError, ConfigurationError, InvalidInputError, join_few
 from nobackfill.training.config import (
     Config,
     EmbedderConfig,
@@ -20,15 +20,34 @@ from nobackfill.training.config import (
     UpgradeConfig,
 )
 from nobackfill.training.data.folders import hold_out, readable_images, require_classes
-from nobackfill.training.data.pictures import exceeds_memory, open_pictures, reading_options
-from nobackfill.training.loop.loop import ProgressBars, fit, keep_freed_memory, launch_fabric
+from nobackfill.training.data.pictures import (
+    chunks,
+    exceeds_memory,
+    open_pictures,
+    reading_options,
+)
+from nobackfill.training.loop.loop import (
+    ProgressBars,
+    fit,
+    keep_freed_memory,
+    launch_fabric,
+    write_solved_run,
+)
 from nobackfill.training.loop.objective import Objective
 from nobackfill.training.loop.run import CHECKPOINT, Checkpoint, read_finished, resumable
 from nobackfill.training.loop.upgrade import train_upgrade
 from nobackfill.training.method import EmbedderInputs
 from nobackfill.training.methods import embedder_method
-from nobackfill.training.networks.embedder import EmbedderObjective, ImageEncoder
-from nobackfill.training.networks.frozen import load_classifier
+from nobackfill.training.methods.cheap_maps import set_linear
+from nobackfill.training.networks.backbones import linear_layers, replace_layer
+from nobackfill.training.networks.embedder import (
+    EmbedderObjective,
+    ImageEncoder,
+    bare_backbone,
+    build_encoder,
+)
+from nobackfill.training.networks.frozen import load_classifier, load_encoder
+from nobackfill.training.networks.maps import principal
 from nobackfill.training.networks.weights import load_pretrained, normalisation, read_weights
 from nobackfill.training.side_info import side_objective
 
@@ -174,6 +193,8 @@ def _train_network(
             f"--set batch_size={max(2, len(listing) // 2)}"
         )
     if isinstance(config, SideEncoderConfig):
+        if config.embedder is not None:
+            return _project_inner(config, config.embedder, listing)
         objective = side_objective(config, len(listing.class_names))
         _begin_with(config, objective, listing.class_names)
         images = open_pictures(listing, config.image_size, reading_options(config))
@@ -195,6 +216,52 @@ def _train_network(
         embedder, rows, config, listing.class_names,
         progress=progress, facts=facts, fabric=fabric,
     )  # fmt: skip
+
+
+# Keys of the network, which psi shares with the embedder if it projects its features.
+_NETWORK = ("backbone", "width", "image_size", "pooling", "pixel_mean", "pixel_std")
+
+
+def _project_inner(config: SideEncoderConfig, run_dir: Path, listing: ImageListing) -> Checkpoint:
+    """Make psi from a finished embedder: a PCA of what its embedding layer reads takes its place.
+
+    Pooled features contain what the embedding layer leaves out. Nothing is trained.
+
+    Raises:
+        ConfigurationError: the embedder has another network, no linear embedding layer, or fewer
+            features than side_info_dim.
+    """
+    old, before = load_encoder(run_dir)
+    if not isinstance(before.config, EmbedderConfig):
+        raise ConfigurationError(f"embedder: {run_dir} is a run of kind {before.config.kind}")
+    for key in _NETWORK:
+        expected, found = getattr(before.config, key), getattr(config, key)
+        if expected != found:
+            raise ConfigurationError(
+                f"side_info: inner needs the network of {run_dir}: expected {key}: {expected}, got "
+                f"{found}"
+            )
+    network = bare_backbone(old, before.config)
+    layers = linear_layers(network)
+    if not layers or layers[-1][1].in_features < config.side_info_dim:
+        width = layers[-1][1].in_features if layers else 0
+        raise ConfigurationError(
+            f"side_info: inner: the embedding layer of {run_dir} reads {width} features, fewer "
+            f"than side_info_dim: {config.side_info_dim}"
+        )
+    path, last = layers[-1]
+    replace_layer(network, path, torch.nn.Identity())
+    encoder = build_encoder(config)
+    encoder.backbone = network
+    images = open_pictures(listing, config.image_size, reading_options(config))
+    with torch.no_grad():
+        # The encoder is in eval mode: BatchNorm uses the embedder's statistics.
+        parts = [encoder.eval()(part) for part in chunks(images)]
+    layer = torch.nn.Linear(last.in_features, config.side_info_dim)
+    set_linear(layer, principal(torch.cat(parts), config.side_info_dim))
+    replace_layer(network, path, layer)
+    facts = {"embedder_digest": sha256_file(run_dir / CHECKPOINT)}
+    return write_solved_run({"encoder": encoder}, config, listing.class_names, facts)
 
 
 def _begin_with(

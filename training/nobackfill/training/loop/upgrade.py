@@ -454,11 +454,6 @@ def train_upgrade(
         CannotWriteError: the run folder or the cache cannot be written.
     """
     method = upgrade_method(config.method)
-    if config.mixed_views and method.reads_labels(config):
-        raise ConfigurationError(
-            f"method {config.method} reads labels, but views that mix two images have none; train "
-            "with mixed_views: 0, or with options without a term on labels"
-        )
     check_choices(method, config)
     if len(train) < 2:
         raise InvalidInputError(

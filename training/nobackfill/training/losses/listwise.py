@@ -1,4 +1,4 @@
-"""A listwise ranking loss: upgraded embeddings must rank a queue as the new embeddings do."""
+"""Listwise ranking losses: upgraded embeddings rank a queue as the new embeddings or labels do."""
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -32,6 +32,29 @@ def listwise(predicted: Tensor, target: Tensor, queue: Tensor, temperature: floa
     expected = (-squared_distances(target, queue) / temperature).softmax(1).detach()
     log_predicted = F.log_softmax(-squared_distances(predicted, queue) / temperature, 1)
     return -(expected * log_predicted).sum(1)
+
+
+def same_class(
+    predicted: Tensor, labels: Tensor, queue: Tensor, queue_labels: Tensor, temperature: float
+) -> Tensor:
+    """Cross-entropy of the neighbour distribution over a queue to the queue's items of one's class.
+
+    It is `listwise` with another target: equal shares for all items of the class, which mAP wants
+    to be ranked first.
+
+    Args:
+        predicted: upgraded embeddings [n, d].
+        labels: int64 [n]; -1: none.
+        queue: new embeddings [m, d].
+        queue_labels: int64 [m], without -1.
+        temperature: in units of squared distance.
+
+    Returns:
+        One value per row [n]; 0 without a label or without an item of the class in the queue.
+    """
+    positives = (labels[:, None] == queue_labels[None, :]).to(predicted.dtype)
+    log_shares = F.log_softmax(-squared_distances(predicted, queue) / temperature, 1)
+    return -(positives * log_shares).sum(1) / positives.sum(1).clamp(min=1)
 
 
 def mean_squared_distance(features: Tensor) -> Tensor:

@@ -74,15 +74,18 @@ def build_fct(config: UpgradeConfig, shape: UpgradeShape) -> UpgradeNetwork:
 class FctObjective(Objective):
     """Squared L2 distance of h's output to the new embedding, and of g's to new side-information.
 
-    Each row of a batch draws one of its cached views, the same for all models. Subclasses extend
-    `distance_terms`. The constructor raises ConfigurationError if the key keep_best has no held-out
-    images to select an epoch by.
+    Each row of a batch draws one of its cached views, the same for all models; with `both_views` it
+    draws a labelled one and a mixed one. Subclasses extend `distance_terms`. The constructor raises
+    ConfigurationError if the key keep_best has no held-out images to select an epoch by.
     """
+
+    both_views = False
 
     def __init__(self, upgrade: UpgradeNetwork, inputs: UpgradeInputs) -> None:
         super().__init__()
         self.upgrade = upgrade
         self.freeze_at = inputs.config.freeze_batchnorm_at
+        self.labelled_views = inputs.labelled_views
         self._held_out = inputs.held_out
         if inputs.config.keep_best and not self._held_out:
             raise ConfigurationError(
@@ -124,8 +127,8 @@ class FctObjective(Objective):
             self.best = None
 
     def forward(self, batch: Batch) -> Terms:
-        """Return the terms of one view per row, drawn at random."""
-        view = draw_view(batch)
+        """Return the terms of one view per row, drawn at random; with `both_views` of two."""
+        view = draw_view(batch, self.labelled_views, both=self.both_views)
         return self.distance_terms(self.upgrade(view["old"], view.get("side")), view)
 
     def distance_terms(self, upgraded: UpgradeOutput, view: Batch) -> Terms:
@@ -133,7 +136,7 @@ class FctObjective(Objective):
 
         Args:
             upgraded: the outputs of h and g.
-            view: features by name, as of `draw_view`.
+            view: features and labels by name, as of `draw_view`.
         """
         terms = {"distance": squared_l2(upgraded.embedding, view["new"])}
         if upgraded.side is not None:
@@ -146,18 +149,27 @@ class FctObjective(Objective):
         return nn.ModuleDict(parts if self.best is None else {**parts, "best": self.best})
 
 
-def draw_view(batch: Batch) -> Batch:
-    """Draw one view per row: features [b,v,d] -> [b,d], the same view of a row in every tensor.
+def draw_view(batch: Batch, labelled: int, *, both: bool = False) -> Batch:
+    """Draw views: features [b,v,d] -> [b,d], the same view of a row in every tensor.
 
-    Tensors of other names, such as labels, stay as they are. Torch's default generator draws.
+    Torch's default generator draws.
+
+    Args:
+        batch: the batch; its tensors other than features have one value per row.
+        labelled: the number of first views that have the row's label; the others get label -1.
+        both: draw one labelled and one other view per row. The result has 2b rows: all labelled
+            views, then the others.
     """
     n, views = batch["old"].shape[:2]
-    picked = torch.randint(views, (n,)).to(batch["old"].device)
-    row = torch.arange(n, device=picked.device)
-    return {
-        name: tensor[row, picked] if name in ("old", "side", "new", "new_side") else tensor
+    row, picked = torch.arange(n), torch.randint(labelled if both else views, (n,))
+    if both:
+        row, picked = row.repeat(2), torch.cat((picked, torch.randint(labelled, views, (n,))))
+    row, picked = (index.to(batch["old"].device) for index in (row, picked))
+    drawn = {
+        name: tensor[row, picked] if name in ("old", "side", "new", "new_side") else tensor[row]
         for name, tensor in batch.items()
     }
+    return {**drawn, "labels": torch.where(picked < labelled, drawn["labels"], -1)}
 
 
 FCT = UpgradeMethod(build=build_fct, objective=FctObjective)

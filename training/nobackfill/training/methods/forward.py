@@ -40,6 +40,10 @@ class ForwardObjective(FctObjective):
         1 means no better than predicting the mean."""
         return (predicted - target).square().sum(1) / self.spread
 
+    def rows_of(self, labels: Tensor) -> Tensor:
+        """Return the new classifier's row of each label, int64 [n]; -1 without one."""
+        return torch.where(labels >= 0, self.new_labels[labels.clamp(min=0)], -1)
+
     def classification(self, predicted: Tensor, labels: Tensor) -> Tensor:
         """Return the new classifier's mean loss over rows [n,d]: a scalar.
 
@@ -50,9 +54,9 @@ class ForwardObjective(FctObjective):
     def class_losses(self, predicted: Tensor, labels: Tensor) -> Tensor:
         """Return the new classifier's losses by row: [n,d], labels int64 [n] -> [n].
 
-        A row of a class that it does not know has the loss 0.
+        A row without a label (-1), or of a class that it does not know, has the loss 0.
         """
-        own = self.new_labels[labels]
+        own = self.rows_of(labels)
         known = torch.nonzero(own >= 0)[:, 0]
         losses = self.classifier.loss(predicted[known], own[known])
         return losses.new_zeros(len(labels)).index_put((known,), losses)
@@ -72,8 +76,7 @@ def new_classifier(inputs: UpgradeInputs) -> tuple[FixedClassifier, Tensor]:
     """
     if inputs.new_head is not None:
         return of_head(inputs.new_head), labels_in(inputs.new_class_names, inputs.class_names)
-    new, labels = flat(inputs.rows, "new"), inputs.rows["labels"]
-    labels = labels.repeat_interleave(inputs.rows["new"].shape[1])
+    new, labels = inputs.labelled()
     # The rows may lack classes, which were held out.
     classes = len(inputs.class_names)
     present = torch.bincount(labels, minlength=classes).nonzero()[:, 0]

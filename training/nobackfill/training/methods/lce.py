@@ -1,5 +1,7 @@
 """LCE as in FCT appendix J: the forward transformation alone, with cross-entropy."""
 
+import torch
+
 from nobackfill.training.loop.objective import Batch, Terms
 from nobackfill.training.losses.lce import boundary, centre_alignment
 from nobackfill.training.method import UpgradeMethod
@@ -14,14 +16,19 @@ class LceObjective(ForwardObjective):
     def distance_terms(self, upgraded: UpgradeOutput, view: Batch) -> Terms:
         """Return classification, alignment and boundary in place of FCT's distance."""
         predicted, labels = upgraded.embedding, view["labels"]
-        own = self.new_labels[labels]
-        known = own >= 0
+        own = self.rows_of(labels)
+        known, labelled = own >= 0, torch.nonzero(labels >= 0)[:, 0]
         weights = self.classifier.weights
         terms = super().distance_terms(upgraded, view)
         del terms["distance"]
+        alignment = predicted.new_zeros(1)
+        if len(labelled):
+            alignment = centre_alignment(
+                predicted[labelled], view["new"][labelled], labels[labelled]
+            )
         return terms | {
             "classification": self.classification(predicted, labels),
-            "alignment": centre_alignment(predicted, view["new"], labels).mean(),
+            "alignment": alignment.mean(),
             "boundary": boundary(predicted[known], view["new"][known], weights, own[known]).sum()
             / len(labels),
         }

@@ -2,8 +2,8 @@
 
 The loss is a distance and a listwise term: an upgraded embedding must rank a queue of new
 embeddings as the true new embedding does. Neither term reads labels, so views may mix two images
-(`mixed_views`), which show classes that do not exist. FastFill's classification is off by default,
-because it pulls vectors to the centres of known classes.
+(`mixed_views`), which show classes that do not exist. Terms with labels are off by default, because
+FastFill's classification and `same_class` pull vectors to the centres of known classes.
 """
 
 import copy
@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
+from nobackfill.errors import ConfigurationError
 from nobackfill.training.config import UpgradeConfig
 from nobackfill.training.loop.objective import Batch, Terms
-from nobackfill.training.losses.listwise import listwise, mean_squared_distance
+from nobackfill.training.losses.listwise import listwise, mean_squared_distance, same_class
 from nobackfill.training.method import UpgradeInputs, UpgradeMethod, UpgradeShape
 from nobackfill.training.methods.cheap_maps import InputShape, flat, input_shape, set_linear
 from nobackfill.training.methods.compatible import read_options
@@ -35,10 +36,14 @@ _WHITENING, _RIDGE = 0.1, 1e-2
 
 
 class ResidualOptions(FastFillOptions):
-    """FastFill's weights, the weight of the listwise term, and its queue."""
+    """FastFill's weights, the weights of the listwise terms, and their queue."""
 
     classification: float = Field(0.0, ge=0)
     listwise: float = Field(1.0, ge=0)
+    # A listwise term whose target is the image's class; it reads labels of views that have one.
+    same_class: float = Field(0.0, ge=0)
+    # Each row of a batch has two views, a mixed one and one that shows its image alone.
+    both_views: bool = False
     queue: int = Field(1024, ge=2)
     # Relative to the mean squared distance between two new embeddings.
     temperature: float = Field(0.1, gt=0)
@@ -188,7 +193,15 @@ class ResidualObjective(FastFillObjective):
         for network, target in ((upgrade.h, "new"), (upgrade.g, "new_side")):
             if isinstance(network, ResidualMap):
                 network.solve(flat(inputs.rows, "old"), side, flat(inputs.rows, target))
+        self.both_views = self.listwise_options.both_views
+        if self.both_views and not inputs.config.mixed_views:
+            raise ConfigurationError(
+                "option both_views draws a mixed view, but there is none; set mixed_views: 1"
+            )
         self.register_buffer("queue", flat(inputs.rows, "new"))
+        labelled, labels = inputs.labelled()
+        self.register_buffer("labelled_queue", labelled)
+        self.register_buffer("queue_labels", labels)
         self.unit_of_distance = float(mean_squared_distance(flat(inputs.rows, "new")))
 
     def forward(self, batch: Batch) -> Terms:
@@ -216,7 +229,23 @@ class ResidualObjective(FastFillObjective):
             options.temperature * self.unit_of_distance,
         )
         terms["listwise"] = options.listwise * losses.mean()
+        if options.same_class:
+            terms["same_class"] = options.same_class * self._same_class(upgraded, view)
         return terms
+
+    def _same_class(self, upgraded: UpgradeOutput, view: Batch) -> Tensor:
+        """Return the mean over rows with a label; 0 without any."""
+        options = self.listwise_options
+        assert isinstance(self.labelled_queue, Tensor) and isinstance(self.queue_labels, Tensor)
+        drawn = torch.randint(len(self.queue_labels), (options.queue,)).to(self.queue_labels.device)
+        losses = same_class(
+            upgraded.embedding,
+            view["labels"],
+            self.labelled_queue[drawn],
+            self.queue_labels[drawn],
+            options.temperature * self.unit_of_distance,
+        )
+        return losses.sum() / (view["labels"] >= 0).sum().clamp(min=1)
 
     def adjust_upgrade(self) -> None:
         """Scale the residual networks by the option `share`."""
@@ -241,10 +270,15 @@ def shrunk(upgrade: UpgradeNetwork, share: float) -> UpgradeNetwork:
     return copied
 
 
+def _reads_labels(config: UpgradeConfig) -> bool:
+    options = read_options(config.options, ResidualOptions, config.method)
+    return options.same_class > 0 or uses_labels(config, ResidualOptions)
+
+
 RESIDUAL = UpgradeMethod(
     build=build_residual,
     objective=ResidualObjective,
-    reads_labels=lambda config: uses_labels(config, ResidualOptions),
+    reads_labels=_reads_labels,
     choices={"share": (1.0, 0.75, 0.5, 0.25, 0.0), CLASSIFICATION: (0.0, 1.0)},
     variants={"share": shrunk},
 )

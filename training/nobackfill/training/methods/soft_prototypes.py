@@ -1,8 +1,8 @@
 """The control method: an upgrade that knows only class centres.
 
 A linear classifier on old embedding and side-information mixes the new model's class averages by
-its probabilities. On training classes this scores well, because mAP rewards class centres. On
-unseen classes it shows how little of an image is left.
+its probabilities. On training classes of weak models this scores well, because mAP rewards class
+centres. On unseen classes it shows how little of an image is left.
 """
 
 import torch
@@ -15,7 +15,7 @@ from nobackfill.training.config import UpgradeConfig
 from nobackfill.training.loop.objective import Batch, Objective, Terms
 from nobackfill.training.losses.prototypes import by_class, class_average
 from nobackfill.training.method import UpgradeInputs, UpgradeMethod, UpgradeShape
-from nobackfill.training.methods.cheap_maps import InputShape, concatenate, flat, input_shape
+from nobackfill.training.methods.cheap_maps import InputShape, concatenate, input_shape
 from nobackfill.training.methods.compatible import Options, read_options
 from nobackfill.training.methods.fct import draw_view
 from nobackfill.training.networks.transform import UpgradeNetwork
@@ -81,21 +81,23 @@ class SoftPrototypesObjective(Objective):
         super().__init__()
         assert isinstance(upgrade.h, SoftPrototypes)
         self.upgrade, self.h = upgrade, upgrade.h
-        new, classes = flat(inputs.rows, "new"), len(inputs.class_names)
+        (new, labels), classes = inputs.labelled(), len(inputs.class_names)
+        self.labelled_views = inputs.labelled_views
         if classes != len(self.h.prototypes):
             raise ConfigurationError(
                 f"method soft_prototypes: expected the option classes: {classes}, the number of "
                 f"classes of the images, got {len(self.h.prototypes)}"
             )
-        labels = inputs.rows["labels"].repeat_interleave(inputs.rows["new"].shape[1])
         means = by_class(labels, classes, lambda rows: class_average(new[rows]))
         self.h.prototypes.copy_(means)
 
     def forward(self, batch: Batch) -> Terms:
-        """Return `classification`, the mean cross-entropy of one view per row."""
-        view = draw_view(batch)
+        """Return `classification`, the mean cross-entropy of one view per row, 0 for mixed ones."""
+        view = draw_view(batch, self.labelled_views)
         logits = self.h.logits(view["old"], view.get("side"))
-        return {"classification": F.cross_entropy(logits, view["labels"])}
+        # Mixed views have the label -1.
+        losses = F.cross_entropy(logits, view["labels"], ignore_index=-1, reduction="none")
+        return {"classification": losses.mean()}
 
     def trained(self) -> nn.ModuleDict:
         """Return the part upgrade."""

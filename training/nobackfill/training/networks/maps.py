@@ -107,6 +107,21 @@ def low_rank(
     return down, AffineMap(leading.t(), centre)
 
 
+def principal(x: Tensor, rank: int) -> AffineMap:
+    """Fit x [n, d] -> its `rank` directions of largest variance, from its mean (PCA).
+
+    Raises:
+        ValueError: the rank is not 1 to d.
+    """
+    if not 1 <= rank <= x.shape[1]:
+        raise ValueError(f"expected a rank of 1 to {x.shape[1]}, got {rank}")
+    shift = x.double().mean(0)
+    xc = x.double() - shift
+    _, directions = torch.linalg.eigh(xc.t() @ xc)
+    weight = directions.t().flip(0)[:rank]
+    return AffineMap(weight, -weight @ shift)
+
+
 def whitening(x: Tensor, ridge: float = 1e-3) -> AffineMap:
     """Fit a map of rows to uncorrelated directions of unit variance (PCA whitening).
 
