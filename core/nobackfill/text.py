@@ -239,7 +239,8 @@ def _is_text(part: object) -> bool:
 def parse_text_line(line: bytes, where: str, key: str = "id", column: str = "text") -> TextLine:
     """Parse one line of a JSONL file.
 
-    A number becomes its text: 1 gives "1", and 1.0 gives "1.0". Of a repeated key, the last counts.
+    A number becomes its text: 1 gives "1", and 1.0 gives "1.0". If a key is repeated,
+    its last value counts.
 
     Args:
         line: The line in UTF-8, with or without a byte order mark.

@@ -156,7 +156,7 @@ def publish(
             not checked.
 
     Returns:
-        What was published, or would be in a dry run.
+        The release that was published, or that a dry run would publish.
 
     Raises:
         AlreadyExistsError: The number is not above the newest, or a file is published already;
