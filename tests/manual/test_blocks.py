@@ -17,6 +17,7 @@ RUN = {
     "docs/adopt.md": ["tests/adopt/test_docs.py"],
     "docs/architecture.md": ["tests/e2e/test_by_hand.py"],
     "docs/edge.md": ["tests/client/test_docs.py"],
+    "docs/frameworks.md": ["tests/integrations/test_page.py"],
     "docs/immich.md": ["tests/adopt/test_immich_doc.py"],
     **{
         f"docs/operations/{name}.md": ["tests/server/test_operations_doc.py"]

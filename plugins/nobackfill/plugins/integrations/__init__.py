@@ -1,0 +1,1 @@
+"""Use galleries of a gateway, and `Dual`, inside LangChain, LlamaIndex and Haystack."""
