@@ -135,6 +135,12 @@ def _old_cases() -> dict[str, dict[str, Any]]:
     usual: dict[str, object] = {"max_seq_length": 16, "do_lower_case": False}
     lower = usual | {"do_lower_case": True}
     open_length: dict[str, object] = {"max_seq_length": None, "do_lower_case": False}
+    projection: dict[str, object] = {
+        "2_Dense/config.json": {
+            "in_features": DIM, "out_features": 5, "bias": True,
+            "activation_function": "torch.nn.modules.activation.Tanh",
+        }
+    }  # fmt: skip
     roberta = folder("mean_tokens", None, "Normalize") | {"sentence_roberta_config.json": usual}
     cases: dict[str, tuple[Any, str | None]] = {
         "mean": (folder("mean_tokens", usual, "Normalize"), None),
@@ -144,10 +150,13 @@ def _old_cases() -> dict[str, dict[str, Any]]:
         "sizes by another name": (roberta, None),
         "an open size": (folder("mean_tokens", open_length), None),
         "prompts": (folder("mean_tokens", usual, query="w20 "), None),
-        "small letters": (folder("mean_tokens", lower), "do_lower_case"),
-        "two modes": (folder("cls_token mean_tokens", usual), "pooling of cls with mean"),
-        "max": (folder("max_tokens", usual), "pooling of max"),
-        "dense": (folder("mean_tokens", usual, "Dense"), "2_Dense"),
+        "small letters": (folder("mean_tokens", lower), None),
+        "two modes": (folder("cls_token mean_tokens", usual), None),
+        "max": (folder("max_tokens", usual), None),
+        "dense": (
+            folder("mean_tokens", usual, "Dense") | {"2_Dense/config.json": projection},
+            None,
+        ),
         "layer norm": (folder("mean_tokens", usual, "LayerNorm"), "2_LayerNorm"),
     }
     return {name: {"files": files, "refused": why} for name, (files, why) in cases.items()}

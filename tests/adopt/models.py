@@ -57,6 +57,25 @@ def topical(folder: Path, topics: int, dim: int, *, strength: float, turned: int
     return text_model(folder, 0, table=(table @ turn).astype(np.float32))
 
 
+def fix_inputs(
+    path: Path,
+    *,
+    batch: int | None = None,
+    tokens: int | None = None,
+    type: int = TensorProto.INT64,
+) -> None:
+    """Fix the sizes and the type of a text model's inputs."""
+    model = onnx.load(path)
+    for value in model.graph.input:
+        value.type.tensor_type.elem_type = type
+        for size, axis in zip((batch, tokens), value.type.tensor_type.shape.dim, strict=True):
+            if size is not None:
+                axis.dim_value = size
+    if type != TensorProto.INT64:
+        model.graph.output[1].type.tensor_type.elem_type = type
+    onnx.save(model, path)
+
+
 def expected(folder: Path, text: str, pooling: str = "mean", *, unit: bool = True) -> np.ndarray:
     """What the model gives for one text, by hand."""
     table = np.load(folder.with_name(f"{folder.name}.table.npy"))

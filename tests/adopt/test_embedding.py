@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from onnx import TensorProto
 from PIL import Image
 
 from nobackfill.adopt.embedding.embedder import open_embedder
@@ -13,8 +14,9 @@ from nobackfill.adopt.embedding.vector_folder import embed_into, read_items
 from nobackfill.adopt.pairs import read_all
 from nobackfill.adopt.sources.opening import open_source
 from nobackfill.errors import IncompatibleSpaceError, InvalidInputError, NotFoundError
+from nobackfill.release.publishing.sentence_head import PoolingMode, pool
 from tests.adopt.made import world, write_parquet
-from tests.adopt.models import expected, image_model, text_model, texts
+from tests.adopt.models import expected, fix_inputs, image_model, text_model, texts
 
 
 def write_lines(path: Path, values: list[str]) -> Path:
@@ -38,6 +40,45 @@ def test_a_long_text_is_cut_where_it_is_declared(tmp_path: Path) -> None:
     model = OnnxModel(text_model(tmp_path / "m", 0, max_length=2, normalise=False))
     (vector,) = model.embed(["w1 w2 w3 w4"])
     np.testing.assert_allclose(vector, expected(tmp_path / "m", "w1 w2", unit=False), atol=1e-6)
+
+
+@pytest.mark.parametrize("batch", [None, 1, 2])
+@pytest.mark.parametrize("tokens", [None, 4])
+@pytest.mark.parametrize("type", [TensorProto.INT32, TensorProto.INT64])
+def test_inputs_of_fixed_sizes_and_of_32_bits(
+    batch: int | None, tokens: int | None, type: int, tmp_path: Path
+) -> None:
+    path = text_model(tmp_path / "m", 0)
+    fix_inputs(path, batch=batch, tokens=tokens, type=type)
+    some = ["w1", "w2 w3 w4", "w6 w7 w8 w9 w10 w11"]
+    cut = some if tokens is None else [" ".join(one.split()[:tokens]) for one in some]
+    vectors = OnnxModel(path).embed(some)
+    for text, vector in zip(cut, vectors, strict=True):
+        np.testing.assert_allclose(vector, expected(tmp_path / "m", text), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "mode", ["cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"]
+)
+def test_pooling_is_what_a_loop_over_the_tokens_gives(mode: PoolingMode) -> None:
+    rng = np.random.default_rng(0)
+    tokens = rng.normal(size=(5, 6, 3)).astype(np.float32)
+    lengths = [1, 2, 6, 4, 5]
+    mask = np.array([[1] * length + [0] * (6 - length) for length in lengths])
+    joined = pool(tokens, mask, [mode, "cls"])
+    for row, length in enumerate(lengths):
+        known = tokens[row, :length].astype(np.float64)
+        numbers = np.arange(1, length + 1)
+        right = {
+            "cls": known[0],
+            "max": known.max(0),
+            "mean": known.mean(0),
+            "mean_sqrt_len_tokens": known.sum(0) / np.sqrt(length),
+            "weightedmean": sum(n * one for n, one in zip(numbers, known, strict=True))
+            / numbers.sum(),
+            "lasttoken": known[-1],
+        }[mode]
+        np.testing.assert_allclose(joined[row], [*right, *known[0]], rtol=1e-5, atol=1e-6)
 
 
 def test_an_export_of_sentence_transformers_needs_no_declaration(tmp_path: Path) -> None:

@@ -83,6 +83,24 @@ def test_texts_are_asked_in_batches_and_answers_put_in_order(
     assert {one["key"] for one in asked} == {"Bearer secret"}
 
 
+def test_dimensions_are_requested_and_checked() -> None:
+    with serving(lambda _, body: (200, {}, vectors(body, body.get("dimensions", 3)))) as (
+        url,
+        bodies,
+    ):
+        whole, short = Endpoint(url, "small"), Endpoint(f"{url}#dimensions=2", "small")
+        assert whole.embed(["a"]).shape == (1, 3)
+        assert short.embed(["a", "b"]).shape == (2, 2)
+    assert [one.get("dimensions") for one in bodies] == [None, 2]
+    assert whole.fingerprint != short.fingerprint
+    with serving(lambda _, body: (200, {}, vectors(body))) as (url, _):
+        with pytest.raises(InvalidInputError, match="dimension 2 as declared, got 3"):
+            Endpoint(f"{url}#dimensions=2", "small").embed(["a"])
+        for wrong in ("dimensions=0", "dimensions=x", "dim=2", "dimensions=2\n"):
+            with pytest.raises(ConfigurationError, match="dimensions=NUMBER"):
+                Endpoint(f"{url}#{wrong}", "small")
+
+
 def test_a_busy_endpoint_is_waited_for_as_it_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
     replace_clock(monkeypatch, Endpoint.__module__, sleep=waits.append)

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+import torch
+from sentence_transformers import SentenceTransformer
 from sentence_transformers.base.modules import Dense, Normalize, Router
 from sentence_transformers.sentence_transformer.modules import LayerNorm, Pooling
 
@@ -45,7 +47,24 @@ APPLIED = {
     "mean": [MEAN, Normalize()],
     "mean of any norm": [MEAN],
     "cls": [Pooling(DIM, "cls"), Normalize()],
-}
+    "max": [Pooling(DIM, "max")],
+    "last token": [Pooling(DIM, "lasttoken")],
+    "weighted mean": [Pooling(DIM, "weightedmean")],
+    "mean by the root": [Pooling(DIM, "mean_sqrt_len_tokens"), Normalize()],
+    "two modes": [Pooling(DIM, ["mean", "cls"])],
+    "all modes": [Pooling(DIM, ["lasttoken", "max", "weightedmean", "mean_sqrt_len_tokens"])],
+    "dense": dense(),
+    "layer norm": [MEAN, LayerNorm(DIM), Normalize()],
+    "one after the other": [
+        MEAN, Normalize(), Dense(DIM, 6, activation_function=torch.nn.ReLU()), LayerNorm(6),
+        Dense(6, 3, bias=False, activation_function=torch.nn.Identity()),
+    ],
+    "a residual": [
+        MEAN, Dense(DIM, DIM, use_residual=True), Dense(DIM, 5, use_residual=True),
+        Dense(5, 5, activation_function=torch.nn.SiLU()),
+        Dense(5, 5, activation_function=torch.nn.Sigmoid()),
+    ],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", APPLIED)
@@ -55,15 +74,15 @@ def test_what_is_applied_is_what_the_library_encodes(case: str, tmp_path: Path) 
 
 
 REFUSED = {
-    "2_Dense": [MEAN, Dense(DIM, DIM), Normalize()],
-    "2_LayerNorm": [MEAN, LayerNorm(DIM)],
     "2_Pooling": [MEAN, MEAN],
-    "pooling of cls with mean": [Pooling(DIM, ["cls", "mean"])],
-    "pooling of max": [Pooling(DIM, "max")],
-    "pooling of lasttoken": [Pooling(DIM, "lasttoken")],
-    "pooling of weightedmean": [Pooling(DIM, "weightedmean")],
-    "pooling of mean_sqrt_len_tokens": [Pooling(DIM, "mean_sqrt_len_tokens")],
-}
+    "1_Dense": [Dense(DIM, DIM, module_input_name="token_embeddings"), MEAN],
+    "activation torch.nn.modules.activation.Softplus": [
+        MEAN, Dense(DIM, DIM, activation_function=torch.nn.Softplus()),
+    ],
+    "from sentence_embedding to other": [
+        MEAN, Dense(DIM, DIM, module_output_name="other"),
+    ],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", REFUSED)
@@ -71,6 +90,27 @@ def test_what_is_not_applied_is_refused_by_name(what: str, tmp_path: Path) -> No
     _, graph = saved(tmp_path / "m", REFUSED[what])
     with pytest.raises(InvalidInputError, match=f"{what}.* 'sentence_embedding'"):
         open_embedder(str(graph))
+
+
+@pytest.mark.parametrize("damage", ["gone", "cut", "other"])
+def test_damaged_weights_of_a_module_are_named(damage: str, tmp_path: Path) -> None:
+    _, graph = saved(tmp_path / "m", dense())
+    file = tmp_path / "m" / "2_Dense" / "model.safetensors"
+    if damage == "gone":
+        file.unlink()
+    else:
+        file.write_bytes(file.read_bytes()[:60] if damage == "cut" else b"\2" + b"\0" * 7 + b"{}")
+    with pytest.raises(InvalidInputError, match=r"2_Dense.model\.safetensors: .*safetensors|lacks"):
+        open_embedder(str(graph))
+
+
+def test_weights_are_part_of_the_fingerprint(tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    _, first = saved(tmp_path / "a", dense())
+    _, same = saved(tmp_path / "b", dense())
+    _, other = saved(tmp_path / "c", [MEAN, Dense(DIM, 5), Normalize()])
+    prints = [open_embedder(str(graph)).fingerprint for graph in (first, same, other)]
+    assert prints[0] == prints[1] != prints[2]
 
 
 def test_a_router_is_refused_by_name(tmp_path: Path) -> None:
@@ -201,7 +241,8 @@ def test_the_layout_of_before_5_4(case: str, tmp_path: Path) -> None:
     del model.graph.output[1]
     onnx.save(model, graph)
     if OLD[case]["refused"] is None:
-        alike(graph, OLD[case]["encoded"])
+        library = SentenceTransformer(str(tmp_path / "m"), device="cpu")
+        alike(graph, OLD[case].get("encoded") or library.encode(TEXTS))
     else:
         with pytest.raises(InvalidInputError, match=OLD[case]["refused"]):
             open_embedder(str(graph))

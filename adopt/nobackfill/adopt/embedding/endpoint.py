@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import re
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ _PLAIN = "text"
 # The most bytes of an answer for each text; 16,000 dimensions as decimal numbers take half.
 _MOST_BYTES = 1 << 20
 _PIECE = 1 << 16
+_DIMENSIONS = re.compile(r"dimensions=([1-9][0-9]{0,5})")
 _FIRST_WAIT = 0.5
 _LONGEST_WAIT = 30.0
 
@@ -71,7 +73,8 @@ class Endpoint:
     NOBACKFILL_ENDPOINT_KEY holds the key. Nothing is sent before `embed`.
 
     Args:
-        url: Address of the endpoint: https://, or http:// on this machine.
+        url: Address of the endpoint: https://, or http:// on this machine. `#dimensions=512` behind
+            it is sent as `dimensions`, for models that shorten their vectors.
         model: Name of the model there; with `url`, it determines the fingerprint.
         patience: Seconds for which one request is repeated.
         timeout: Seconds to wait for one answer.
@@ -95,17 +98,26 @@ class Endpoint:
                 "expected the address of an endpoint as https://HOST/PATH without a user name and "
                 f"password, which are not repeated here; put the key in the variable {KEY}"
             )
+        address, _, settings = url.partition("#")
         # The query may hold a secret.
-        self._name = url.partition("?")[0]
+        self._name = address.partition("?")[0]
+        self._settings: dict[str, Any] = {}
+        if settings:
+            if (number := _DIMENSIONS.fullmatch(settings)) is None:
+                raise ConfigurationError(
+                    f"{self._name}: expected nothing or dimensions=NUMBER behind #, got "
+                    f"{settings[:64]!r}"
+                )
+            self._settings["dimensions"] = int(number[1])
         if parsed.scheme != "https" and not is_loopback(parsed.host or ""):
             raise ConfigurationError(
                 f"{self._name}: expected https://, because texts are private; http:// is accepted "
                 "for an endpoint on this machine"
             )
-        self._url, self._model, self._patience = url, model, patience
+        self._url, self._model, self._patience = address, model, patience
         self._http = urllib3.PoolManager(retries=False, timeout=timeout)
         self._timeout = timeout
-        self._dim: int | None = None
+        self._dim: int | None = self._settings.get("dimensions")
         self._texts_bring_faults = False
         # The weights cannot be read, so the fingerprint covers their name alone.
         self.fingerprint = hashlib.sha256(f"{url}\n{model}".encode()).hexdigest()
@@ -141,12 +153,15 @@ class Endpoint:
         return True
 
     def _embedded(self, texts: list[str], *, patient: bool = True) -> Vectors:
-        answer = self._asked({"model": self._model, "input": texts}, patient=patient)
+        answer = self._asked(
+            {"model": self._model, "input": texts, **self._settings}, patient=patient
+        )
         ordered = [one.embedding for one in sorted(answer.data, key=lambda one: one.index)]
         vectors = even(ordered, [str(n) for n in range(len(texts))], self._name)
         if self._dim is not None and vectors.shape[1] != self._dim:
+            source = "as declared" if self._settings else "as before"
             raise InvalidInputError(
-                f"{self._name}: expected vectors of dimension {self._dim} as before, got "
+                f"{self._name}: expected vectors of dimension {self._dim} {source}, got "
                 f"{vectors.shape[1]}; does {self._model!r} name one model?"
             )
         self._dim = vectors.shape[1]

@@ -22,9 +22,11 @@ from nobackfill.release.publishing.declaration import (
     fingerprint_model,
     read_declaration,
     read_pixels,
+    tokenizer_bytes,
     tokenizer_file,
     weight_files,
 )
+from nobackfill.release.publishing.sentence_head import pool
 from nobackfill.text import BatchTokenizer
 from nobackfill.vectors import Kind, Vectors, check_vectors, normalise
 
@@ -183,11 +185,14 @@ class OnnxModel:
             # onnxruntime's classes are made in C++ and have no common public base.
             raise InvalidInputError(f"{path}: cannot be read as ONNX ({error})") from error
         self._inputs = {one.name: one for one in self._session.get_inputs()}
+        # Sizes that the graph fixes: items in one run, and tokens of a text.
+        self._batch, self._tokens = _fixed(self._inputs, 0), _fixed(self._inputs, 1)
         self.kind: Kind | None = "text" if "input_ids" in self._inputs else "image"
         self._declared, self._pixels = self._reading(pixels or {})
         file = tokenizer_file(path, self._declared) if self.kind == "text" else None
         self._tokenizer = None if file is None else self._tokenizing(file)
         self.fingerprint = fingerprint_model(weights, self._declared, file)
+        self._layers = [layer.open() for layer in self._declared.layers]
         self._prefix = self._declared.prefix_of_queries if queries else self._declared.prefix
         alike = self.kind == "image" or self._declared.prefix_of_queries == self._declared.prefix
         self.reads = "" if alike else QUERIES if queries else DOCUMENTS
@@ -220,19 +225,42 @@ class OnnxModel:
         feed, mask = (
             self._texts(items) if self._pixels is None else (self._pixels.feed(items), None)
         )
-        wanted = None if self._declared.output is None else [self._declared.output]
         try:
-            output = np.asarray(self._session.run(wanted, feed)[0], np.float32)
+            output = self._run(feed, len(items))
         except Exception as error:
             raise UnusableItemsError(
                 f"{self._path}: the model fails for these items ({error})"
             ) from error
         vectors = self._pooled(output, mask)
         try:
+            for layer in self._layers:
+                vectors = layer(vectors)
+        except ValueError as error:
+            raise InvalidInputError(
+                f"{self._path}: the modules behind its pooling do not fit its vectors of dimension "
+                f"{vectors.shape[1]} ({error}); are they of another model?"
+            ) from error
+        try:
             checked = check_vectors(vectors, vectors.shape[1], what=f"output of {self._path}")
         except UnusableRowsError as error:
             raise UnusableItemsError(str(error)) from error
         return normalise(checked) if self._declared.normalise else checked
+
+    def _run(self, feed: Mapping[str, Any], count: int) -> Vectors:
+        """Run the graph on `count` items, in groups of the size that the graph fixes."""
+        wanted = None if self._declared.output is None else [self._declared.output]
+        size = self._batch or max(count, 1)
+        outputs = []
+        for first in range(0, max(count, 1), size):
+            # The last group is filled with its own first items.
+            part = {
+                name: np.resize(values[first : first + size], (size, *values.shape[1:]))
+                if self._batch
+                else values
+                for name, values in feed.items()
+            }
+            outputs.append(np.asarray(self._session.run(wanted, part)[0], np.float32))
+        return np.concatenate(outputs)[:count]
 
     def _reading(self, pixels: Mapping[str, object]) -> tuple[Declaration, ImageInput | None]:
         """Read the declaration in the model's folder; for images also the input.
@@ -257,7 +285,8 @@ class OnnxModel:
         return declared, ImageInput(self._path, inputs, declared, declaring_file)
 
     def _tokenizing(self, file: Path) -> BatchTokenizer:
-        return BatchTokenizer(file.read_bytes(), self._declared.max_length, str(file))
+        length = min(self._declared.max_length, self._tokens or self._declared.max_length)
+        return BatchTokenizer(tokenizer_bytes(file, self._declared), length, str(file))
 
     def _texts(self, items: list[str] | list[Path] | list[bytes]) -> tuple[dict[str, Any], Any]:
         assert self._tokenizer is not None
@@ -270,22 +299,33 @@ class OnnxModel:
                 f"{self._path}: expected no inputs but {', '.join(sorted(known))}, found "
                 f"{', '.join(sorted(strangers))}; export the model again without them"
             )
-        return {name: known[name] for name in self._inputs}, known["attention_mask"]
+        if self._tokens is not None:
+            # Masked tokens fill a text up to the length that the graph fixes.
+            missing = self._tokens - known["input_ids"].shape[1]
+            known = {name: np.pad(ids, ((0, 0), (0, missing))) for name, ids in known.items()}
+        feed = {
+            name: known[name].astype(np.int32 if one.type == "tensor(int32)" else np.int64)
+            for name, one in self._inputs.items()
+        }
+        return feed, known["attention_mask"]
 
     def _pooled(self, output: Vectors, mask: Any) -> Vectors:
         if output.ndim == 2:
             return output
         if output.ndim == 4 and mask is None:
             return np.asarray(output.mean((2, 3)))
-        if output.ndim != 3 or mask is None or self._declared.pooling == "none":
+        modes = self._declared.pooling_modes
+        if output.ndim != 3 or mask is None or not modes:
             raise InvalidInputError(
                 f"{self._path}: expected an output [n, dim], or [n, tokens, dim] with pooling, got "
                 f'{list(output.shape)}; declare the name of another output as "output" in '
                 f"{self._path.with_suffix('.json').name}"
             )
-        if self._declared.pooling == "cls":
-            first: Vectors = output[:, 0]
-            return first
-        weights = mask[..., None].astype(np.float32)
-        pooled: Vectors = (output * weights).sum(1) / np.maximum(weights.sum(1), 1)
-        return pooled
+        return pool(output, mask, modes)
+
+
+def _fixed(inputs: Mapping[str, Any], axis: int) -> int | None:
+    """Return the size of an axis that the graph's first input fixes; None if it is free."""
+    shape = next(iter(inputs.values())).shape if inputs else []
+    size = shape[axis] if axis < len(shape) else None
+    return size if isinstance(size, int) and size > 0 else None

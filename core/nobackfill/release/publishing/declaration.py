@@ -7,9 +7,9 @@ exports are read; for pixels, the files of transformers, open_clip and timm.
 import json
 import os
 from codecs import BOM_UTF8
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, cast
 
 import onnx
 from google.protobuf.message import DecodeError, Message
@@ -26,6 +26,12 @@ from nobackfill.release.publishing.preprocessing import (
     Spread,
     read_preprocessing,
 )
+from nobackfill.release.publishing.sentence_head import (
+    Layer,
+    LayerKind,
+    PoolingMode,
+    read_layer,
+)
 
 # Suffixes of files that usually hold the larger weights of an ONNX file: always part of the digest.
 _WEIGHTS = ("_data", ".data")
@@ -34,11 +40,22 @@ _SENTENCE_OUTPUT = "sentence_embedding"
 # Outputs with a vector for each token, which are pooled here.
 _TOKENS = ("token_embeddings", "last_hidden_state")
 _MODULES = "modules.json"
+_LAYERS = ("Dense", "LayerNorm", "Normalize")
 # For each module of sentence-transformers, the modules that may follow it and are applied here.
 _MODULES_AFTER = {
     "": ("Transformer",),
-    "Transformer": ("Pooling", "Normalize"),
-    "Pooling": ("Normalize",),
+    "Transformer": ("Pooling", *_LAYERS),
+    "Pooling": _LAYERS,
+    **dict.fromkeys(_LAYERS, _LAYERS),
+}
+# Modes of pooling by their flags of before 5.4, in the order in which the vectors are joined.
+_FLAGS: Mapping[str, PoolingMode] = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
 }
 # Larger limits mean no limit: tokenizer_config.json has 10**30.
 _NO_LIMIT = 1 << 30
@@ -52,7 +69,10 @@ class Declaration(BaseModel):
         prefix: Text that is put before each text.
         query_prefix: Text that is put before queries instead; None: the same as `prefix`.
         max_length: Tokens after which a text is truncated.
-        pooling: How the vectors of tokens become one; none: the graph does it.
+        pooling: How the vectors of tokens become one; several modes are joined; none: the graph
+            does it.
+        layers: Modules behind the pooling that the graph does not contain.
+        lower_case: Whether texts are converted to lower case before the tokenizer's own steps.
         output: Name of the output to use; None: the first.
         normalise: Whether vectors are scaled to norm 1.
         size: Sides of the input in pixels, one number or (height, width), where the graph leaves
@@ -70,7 +90,9 @@ class Declaration(BaseModel):
     prefix: str = ""
     query_prefix: str | None = Field(None, exclude_if=lambda prefix: prefix is None)
     max_length: int = Field(256, ge=1)
-    pooling: Literal["mean", "cls", "none"] = "mean"
+    pooling: Literal["none"] | PoolingMode | tuple[PoolingMode, ...] = "mean"
+    layers: tuple[Layer, ...] = Field((), exclude_if=lambda layers: not layers)
+    lower_case: bool = Field(False, exclude_if=lambda lower: not lower)
     output: str | None = None
     normalise: bool = True
     size: Side | Size | None = None
@@ -86,6 +108,13 @@ class Declaration(BaseModel):
     def prefix_of_queries(self) -> str:
         """Return the text that is put before queries."""
         return self.prefix if self.query_prefix is None else self.query_prefix
+
+    @property
+    def pooling_modes(self) -> tuple[PoolingMode, ...]:
+        """Return the modes that are joined; none where the graph pools."""
+        if self.pooling == "none":
+            return ()
+        return (self.pooling,) if isinstance(self.pooling, str) else self.pooling
 
 
 def tokenizer_file(path: Path, declaration: Declaration) -> Path:
@@ -109,6 +138,33 @@ def tokenizer_file(path: Path, declaration: Declaration) -> Path:
             "ONNX file"
         )
     return file
+
+
+def tokenizer_bytes(file: Path, declaration: Declaration) -> bytes:
+    """Return the tokenizer of a model as the model reads texts.
+
+    With `lower_case`, a normalizer that converts to lower case comes before its own, as in
+    sentence-transformers.
+
+    Args:
+        file: The tokenizer.json.
+        declaration: The declared facts.
+
+    Raises:
+        OSError: The file cannot be read.
+        InvalidInputError: The file is no tokenizer.json.
+    """
+    data = file.read_bytes()
+    if not declaration.lower_case:
+        return data
+    try:
+        tokenizer = json.loads(data)
+        own = tokenizer.get("normalizer")
+        steps = [{"type": "Lowercase"}] + ([] if own is None else [own])
+        tokenizer["normalizer"] = {"type": "Sequence", "normalizers": steps}
+    except (ValueError, AttributeError, TypeError) as error:
+        raise InvalidInputError(f"{file}: is no tokenizer.json ({error})") from error
+    return json.dumps(tokenizer, ensure_ascii=False).encode()
 
 
 def weight_files(path: Path) -> list[Path]:
@@ -206,7 +262,7 @@ def describe_assumptions(path: Path, declaration: Declaration) -> str:
         return ""
     vector = "the graph's own vector"
     if declaration.pooling != "none":
-        vector = f"the {declaration.pooling} of its tokens' vectors"
+        vector = f"the {' and '.join(declaration.pooling_modes)} of its tokens' vectors"
     return (
         f"{path}: no file next to the model declares how texts become vectors. Assumed: at most "
         f"{declaration.max_length} tokens of a text, {vector}, scaled to norm 1. If the model was "
@@ -303,15 +359,14 @@ class _PoolingConfig(BaseModel):
     pooling_mode: str | list[str] | None = None
     include_prompt: bool = True
 
-    def modes(self) -> list[str]:
+    def modes(self) -> tuple[str, ...]:
         if self.pooling_mode is not None:
-            return [self.pooling_mode] if isinstance(self.pooling_mode, str) else self.pooling_mode
-        flags = {
-            name.removeprefix("pooling_mode_").removesuffix("_tokens").removesuffix("_token")
-            for name, on in (self.model_extra or {}).items()
-            if name.startswith("pooling_mode_") and on
-        }
-        return sorted(flags) or ["mean"]
+            modes = self.pooling_mode
+            return (modes,) if isinstance(modes, str) else tuple(modes)
+        flags = {flag for flag, on in (self.model_extra or {}).items() if on}
+        known = tuple(mode for flag, mode in _FLAGS.items() if flag in flags)
+        unknown = {flag for flag in flags if flag.startswith("pooling_mode_")} - set(_FLAGS)
+        return (*known, *sorted(unknown)) or ("mean",)
 
 
 class _Modality(BaseModel):
@@ -393,7 +448,8 @@ def _of_sentence_transformers(path: Path, file: Path, outputs: Sequence[str]) ->
     complete, own = _SENTENCE_OUTPUT in outputs, path.with_suffix(".json")
     export = f"export the whole model, so that its graph has an output {_SENTENCE_OUTPUT!r}"
     names = [module.type.rpartition(".")[2] for module in modules]
-    pooling: Literal["mean", "cls", "none"] = "none"
+    pooling: Any = "none"
+    layers: list[Layer] = []
     prompt_pooled = True
     for number, (name, module) in enumerate(zip(names, modules, strict=True)):
         follows = name in _MODULES_AFTER.get(names[number - 1] if number else "", ())
@@ -403,15 +459,25 @@ def _of_sentence_transformers(path: Path, file: Path, outputs: Sequence[str]) ->
             place = file.parent / module.path / "config.json"
             config = _parse(place, _PoolingConfig)
             modes, prompt_pooled = config.modes(), config.include_prompt
-            if not complete and modes not in (["cls"], ["mean"]):
+            if not complete and not set(modes) <= set(_FLAGS.values()):
                 raise _not_applied(place, f"pooling of {' with '.join(modes)}", export)
-            pooling = "cls" if "cls" in modes else "mean" if "mean" in modes else "none"
-    fields: dict[str, Any] = {"pooling": pooling, "normalise": "Normalize" in names}
+            pooling = modes[0] if len(modes) == 1 else modes
+            if complete:
+                # The graph pools; fingerprints stay as they were.
+                pooling = "cls" if "cls" in modes else "mean" if "mean" in modes else "none"
+        elif name in _LAYERS and not complete:
+            layers.append(read_layer(cast(LayerKind, name), file.parent / module.path))
+    normalise = names[-1] == "Normalize" or (complete and "Normalize" in names)
+    if normalise and layers:
+        layers.pop()
+    fields: dict[str, Any] = {"pooling": pooling, "normalise": normalise}
+    fields |= {"layers": tuple(layers)} if layers else {}
     if tokens := [name for name in _TOKENS if name in outputs and not complete]:
         # The first output is left out: fingerprints stay as they were.
         fields |= {} if outputs[0] in tokens else {"output": tokens[0]}
     transformer = file.parent / modules[0].path
-    fields["max_length"] = _max_length(transformer, path, complete=complete)
+    fields["max_length"], lower_case = _reading(transformer, path, complete=complete)
+    fields |= {"lower_case": True} if lower_case else {}
     return Declaration(**fields, **_prefixes(file.parent, own, fields, pooled=prompt_pooled))
 
 
@@ -419,25 +485,22 @@ def _not_applied(file: Path, what: str, instead: str) -> InvalidInputError:
     return InvalidInputError(f"{file}: {what} is not applied here; {instead}")
 
 
-def _max_length(folder: Path, path: Path, *, complete: bool) -> int:
-    """Return the number of tokens after which sentence-transformers truncates texts for this
-    model."""
+def _reading(folder: Path, path: Path, *, complete: bool) -> tuple[int, bool]:
+    """Return after how many tokens sentence-transformers truncates texts for this model, and
+    whether it converts them to lower case although the tokenizer does not."""
     own = path.with_suffix(".json").name
     declare = f"declare all that makes its vectors in {own} next to the ONNX file"
     places = [place for place in sorted(folder.glob("sentence_*_config.json")) if place.is_file()]
     config = _parse(places[0], _TransformerConfig) if places else _TransformerConfig()
     if unknown := config.unknown(complete=complete):
         raise _not_applied(places[0], ", ".join(unknown), declare)
-    if config.do_lower_case and not _lowercases(tokenizer_file(path, Declaration())):
-        raise _not_applied(
-            places[0], "do_lower_case", "put a normalizer Lowercase into the model's tokenizer.json"
-        )
+    lower_case = config.do_lower_case and not _lowercases(tokenizer_file(path, Declaration()))
     file = folder / "tokenizer_config.json"
     tokenizer = _parse_if_present(file, _TokenizerConfig)
     if tokenizer.truncation_side != "right":
         raise _not_applied(file, f"truncation_side {tokenizer.truncation_side}", declare)
     if config.max_seq_length is not None:
-        return config.max_seq_length
+        return config.max_seq_length, lower_case
     positions = _parse_if_present(folder / "config.json", _ModelConfig).max_position_embeddings
     limits = [one for one in (tokenizer.model_max_length, positions) if one is not None and one > 0]
     if min(limits, default=_NO_LIMIT) >= _NO_LIMIT:
@@ -445,7 +508,7 @@ def _max_length(folder: Path, path: Path, *, complete: bool) -> int:
             f"{folder}: no file declares after how many tokens the model truncates texts; write "
             '{"max_seq_length": 512}, or its own number, into sentence_bert_config.json'
         )
-    return int(min(limits))
+    return int(min(limits)), lower_case
 
 
 def _lowercases(tokenizer: Path) -> bool:
@@ -477,6 +540,12 @@ def _prefixes(folder: Path, own: Path, fields: dict[str, Any], *, pooled: bool) 
         )
     default = prompts.get(config.default_prompt_name or "") or document
     if default != document:
+        if "layers" in fields:
+            raise _not_applied(
+                file,
+                f"default_prompt_name {config.default_prompt_name} with modules behind the pooling",
+                f"export the whole model, so that its graph has an output {_SENTENCE_OUTPUT!r}",
+            )
         declaration = json.dumps(fields | {"prefix": default})
         raise _not_applied(
             file,

@@ -14,7 +14,7 @@ import onnx
 from google.protobuf.message import DecodeError
 from onnx import TensorProto, compose, helper, numpy_helper, shape_inference, version_converter
 
-from nobackfill.digests import sha256_file
+from nobackfill.digests import sha256_bytes
 from nobackfill.errors import InvalidInputError, NotFoundError, VerificationError
 from nobackfill.release.manifest import (
     LARGEST_LENGTH,
@@ -30,6 +30,7 @@ from nobackfill.release.publishing.declaration import (
     fingerprint_model,
     hash_model_files,
     read_declaration,
+    tokenizer_bytes,
     tokenizer_file,
     weight_files,
 )
@@ -231,7 +232,9 @@ def add_text_encoder(release: Release, source: Path, queries: Path | None = None
         entry["query_file"] = release.file(query_encoder_path(release.number))
         entry["query_prefix"] = query_model.declared.prefix_of_queries
         release.recipe["query_encoder_sha256"] = hash_model_files(query_model.weights)
-    release.local(tokenizer_path(release.number)).write_bytes(model.tokenizer.read_bytes())
+    release.local(tokenizer_path(release.number)).write_bytes(
+        tokenizer_bytes(model.tokenizer, declared)
+    )
     entry["tokenizer"] = release.file(tokenizer_path(release.number))
     release.text_encoder = TextEncoder.model_validate(entry)
     release.recipe["text_encoder_sha256"] = hash_model_files(model.weights)
@@ -255,6 +258,14 @@ def _put(release: Release, source: Path, option: str, published: str) -> _Foreig
     try:
         model = onnx.load(file)
         declared = read_declaration(file, [output.name for output in model.graph.output])
+        outside = [f"module {layer.folder.name or layer.kind}" for layer in declared.layers]
+        if set(declared.pooling_modes) - {"mean", "cls"} or len(declared.pooling_modes) > 1:
+            outside.insert(0, f"pooling of {' with '.join(declared.pooling_modes)}")
+        if outside:
+            raise InvalidInputError(
+                f"{', '.join(outside)} is not applied in a release; export the whole model, so "
+                "that its graph has an output 'sentence_embedding'"
+            )
         if declared.max_length > LARGEST_LENGTH:
             raise InvalidInputError(
                 f"expected a model of texts of at most {LARGEST_LENGTH} tokens, but it is declared "
@@ -279,7 +290,7 @@ def _check_query_model(query_model: _ForeignModel, text_model: _ForeignModel) ->
     for what, one, other in (
         ("inputs", query_model.inputs, text_model.inputs),
         ("max_length", query_model.declared.max_length, text_model.declared.max_length),
-        ("tokenizer", sha256_file(query_model.tokenizer), sha256_file(text_model.tokenizer)),
+        ("tokenizer", _tokenizer_digest(query_model), _tokenizer_digest(text_model)),
         ("dimension and norm", _kind(query_model.vectors), _kind(text_model.vectors)),
     ):
         if one != other:
@@ -287,6 +298,10 @@ def _check_query_model(query_model: _ForeignModel, text_model: _ForeignModel) ->
                 f"--query-encoder {query_model.file}: expected the same {what} as --text-encoder "
                 f"has, {other}; got {one}; both models must belong together"
             )
+
+
+def _tokenizer_digest(model: _ForeignModel) -> str:
+    return sha256_bytes(tokenizer_bytes(model.tokenizer, model.declared))
 
 
 def _kind(vectors: Vectors) -> tuple[int, bool]:
@@ -311,7 +326,8 @@ def _run(
     inputs: tuple[str, ...],
 ) -> Vectors:  # fmt: skip
     """Write the graph with its output's dimension; return the vectors of the probes."""
-    tokens = BatchTokenizer(tokenizer.read_bytes(), declared.max_length, str(tokenizer)).tokens(
+    data = tokenizer_bytes(tokenizer, declared)
+    tokens = BatchTokenizer(data, declared.max_length, str(tokenizer)).tokens(
         [declared.prefix + text for text in PROBE_TEXTS]
     )
     feed = {name: tokens[name] for name in inputs}

@@ -1,0 +1,212 @@
+"""Compute what sentence-transformers computes behind a Transformer: pooling, Dense, LayerNorm.
+
+It stands for modules that an ONNX file of the Transformer alone does not contain. All arithmetic is
+in float32, as in the library.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from nobackfill.digests import sha256_bytes
+from nobackfill.errors import InvalidInputError
+from nobackfill.vectors import Vectors, normalise
+
+PoolingMode = Literal["cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"]
+LayerKind = Literal["Dense", "LayerNorm", "Normalize"]
+
+_WEIGHTS = "model.safetensors"
+_ACTIVATIONS: Mapping[str, Callable[[Vectors], Vectors]] = {
+    "Identity": lambda x: x,
+    "Tanh": np.tanh,
+    "ReLU": lambda x: np.maximum(x, 0),
+    "Sigmoid": lambda x: np.asarray(1 / (1 + np.exp(-x)), np.float32),
+    "SiLU": lambda x: x / (1 + np.exp(-x)),
+}
+_TENSORS: Mapping[LayerKind, tuple[str, ...]] = {
+    "Dense": ("linear.weight",),
+    "LayerNorm": ("norm.weight", "norm.bias"),
+    "Normalize": (),
+}
+# torch.nn.LayerNorm adds it to the variance.
+_EPSILON = np.float32(1e-5)
+_TYPES = {"F32": "<f4", "F16": "<f2", "F64": "<f8"}
+
+
+def pool(tokens: Vectors, mask: Any, modes: Sequence[PoolingMode]) -> Vectors:
+    """Make one vector of the vectors of a text's tokens.
+
+    Args:
+        tokens: float32 [n, t, dim]; the padding comes last.
+        mask: 1 for each token of the text, 0 for padding; int64 [n, t].
+        modes: One or several; their vectors are joined in this order.
+
+    Returns:
+        float32 [n, dim * number of modes].
+    """
+    weights = mask[..., None].astype(np.float32)
+    last = mask.sum(1) - 1
+
+    def one(mode: PoolingMode) -> Vectors:
+        if mode == "cls":
+            return tokens[:, 0]
+        if mode == "lasttoken":
+            return np.asarray(tokens[np.arange(len(tokens)), last])
+        if mode == "max":
+            return np.asarray(np.where(weights > 0, tokens, -np.inf).max(1))
+        shares = weights
+        if mode == "weightedmean":
+            shares = weights * np.arange(1, tokens.shape[1] + 1, dtype=np.float32)[:, None]
+        total, count = (tokens * shares).sum(1), np.maximum(shares.sum(1), 1)
+        return np.asarray(total / (np.sqrt(count) if mode == "mean_sqrt_len_tokens" else count))
+
+    return np.concatenate([one(mode) for mode in modes], axis=1, dtype=np.float32)
+
+
+class Layer(BaseModel):
+    """A module behind the pooling.
+
+    Attributes:
+        kind: Dense, LayerNorm, or Normalize, which scales to norm 1.
+        activation: Function that Dense applies to its output.
+        residual: Whether Dense adds its input to its output.
+        sha256: Digest of the file with the weights; empty for Normalize.
+        folder: The module's folder; no part of the model's fingerprint.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    kind: LayerKind
+    activation: str = "Identity"
+    residual: bool = False
+    sha256: str = ""
+    folder: Path = Field(Path(), exclude=True)
+
+    def open(self) -> Callable[[Vectors], Vectors]:
+        """Read the weights, and return a function from float32 [n, dim] to float32 [n, other].
+
+        Raises:
+            InvalidInputError: The weights cannot be read, or are not those of `sha256`.
+        """
+        if self.kind == "Normalize":
+            return normalise
+        weights = self._weights()
+        if self.kind == "LayerNorm":
+            scale, move = weights["norm.weight"], weights["norm.bias"]
+
+            def norm(x: Vectors) -> Vectors:
+                centred = x - x.mean(1, keepdims=True)
+                spread = np.sqrt((centred**2).mean(1, keepdims=True) + _EPSILON)
+                return np.asarray(centred / spread * scale + move, np.float32)
+
+            return norm
+        weight, bias = weights["linear.weight"], weights.get("linear.bias", np.float32(0))
+        activate, straight = _ACTIVATIONS[self.activation], weights.get("residual.weight")
+
+        def dense(x: Vectors) -> Vectors:
+            y = activate(x @ weight.T + bias)
+            if self.residual:
+                y = y + (x if straight is None else x @ straight.T)
+            return np.asarray(y, np.float32)
+
+        return dense
+
+    def _weights(self) -> dict[str, Vectors]:
+        file = self.folder / _WEIGHTS
+        data = file.read_bytes()
+        if sha256_bytes(data) != self.sha256:
+            raise InvalidInputError(f"{file}: changed while it was read; run the command again")
+        try:
+            tensors = _read_safetensors(data)
+            missing = [name for name in _TENSORS[self.kind] if name not in tensors]
+            if missing:
+                raise ValueError(f"it lacks {', '.join(missing)}")
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise InvalidInputError(f"{file}: cannot be read as safetensors ({error})") from error
+        return tensors
+
+
+def _read_safetensors(data: bytes) -> dict[str, Vectors]:
+    """Return the tensors of a file of safetensors by name, as float32.
+
+    Raises:
+        ValueError, KeyError, TypeError, AttributeError: It is none, or has another type of numbers.
+    """
+    size = int.from_bytes(data[:8], "little")
+    header: Any = json.loads(data[8 : 8 + size])
+    tensors: dict[str, Vectors] = {}
+    for name, described in header.items():
+        if name != "__metadata__":
+            first, end = described["data_offsets"]
+            part = data[8 + size + first : 8 + size + end]
+            numbers: Vectors
+            if described["dtype"] == "BF16":
+                # The upper half of a float32.
+                numbers = (np.frombuffer(part, "<u2").astype("<u4") << 16).view("<f4")
+            else:
+                numbers = np.frombuffer(part, _TYPES[described["dtype"]]).astype(np.float32)
+            tensors[name] = numbers.reshape(described["shape"]).astype(np.float32)
+    return tensors
+
+
+class _DenseConfig(BaseModel):
+    """The config.json of a Dense module."""
+
+    in_features: int
+    out_features: int
+    activation_function: str = "torch.nn.modules.activation.Tanh"
+    module_input_name: str = "sentence_embedding"
+    module_output_name: str | None = None
+    use_residual: bool = False
+
+
+def read_layer(kind: LayerKind, folder: Path) -> Layer:
+    """Read how a module of sentence-transformers is set up.
+
+    Args:
+        kind: Its class.
+        folder: Its folder, with `config.json` and `model.safetensors`.
+
+    Raises:
+        InvalidInputError: Its configuration or its weights cannot be read, or are not applied
+            here.
+    """
+    if kind == "Normalize":
+        return Layer(kind=kind)
+    file, place = folder / _WEIGHTS, folder / "config.json"
+    try:
+        if kind == "Dense":
+            config = _DenseConfig.model_validate_json(place.read_bytes())
+        else:
+            config = _DenseConfig(in_features=0, out_features=0)
+    except OSError as error:
+        raise InvalidInputError(f"{place}: cannot be read ({error.strerror})") from error
+    except ValidationError as error:
+        raise InvalidInputError(f"{place}: cannot be understood: {error}") from error
+    activation = config.activation_function.rpartition(".")[2] if kind == "Dense" else "Identity"
+    source = config.module_input_name
+    target = config.module_output_name or source
+    unknown = [] if activation in _ACTIVATIONS else [f"activation {config.activation_function}"]
+    if {source, target} != {"sentence_embedding"}:
+        unknown.append(f"from {source} to {target}")
+    if unknown:
+        raise InvalidInputError(
+            f"{place}: {', '.join(unknown)} is not applied here; export the whole model, so that "
+            "its graph has an output 'sentence_embedding'"
+        )
+    if not file.is_file():
+        raise InvalidInputError(
+            f"{file}: no such file; the module's weights are read from safetensors: load the model "
+            "with sentence-transformers and save it again"
+        )
+    residual = kind == "Dense" and config.use_residual
+    return Layer(
+        kind=kind,
+        activation=activation,
+        residual=residual,
+        sha256=sha256_bytes(file.read_bytes()),
+        folder=folder,
+    )
