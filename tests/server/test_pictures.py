@@ -90,7 +90,9 @@ def test_in_a_backfill_it_is_one_images_error(tmp_path: Path) -> None:
         publish_block_release(repo, 2, [1], middle=0.0)
         client.swap(2)
         sent = {f"i{i}": png(image) for i, image in enumerate(images(4))}
-        with refused(InvalidInputError, "1 of 4 images are refused: i2: ") as caught:
+        with refused(
+            InvalidInputError, "1 of 4 images were refused, the others are re-embedded: i2: "
+        ) as caught:
             client.start_upgrade("g", 0, backfill=sent | {"i2": BLACK})
         assert "single colour" in str(caught.value)
         assert client.start_upgrade("g", 0).re_embedded == 3

@@ -163,7 +163,7 @@ def test_backfill_refuses_what_is_no_image_and_takes_the_rest(
 ) -> None:
     ready.swap(2)
     sent = {f"i{i}": png(images(COUNT)[i]) if i > 4 else b"no" for i in range(8)}
-    with refused(InvalidInputError, "5 of 8 images are refused") as caught:
+    with refused(InvalidInputError, "5 of 8 images were refused") as caught:
         ready.start_upgrade("g", 0, backfill=sent)
     assert sum(f"i{i}: " in str(caught.value) for i in range(5)) == 3
     assert ready.start_upgrade("g", 0).re_embedded == 3

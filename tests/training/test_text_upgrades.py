@@ -110,7 +110,10 @@ def test_texts_of_one_sentence_ask_for_the_rest_of_themselves(tmp_path: Path) ->
             [{"id": 1, "text": "a b", "query": "a"}, {"id": 2, "text": "c d"}],
             "in every line or in none",
         ),
-        ([{"id": 1, "text": "a b", "label": "x"}, {"id": 2, "text": "c d"}], "expected a 'label'"),
+        (
+            [{"id": 1, "text": "a b", "label": "x"}, {"id": 2, "text": "c d"}],
+            "expected the key 'label'",
+        ),
     ):
         file.write_text("\n".join(map(json.dumps, bad)))
         with pytest.raises(InvalidInputError, match=sentence):
