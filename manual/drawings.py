@@ -17,6 +17,7 @@ PAIRS = {
 # Names of the options in the results -> names in prose.
 OPTIONS = {
     "stay": "stay",
+    "query adapter": "query adapter",
     "map": "map",
     "both": "rank fusion",
     "lazily": "lazy re-embedding",
@@ -40,7 +41,7 @@ STYLE = """
 
 
 def verdict() -> str:
-    """Draw R@1 of the five options of two model pairs, the verdict's option in colour."""
+    """Draw R@1 of the options of two model pairs, the verdict's option in colour."""
     rows = json.loads((ROOT / "bench/results/adoption.json").read_text("utf-8"))["tables"][0][
         "rows"
     ]

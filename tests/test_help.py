@@ -21,7 +21,7 @@ _TOLD = re.compile(r" ?\[(?:env var: \w+; )?(?:default: ([^\];]*)(?:; |\]))?[^\]
 _ELSEWHERE = re.compile(r"\bdefault|\(\d[^)]*\)|\b0 means\b", re.IGNORECASE)
 # Options that nothing stands in for: without one, that is not done, or not narrowed.
 OPTIONAL = """
---also --beside --browse --by --card --console --data --embedder --eval --eval-texts
+--adapter --also --beside --browse --by --card --console --data --embedder --eval --eval-texts
 --every --from --gallery --id --images --independent --item-folder --item-host --joining --json
 --map --model-name --once --onnx --page --picture --protocol --queries --queries-new
 --queries-old --query-encoder --ray --recipient --release --report --root --set --settings

@@ -19,12 +19,13 @@ from nobackfill.adopt.judgement import (
     Queries,
     blocked,
     figure_of,
+    figures_of,
     judge_fusion,
     rank_by_way,
 )
 from nobackfill.adopt.maps import Map, fit_maps
 from nobackfill.adopt.pairs import Pairs
-from nobackfill.adopt.verdict import AS_GOOD, WAYS, Cost, Verdict, choose_map, decide
+from nobackfill.adopt.verdict import ADAPTER, AS_GOOD, WAYS, Cost, Verdict, choose_map, decide
 from nobackfill.serving.fusion import Block
 from nobackfill.vectors import Vectors
 
@@ -83,13 +84,17 @@ class Trial:
     def truth(self) -> Mapping[str, Figures]:
         """Of the others, served by what the verdict has fitted; where items have classes, also of
         items that ask for theirs."""
-        every = self.gallery_of(self.rest)
-        found = judge_fusion(every, self.queries_of(self.rest), self.said.joining)
+        every, queries = self.gallery_of(self.rest), self.queries_of(self.rest)
+        found = judge_fusion(every, queries, self.said.joining)
+        adapted = blocked(self.said.adapter(queries.new), every.old)
+        found[ADAPTER] = figures_of(adapted, self.pairs_of(self.rest), queries)
         if self.labels is not None:
             relevance = of_class(self.labels[self.rest])
             own = np.arange(len(every.old), dtype=np.int64)
             asked = Queries(every.old, every.new, own, own=True)
-            for way, block in rank_by_way(every, asked, self.said.joining).items():
+            adapted = blocked(self.said.adapter(every.new), every.old)
+            blocks = rank_by_way(every, asked, self.said.joining) | {ADAPTER: adapted}
+            for way, block in blocks.items():
                 found[way] |= by_class(block, relevance)
         return found
 

@@ -12,7 +12,7 @@ import psycopg
 import pytest
 from numpy.typing import NDArray
 
-from nobackfill.adopt.maps import load_map
+from nobackfill.adopt.maps import load_adapter, load_map
 from tests.adopt.models import expected, text_model, texts
 from tests.support.documents import blocks, page, run_script, section
 from tests.support.postgres import Server
@@ -71,7 +71,7 @@ def test_one_command_migrates_the_table_and_goes_back(postgres: Server, tmp_path
         start = re.sub(r"^SOURCE=.*$", f"SOURCE='{address}#documents'", start, flags=re.MULTILINE)
         said = run_script(start + status + "\n", tmp_path, {}, 120)
         assert re.search("^verdict: ", said, re.MULTILINE)
-        (way,) = re.findall(r"^verdict: ([a-z-]+):", said, re.MULTILINE)
+        (way,) = re.findall(r"^verdict: ([a-z -]+):", said, re.MULTILINE)
         assert f"verdict {way}" in said.splitlines()[-1]
         before = connection.execute("SELECT embedding::text FROM documents ORDER BY id").fetchall()
         # Judged by agreement with the new model alone, staying cannot win.
@@ -110,7 +110,7 @@ def test_the_printed_statements_flip_the_column(postgres: Server, tmp_path: Path
         given = {"SOURCE": f"{address}#documents"}
         steps = re.sub(r"^export SOURCE=.*$", "", inspect + sample + fit, flags=re.MULTILINE)
         said = run_script(steps, tmp_path, given, 240)
-        (way,) = re.findall(r"^verdict: ([a-z-]+):", said, re.MULTILINE)
+        (way,) = re.findall(r"^verdict: ([a-z -]+):", said, re.MULTILINE)
         assert load_map(tmp_path / "map.npz").facts["verdict"] == way
         printed = run_script(carry, tmp_path, given, 60)
         assert "400 vectors written now, 400 in the store and checked" in printed
@@ -152,14 +152,18 @@ def fill(connection: psycopg.Connection, bodies: list[str], vectors: NDArray[np.
 
 def run_python(address: str, old: NDArray[np.float32], folder: Path) -> None:
     """The page's Python, with the query's vectors that it takes as there."""
-    (searching, mapping) = (text for _, text in blocks(PAGE, "python"))
+    (searching, adapter, by_hand, mapping) = (text for _, text in blocks(PAGE, "python"))
     new = expected(folder / "new", texts(1)[0]).astype(np.float32)
     given = {
         "query_by_old_model": old[0], "query_by_new_model": new, "old_vectors": old, "Path": Path,
     }  # fmt: skip
-    searching = searching.replace("postgresql:///shop", address)
+    program = (searching + adapter + by_hand + mapping).replace("postgresql:///shop", address)
     with contextlib.chdir(folder):
-        exec(compile(searching + mapping, "docs/adopt.md", "exec"), given)
+        exec(compile(program, "docs/adopt.md", "exec"), given)
+    assert len(by_hand.splitlines()) <= 20
+    nearest = np.argsort(-(old @ load_adapter(folder / "adapter.npz")(new[None])[0]))[:10]
+    assert given["best"].tolist() == nearest.tolist()
+    assert given["ids"] == [str(row + 1) for row in nearest]
     answer: Any = given["answer"]
     assert answer.hits[0].id == "1" and len(answer.hits) == 10
     assert np.shape(given["new_vectors"]) == (ITEMS, 8)

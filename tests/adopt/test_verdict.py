@@ -51,16 +51,95 @@ def test_lazily_where_the_old_model_saw_half() -> None:
     assert end == pytest.approx(figures(found, "lazily")["MRR"], abs=0.01)
 
 
-def test_map_where_the_new_space_is_the_old_one_turned() -> None:
+def test_query_adapter_where_the_old_model_reads_queries_badly() -> None:
+    """The new space is the old one turned, so that queries can be mapped as well as items."""
+    found = noisy_queries()
+    assert found.way == "query adapter"
+    again = figures(found, "re-embed")["MRR"]
+    for way in ("query adapter", "map"):
+        assert figures(found, way)["MRR"] == pytest.approx(again, abs=0.01)
+    (adapter,) = (way for way in found.ways if way.name == "query adapter")
+    assert adapter.all_seconds == 0 and adapter.query_seconds == SLOW.new_seconds
+    assert "MRR" in adapter.better
+    assert found.adapter.direction == "new to old"
+
+
+def noisy_queries(noise: float = 0.25, *, old_model_available: bool = True) -> Verdict:
     made = world(unseen=0, noise=0.5)
-    # The old model's own noise is what the new one does better at.
+    blur = np.random.default_rng(1).normal(size=made.queries_old.shape).astype(np.float32)
+    queries = Queries(made.queries_old + noise * blur, made.queries_new, made.answers, own=False)
+    return decide(made.pairs, SLOW, queries, old_model_available=old_model_available)
+
+
+def test_the_query_adapter_is_needed_where_the_old_model_is_gone() -> None:
+    """Both models read queries equally well: there is no reason to leave a model that works."""
+    assert noisy_queries(0).way == "stay"
+    found = noisy_queries(0, old_model_available=False)
+    assert found.way == "query adapter"
+    (adapter,) = (way for way in found.ways if way.name == "query adapter")
+    assert adapter.better == adapter.worse == ()
+
+
+def test_map_where_the_old_vectors_hold_more_than_the_new_model_sees() -> None:
+    """A map leaves out of each item what the new model does not see. A query adapter cannot."""
+    made = world(unseen=0, noise=0.5)
     rng = np.random.default_rng(1)
-    noisy = made.queries_old + 0.25 * rng.normal(size=made.queries_old.shape).astype(np.float32)
-    queries = Queries(noisy, made.queries_new, made.answers, own=False)
-    found = decide(made.pairs, SLOW, queries)
+
+    def more(vectors: Vectors) -> Vectors:
+        others = rng.lognormal(sigma=0.5, size=(len(vectors), 1)) * normalise(
+            rng.normal(size=(len(vectors), 4)).astype(np.float32)
+        )
+        return normalise(np.concatenate([vectors, others], 1).astype(np.float32))
+
+    pairs = Pairs(made.ids, more(made.old), made.new)
+    queries = Queries(more(made.queries_old), made.queries_new, made.answers, own=False)
+    found = decide(pairs, SLOW, queries)
     assert found.way == "map"
     again = figures(found, "re-embed")["MRR"]
     assert figures(found, "map")["MRR"] == pytest.approx(again, abs=0.01)
+    assert figures(found, "query adapter")["MRR"] < 0.98 * again
+
+
+def test_the_query_adapter_is_refused_below_staying() -> None:
+    """Each model sees a half that the other one does not; the new one sees its own half better."""
+    rng = np.random.default_rng(0)
+    hidden = rng.normal(size=(400, 36)).astype(np.float32)
+    asked = hidden[:200] + 0.7 * rng.normal(size=(200, 36)).astype(np.float32)
+    old, by_old = (normalise(one[:, :14]) for one in (hidden, asked))
+    new, by_new = (normalise(one[:, 6:]) for one in (hidden, asked))
+    queries = Queries(by_old, by_new, np.arange(200, dtype=np.int64), own=False)
+    pairs = Pairs([str(row) for row in range(400)], old, new)
+    # The other pairs, of which no query asks, say what is true.
+    mapping = np.linalg.lstsq(new[200:], old[200:], rcond=None)[0]
+    near = normalise(by_new @ mapping) @ old.T
+    place = (near >= near[np.arange(200), np.arange(200)][:, None]).sum(1)
+    for items, old_model, way in (
+        (True, True, "lazily"), (True, False, "re-embed"), (False, False, "stay"),
+    ):  # fmt: skip
+        found = decide(pairs, SLOW, queries, items_available=items, old_model_available=old_model)
+        (adapter,) = (way for way in found.ways if way.name == "query adapter")
+        assert "MRR" in adapter.worse
+        assert adapter.figures["MRR"] == pytest.approx((1 / place).mean(), abs=0.04)
+        assert found.way == way
+    assert "restore it" in found.words
+
+
+def test_what_chose_the_query_adapter_does_not_judge_it() -> None:
+    """Of two models that have nothing in common, every figure of an adapter is chance."""
+    rng = np.random.default_rng(0)
+    old, new = (normalise(rng.normal(size=(150, 60)).astype(np.float32)) for _ in range(2))
+    rows = np.arange(150, dtype=np.int64)
+    by_old, by_new = (
+        normalise(one + 0.05 * rng.normal(size=one.shape).astype(np.float32)) for one in (old, new)
+    )
+    queries = Queries(by_old, by_new, rows, own=False)
+    found = decide(Pairs([str(row) for row in rows], old, new), SLOW, queries)
+    chance = (1 / np.arange(1, 151)).mean()
+    assert figures(found, "query adapter")["MRR"] == pytest.approx(chance, abs=0.02)
+    # On what it is fitted on, the same map is far from chance.
+    mapped = found.adapter(by_new) @ old.T
+    place = (mapped >= np.diag(mapped)[:, None]).sum(1)
+    assert (1 / place).mean() > 5 * chance
 
 
 def test_switch_where_both_models_have_one_space() -> None:
@@ -122,7 +201,7 @@ def test_stay_where_the_gain_may_be_chance() -> None:
 def test_never_worse_than_staying_when_the_items_are_gone() -> None:
     made = world(noise=0.5)
     found = decide(made.pairs, SLOW, made.queries, items_available=False)
-    assert found.way in ("stay", "map", "both")
+    assert found.way in ("stay", "query adapter", "map", "both")
     (chosen,) = (way for way in found.ways if way.name == found.way)
     assert chosen.worse == ()
 
@@ -131,9 +210,11 @@ def test_what_carrying_takes_is_told_of_each_way_that_carries_first() -> None:
     made = world(90)
     found = decide(made.pairs, replace(SLOW, items=1000, carry_seconds=0.5), made.queries)
     told = {way.name: way.all_seconds for way in found.ways}
-    assert told == {"stay": 0, "map": 500, "both": 500, "lazily": 1020, "re-embed": 520}
+    assert told == {
+        "stay": 0, "query adapter": 0, "map": 500, "both": 500, "lazily": 1020, "re-embed": 520,
+    }  # fmt: skip
     unknown = decide(made.pairs, replace(SLOW, carry_seconds=None), made.queries)
-    assert [way.all_seconds for way in unknown.ways][1:4] == [None] * 3
+    assert [way.all_seconds for way in unknown.ways][2:5] == [None] * 3
 
 
 def test_a_larger_gallery_is_only_told_of_where_there_is_one() -> None:
@@ -154,6 +235,30 @@ def test_two_models_are_never_named_below_the_better_of_map_and_new_model(
     ]
     # Of AS_GOOD either would do.
     assert choose_way(ways, "MRR", items_available=True)[0] == way
+
+
+@pytest.mark.parametrize(
+    ("adapter", "better", "gone", "way"),
+    [
+        (0.82, ("MRR",), False, "query adapter"),
+        # Not measurably better than staying: no reason to change the queries.
+        (0.82, (), False, "map"),
+        (0.82, (), True, "query adapter"),
+        # Of the ways that are left, the best one.
+        (0.6, ("MRR",), False, "map"),
+        (0.6, (), True, "map"),
+    ],
+)
+def test_the_query_adapter_comes_after_staying_and_before_the_map(
+    adapter: float, better: tuple[str, ...], gone: bool, way: str
+) -> None:
+    found = {"stay": 0.5, "query adapter": adapter, "map": 0.81, "both": 0.7, "lazily": 0.85,
+             "re-embed": 0.8}  # fmt: skip
+    ways = [
+        Way(name, {"MRR": one}, (), better if name == "query adapter" else ("MRR",), 0.1, 1e6)
+        for name, one in found.items()
+    ]
+    assert choose_way(ways, "MRR", True, old_model_available=not gone)[0] == way
 
 
 def test_embed_again_where_that_takes_a_minute() -> None:

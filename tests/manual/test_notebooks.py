@@ -59,7 +59,9 @@ def test_a_gallery_is_upgraded_in_50_lines(said: dict[Path, str]) -> None:
 
 
 def test_the_method_hangs_on_the_data(said: dict[Path, str]) -> None:
-    ways = re.findall(r"^(stay|map|both|lazily|re-embed): ", said[METHOD], re.MULTILINE)
+    ways = re.findall(
+        r"^(stay|query adapter|map|both|lazily|re-embed): ", said[METHOD], re.MULTILINE
+    )
     assert len(ways) == 5
     assert (ways[0], ways[-1]) == ("map", "stay")
 

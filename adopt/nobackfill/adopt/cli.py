@@ -255,6 +255,14 @@ ItemsGone = Annotated[
         "Without this, the verdict assumes that they exist.",
     ),
 ]
+OldGone = Annotated[
+    bool,
+    typer.Option(
+        "--old-gone",
+        help="The old model can embed no more queries, so the verdict never advises what needs it: "
+        "stay, both and lazily. Without this, the verdict assumes that it can.",
+    ),
+]
 Also = Annotated[
     str | None,
     typer.Option(
@@ -507,10 +515,19 @@ def fit(
     out: MapFile = Path("map.npz"),
     onnx: OnnxFile = None,
     joining: JoiningFile = None,
+    adapter: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="File to write the query adapter to, which maps queries of the new model to the "
+            "space of the old vectors. Without this, it is not written.",
+        ),
+    ] = None,
     report: ReportFile = None,
     queries_old: QueriesOld = None,
     queries_new: QueriesNew = None,
     items_gone: ItemsGone = False,
+    old_gone: OldGone = False,
     trainer: Also = None,
     key: Key = None,
     vector: Vector = None,
@@ -520,12 +537,12 @@ def fit(
     """Decide how to change the model, and write the map for `nobackfill carry`.
 
     It fits maps from the old model's vectors to the new one's. It compares them with staying, with
-    a search by both models and with re-embedding, and prints the best option with its figures. The
-    stores are only read.
+    a query adapter, with a search by both models and with re-embedding, and prints the best option
+    with its figures. The stores are only read.
     """
     from nobackfill.adopt.fitting import FitFiles, fit_and_judge
 
-    files = FitFiles(out, onnx, joining, report)
+    files = FitFiles(out, onnx, joining, report, adapter=adapter)
     found = fit_and_judge(
         old,
         new,
@@ -533,6 +550,7 @@ def fit(
         queries_old,
         queries_new,
         not items_gone,
+        old_model_available=not old_gone,
         trainer_name=trainer,
         key=key,
         vector=vector,
@@ -1001,6 +1019,7 @@ def start(
         ),
     ] = None,
     items_gone: ItemsGone = False,
+    old_gone: OldGone = False,
     new_name: Annotated[
         str | None,
         typer.Option(
@@ -1072,9 +1091,14 @@ def start(
             "expected --queries and --old together, because both models embed the queries; give "
             "both or neither"
         )
+    if old_gone and old is not None:
+        raise InvalidInputError(
+            "expected --old or --old-gone, got both: a model that embeds the queries is not gone"
+        )
     plan = MigrationPlan(
-        source, new, key, vector, column=column, items=items, items_gone=items_gone, old=old,
-        queries=queries, new_name=new_name, old_name=old_name, count=count, price=price,
+        source, new, key, vector, column=column, items=items, items_gone=items_gone,
+        old_gone=old_gone, old=old, queries=queries, new_name=new_name, old_name=old_name,
+        count=count, price=price,
         natives=None if natives is None else str(natives), where=where,
     )  # fmt: skip
     migration = Migration(work)
@@ -1087,14 +1111,19 @@ def start(
 
 def _migrate(migration: "Migration", plan: "MigrationPlan", yes: bool) -> None:
     """Decide, ask unless `yes`, execute the verdict, and print what was done."""
+    from nobackfill.adopt.fitting import adapter_example
     from nobackfill.adopt.sources.source import name_before
+    from nobackfill.adopt.verdict import ADAPTER
 
     for line in migration.decide(plan, _tell):
         print(escape_hidden(line))
     way = migration.plan().way
-    if way == "stay":
+    if way in ("stay", ADAPTER):
         migration.write(_tell)
-        print("nothing was written: stay with the old model")
+        next_step = "stay with the old model"
+        if way == ADAPTER:
+            next_step = adapter_example(migration.adapter)
+        print(escape_hidden(f"nothing was written: {next_step}"))
         return
     if not yes:
         if not sys.stdin.isatty():

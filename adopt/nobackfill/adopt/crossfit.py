@@ -9,6 +9,9 @@ the items of the two that are compared. Two simpler ways are biased:
   many maps as there are folds, and one that misses it is enough to lose it.
 
 A published converter is a candidate as it is, and a second one corrected by the pairs.
+
+A query adapter is fitted by the same code, to pairs with the roles of both models exchanged. Its
+maps migrate the queries, and the items stay as they are.
 """
 
 from collections.abc import Collection, Sequence
@@ -131,7 +134,8 @@ class CrossFit:
     Attributes:
         vectors: The n items [n, b], each migrated by a map that was fitted without it.
         distances: For each set of q queries the distances [q, n] to the migrated items, by maps
-            that were fitted without that item and without the query's own item.
+            that were fitted without that item and without the query's own item. For a query
+            adapter, the distances of the migrated queries to the items.
     """
 
     vectors: Vectors
@@ -204,6 +208,7 @@ def cross_fit(
     folds: int | None = None,
     fitted_queries: Queries | None = None,
     trainer: Trainer | None = None,
+    adapts_queries: bool = False,
 ) -> dict[str, CrossFit]:
     """Fit each kind of map without every two folds, and judge the pairs of these two.
 
@@ -219,6 +224,8 @@ def cross_fit(
         fitted_queries: Queries that are fitted on as further pairs, each left out with its item.
         trainer: Trains the residual map; called once for every two folds. Without it, "residual"
             has no values.
+        adapts_queries: Judge each map as a query adapter. `pairs` and `query_sets` are reversed
+            then: "old" is the new model, whose queries are migrated.
 
     Returns:
         The cross-fit of each kind by its name. The same pairs always give the same folds.
@@ -273,9 +280,10 @@ def cross_fit(
             result.vectors[judged] = migrated
             for queries, asked, block in zip(query_sets, asking, result.distances, strict=True):
                 if len(asked):
-                    block[np.ix_(asked, judged)] = blocked(
-                        queries.new[asked], migrated, queries.metric
-                    )
+                    sides = (queries.new[asked], migrated)
+                    if adapts_queries:
+                        sides = (mapping(queries.old[asked]), pairs.new[judged])
+                    block[np.ix_(asked, judged)] = blocked(*sides, queries.metric)
     return results
 
 

@@ -32,7 +32,7 @@ from nobackfill.adopt.sources.source import (
     fingerprint_of,
     same_model,
 )
-from nobackfill.adopt.verdict import Cost, Verdict, decide
+from nobackfill.adopt.verdict import ADAPTER, Cost, Verdict, decide
 from nobackfill.durable import write_file
 from nobackfill.errors import CannotWriteError, InvalidInputError, join_few
 
@@ -67,6 +67,7 @@ class FitFiles:
         card: Read: names and licences for the new converter.
         converter: Read: a published converter between the two models.
         root: Read: the root metadata of the converter's publisher.
+        adapter: Written: the query adapter.
     """
 
     out: Path
@@ -77,6 +78,7 @@ class FitFiles:
     card: Path | None = None
     converter: str | None = None
     root: Path | None = None
+    adapter: Path | None = None
 
 
 def fit_and_judge(
@@ -87,6 +89,7 @@ def fit_and_judge(
     queries_new: str | None,
     items_available: bool,
     *,
+    old_model_available: bool = True,
     trainer_name: str | None = None,
     key: str | None,
     vector: str | None,
@@ -105,6 +108,7 @@ def fit_and_judge(
             None: judge by agreement with the new model.
         queries_new: Address of the same queries by the new model; both or neither.
         items_available: Whether the items can still be embedded.
+        old_model_available: Whether the old model can still embed queries.
         trainer_name: MODULE:FUNCTION of a trainer of one more candidate map; None: none.
         key: Key column of the old store; None for its primary key or `id`.
         vector: Vector column of the old store; None for the only one.
@@ -166,6 +170,7 @@ def fit_and_judge(
         cost,
         queries,
         items_available=items_available,
+        old_model_available=old_model_available,
         converter=converter.mapping if converter else None,
         trainer=trainer,
         source=old_source,
@@ -182,6 +187,7 @@ def fit_and_judge(
         lines.append(f"skipped: {len(skipped)} items of --new have no old vector ({ids})")
     answer = asdict(verdict)
     del answer["map"], answer["joining"]
+    answer["adapter"] = None if files.adapter is None else str(files.adapter)
     answer |= {"chosen": verdict.map.kind, "weight": verdict.joining.weight}
     answer |= {"map": str(files.out), "without_old": matched.without_old, "steps": steps}
     return FitAnswer(answer, lines)
@@ -189,7 +195,7 @@ def fit_and_judge(
 
 def _check_folders(files: FitFiles) -> None:
     """Raise CannotWriteError if a file's folder does not exist, before the fit takes minutes."""
-    for path in (files.out, files.onnx, files.joining, files.report):
+    for path in (files.out, files.onnx, files.joining, files.adapter, files.report):
         if path is not None and not path.parent.is_dir():
             raise CannotWriteError(
                 f"{path}: cannot be written, because there is no folder {path.parent}; create it"
@@ -236,6 +242,9 @@ def _write_files(
     if files.joining is not None:
         save_joining(files.joining, verdict.joining)
         lines.append(f"rank fusion: {files.joining}, for searches by nobackfill.serve")
+    if files.adapter is not None:
+        save_map(files.adapter, verdict.adapter.of_models(*models))
+        lines.append(f"query adapter: {files.adapter} ({verdict.adapter.kind})")
     if files.report is not None:
         write_file(files.report, render(verdict).encode())
         lines.append(f"report: {files.report}")
@@ -252,6 +261,10 @@ def _steps(way: str, files: FitFiles) -> list[str]:
     """List the next steps of the recommended option; none for "stay", "switch" and "re-embed"."""
     if way in ("stay", "switch", "re-embed"):
         return []
+    if way == ADAPTER:
+        if files.adapter is None:
+            return ["next: run this command again with --adapter adapter.npz"]
+        return [f"next: {adapter_example(files.adapter)}"]
     steps = [f"next: nobackfill carry SOURCE --map {files.out} --to NAME"]
     if way == "map":
         return steps
@@ -265,6 +278,14 @@ def _steps(way: str, files: FitFiles) -> list[str]:
         f"then: search by Dual.open(source, Path({str(files.out)!r}), Path({str(joining)!r}), "
         f"Path({natives!r}), new_model, carried='NAME'{items}) of nobackfill.serve",
     ]
+
+
+def adapter_example(file: Path) -> str:
+    """Return a line of Python that searches the stored vectors by a query of the new model."""
+    return (
+        f"search by AdapterSearch.open(source, Path({str(file)!r})).search(query_by_new_model) of "
+        "nobackfill.serve; no stored vector changes"
+    )
 
 
 def known_items(pairs: Pairs, old: Source, new: Source) -> Queries:
@@ -344,11 +365,11 @@ def _lines(verdict: Verdict) -> list[str]:
     lines = [
         f"verdict: {verdict.way}: {verdict.words}",
         f"it holds for {verdict.search}, judged by {verdict.judged_by}",
-        f"{'way':10s}{head}{'a query':>14s}{'in all':>14s}",
+        f"{'way':14s}{head}{'a query':>14s}{'in all':>14s}",
     ]
     for way in verdict.ways:
         figures = "".join(f"{percent(way, name):>14s}" for name in names)
         cost = f"{duration(way.query_seconds):>14s}{duration(way.all_seconds):>14s}"
         worse = f"  worse than staying in {', '.join(way.worse)}" if way.worse else ""
-        lines.append(f"{way.name:10s}{figures}{cost}{worse}")
+        lines.append(f"{way.name:14s}{figures}{cost}{worse}")
     return lines + verdict.notes

@@ -76,6 +76,7 @@ class ScanQueries:
         joinings: Rank fusion of the queries in `first`, and that of the others.
         first: Bool [q].
         in_old: More forms of the queries in the old space [q, a], by the name of their way.
+        in_old_distances: Their distances [q, n] to the pairs, by the name of their way.
     """
 
     queries: Queries
@@ -83,13 +84,32 @@ class ScanQueries:
     joinings: tuple[Joining, Joining]
     first: Mask
     in_old: Mapping[str, Vectors]
+    in_old_distances: Mapping[str, Block]
 
     def part(self, rows: Ints) -> "ScanQueries":
         """Select queries by their numbers, 0 to q - 1."""
-        in_old = {name: vectors[rows] for name, vectors in self.in_old.items()}
         return ScanQueries(
-            self.queries.part(rows), self.migrated[rows], self.joinings, self.first[rows], in_old
+            self.queries.part(rows),
+            self.migrated[rows],
+            self.joinings,
+            self.first[rows],
+            {name: vectors[rows] for name, vectors in self.in_old.items()},
+            {name: block[rows] for name, block in self.in_old_distances.items()},
         )
+
+    def distances(self, items: Vectors, migrated: Block) -> dict[str, Block]:
+        """Compute the distances [q, w] of each way to items outside the sample.
+
+        Args:
+            items: Their old vectors [w, a].
+            migrated: Distances [q, w] of new queries to the migrated items.
+        """
+        metric = self.queries.metric
+        return {
+            "stay": blocked(self.queries.old, items, metric),
+            "map": migrated,
+            **{name: blocked(side, items, metric) for name, side in self.in_old.items()},
+        }
 
 
 class _Nearest:
@@ -412,11 +432,7 @@ class SetScan:
         )
         if queries.own:
             self.native = np.where(self._itself, np.float32(-40), self.native)
-        blocks = {
-            "stay": old,
-            "map": one.migrated,
-            **{name: blocked(side, pairs.old, queries.metric) for name, side in one.in_old.items()},
-        }
+        blocks = {"stay": old, "map": one.migrated, **one.in_old_distances}
         bound = np.float32(-np.inf)
         self._bounds = {
             name: np.full((len(old), 1), bound) if queries.own
@@ -450,20 +466,17 @@ class SetScan:
         """Tell whether a rank fusion of these queries corrects hubs, so that `hub` is needed."""
         return any(len(joining.crowd) for joining in self._one.joinings)
 
-    def add(self, items: Vectors, migrated: Block, hub: Block, first: int) -> None:
+    def add(self, blocks: Mapping[str, Block], hub: Block, first: int) -> None:
         """Add items outside the sample.
 
         Args:
-            items: Their old vectors [w, a].
-            migrated: Distances [q, w] of new queries to the migrated items.
+            blocks: For each way their distances [q, w], as `ScanQueries.distances` has them.
             hub: Their hubness [q, w] or [1, 1].
             first: The number of the first.
         """
-        metric = self._queries.metric
-        old = blocked(self._queries.old, items, metric)
-        blocks = {"stay": old, "map": migrated}
-        blocks |= {name: blocked(side, items, metric) for name, side in self._one.in_old.items()}
-        bins = self.model.bins(self.model.predict(self._of_old(old), self._of_new(migrated)))
+        old = blocks["stay"]
+        predicted = self.model.predict(self._of_old(old), self._of_new(blocks["map"]))
+        bins = self.model.bins(predicted)
         flat = bins + BINS * self._rows[:, None]
         self._counts += np.bincount(flat.ravel(), minlength=self._counts.size).reshape(-1, BINS)
         self._add(blocks, np.broadcast_to(hub, old.shape), first)
@@ -697,13 +710,19 @@ def back_test(
     part = one.part(queries)
     rows = np.searchsorted(quarter, part.queries.rows)
     small = replace(
-        part, queries=replace(part.queries, rows=rows), migrated=part.migrated[:, quarter]
+        part,
+        queries=replace(part.queries, rows=rows),
+        migrated=part.migrated[:, quarter],
+        in_old_distances={name: one[:, quarter] for name, one in part.in_old_distances.items()},
     )
     ids = [pairs.ids[row] for row in quarter]
     few = Pairs(ids, pairs.old[quarter], pairs.new[quarter], pairs.metric)
     scan = SetScan(small, few, carried[quarter], np.arange(len(quarter)))
     hub = scan.hub(carried[others])
-    scan.add(pairs.old[others], part.migrated[:, others], hub, len(quarter))
+    blocks = {"stay": blocked(part.queries.old, pairs.old[others], pairs.metric)}
+    blocks |= {"map": part.migrated[:, others]}
+    blocks |= {name: one[:, others] for name, one in part.in_old_distances.items()}
+    scan.add(blocks, hub, len(quarter))
     ways = scan.result(len(pairs)).ways
     return {
         name: float(ways[name]["agreement@10"].mean() - by_way["agreement@10"][queries].mean())
@@ -756,7 +775,7 @@ def scan_gallery(
                 if len(rows):
                     block[rows] = blocked(one.queries.new[rows], vectors, one.queries.metric)
             hub = scan.hub(migrated[0]) if corrects else np.zeros((1, 1), np.float32)
-            scan.add(items, block, hub, number)
+            scan.add(one.distances(items, block), hub, number)
         number += len(items)
     results = [scan.result(number, error) for scan, error in zip(scans, errors, strict=True)]
     return number, results

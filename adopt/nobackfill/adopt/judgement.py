@@ -1,4 +1,4 @@
-"""Measure figures of the five options for a gallery whose model changes.
+"""Measure figures of the options for a gallery whose model changes.
 
 Maps are judged on pairs that they were not fitted to. Queries for known items are judged by R@1,
 R@10 and MRR. For similar items, each item is a query for its neighbours, without itself. The figure
@@ -58,6 +58,11 @@ class Queries:
     def part(self, rows: Ints) -> "Queries":
         """Select queries by their numbers, 0 to q - 1."""
         return Queries(self.old[rows], self.new[rows], self.rows[rows], self.own, self.metric)
+
+    @property
+    def reverse(self) -> "Queries":
+        """The same queries with the roles of both models exchanged, for a query adapter."""
+        return Queries(self.new, self.old, self.rows, self.own, self.metric)
 
 
 def blocked(queries: Vectors, items: Vectors, metric: Metric = "cosine") -> Block:

@@ -1,4 +1,4 @@
-"""Maps from the old model's vectors to the new one's, and the file that holds one.
+"""Maps between the old model's vectors and the new one's, and the file that holds one.
 
 A map is solved from pairs, without labels and without training, from sums over the pairs. Ridge
 regression shrinks directions in which the pairs say little, so that searches no longer distinguish
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -29,7 +29,8 @@ from nobackfill.ridge import Blocks, Doubles, Floats, Moments, split_into_blocks
 from nobackfill.vectors import Vectors, check_vectors, normalise
 
 # Formats of the file. The second has the layers of a network, which a reader of the first ignores.
-FORMAT, LAYERED = 1, 2
+# The third is a query adapter, which a reader of the others would take for a map.
+FORMAT, LAYERED, ADAPTER_FORMAT = 1, 2, 3
 # Largest file in bytes: it is read into memory. A map of 8,192 dims has 268 MB.
 MOST_BYTES = 1 << 31
 # Facts of a map that was made from vectors whose models are known.
@@ -38,11 +39,15 @@ OLD_MODEL, NEW_MODEL = "old_model", "new_model"
 UNIT_TOLERANCE = 1e-3
 
 
+# A map migrates stored vectors, "old to new". A query adapter maps queries, "new to old".
+Direction = Literal["old to new", "new to old"]
+
+
 @dataclass(frozen=True)
 class Map:
     """A map from old vectors x [a] to new vectors [b]: weight x + bias, normalised with `unit`.
 
-    Call it with an array of old vectors.
+    Call it with an array of old vectors; a query adapter, with new queries.
 
     Attributes:
         kind: Name of the method that fitted it, such as "affine".
@@ -52,6 +57,7 @@ class Map:
         facts: Its origin, as texts: number of pairs, penalty, fingerprints of the two models.
         layers: Layers of a network of x whose output is added before the normalisation: weight
             float32 [out, in] and bias [out] each, with ReLU between layers. Empty for a linear map.
+        direction: Which vectors it reads, and which it returns.
     """
 
     kind: str
@@ -60,10 +66,11 @@ class Map:
     unit: bool
     facts: dict[str, str] = field(default_factory=dict)
     layers: tuple[tuple[Vectors, Vectors], ...] = ()
+    direction: Direction = "old to new"
 
     @property
     def dims(self) -> tuple[int, int]:
-        """Return the dimension a of old vectors and the dimension b of new ones."""
+        """Return the dimension a of the vectors it reads, and b of those it returns."""
         return self.weight.shape[1], self.weight.shape[0]
 
     def of_models(self, old: str | None, new: str | None) -> "Map":
@@ -87,19 +94,20 @@ class Map:
         return hashlib.sha256(b"\0".join(parts)).hexdigest()
 
     def __call__(self, vectors: Vectors) -> Vectors:
-        """Migrate old vectors.
+        """Migrate old vectors, or map new queries if `direction` says so.
 
         Args:
             vectors: float32 or float64 [n, a]; n may be 0.
 
         Returns:
-            New vectors, float32 [n, b].
+            float32 [n, b].
 
         Raises:
             InvalidInputError: The array has another shape or type, or rows hold NaN, infinity or a
                 norm above 1e15.
         """
-        checked = check_vectors(vectors, self.dims[0], what="old vectors")
+        what = "old vectors" if self.direction == "old to new" else "queries by the new model"
+        checked = check_vectors(vectors, self.dims[0], what=what)
         mapped = checked @ self.weight.T + self.bias
         if self.layers:
             mapped = mapped + self._network(checked)
@@ -118,7 +126,9 @@ def is_unit(vectors: Floats) -> bool:
 
 
 def save_map(path: Path, mapping: Map) -> None:
-    """Write a map as a numpy archive with a JSON header; `load_map` reads it.
+    """Write a map or a query adapter as a numpy archive with a JSON header.
+
+    `load_map` reads a map, and `load_adapter` a query adapter.
 
     An existing file is replaced in one step.
 
@@ -129,6 +139,8 @@ def save_map(path: Path, mapping: Map) -> None:
     arrays = {"weight": mapping.weight, "bias": mapping.bias}
     if mapping.layers:
         header |= {"format": LAYERED, "layers": len(mapping.layers)}
+    if mapping.direction != "old to new":
+        header |= {"format": ADAPTER_FORMAT, "direction": mapping.direction}
     for number, (weight, bias) in enumerate(mapping.layers):
         arrays |= {f"weight_{number}": weight, f"bias_{number}": bias}
     buffer = io.BytesIO()
@@ -144,9 +156,35 @@ def load_map(path: Path) -> Map:
         NotFoundError: There is no such file.
         InvalidInputError: The file is damaged, larger than 2 GiB, or no file of a map.
     """
-    with written_by(path, "nobackfill fit"):
+    mapping = _load(path, "nobackfill fit")
+    if mapping.direction != "old to new":
+        raise InvalidInputError(
+            f"{path}: expected a map from old vectors to new ones, found a query adapter, which "
+            "maps new queries to the old space; name the file of `nobackfill fit --out`"
+        )
+    return mapping
+
+
+def load_adapter(path: Path) -> Map:
+    """Read a query adapter that `save_map` wrote.
+
+    Raises:
+        NotFoundError: There is no such file.
+        InvalidInputError: The file is damaged, larger than 2 GiB, or no query adapter.
+    """
+    mapping = _load(path, "nobackfill fit --adapter")
+    if mapping.direction != "new to old":
+        raise InvalidInputError(
+            f"{path}: expected a query adapter, found a map from old vectors to new ones; name the "
+            "file of `nobackfill fit --adapter`"
+        )
+    return mapping
+
+
+def _load(path: Path, command: str) -> Map:
+    with written_by(path, command):
         header, arrays = read_arrays(path)
-        if header["format"] not in (FORMAT, LAYERED):
+        if header["format"] not in (FORMAT, LAYERED, ADAPTER_FORMAT):
             raise ValueError(f"format {header['format']}")
         weight, bias = _linear(arrays["weight"], arrays["bias"])
         layers = tuple(
@@ -157,7 +195,13 @@ def load_map(path: Path) -> Map:
         if layers and ([one.shape[1] for one, _ in layers], ends[-1]) != (ends[:-1], len(bias)):
             raise ValueError("layers that do not fit one another")
         facts = {str(key): str(value) for key, value in header["facts"].items()}
-        return Map(str(header["kind"]), weight, bias, bool(header["unit"]), facts, layers)
+        adapts = header["format"] == ADAPTER_FORMAT
+        direction: Direction = header["direction"] if adapts else "old to new"
+        if direction not in get_args(Direction):
+            raise ValueError(f"direction {direction!r}")
+        return Map(
+            str(header["kind"]), weight, bias, bool(header["unit"]), facts, layers, direction
+        )
 
 
 @contextmanager

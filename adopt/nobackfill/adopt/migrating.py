@@ -36,6 +36,7 @@ from nobackfill.adopt.page import duration
 from nobackfill.adopt.pairs import encode_ids, read_all, read_ids, sample_with
 from nobackfill.adopt.sources.opening import open_items
 from nobackfill.adopt.sources.source import MOST_NAME, Flippable, Reversible, Target
+from nobackfill.adopt.verdict import ADAPTER
 from nobackfill.errors import (
     AlreadyExistsError,
     BusyError,
@@ -87,6 +88,7 @@ class MigrationPlan:
         mark: Digest of the new vectors in the store; empty before they are written.
         flip_before: Digest of the vectors that the table had at the verdict, if a flip put them
             there; empty if none did, None if an earlier version did not record it.
+        old_gone: The old model is gone.
     """
 
     source: str
@@ -109,14 +111,15 @@ class MigrationPlan:
     way: str = ""
     mark: str = ""
     flip_before: str | None = None
+    old_gone: bool = False
 
 
 _PLAN = TypeAdapter(MigrationPlan)
 # Parts of a request that a later run must repeat, with their options.
 _FIXED = {
     "source": "SOURCE", "new": "--new", "key": "--key", "column": "--column", "items": "--items",
-    "items_gone": "--items-gone", "old": "--old", "queries": "--queries",
-    "new_name": "--new-name", "old_name": "--old-name", "where": "--where",
+    "items_gone": "--items-gone", "old_gone": "--old-gone", "old": "--old",
+    "queries": "--queries", "new_name": "--new-name", "old_name": "--old-name", "where": "--where",
 }  # fmt: skip
 
 
@@ -300,8 +303,8 @@ class Migration:
 
         Returns:
             The numbers of vectors. The plan is then "flipped", or "untouched" for the verdicts
-            "stay" and "switch"; "switch" writes the new model into the column's comment. For "both"
-            with items that are gone it is "mapped".
+            "stay", "query adapter" and "switch"; "switch" writes the new model into the column's
+            comment. For "both" with items that are gone it is "mapped".
 
         Raises:
             BusyError: Another process works in this folder or writes to the table by another one,
@@ -312,7 +315,7 @@ class Migration:
         """
         with self._alone() as (plan, source, check_lock):
             self._check_same_vectors(plan, source)
-            if plan.way in ("stay", "switch"):
+            if plan.way in ("stay", ADAPTER, "switch"):
                 if plan.way == "switch":
                     model = open_embedder(plan.new, name=plan.new_name).fingerprint
                     source.name_model(model)
@@ -608,7 +611,7 @@ class Migration:
                 embed_into(Path(folder), queries, encoder, progress=counter)
         self._check_pause()
         tell(f"comparing the options on {len(only)} items; nothing is written yet")
-        files = FitFiles(self._map, None, self._joining, self._page)
+        files = FitFiles(self._map, None, self._joining, self._page, adapter=self.adapter)
         verdict = fit_and_judge(
             plan.source,
             str(self._new),
@@ -616,6 +619,7 @@ class Migration:
             by_old,
             by_new,
             not plan.items_gone,
+            old_model_available=not plan.old_gone,
             key=plan.key,
             vector=plan.vector,
             where=plan.where,
@@ -657,6 +661,11 @@ class Migration:
 
     def _save(self, plan: MigrationPlan) -> None:
         durable.write_file(self._file, json.dumps(asdict(plan), indent=1).encode(), 0o600)
+
+    @property
+    def adapter(self) -> Path:
+        """The file of the query adapter; it exists once the plan is decided."""
+        return self._folder / "adapter.npz"
 
     @property
     def _new(self) -> Path:

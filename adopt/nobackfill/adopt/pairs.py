@@ -52,6 +52,11 @@ class Pairs:
     def __len__(self) -> int:
         return len(self.ids)
 
+    @property
+    def reverse(self) -> "Pairs":
+        """The same pairs with the roles of both models exchanged, for a query adapter."""
+        return Pairs(self.ids, self.new, self.old, self.metric)
+
 
 @dataclass(frozen=True)
 class Matched:

@@ -23,7 +23,9 @@ from nobackfill.adopt.judgement import (
     Figures,
     Gallery,
     HealingCurves,
+    PerQuery,
     Queries,
+    blocked,
     deciding_figure,
     figures_of,
     valley,
@@ -42,9 +44,10 @@ from nobackfill.adopt.maps import (
 from nobackfill.adopt.pairs import Pairs
 from nobackfill.adopt.sources.source import Source
 from nobackfill.metrics.bootstrap import paired_bootstrap
+from nobackfill.metrics.ranking import Ints
 from nobackfill.ridge import Moments, split_into_blocks
-from nobackfill.serving.fusion import HITS, Joining, Mask
-from nobackfill.vectors import normalise
+from nobackfill.serving.fusion import HITS, Block, Joining, Mask
+from nobackfill.vectors import Vectors, normalise
 
 
 @dataclass(frozen=True)
@@ -163,15 +166,108 @@ def _figure(candidate: CrossFit, pairs: Pairs, queries: Queries) -> float:
     return float(np.mean(deciding_figure(figures, queries.own)))
 
 
+@dataclass(frozen=True)
+class AdapterChoice:
+    """The query adapter that serves the queries best. Its choices fit reversed pairs.
+
+    Attributes:
+        choice: Chosen by all queries of the first set.
+        halves: Chosen by the odd queries, to judge the even ones; and the reverse.
+    """
+
+    choice: MapChoice
+    halves: tuple[MapChoice, MapChoice]
+
+    def by_half(self, number: int, queries: int) -> list[tuple[MapChoice, Ints]]:
+        """Return the choices that judge a set of queries, each with its queries' numbers.
+
+        Args:
+            number: Which set; the first one chose.
+            queries: Number of its queries.
+        """
+        every = np.arange(queries)
+        if number > 0:
+            return [(self.choice, every)]
+        return [(self.halves[0], every[::2]), (self.halves[1], every[1::2])]
+
+    def distances(self, number: int) -> Block:
+        """Return the distances [q, n] of a set of queries, mapped to the old space, to the pairs.
+
+        No query is judged by a candidate that it chose, nor by a map that its item is fitted on.
+        """
+        block = self.choice.cross_fit.distances[number].copy()
+        for choice, rows in self.by_half(number, len(block)):
+            block[rows] = choice.cross_fit.distances[number][rows]
+        return block
+
+    def map_queries(self, number: int, queries: Queries, pairs: Pairs, fold: Ints) -> Vectors:
+        """Map a set of queries to the old space, each by a map that was fitted without its fold.
+
+        Args:
+            number: Which set.
+            queries: Its q queries.
+            pairs: The n pairs.
+            fold: The fold of each pair [n].
+
+        Returns:
+            float32 [q, a].
+        """
+        mapped = np.empty((len(queries.rows), pairs.old.shape[1]), np.float32)
+        for choice, rows in self.by_half(number, len(queries.rows)):
+            of = fold[queries.rows[rows]]
+            for one in np.unique(of):
+                mapping = choice.fit_without(pairs.reverse, fold == one)
+                mapped[rows[of == one]] = mapping(queries.new[rows[of == one]])
+        return mapped
+
+
+def choose_adapter(pairs: Pairs, query_sets: Sequence[Queries]) -> AdapterChoice:
+    """Choose the query adapter as `choose_map` chooses a map, with the two models exchanged.
+
+    Args:
+        pairs: At least 10 pairs.
+        query_sets: Sets of queries among the pairs, as in `choose_map`.
+
+    Raises:
+        InvalidInputError: Fewer than 10 pairs.
+    """
+    reverse, queries = pairs.reverse, query_sets[0]
+    sets = [one.reverse for one in query_sets]
+    candidates = [
+        MapChoice(kind, {}, one, None)
+        for kind, one in crossfit.cross_fit(reverse, sets, adapts_queries=True).items()
+    ]
+
+    def figures(choice: MapChoice) -> PerQuery:
+        found = figures_of(choice.cross_fit.distances[0], pairs, queries)
+        return deciding_figure(found, queries.own)
+
+    by_query = [figures(one) for one in candidates]
+    if not queries.own:
+        kind = candidates[int(np.argmax([one.mean() for one in by_query]))].kind
+        with_queries = crossfit.cross_fit(
+            reverse, sets, [kind], fitted_queries=sets[0], adapts_queries=True
+        )[kind]
+        candidates.append(MapChoice(kind, {}, with_queries, sets[0]))
+        by_query.append(figures(candidates[-1]))
+
+    def best(some: slice) -> MapChoice:
+        return candidates[int(np.argmax([one[some].mean() for one in by_query]))]
+
+    return AdapterChoice(best(slice(None)), (best(slice(1, None, 2)), best(slice(0, None, 2))))
+
+
 # A way with this share of the figures of re-embedding is as good as re-embedding.
 AS_GOOD = 0.99
 # Re-embedding that takes no longer than this needs no other way.
 SOON_SECONDS = 600.0
 # Shares of the pairs that the learning curve is measured at.
 CURVE = (0.125, 0.25, 0.5, 1.0)
+# The new model's queries are mapped to the old space, and no stored vector changes.
+ADAPTER = "query adapter"
 # Cheapest first: of ways that are as good, the first is recommended.
-WAYS = ("stay", "map", "both", "lazily", "re-embed")
-# A sixth way where both models have one space: the same model on another host, in another
+WAYS = ("stay", ADAPTER, "map", "both", "lazily", "re-embed")
+# One more way where both models have one space: the same model on another host, in another
 # precision, or exported again. It goes before the others.
 SWITCH = "switch"
 # Models of one space agree so well on all but 1 % of the items and queries, as a cosine.
@@ -179,6 +275,8 @@ ONE_SPACE = 0.95
 # And on so many of the ten neighbours of an item, where no query says more.
 ONE_SPACE_NEIGHBOURS = 0.8
 NEEDS_ITEMS = ("lazily", "re-embed")
+# Ways in which the old model embeds each query.
+NEEDS_OLD_MODEL = ("stay", "both", "lazily")
 
 
 @dataclass(frozen=True)
@@ -245,6 +343,7 @@ class Verdict:
         ways: Figures and costs of each way.
         candidates: The deciding figure of each candidate map.
         map: The map that serves the queries best, fitted on all pairs.
+        adapter: The query adapter that serves the queries best, fitted on all pairs.
         joining: The rank fusion that "both" and "lazily" are served by.
         curve: The learning curve; empty for a converter or a trained map.
         healing: Figures while items become native, none to all.
@@ -262,6 +361,7 @@ class Verdict:
     ways: list[Way]
     candidates: dict[str, float]
     map: Map
+    adapter: Map
     joining: Joining
     curve: list[CurvePoint]
     healing: HealingCurves
@@ -277,6 +377,7 @@ def decide(
     queries: Queries | None = None,
     *,
     items_available: bool = True,
+    old_model_available: bool = True,
     converter: Map | None = None,
     trainer: Trainer | None = None,
     source: Source | None = None,
@@ -292,6 +393,8 @@ def decide(
             verdict holds for finding similar things only.
         items_available: Whether the items themselves can still be embedded; if not, the verdict is
             never "lazily" or "re-embed".
+        old_model_available: Whether the old model can still embed queries; if not, the verdict is
+            never "both" or "lazily".
         converter: A published map between these two models: two more candidates.
         trainer: Trains a residual map: one more candidate, which takes minutes.
         source: The store of the old vectors. With more items than the pairs, it is read once, and
@@ -309,6 +412,7 @@ def decide(
     judged_by = "MRR" if known_items else "agreement@10"
     query_sets = [judged_queries, similar] if known_items else [judged_queries]
     choice = choose_map(pairs, query_sets, converter, trainer)
+    adapter = choose_adapter(pairs, query_sets)
     distances = choice.cross_fit.distances
     gallery = Gallery(pairs.old, choice.cross_fit.vectors, pairs.new)
     judged = judgement.judge(gallery, judged_queries, distances[0])
@@ -317,15 +421,18 @@ def decide(
     if known_items:
         # agreement@10 of each way, with the rank fusion that is served to queries for known items.
         by_set.append(judgement.judge_fusion(gallery, similar, judged.joining, distances[1]))
-        figures = _with_agreement(by_set)
+    for number, one in enumerate(query_sets):
+        by_set[number][ADAPTER] = figures_of(adapter.distances(number), pairs, one)
+    figures = _with_agreement(by_set)
     switch = _switch(pairs, judged_queries, similar, figures, cost, judged_by)
     scans: list[ScanResult] = []
     items = len(pairs)
     if source is not None and cost.items > len(pairs):
         names = () if switch is None else (SWITCH,)
         items, scans = _scan(
-            source, pairs, query_sets, choice, judged, gallery, by_set, cost.items, converter, names
-        )
+            source, pairs, query_sets, choice, adapter, judged, gallery, by_set, cost.items,
+            converter, names,
+        )  # fmt: skip
         figures = _with_agreement([one.ways for one in scans])
         intervals = scans[-1].intervals
         if switch is not None:
@@ -333,7 +440,9 @@ def decide(
         ways = [_estimated(_way(name, figures, cost, judged_by), intervals) for name in WAYS]
     else:
         ways = [_way(name, figures, cost, judged_by) for name in WAYS]
-    way, words = choose_way(ways, judged_by, items_available)
+    way, words = choose_way(
+        ways, judged_by, items_available, old_model_available=old_model_available
+    )
     if switch is not None:
         ways.insert(1, switch)
         way = SWITCH
@@ -347,6 +456,8 @@ def decide(
     notes += _notes(
         judged_queries, pairs, cost, joining.weight, curve, judged_by, scanned=bool(scans)
     )
+    if adapter.choice.fitted_queries is not None:
+        notes.append("the query adapter is also fitted on the queries")
     if choice.fitted_queries is not None:
         notes.append(
             f"the map is also fitted on the {len(judged_queries.rows)} queries, because that finds "
@@ -354,7 +465,8 @@ def decide(
         )
     notes += _curve_notes(judged.healing, ways[-1], judged_by)
     return Verdict(
-        way, words, search, judged_by, ways, choice.figures, mapping, joining, curve,
+        way, words, search, judged_by, ways, choice.figures, mapping,
+        replace(adapter.choice.fit(pairs.reverse), direction="new to old"), joining, curve,
         judged.healing, len(pairs), notes, items, recall,
     )  # fmt: skip
 
@@ -372,6 +484,7 @@ def _scan(
     pairs: Pairs,
     query_sets: Sequence[Queries],
     choice: MapChoice,
+    adapter: AdapterChoice,
     judged: judgement.Judgement,
     gallery: Gallery,
     by_set: Sequence[Mapping[str, Figures]],
@@ -386,9 +499,10 @@ def _scan(
         names: Further ways to judge: SWITCH or none. All other arguments are those of `decide`.
     """
     # As many folds as leave out about the pairs that the two folds of a cross-fit do.
-    folds = 1 if choice.kind == CONVERTER else crossfit.FEW
-    fold = np.random.default_rng(0).permutation(np.arange(len(pairs)) % folds)
-    maps = [choice.fit_without(pairs, fold == number, converter) for number in range(folds)]
+    fold = np.random.default_rng(0).permutation(np.arange(len(pairs)) % crossfit.FEW)
+    # A converter is fitted on no pairs.
+    of_map = np.zeros_like(fold) if choice.kind == CONVERTER else fold
+    maps = [choice.fit_without(pairs, of_map == one, converter) for one in np.unique(of_map)]
     most = max(FEWEST_QUERIES, MOST_DISTANCES // items // len(query_sets))
     sets, figures = [], []
     for number, (queries, block) in enumerate(
@@ -396,8 +510,12 @@ def _scan(
     ):
         joinings = judged.halves if number == 0 else (judged.joining, judged.joining)
         rows = np.arange(len(queries.rows))
-        in_old = {SWITCH: queries.new} if SWITCH in names else {}
-        whole = ScanQueries(queries, block, joinings, rows % 2 == 0, in_old)
+        in_old = {ADAPTER: adapter.map_queries(number, queries, pairs, fold)}
+        in_old_distances = {ADAPTER: adapter.distances(number)}
+        if SWITCH in names:
+            in_old[SWITCH] = queries.new
+            in_old_distances[SWITCH] = blocked(queries.new, pairs.old, queries.metric)
+        whole = ScanQueries(queries, block, joinings, rows % 2 == 0, in_old, in_old_distances)
         if len(rows) > most:
             rows = np.sort(np.random.default_rng(0).choice(rows, most, replace=False))
         sets.append(whole.part(rows))
@@ -408,7 +526,7 @@ def _scan(
             }
         )
     anchors = judgement.anchor_rows(gallery)
-    return scan_gallery(source, pairs, sets, figures, gallery.carried, anchors, maps, fold)
+    return scan_gallery(source, pairs, sets, figures, gallery.carried, anchors, maps, of_map)
 
 
 def _estimated(way: Way, intervals: Mapping[str, tuple[float, float]]) -> Way:
@@ -485,7 +603,8 @@ def _way(name: str, figures: Mapping[str, Figures], cost: Cost, judged_by: str) 
     both = None if old is None or query is None else old + query
     hits = None if both is None or new is None else both + HITS * new
     query_seconds = {
-        "stay": old, SWITCH: query, "map": query, "both": both, "lazily": hits, "re-embed": query
+        "stay": old, SWITCH: query, ADAPTER: query, "map": query, "both": both, "lazily": hits,
+        "re-embed": query,
     }  # fmt: skip
     migrate = None if cost.carry_seconds is None else items * cost.carry_seconds
     # Native vectors are read, written and checked like migrated ones.
@@ -493,6 +612,7 @@ def _way(name: str, figures: Mapping[str, Figures], cost: Cost, judged_by: str) 
     all_seconds = {
         "stay": 0.0,
         SWITCH: 0.0,
+        ADAPTER: 0.0,
         "map": migrate,
         "both": migrate,
         "lazily": None if migrate is None or reembed is None else migrate + reembed,
@@ -501,17 +621,23 @@ def _way(name: str, figures: Mapping[str, Figures], cost: Cost, judged_by: str) 
     return Way(name, means, worse, better, query_seconds[name], all_seconds[name])
 
 
-def choose_way(ways: list[Way], judged_by: str, items_available: bool) -> tuple[str, str]:
+def choose_way(
+    ways: list[Way], judged_by: str, items_available: bool, *, old_model_available: bool = True
+) -> tuple[str, str]:
     """Choose the cheapest option that is as good as re-embedding, or else the best option.
 
     "As good" is 99 % of each figure. An option that is measurably worse than staying in any figure
     is never chosen. If re-embedding takes at most 10 minutes, it is chosen before cheaper options.
+    A query adapter must be measurably better than staying in the deciding figure, unless the old
+    model is gone.
 
     Args:
         ways: All of WAYS, cheapest first, without SWITCH.
         judged_by: The figure that decides: "MRR" or "agreement@10".
         items_available: Whether the items themselves can still be embedded; if not, "lazily" and
             "re-embed" are never chosen.
+        old_model_available: Whether the old model can still embed queries; if not, "both" and
+            "lazily" are never chosen, and "stay" only if every other option is worse.
 
     Returns:
         The name of the option, and the reason in words.
@@ -519,16 +645,29 @@ def choose_way(ways: list[Way], judged_by: str, items_available: bool) -> tuple[
     by_name = {way.name: way for way in ways}
     stay, reembed = by_name["stay"], by_name["re-embed"]
     compared = [name for name in stay.figures if judged_by == name or name != "agreement@10"]
-    if reembed.worse:
-        figures = ", ".join(reembed.worse)
-        return "stay", f"the new model is worse than the old one on this sample ({figures})"
-    if stay.figures[judged_by] >= reembed.figures[judged_by]:
-        return "stay", "the new model finds no more than the old one on this sample"
-    if not reembed.better:
-        return "stay", ("the new model's advantage is not statistically significant on this sample")
+    if old_model_available:
+        if reembed.worse:
+            figures = ", ".join(reembed.worse)
+            return "stay", f"the new model is worse than the old one on this sample ({figures})"
+        if stay.figures[judged_by] >= reembed.figures[judged_by]:
+            return "stay", "the new model finds no more than the old one on this sample"
+        if not reembed.better:
+            return "stay", (
+                "the new model's advantage is not statistically significant on this sample"
+            )
     open_ways = [
-        way for way in ways if not way.worse and (items_available or way.name not in NEEDS_ITEMS)
+        way
+        for way in ways
+        if not way.worse
+        and (items_available or way.name not in NEEDS_ITEMS)
+        and (old_model_available or way.name not in NEEDS_OLD_MODEL)
+        and (way.name != ADAPTER or not old_model_available or judged_by in way.better)
     ]
+    if not open_ways:
+        return "stay", (
+            "every way without the old model is measurably worse than the old model was: restore "
+            "it for queries"
+        )
     # A query by two models must find more than the better one of them finds alone.
     single = [way.figures[judged_by] for way in open_ways if way.name in ("map", "re-embed")]
     open_ways = [
@@ -536,13 +675,16 @@ def choose_way(ways: list[Way], judged_by: str, items_available: bool) -> tuple[
         for way in open_ways
         if way.name != "both" or way.figures[judged_by] >= max(single, default=0.0)
     ]
-    if items_available and reembed.all_seconds is not None and reembed.all_seconds <= SOON_SECONDS:
-        return "re-embed", f"re-embedding everything takes only {reembed.all_seconds:.0f} s"
+    seconds = reembed.all_seconds
+    if reembed in open_ways and seconds is not None and seconds <= SOON_SECONDS:
+        return "re-embed", f"re-embedding everything takes only {seconds:.0f} s"
     for way in open_ways:
         if all(way.figures[name] >= AS_GOOD * reembed.figures[name] for name in compared):
             return way.name, _WHY[way.name]
     best = max(open_ways, key=lambda way: way.figures[judged_by])
-    condition = "" if items_available else "the items cannot be embedded any more, and "
+    condition = "" if old_model_available else "the old model is gone, and "
+    if not items_available:
+        condition += "the items cannot be embedded any more, and "
     if best.name == "stay":
         return "stay", f"{condition}every other possible way is measurably worse"
     return best.name, (
@@ -554,6 +696,8 @@ def choose_way(ways: list[Way], judged_by: str, items_available: bool) -> tuple[
 # Why a way is chosen that is as good as re-embedding.
 _WHY = {
     "stay": "the old model finds as much as the new one would",
+    ADAPTER: "the new model's queries, mapped to the old space, find as much as re-embedding "
+    "everything would; no stored vector changes",
     "map": "migrated vectors find as much as re-embedding everything would",
     "both": "old and new scores together find as much as re-embedding everything would",
     "lazily": "if the hits of each query are re-embedded, searches are as good as after "

@@ -1,7 +1,8 @@
 """Search a gallery in its own database while its model changes; needs the extra `adopt`.
 
 `Dual` ranks by the old and the new model together. With a source of items it embeds the first hits
-again, bounded in time, in bytes and by a daily budget.
+again, bounded in time, in bytes and by a daily budget. `AdapterSearch` maps queries of the new
+model to the space of the old vectors.
 
 >>> import numpy as np
 >>> from nobackfill.serve import Natives
@@ -18,6 +19,7 @@ from nobackfill.faces import export_lazily
 
 if TYPE_CHECKING:
     from nobackfill.serve.dual import (
+        AdapterSearch as AdapterSearch,
         DualAnswer as DualAnswer,
         Dual as Dual,
         DualHit as DualHit,
@@ -39,7 +41,7 @@ else:
     __getattr__ = export_lazily(
         "nobackfill",
         {
-            "serve.dual": "Dual DualAnswer DualHit ReembeddingProgress",
+            "serve.dual": "AdapterSearch Dual DualAnswer DualHit ReembeddingProgress",
             "serving.natives": "Natives",
             "serve.reembedding": "ColumnItems SourceReembedding",
             "serving.reembedding": "Limits",

@@ -3,6 +3,8 @@
 The store is only read. With a source of items, the candidates of a query are re-embedded and ranked
 by the new model. Their vectors are stored, so that frequent hits become native first (lazy
 re-embedding).
+
+`AdapterSearch` needs the new model alone: it maps each query to the space of the old vectors.
 """
 
 from collections.abc import Iterator
@@ -15,7 +17,7 @@ import numpy as np
 
 from nobackfill.adopt.embedding.embedder import Embedder
 from nobackfill.adopt.joining import load_joining
-from nobackfill.adopt.maps import NEW_MODEL, Map, load_map
+from nobackfill.adopt.maps import NEW_MODEL, OLD_MODEL, Map, load_adapter, load_map
 from nobackfill.adopt.pairs import judged_by
 from nobackfill.adopt.sources.source import QUERIES, Rows, Searchable, same_model
 from nobackfill.errors import IncompatibleSpaceError, InvalidInputError
@@ -374,3 +376,60 @@ def exclude_rows(rows: Rows, ids: set[str]) -> Rows:
     """
     others = [row for row, name in enumerate(rows.ids) if name not in ids]
     return Rows([rows.ids[row] for row in others], rows.vectors[np.asarray(others, np.int64)])
+
+
+class AdapterSearch:
+    """Search of old vectors by queries of the new model alone; threads may share it.
+
+    A query adapter maps each query to the old space. The store is only read.
+    """
+
+    def __init__(self, source: Searchable, adapter: Map) -> None:
+        """Combine a store and a query adapter; `AdapterSearch.open` reads it from its file.
+
+        Args:
+            source: the store with the old vectors.
+            adapter: the query adapter of `nobackfill fit`.
+
+        Raises:
+            IncompatibleSpaceError: the adapter was fitted for other vectors than the store's, or it
+                is a map of stored vectors.
+            UnavailableError, NotPermittedError, NotFoundError: the store cannot be read.
+        """
+        facts = source.facts()
+        same_model(adapter.facts.get(OLD_MODEL), facts.model, f"the query adapter and {facts.name}")
+        returned = adapter.dims[1]
+        if adapter.direction != "new to old" or facts.dim not in (None, returned):
+            raise IncompatibleSpaceError(
+                f"{facts.name}: expected a query adapter to its space of {facts.dim} dimensions, "
+                f"found one from {adapter.direction} that returns {returned}; fit one with "
+                "`nobackfill fit --adapter`"
+            )
+        self._source, self._adapter = source, adapter
+
+    @classmethod
+    def open(cls, source: Searchable, adapter: Path) -> "AdapterSearch":
+        """Open a search from the file that `nobackfill fit --adapter` or `migrate` wrote.
+
+        Raises:
+            NotFoundError: there is no such file.
+            InvalidInputError: the file is damaged, or holds a map of stored vectors.
+            IncompatibleSpaceError: the adapter was fitted for other vectors than the store's.
+            UnavailableError, NotPermittedError: the store cannot be read.
+        """
+        return cls(source, load_adapter(adapter))
+
+    def search(self, new: Vectors, k: int = 10) -> list[str]:
+        """Return the ids of the k nearest items for one query, nearest first.
+
+        Args:
+            new: the query by the new model, float32 [b] or [1, b].
+            k: the most hits, 1 or more.
+
+        Raises:
+            InvalidInputError: the vector has another dimension or is not finite, or `k` is below 1.
+            UnavailableError, NotPermittedError: the store cannot be read.
+        """
+        if k < 1:
+            raise InvalidInputError(f"expected k of 1 or more, got {k}")
+        return self._source.nearest(self._adapter(np.atleast_2d(new))[0], k)
