@@ -77,7 +77,7 @@ def test_alerts_fire_when_they_should() -> None:
 def test_counters_start_at_zero() -> None:
     """`increase` needs a sample before the first error."""
     metrics = Metrics()
-    metrics.devices.expect(3)
+    metrics.devices.set_expected_release(3)
     text = generate_latest(metrics.registry).decode()
     for thread in THREADS:
         assert f'nobackfill_unforeseen_errors_total{{thread="{thread}"}} 0.0' in text

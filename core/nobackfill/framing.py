@@ -37,7 +37,9 @@ class Frame(NamedTuple):
         """Return the frame for a picture that is rotated by 90 degrees after it was resized."""
         return self._replace(height=self.width, width=self.height)
 
-    def place(self, width: int, height: int) -> tuple[Box, tuple[int, int], tuple[int, int]]:
+    def place_picture(
+        self, width: int, height: int
+    ) -> tuple[Box, tuple[int, int], tuple[int, int]]:
         """Compute which part of a picture is shown, its size in the frame, and its position there.
 
         No intermediate picture is larger than the frame: a picture may be a line of millions of

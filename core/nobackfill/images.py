@@ -443,7 +443,7 @@ def read_file(path: Path) -> bytes:
 
 
 def _resize(image: Image.Image, frame: Frame) -> Image.Image:
-    box, size, position = frame.place(*image.size)
+    box, size, position = frame.place_picture(*image.size)
     resized = image.resize(size, _RESAMPLING[frame.interpolation], box)
     if size == (frame.width, frame.height):
         return resized
@@ -509,11 +509,11 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     rows = max(1, _STRIP_PIXELS // width)
     for top in range(0, height, rows):
         box = (0, top, width, min(top + rows, height))
-        rgb.paste(_strip_to_rgb(image.crop(box)), box)
+        rgb.paste(_convert_strip_to_rgb(image.crop(box)), box)
     return rgb
 
 
-def _strip_to_rgb(image: Image.Image) -> Image.Image:
+def _convert_strip_to_rgb(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I"):
         # 16-bit grey; Pillow's own conversion would clip instead of scale.
         values = np.asarray(image, dtype=np.int64)

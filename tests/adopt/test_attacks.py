@@ -393,7 +393,9 @@ def test_vectors_without_direction_and_columns_twice_are_named(tmp_path: Path) -
             match(open_source(str(first)), open_source(str(second)))
     columns = [["a"], ["b"], [[1.0]]]
     pq.write_table(pa.table(columns, names=["id", "id", "v"]), tmp_path / "twice.parquet")
-    with pytest.raises(InvalidInputError, match="each column once, got id, id, v"):
+    with pytest.raises(
+        InvalidInputError, match="each column to have a name of its own, got id, id, v"
+    ):
         open_source(str(tmp_path / "twice.parquet"))
     # Finite, beyond what squares of float32 hold.
     far = write_parquet(tmp_path / "far.parquet", MADE.ids, MADE.old * np.float32(1e30))

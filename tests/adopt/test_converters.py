@@ -84,7 +84,7 @@ def test_who_has_no_pairs_carries_by_what_another_published(
     run(*PUBLISH)
     run(*CARRY, *ROOT)
     said = capsys.readouterr().out
-    assert "old model (Apache-2.0) to new model (Apache-2.0), 120 pairs of words" in said
+    assert "old model (Apache-2.0) to new model (Apache-2.0), fitted to 120 pairs of words" in said
     source = open_source("_old.carried")
     window = next(source.windows(1000))
     mapping = load_map(tmp_path / "map.npz")
@@ -191,7 +191,7 @@ def test_an_ordinary_release_is_no_converter(
     publish_block_release(tmp_path / "maps", 1)
     for name in ("maps", "maps#1"):
         said = refused([*CARRY[:-1], name, *ROOT], 66, monkeypatch, capsys)
-        assert "only releases (1)" in said
+        assert "found releases (1)" in said
         assert "`gateway upgrade`" in said
 
 

@@ -120,7 +120,10 @@ def test_weights_outside_of_the_models_folder_are_refused(place: str, tmp_path: 
     path = stored_at(text_model(tmp_path / "m", 1), "weights.bin")
     model = onnx.load(path, load_external_data=False)
     (path.parent / "weights.bin").rename(tmp_path / "weights.bin")
-    for elsewhere, words in ((place, "in its own folder"), ("gone.bin", "'gone.bin' are not in")):
+    for elsewhere, words in (
+        (place, "in its own folder"),
+        ("gone.bin", "'gone.bin' is not in its folder"),
+    ):
         for tensor in model.graph.initializer:
             tensor.external_data[0].value = elsewhere
         onnx.save(model, path)

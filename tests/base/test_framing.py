@@ -76,7 +76,7 @@ def test_a_turned_picture_is_framed_upright() -> None:
 )  # fmt: skip
 def test_nothing_larger_than_the_frame_is_made(width: int, height: int, frame: Frame) -> None:
     """A line of millions of pixels shall not fill the memory."""
-    (left, top, right, bottom), size, at = frame.place(width, height)
+    (left, top, right, bottom), size, at = frame.place_picture(width, height)
     assert 0 <= left < right <= width and 0 <= top < bottom <= height
     assert 1 <= size[0] <= frame.width and 1 <= size[1] <= frame.height
     assert 0 <= at[0] <= frame.width - size[0] and 0 <= at[1] <= frame.height - size[1]

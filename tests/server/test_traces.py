@@ -13,7 +13,7 @@ import grpc
 import pytest
 
 from nobackfill.errors import ConfigurationError, NotFoundError
-from nobackfill.server.grpc.traces import tracing_of
+from nobackfill.server.grpc.traces import read_tracing
 from nobackfill.v1 import search_pb2
 from tests.server.conftest import Stages
 from tests.server.process import serving
@@ -134,8 +134,8 @@ def test_a_collector_that_is_away_delays_no_end(stages: Stages, tmp_path: Path) 
 
 def test_nothing_is_traced_unless_it_is_asked_for() -> None:
     endpoint = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"}
-    assert tracing_of({"PATH": "/bin"}) is None
-    assert tracing_of({**endpoint, "OTEL_SDK_DISABLED": "true"}) is None
-    assert tracing_of({**endpoint, "OTEL_TRACES_EXPORTER": "none"}) is None
+    assert read_tracing({"PATH": "/bin"}) is None
+    assert read_tracing({**endpoint, "OTEL_SDK_DISABLED": "true"}) is None
+    assert read_tracing({**endpoint, "OTEL_TRACES_EXPORTER": "none"}) is None
     with pytest.raises(ConfigurationError, match="no exporter 'jaeger'"):
-        tracing_of({"OTEL_TRACES_EXPORTER": "jaeger"})
+        read_tracing({"OTEL_TRACES_EXPORTER": "jaeger"})

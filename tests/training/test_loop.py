@@ -39,7 +39,7 @@ class Line(Objective):
         self.step += 1
         return {"fit": loss * torch.nan if self.step - 1 == self.poison else loss, "noise": noise}
 
-    def trained(self) -> nn.ModuleDict:
+    def trained_parts(self) -> nn.ModuleDict:
         return nn.ModuleDict({"line": self.line})
 
 

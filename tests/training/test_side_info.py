@@ -65,7 +65,7 @@ def test_every_kind_trains_and_encodes(kind: str, tmp_path: Path) -> None:
     assert checkpoint.finished
     after = float(torch.stack(list(objective(rows).values())).sum().detach())
     assert after < before
-    encoder = objective.trained()["encoder"].eval()
+    encoder = objective.trained_parts()["encoder"].eval()
     with torch.no_grad():
         vectors = encoder(rows["images"])
     assert vectors.shape == (96, 8) and torch.isfinite(vectors).all()

@@ -29,7 +29,7 @@ class Line(Objective):
         losses = torch.where(batch["rows"] == self.poison, torch.nan, losses)
         return {"fit": losses.mean(), "weight": 0.01 * self.line.weight.square().sum()}
 
-    def trained(self) -> nn.ModuleDict:
+    def trained_parts(self) -> nn.ModuleDict:
         return nn.ModuleDict({"line": self.line})
 
 

@@ -795,7 +795,8 @@ def carry(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="With --with or --vectors: column of the store with the texts of the items.",
+            help="With --with or --vectors: column of the store with the texts of the items. "
+            "Either this or --items is required then; a row whose text changes is embedded again.",
         ),
     ] = None,
     items: Annotated[

@@ -560,7 +560,9 @@ class Migration:
         ours = {plan.mark} if plan.mark else set[str]()
         if ours and self._map.is_file():
             ours.add(load_map(self._map).digest)
-        removed = [source.rollback(one) for one in columns if source.mark_of(one) in ours]
+        removed = [
+            source.rollback(one) for one in columns if source.read_migration_mark(one) in ours
+        ]
         return any(removed)
 
     def _judge(

@@ -545,10 +545,10 @@ def count_left_behind(store: Store, space: str) -> int:
         NotFoundError: The gallery was closed.
     """
     with store.reading() as connection:
-        return _left_behind(connection, find_space(connection, space))
+        return _count_items_left_behind(connection, find_space(connection, space))
 
 
-def _left_behind(connection: sqlite3.Connection, info: SpaceInfo) -> int:
+def _count_items_left_behind(connection: sqlite3.Connection, info: SpaceInfo) -> int:
     # Every vector belongs to an item.
     return count_rows(connection, None) - count_rows(connection, info.spec.space)
 
@@ -643,7 +643,7 @@ def _activate(
     connection: sqlite3.Connection, target: SpaceInfo, old_becomes: str, leave_behind: bool
 ) -> None:
     if not leave_behind:
-        ensure_complete(_left_behind(connection, target), target)
+        ensure_complete(_count_items_left_behind(connection, target), target)
     connection.execute("UPDATE spaces SET state = ? WHERE state = 'active'", (old_becomes,))
     connection.execute(
         "UPDATE spaces SET state = 'active', activated = (SELECT max(activated) + 1 FROM spaces)"

@@ -611,7 +611,11 @@ class Manifest(ManifestPart):
                 f"expected upgrades from distinct older releases, got {join_few(sources)}"
             )
         if any(route.releases[-1] != self.release for route in self.routes):
-            raise ValueError(f"expected routes that end in release {self.release}")
+            others = [route.releases[-1] for route in self.routes]
+            raise ValueError(
+                f"routes: expected upgrade routes that end in this release, {self.release}, got "
+                f"routes that end in {join_few(others)}"
+            )
         return self
 
     @model_validator(mode="after")

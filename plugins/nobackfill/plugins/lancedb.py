@@ -479,7 +479,7 @@ class LanceSource:
         path = Path(self._folder).resolve() / f".{self._name}-nobackfill.lock"
         return lock_by_file(path, self._name)
 
-    def mark_of(self, column: str) -> str | None:
+    def read_migration_mark(self, column: str) -> str | None:
         """Return the digest of the map whose vectors a column holds; None for any other column, and
         after the flip.
 

@@ -749,7 +749,7 @@ class SqliteVecSource:
         path = Path(self._database.path).resolve()
         return lock_by_file(path.with_name(f"{path.name}-nobackfill.lock"), self._table.name)
 
-    def mark_of(self, column: str) -> str | None:
+    def read_migration_mark(self, column: str) -> str | None:
         """Return the digest of the map whose vectors a table holds; None for any other table, and
         after the flip.
 

@@ -41,7 +41,7 @@ from nobackfill.server.grpc.services.release import ReleaseService
 from nobackfill.server.grpc.services.search import SEARCH, SearchService
 from nobackfill.server.grpc.services.upgrade import UpgradeService
 from nobackfill.server.grpc.services.vault import VaultService
-from nobackfill.server.grpc.traces import tracing_of
+from nobackfill.server.grpc.traces import read_tracing
 from nobackfill.server.healing.healing import Healing
 from nobackfill.server.process_limits import raise_limit
 from nobackfill.server.rollout.activation import (
@@ -212,7 +212,7 @@ class GatewayServer:
         metrics.disk_free.set_function(lambda: shutil.disk_usage(settings.data).free)
         self.metrics_address = metrics.serve(settings.metrics_address)
         closing.callback(metrics.close)
-        tracing = tracing_of(os.environ)
+        tracing = read_tracing(os.environ)
         if tracing is not None:
             closing.callback(tracing.close)
         tokens = Tokens(settings.tokens_file) if settings.tokens_file else None

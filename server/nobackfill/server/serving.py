@@ -185,7 +185,7 @@ class Serving:
         active = self._state.current.active or 0
         self._metrics.active_release.set(active)
         if active:
-            self._metrics.devices.expect(active)
+            self._metrics.devices.set_expected_release(active)
         self._catalog.changed.notify()
 
     def replan_one(self, hosted: Hosted, check: Callable[[Plan], None] = lambda plan: None) -> Plan:

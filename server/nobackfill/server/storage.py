@@ -119,9 +119,11 @@ def split_store(store: str) -> tuple[str, str | None]:
     engines = [value if _ENGINE.match(value) else unquote(value) for value in values]
     other_options = "&".join(option for option in parts if not option.startswith("vectors="))
     if len(engines) > 1 or not all(map(_ENGINE.match, engines)):
+        # Not the option itself: it may have a password.
+        found = f"{len(engines)} of them" if len(engines) > 1 else "one of another form"
         raise ConfigurationError(
-            f"store: expected at most one option ?vectors=milvus+http://HOST:PORT in the address, "
-            f"found {len(engines)}, or one of another form"
+            "store: expected one option ?vectors=milvus+http://HOST:PORT in the address, or none, "
+            f"found {found}"
         )
     return url + (mark + other_options if other_options else ""), engines[0] if engines else None
 

@@ -249,7 +249,7 @@ def test_unibct_waits_refreshes_and_keeps_its_prototypes(tmp_path: Path, old: Cl
     assert torch.equal(made.pseudo_classifier.weights, first)
     made.begin_epoch(2, 4)
     assert not torch.equal(made.pseudo_classifier.weights, first)
-    assert isinstance(made.trained()["prototypes"], FixedClassifier)
+    assert isinstance(made.trained_parts()["prototypes"], FixedClassifier)
 
 
 def test_unibct_encodes_images_only_for_prototypes_that_are_used(

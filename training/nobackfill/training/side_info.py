@@ -71,7 +71,7 @@ class AlternateObjective(Objective):
             pixels = mix_images(pixels, self.alpha)
         return {"classification": self.head(self.encoder.encode(pixels), batch["labels"])}
 
-    def trained(self) -> nn.ModuleDict:
+    def trained_parts(self) -> nn.ModuleDict:
         """Return the parts encoder and head."""
         return nn.ModuleDict({"encoder": self.encoder, "head": self.head})
 
@@ -120,7 +120,7 @@ class AutoencoderObjective(Objective):
         pixels = self.augment(to_pixels(batch["images"]))
         return {"reconstruction": F.mse_loss(self.decoder(self.encoder.encode(pixels)), pixels)}
 
-    def trained(self) -> nn.ModuleDict:
+    def trained_parts(self) -> nn.ModuleDict:
         """Return the parts encoder and decoder."""
         return nn.ModuleDict({"encoder": self.encoder, "decoder": self.decoder})
 
@@ -194,7 +194,7 @@ class SimclrObjective(Objective):
             terms[f"small_crop_{number}"] = attraction / (2 * self.config.small_crops)
         return terms
 
-    def trained(self) -> nn.ModuleDict:
+    def trained_parts(self) -> nn.ModuleDict:
         """Return the parts encoder and projection."""
         return nn.ModuleDict({"encoder": self.encoder, "projection": self.projection})
 
@@ -252,7 +252,7 @@ class VicregObjective(Objective):
             "covariance": COVARIANCE * (covariance_penalty(first) + covariance_penalty(second)),
         }
 
-    def trained(self) -> nn.ModuleDict:
+    def trained_parts(self) -> nn.ModuleDict:
         """Return the parts encoder and expander."""
         return nn.ModuleDict({"encoder": self.encoder, "expander": self.expander})
 
@@ -307,7 +307,7 @@ class DistilledObjective(Objective):
         for teacher, student in followed:
             teacher.lerp_(student.detach(), 1 - MOMENTUM)
 
-    def trained(self) -> nn.ModuleDict:
+    def trained_parts(self) -> nn.ModuleDict:
         """Return the parts encoder, projection, predictor and teacher."""
         return nn.ModuleDict(
             {

@@ -496,7 +496,7 @@ class PgvectorSource:
     def migration_lock(self) -> AbstractContextManager[Callable[[], None]]:
         return self._table.lock("migrate", OTHER_MIGRATION, wait=LOCK_WAIT)
 
-    def mark_of(self, column: str) -> str | None:
+    def read_migration_mark(self, column: str) -> str | None:
         """Return the digest of the transform that fills a column; None for another column."""
         return self._table.mark(column)
 
@@ -724,7 +724,7 @@ class PgvectorSelection(PgvectorSource):
         query: LiteralString = "SELECT count(*) FROM {new_table} WHERE {old} IS NOT NULL"
         return int(self._table.one(query, **place.names))
 
-    def mark_of(self, column: str) -> str | None:
+    def read_migration_mark(self, column: str) -> str | None:
         place = self._place(column)
         return None if place is None else place.mark.get("nobackfill")
 

@@ -337,7 +337,7 @@ class Reversible(Source, Protocol):
             BusyError: Another migration holds the lock.
         """
 
-    def mark_of(self, column: str) -> str | None:
+    def read_migration_mark(self, column: str) -> str | None:
         """Return the mark of new vectors (see Target); None if the name has none."""
 
     def flip_mark(self) -> str | None:

@@ -145,7 +145,7 @@ def rotate(
 @app.command()
 def rollout(
     release: Annotated[int, typer.Argument(help="Number of the release.")],
-    share: Annotated[str, typer.Option(help="Share of the devices in parse_percent, such as 10%.")],
+    share: Annotated[str, typer.Option(help="Share of the devices in percent, such as 10%.")],
     model_repo: Repo = DEFAULT_REPO,
     targets_key: TargetsKey = None,
     dry_run: DryRun = False,

@@ -47,7 +47,7 @@ class Preprocessing(BaseModel):
     std: Spread
 
 
-class _Edges(BaseModel):
+class _EdgeLengths(BaseModel):
     shortest_edge: Side | None = None
     height: Side | None = None
     width: Side | None = None
@@ -59,10 +59,10 @@ class _Transformers(BaseModel):
     image_processor_type: str | None = None
     feature_extractor_type: str | None = None
     do_resize: bool = True
-    size: Side | _Edges
+    size: Side | _EdgeLengths
     default_to_square: bool | None = None
     do_center_crop: bool | None = False
-    crop_size: Side | _Edges | None = None
+    crop_size: Side | _EdgeLengths | None = None
     crop_pct: float | None = Field(None, gt=0, le=1)
     do_pad: bool | None = False
     resample: int = 2
@@ -82,7 +82,7 @@ class _Transformers(BaseModel):
         if not plain or not isclose(self.rescale_factor, 1 / 255, rel_tol=1e-3):
             raise ValueError("expected pictures to be resized and divided by 255, without padding")
         if self.resample not in _RESAMPLE:
-            raise ValueError(f"expected resample of {sorted(_RESAMPLE)}, got {self.resample}")
+            raise ValueError(f"resample: expected one of {sorted(_RESAMPLE)}, got {self.resample}")
         square = self.default_to_square
         if square is None:
             square = _SQUARE.get(family, False)
@@ -119,7 +119,7 @@ class _Transformers(BaseModel):
         return cut, "crop", shortest
 
     @staticmethod
-    def _sides(size: int | _Edges) -> tuple[Size | None, int | None]:
+    def _sides(size: int | _EdgeLengths) -> tuple[Size | None, int | None]:
         """Return height and width, or the shortest edge alone."""
         if isinstance(size, int):
             return None, size
@@ -153,7 +153,9 @@ class _OpenClip(BaseModel):
         if self.resize_mode != "shortest":
             fit = "pad" if self.resize_mode == "longest" else "stretch"
         if fit == "pad" and self.fill_color not in _BLACK:
-            raise ValueError(f"expected black padding, got {self.fill_color}")
+            raise ValueError(
+                f"fill_color: expected black (0) for the padding, got {self.fill_color}"
+            )
         if fit == "crop" and size[0] != size[1]:
             raise ValueError(f"expected a square crop, got {size}")
         return Preprocessing(

@@ -277,8 +277,8 @@ def watch(
         str,
         typer.Option(
             metavar="KEY",
-            help="Also measure quality for each value of this metadata key, worst first. Needs a "
-            "gallery. Without it, no quality is shown.",
+            help="Metadata key, such as camera: quality is measured for each of its values, too, "
+            "and shown worst first. It needs a gallery. Without --by, no quality is shown.",
         ),
     ] = "",
     server: Server = DEFAULT_SERVER,

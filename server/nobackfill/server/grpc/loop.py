@@ -338,15 +338,15 @@ class QuickCall:
         with self._lock:
             if self._has_message:
                 return
-            arrival = self._become()
+            arrival = self._become_arrival()
         arrival.end_unread(code, sentence)
 
     def to_arrival(self) -> Arrival:
         """Turn the call into one of grpcio's, which knows whether its caller has left."""
         with self._lock:
-            return self._become()
+            return self._become_arrival()
 
-    def _become(self) -> Arrival:
+    def _become_arrival(self) -> Arrival:
         if self._arrival is not None:
             return self._arrival
         state: Any = _server._RPCState()  # type: ignore[no-untyped-call]

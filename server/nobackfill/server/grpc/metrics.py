@@ -135,7 +135,7 @@ class DeviceMetrics:
             ["release"], buckets=(0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 1), registry=registry,
         )  # fmt: skip
 
-    def expect(self, release: int) -> None:
+    def set_expected_release(self, release: int) -> None:
         """Start a release's counters at 0, so that Prometheus sees its first failed sync."""
         for failure in FAILURES:
             self.syncs.labels(str(release), failure)

@@ -87,7 +87,7 @@ class CallTrace:
         self._tracing.export(self._method, self._parent, times, shifted, code, request_id)
 
 
-def tracing_of(environment: Mapping[str, str]) -> Tracing | None:
+def read_tracing(environment: Mapping[str, str]) -> Tracing | None:
     """Make what exports traces, as OTEL_TRACES_EXPORTER, OTEL_EXPORTER_OTLP_* and OTEL_SDK_DISABLED
     say.
 

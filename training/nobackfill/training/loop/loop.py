@@ -188,7 +188,7 @@ def fit(
     fabric = fabric or launch_fabric(config)
     _seed(config.seed, -1 if resumed is None else resumed.epoch)
     optimizer = _optimizer(objective, config)
-    first, step = _begin(fabric, objective.trained(), optimizer, config, class_names, resumed)
+    first, step = _begin(fabric, objective.trained_parts(), optimizer, config, class_names, resumed)
     model, optimizer = fabric.setup(objective, optimizer)
     checkpoint = resumed
     with progress.bar(str(config.run_dir), config.epochs, first) as advance:
@@ -215,7 +215,7 @@ def fit(
             if last:
                 objective.finish()
             if last or (epoch + 1) % config.checkpoint_every == 0:
-                parts = objective.trained()
+                parts = objective.trained_parts()
                 tensors = _tensors(parts, None if last else optimizer, step, config.run_dir)
                 checkpoint = Checkpoint(
                     config, tensors, epoch + 1, step, class_names, dict(facts or {})

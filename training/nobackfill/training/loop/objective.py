@@ -1,6 +1,6 @@
 """Objectives: the interface between the training loop and the methods.
 
-An `Objective` is a module. Its parameters with gradients are trained, and its `trained` parts are
+An `Objective` is a module. Its parameters with gradients are trained, and its `trained_parts` are
 the checkpoint. `fit` in loop.py runs it; methods subclass it.
 """
 
@@ -52,7 +52,7 @@ class Objective(nn.Module):
         The base class does nothing.
         """
 
-    def trained(self) -> nn.ModuleDict:
+    def trained_parts(self) -> nn.ModuleDict:
         """Return the modules that the checkpoint stores, by the name of their part."""
         raise NotImplementedError
 

@@ -270,7 +270,7 @@ def _begin_with(
     """Load the pretrained weights that the configuration names."""
     if config.weights is None or resumable(config) is not None:
         return
-    encoder = objective.trained()["encoder"]
+    encoder = objective.trained_parts()["encoder"]
     assert isinstance(encoder, ImageEncoder)
     head = objective.head if isinstance(objective, EmbedderObjective) else None
     weights = read_weights(config.weights, config.backbone)

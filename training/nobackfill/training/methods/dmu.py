@@ -157,9 +157,9 @@ class DmuObjective(CompatibleObjective):
         loss: Tensor = self.head(adapted, labels)
         return loss
 
-    def trained(self) -> nn.ModuleDict:
+    def trained_parts(self) -> nn.ModuleDict:
         """Return the parts encoder and head and, with the option `forward`, upgrade."""
-        parts = super().trained()
+        parts = super().trained_parts()
         if self.upgrade is not None:
             parts["upgrade"] = self.upgrade
         return parts

@@ -143,7 +143,7 @@ class FctObjective(Objective):
             terms["side_distance"] = squared_l2(upgraded.side, view["new_side"])
         return terms
 
-    def trained(self) -> nn.ModuleDict:
+    def trained_parts(self) -> nn.ModuleDict:
         """Return the part upgrade and, until `finish`, best (with the key keep_best)."""
         parts = {"upgrade": self.upgrade}
         return nn.ModuleDict(parts if self.best is None else {**parts, "best": self.best})

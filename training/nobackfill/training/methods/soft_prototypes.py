@@ -99,7 +99,7 @@ class SoftPrototypesObjective(Objective):
         losses = F.cross_entropy(logits, view["labels"], ignore_index=-1, reduction="none")
         return {"classification": losses.mean()}
 
-    def trained(self) -> nn.ModuleDict:
+    def trained_parts(self) -> nn.ModuleDict:
         """Return the part upgrade."""
         return nn.ModuleDict({"upgrade": self.upgrade})
 

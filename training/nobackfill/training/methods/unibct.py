@@ -78,9 +78,9 @@ class UniBctObjective(CompatibleObjective):
         losses = self.pseudo_classifier.loss(self.as_old(embedding), labels)
         return {"pseudo_prototypes": self.options.weight * losses.mean()}
 
-    def trained(self) -> torch.nn.ModuleDict:
+    def trained_parts(self) -> torch.nn.ModuleDict:
         """Return the parts encoder, head and prototypes."""
-        parts = super().trained()
+        parts = super().trained_parts()
         parts["prototypes"] = self.pseudo_classifier
         return parts
 

@@ -166,6 +166,6 @@ class EmbedderObjective(Objective):
         ):
             load_part(self.head, checkpoint, "head")
 
-    def trained(self) -> nn.ModuleDict:
+    def trained_parts(self) -> nn.ModuleDict:
         """Return the parts encoder and head."""
         return nn.ModuleDict({"encoder": self.embedder, "head": self.head})

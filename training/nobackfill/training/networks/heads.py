@@ -194,7 +194,7 @@ class FixedClassifier(nn.Module):
     ) -> None:
         super().__init__()
         if form not in HEAD_NAMES:
-            raise ConfigurationError(f"unknown head {form!r}; known: {', '.join(HEAD_NAMES)}")
+            raise ConfigurationError(f"head: expected one of {', '.join(HEAD_NAMES)}, got {form!r}")
         self.form, self.margin, self.scale = form, margin, scale
         self.register_buffer("weights", weights.detach().clone())
         no_bias = torch.zeros(len(weights), dtype=weights.dtype, device=weights.device)
