@@ -11,7 +11,10 @@ import pytest
 from nobackfill.adopt.cli import main
 from nobackfill.adopt.maps import fit_maps, save_map
 from nobackfill.adopt.pairs import match
+from nobackfill.adopt.sources.arrays import ArraySource
 from nobackfill.adopt.sources.opening import open_source
+from nobackfill.adopt.sources.source import Window
+from nobackfill.errors import InvalidInputError
 from nobackfill.vectors import Vectors
 from tests.adopt.made import world, write_parquet
 from tests.support.documents import run_command
@@ -258,3 +261,19 @@ def test_the_kinds_of_sources_are_told_in_one_line(
 ) -> None:
     said = refused(["inspect", source], code, monkeypatch, capsys)
     assert "FILE.parquet" in said and "\\n" not in said
+
+
+@pytest.mark.parametrize("count", [9, 11])
+def test_an_array_of_another_length_than_the_ids_is_refused(tmp_path: Path, count: int) -> None:
+    np.save(tmp_path / "ids.npy", np.arange(10))
+    np.save(tmp_path / "vector.npy", MADE.old[:10])
+    np.save(tmp_path / "title.npy", np.arange(count))
+    np.save(tmp_path / "year.npy", np.array([*range(9), np.nan]))
+    np.save(tmp_path / "day.npy", np.array(["2026-11-27"] * 9 + ["NaT"], "datetime64[D]"))
+    source = ArraySource(tmp_path)
+    with pytest.raises(
+        InvalidInputError, match=rf"title\.npy: expected 10 values, .* got {count};"
+    ):
+        source.column(Window(0, 5), "title")
+    assert source.column(Window(8, 10), "year").values == ["8.0", "nan"]
+    assert source.column(Window(8, 10), "day").values == ["2026-11-27", "None"]

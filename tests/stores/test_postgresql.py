@@ -4,6 +4,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -24,6 +25,7 @@ from nobackfill.server.stores.postgresql import schema
 from nobackfill.server.stores.postgresql.conditions import condition_of
 from nobackfill.server.stores.postgresql.database import Connection, Database, check_url, run
 from nobackfill.server.stores.postgresql.gallery import PostgresqlGalleries, PostgresqlGallery
+from nobackfill.server.stores.postgresql.leading import lock_releases
 from tests.gallery.making import ids, spec, vectors
 from tests.support.postgres import Server
 from tests.support.waiting import wait_until
@@ -287,3 +289,15 @@ def test_a_database_of_another_format_is_refused(postgres: Server) -> None:
             connection.execute("UPDATE nobackfill.format SET version = 99")
         with pytest.raises(ConfigurationError, match="format 99"):
             Database(url).open(schema.prepare)
+
+
+def test_a_wait_of_zero_seconds_for_releases_ends(database: Database) -> None:
+    """PostgreSQL takes a timeout of 0 for none."""
+
+    def wait(seconds: float) -> None:
+        with lock_releases(database, seconds):
+            raise AssertionError("the lock was free")
+
+    with ThreadPoolExecutor(2) as pool, lock_releases(database, 5):
+        for waiting in [pool.submit(wait, seconds) for seconds in (0.0, 0.0004)]:
+            assert isinstance(waiting.exception(30), BusyError)

@@ -156,6 +156,10 @@ def carry(
     Old vectors do not change. Items that have a new vector already are only checked. After an
     error or a kill, the written vectors stay; call it again to continue.
 
+    After a flip nothing is checked, because writers put vectors, too. With `flip` nothing is
+    checked in a store where they put new vectors before it. The last rows, which a flip writes
+    under its lock, are not checked either.
+
     Args:
         source: The store of the old vectors.
         target: The place of the new vectors in it, which is created if it is missing.

@@ -427,10 +427,16 @@ def judge_switch(pairs: Pairs, queries: Queries) -> Figures:
 
     Args:
         pairs: Pairs of vectors with the same dimension.
-        queries: Queries among the pairs.
+        queries: Queries whose items are rows of `pairs`; with `own`, each is left out of its own
+            answer.
+
+    Returns:
+        For each query its figures, as of `measure_figures`: agreement@10, and without `own` also
+        R@1, R@10 and MRR.
 
     Raises:
-        ValueError: The dimensions of the two models differ.
+        ValueError: The dimensions of the two models differ, a value is not finite, or with cosine a
+            vector is zero.
     """
     figures, _ = measure_figures(blocked(queries.new, pairs.new, queries.metric), queries)
     return figures(blocked(queries.new, pairs.old, queries.metric))

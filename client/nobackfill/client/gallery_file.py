@@ -289,7 +289,8 @@ class GalleryFile:
 
         Raises:
             NotFoundError: the release is not installed.
-            VerificationError: the file was changed or cannot be read, or the gallery is damaged.
+            VerificationError: the manifest was changed or cannot be read, or the gallery is damaged
+                or does not have exactly one active space.
             UnfitError: this program cannot use the release.
             BusyError: another process holds the gallery file.
         """

@@ -83,14 +83,15 @@ def served_cells(
 ) -> Iterator[CellName]:
     """Yield the ways in which a release would answer from older vectors.
 
-    They are direct search, and the MOST_ROUTES shortest routes from each older release: twenty
-    fully linked releases have a quarter of a million routes. Other routes are planned by the
-    product of their parts. No route leads through a withdrawn release, but a gallery may still be
-    in its space.
+    They are direct search, where `new` declares it, and the MOST_ROUTES shortest routes from each
+    older release: twenty fully linked releases have a quarter of a million routes. Other routes are
+    planned by the product of their parts. No route leads through a withdrawn release, but a gallery
+    may still be in its space.
 
     Args:
         new: The release.
-        manifests: The older releases by number.
+        manifests: The releases by number, `new` among them: without it there are no routes. Newer
+            ones are ignored.
         withdrawn: Numbers of withdrawn releases.
     """
     usable = {n: manifest for n, manifest in manifests.items() if n not in withdrawn}

@@ -168,7 +168,15 @@ class LanceSource:
         return Facts(f"{self._name}.{self.vector}", dim, self.metric(), model, others)
 
     def vector_indexes(self) -> list[tuple[str, str, str]]:
-        """Return name, type and metric of each index of the old vectors."""
+        """Return name, type and metric of each index of the old vectors.
+
+        The metric is empty if LanceDB does not tell it.
+
+        Raises:
+            BusyError: Others write the table at this moment.
+            InvalidInputError: LanceDB refuses.
+            ConfigurationError: The process was forked after the table was opened.
+        """
         with _translate_errors(self._name):
             result = [one for one in self.table.list_indices() if one.columns == [self.vector]]
             stats = [self.table.index_stats(one.name) for one in result]
@@ -182,6 +190,7 @@ class LanceSource:
 
         Raises:
             InvalidInputError: its indexes have different metrics, or one that is not supported.
+            BusyError, ConfigurationError: as `vector_indexes`.
         """
         metrics = {metric for _, _, metric in self.vector_indexes()}
         if len(metrics) > 1:
@@ -213,7 +222,8 @@ class LanceSource:
     def windows(self, rows: int) -> Iterator[Window]:
         """Divide all keys into windows of `rows` rows; all keys are read at the first window.
 
-        The last window has no upper end, so that it includes later rows.
+        The last window has no upper end, so that it includes later rows. An empty table gives one
+        window.
 
         Raises:
             InvalidInputError: A row has no key, or two rows have the same.

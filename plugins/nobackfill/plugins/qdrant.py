@@ -278,7 +278,8 @@ class QdrantSource:
     def windows(self, rows: int) -> Iterator[Window]:
         """Divide all ids into windows of `rows` points.
 
-        The last window has no upper end, so that it includes new points.
+        The last window has no upper end, so that it includes new points. An empty collection gives
+        one window.
 
         Raises:
             NobackfillError: any failure of the call, such as UnavailableError (no answer)
@@ -380,13 +381,13 @@ class QdrantSource:
     def open_target(self, target: Target) -> "NewNamedVectors":
         """Create the new named vector, or open it if this map created it before.
 
-        It gets the storage and index settings of the old one.
+        It gets the metric, storage and index settings of the old one.
 
         Args:
             target: its name and dimension, and the digest of the map.
 
         Raises:
-            AlreadyExistsError: another vector has the name.
+            AlreadyExistsError: another vector has the name, or the name is empty.
             InvalidInputError: the old vector has no name; Qdrant then refuses named ones.
             NobackfillError: any other failure of the call, such as UnavailableError (no answer)
                 or NotPermittedError.

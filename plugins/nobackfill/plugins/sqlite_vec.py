@@ -519,7 +519,8 @@ class SqliteVecSource:
     def windows(self, rows: int) -> Iterator[Window]:
         """Divide all rowids into windows of `rows` rows.
 
-        The last window has no upper end, so that it includes later rows.
+        The last window has no upper end, so that it includes later rows. An empty table gives one
+        window.
 
         Raises:
             BusyError, InvalidInputError: The file cannot be read.

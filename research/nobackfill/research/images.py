@@ -287,7 +287,7 @@ def development_images(train: Path, into: Path, classes: int, seed: int) -> None
 def names_without_place(classes: NDArray[np.str_]) -> NDArray[np.str_]:
     """Remove the place in front of class names of `development_images`: "0003-cat" gives "cat".
 
-    The results of all seeds are therefore equal.
+    The results of all seeds are therefore equal. A name without a hyphen gives an empty one.
     """
     return np.array([name.partition("-")[2] for name in classes.tolist()])
 

@@ -274,11 +274,12 @@ def compare_vectors(
 ) -> BenchResults:
     """Fit rivals on frozen vectors, and measure the searches that each of them serves.
 
-    A rival that refuses the vectors becomes a row with the reason, and no error.
+    A rival that refuses the vectors becomes a row with the reason, and no error. The rows old/old
+    and new/new, searches without a transform, are always there.
 
     Args:
         vectors: the vectors.
-        names: rivals to run; None: all.
+        names: rivals to run; None: all; empty: none.
         pairs: training pairs, drawn anew for each seed; None, or more than there are: all.
         seeds: how many seeds, at least 1; each fits every rival again.
         command, machine: recorded in the results.

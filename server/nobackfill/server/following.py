@@ -88,12 +88,14 @@ class Following:
         self._cleanup.shutdown(wait=False, cancel_futures=True)
 
     def catch_up(self) -> None:
-        """Make plans by the store's present state.
+        """Open galleries that other gateways created, close those that they deleted, and make plans
+        by the store's present state.
 
         A gallery that this gateway cannot follow yet keeps its plan; the log has the reason.
 
         Raises:
             UnavailableError: the store does not answer.
+            VerificationError: a new gallery is damaged, or one of its models fails its check.
         """
         with self._lock:
             self._catch_up()

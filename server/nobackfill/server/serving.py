@@ -265,15 +265,18 @@ class Serving:
     ) -> None:
         """Load models that plans will use, and check them.
 
-        Models wait for a model server that is away; searches by embedding do not need them.
+        Releases that were checked before are skipped. If the model server is away, the models wait
+        for it and are not checked; a later call checks them. Searches by embedding do not need
+        them.
 
         Args:
             manifests: the releases.
             check: as in `follow`.
 
         Raises:
-            VerificationError: a model fails its check.
-            UnavailableError: the model server does not answer.
+            NotFoundError: a release is not published.
+            VerificationError: a file does not match its digest, or a model fails its check.
+            UnavailableError: the model server stops answering meanwhile.
         """
         for manifest in manifests:
             if manifest.release in self._followed:

@@ -305,11 +305,14 @@ class GatewayState(ABC):
     def exclusive(self, seconds: float) -> AbstractContextManager[None]:
         """Keep other gateways from activating, rolling back or retiring a release during a block.
 
+        It keeps them from creating a gallery, too.
+
         Args:
-            seconds: longest time to wait for another gateway.
+            seconds: longest time to wait for another gateway; at least 1 ms is waited.
 
         Raises:
             BusyError: another gateway took longer.
+            UnavailableError: the database does not answer.
         """
         return nullcontext()
 

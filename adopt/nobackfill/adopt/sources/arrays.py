@@ -103,7 +103,10 @@ class ArraySource:
         return len(self._ids)
 
     def windows(self, rows: int) -> Iterator[Window]:
-        """Divide the rows into windows of exactly `rows` rows, the last one shorter."""
+        """Divide the rows into windows of exactly `rows` rows, the last one shorter.
+
+        A folder without rows gives none.
+        """
         for first in range(0, len(self._ids), rows):
             yield Window(first, min(first + rows, len(self._ids)))
 
@@ -116,8 +119,11 @@ class ArraySource:
     def column(self, window: Window, name: str) -> ColumnValues:
         """Read a one-dimensional array of the folder as text, for the rows of a window.
 
+        A missing number is "nan", and a missing date "None".
+
         Raises:
-            InvalidInputError: There is no such array.
+            InvalidInputError: There is no such array, it has another number of values than
+                `ids.npy`, or its file cannot be read.
         """
         path = self._folder / f"{name}.npy"
         if name not in self._others:
@@ -125,7 +131,13 @@ class ArraySource:
                 f"{self._folder}: expected an array {name!r} with one value for each row, found "
                 f"{join_few(self._others) or 'none'}"
             )
-        values = _array(path)[window.lower : window.upper]
+        array = _array(path)
+        if len(array) != len(self._ids):
+            raise InvalidInputError(
+                f"{path}: expected {len(self._ids)} values, one for each key of {_IDS}, got "
+                f"{len(array)}; write the array again with a value for each row"
+            )
+        values = array[window.lower : window.upper]
         return ColumnValues(self.read(window).ids, list(map(text_of, values.tolist())))
 
     def open_target(self, target: Target) -> "NewArray":

@@ -73,7 +73,7 @@ class Collection(Protocol):
         """Count the items."""
 
     def windows(self, rows: int) -> Iterator[Window]:
-        """Divide all keys into windows of about `rows` items."""
+        """Divide all keys into windows of about `rows` items; the last one has no upper end."""
 
     def records(self, window: Window) -> list[Record]:
         """Read the items of a window in the order of their keys."""
@@ -158,7 +158,10 @@ class CopiedSource:
         return self._here.count()
 
     def windows(self, rows: int) -> Iterator[Window]:
-        """Divide all keys into windows of about `rows` items."""
+        """Divide all keys into windows of about `rows` items; the last one has no upper end.
+
+        An empty collection gives one window.
+        """
         return self._here.windows(rows)
 
     def read(self, window: Window) -> Rows:

@@ -137,7 +137,7 @@ class ParquetSource:
         return sum(len(self.read(window)) for window in self.windows(0))
 
     def windows(self, rows: int) -> Iterator[Window]:
-        """Yield one window for each row group; `rows` is ignored.
+        """Yield one window for each row group, none without row groups; `rows` is ignored.
 
         Raises:
             IncompatibleSpaceError: Two files record different models.

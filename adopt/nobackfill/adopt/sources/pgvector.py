@@ -190,8 +190,11 @@ class PgvectorSource:
     def windows(self, rows: int) -> Iterator[Window]:
         """Divide all keys into windows of `rows` rows; the last one is open upwards.
 
+        An empty table gives one window.
+
         Raises:
             NotPermittedError: Row-level security may hide rows from this role.
+            NobackfillError: As `translate_errors`.
         """
         self._table.every_row_is_seen()
         lower: object = None

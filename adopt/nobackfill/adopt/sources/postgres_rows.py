@@ -182,11 +182,12 @@ def update_passes(versions: Sequence[object], vectors: Vectors) -> Iterator[byte
     """Encode the rows of an UPDATE in passes (see PASSES).
 
     Args:
-        versions: Place, writer and relation of each row, joined.
+        versions: For each row, 14 bytes: place (tid), writer (xid) and relation (oid).
         vectors: Their new vectors, float32 [n, dim].
 
     Yields:
-        For each pass, rows of (place tid, writer xid, relation oid, new vector).
+        For each pass, rows of (place tid, writer xid, relation oid, new vector) in COPY's binary
+        form, without header and trailer. Nothing without rows.
     """
     known = [one for one in versions if isinstance(one, bytes)]
     passes = _passes([one[_PARTS[0]] for one in known])

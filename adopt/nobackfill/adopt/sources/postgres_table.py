@@ -789,13 +789,24 @@ class SourceTable:
         return self.composed(query, **parts).as_string()
 
     def described(self, query: LiteralString, **parts: object) -> list[Any]:
-        """Return all rows of a query of the catalogue, with schemas before all names."""
+        """Return all rows of a query of the catalogue, with schemas before all names.
+
+        The query runs in a transaction that is rolled back.
+
+        Raises:
+            NobackfillError: As `translate_errors`.
+        """
         with self.connected() as changes, changes.attempt():
             changes.run("SET LOCAL search_path = pg_catalog")
             return changes.all(query, **parts)
 
     def accepts(self, statements: Sequence[str]) -> bool:
-        """Return whether PostgreSQL runs statements. They are rolled back."""
+        """Return whether PostgreSQL runs statements. They are rolled back.
+
+        Raises:
+            NobackfillError: As `translate_errors`; a statement that PostgreSQL refuses as invalid,
+                or whose object is missing, gives False instead.
+        """
         try:
             with self.connected() as changes, changes.attempt():
                 for statement in [*self.finding_pgvector(), *statements]:
@@ -819,7 +830,11 @@ class SourceTable:
     def searched(
         self, query: LiteralString, setting: LiteralString | None = None, **parts: object
     ) -> list[Any]:
-        """Return all rows of a query, in the same transaction as a statement before it."""
+        """Return all rows of a query, in the same transaction as a statement before it.
+
+        Raises:
+            NobackfillError: As `translate_errors`.
+        """
 
         def ask(connection: Any) -> list[Any]:
             with connection.transaction():
@@ -835,7 +850,11 @@ class SourceTable:
         self._connections.close()
 
     def all(self, query: LiteralString, *, binary: bool = False, **parts: object) -> list[Any]:
-        """Return all rows of a query."""
+        """Return all rows of a query.
+
+        Raises:
+            NobackfillError: As `translate_errors`.
+        """
 
         def ask(connection: Any) -> list[Any]:
             with connection.cursor(binary=binary) as cursor:
@@ -845,7 +864,11 @@ class SourceTable:
         return self._connections.read(ask)
 
     def copied(self, query: LiteralString, **parts: object) -> bytes:
-        """Return all rows in COPY's binary form, without its header and trailer."""
+        """Return all rows in COPY's binary form, without its header and trailer.
+
+        Raises:
+            NobackfillError: As `translate_errors`.
+        """
         statement = sql.SQL("COPY ({}) TO STDOUT (FORMAT BINARY)").format(
             self.composed(query, **parts)
         )

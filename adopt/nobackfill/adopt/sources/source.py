@@ -255,10 +255,22 @@ class Source(Protocol):
         """
 
     def count(self) -> int:
-        """Count the items that have a vector."""
+        """Count the items that have a vector.
+
+        Raises:
+            NobackfillError: The store cannot be read.
+        """
 
     def windows(self, rows: int) -> Iterator[Window]:
-        """Divide all items into windows of about `rows` items; none for an empty store."""
+        """Divide all items into windows of about `rows` items.
+
+        In a database the last window has no upper end, so that it includes later items. An empty
+        database gives one window; files without rows may give none.
+
+        Raises:
+            NobackfillError: The store cannot be read, such as UnavailableError or
+                NotPermittedError.
+        """
 
     def read(self, window: Window) -> Rows:
         """Read the vectors of a window; items without one are left out. NaN passes.

@@ -69,8 +69,8 @@ class VaultEntry:
 class VaultQueue:
     """Access to the table `vault` of a gallery file; the first sealed image creates the table.
 
-    Methods that read may raise DamagedError and BusyError; methods that write also raise
-    CannotWriteError. `mark`, `settle` and `forget` expect that the table exists.
+    Methods may raise VerificationError (a damaged gallery file) and BusyError; methods that write
+    also raise CannotWriteError. `mark`, `settle` and `forget` expect that the table exists.
     """
 
     def __init__(self, store: Store) -> None:
@@ -173,7 +173,10 @@ class VaultQueue:
     def adopt(self, key: str) -> None:
         """Set the public key of all rows that have none.
 
+        A missing table is created, and an old one migrated, first.
+
         Raises:
+            VerificationError: the gallery file is damaged.
             BusyError: another process holds the gallery file.
             CannotWriteError: the disk is full or read-only.
         """

@@ -268,13 +268,14 @@ class QuerySample:
     def draw(self, count: int) -> list[int]:
         """Count answered queries, and draw those that the sample shall store.
 
-        `store_queries` stores them.
+        `store_queries` stores them. It takes no lock: calls at the same time may count as one.
 
         Args:
             count: Number of answered queries.
 
         Returns:
-            Their indices from 0, increasing: all until the sample is full, then a random share.
+            Their indices from 0, increasing: all until the sample is full, then each with a chance
+            of 1 in 16.
         """
         # The choice is no secret: it decides on which queries an index is tuned. Two threads may
         # count as one.

@@ -175,7 +175,8 @@ def withdraw(
 ) -> None:
     """Withdraw a release: devices use the newest release that is not withdrawn.
 
-    `nobackfill converter withdraw` withdraws a converter.
+    It cannot be undone. The reason is one printable line. Another reason replaces the former one,
+    and the same reason changes nothing. `nobackfill converter withdraw` withdraws a converter.
     """
     key_files = _keys(model_repo, None, targets_key)
     news = renew.withdraw(model_repo, number, reason, key_files, dry_run)

@@ -247,7 +247,8 @@ def open_collection(place: str, collection: str, vector: str | None) -> CopiedSo
             client was opened.
         UnavailableError: the server does not answer.
         NotPermittedError: the server refuses the token.
-        InvalidInputError: the vector field is missing or ambiguous, or functions compute fields.
+        InvalidInputError: the vector field is missing or ambiguous, functions compute fields, or
+            Milvus refuses the call otherwise, as for an unknown database or too little memory.
     """
     return CopiedSource(MilvusStore(place, vector), collection)
 
@@ -277,8 +278,8 @@ class MilvusStore:
 
         Raises:
             NotFoundError: there is no such collection.
-            InvalidInputError: the vector field is missing or ambiguous, or functions compute
-                fields.
+            InvalidInputError: the vector field is missing or ambiguous, functions compute fields,
+                or Milvus refuses the call otherwise, as for too little memory.
             NobackfillError: any other failure of the call, such as UnavailableError (no answer)
                 or NotPermittedError.
         """
@@ -445,7 +446,8 @@ class MilvusCollection:
     def windows(self, rows: int) -> Iterator[Window]:
         """Divide all keys into windows of at most `rows` items that fit into one answer.
 
-        Keys are listed once, at the start. A key that is added later makes a window larger.
+        Keys are listed once, at the start. A key that is added later makes a window larger. The
+        last window has no upper end, and an empty collection gives one window.
 
         Raises:
             NobackfillError: any failure of the call, such as UnavailableError (no answer)

@@ -249,7 +249,8 @@ class Models(Protocol):
     def start(self) -> None:
         """Start the model server before its first use.
 
-        Returns once it answers, or once it is known that it does not answer yet.
+        Call it once. Returns once it answers, or once it is known that it does not answer yet. A
+        server that cannot start raises nothing: it is logged, and tried again in the background.
         """
         ...
 

@@ -542,7 +542,12 @@ class Hosted(ABC):
 
     @abstractmethod
     def expect(self, space: str) -> None:
-        """Load a space that is about to be searched, before a switch makes puts wait."""
+        """Load a space that is about to be searched, before a switch makes puts wait.
+
+        Raises:
+            IncompatibleSpaceError: the gallery does not have the space.
+            BusyError, UnavailableError: the database is busy, or does not answer.
+        """
 
     @abstractmethod
     def make_ready(self, space: str, check_stop: Callable[[], None]) -> None:
@@ -551,6 +556,11 @@ class Hosted(ABC):
         Args:
             space: id of the space.
             check_stop: called often; it may raise to stop.
+
+        Raises:
+            IncompatibleSpaceError: the gallery does not have the space.
+            CannotWriteError: the store cannot be written.
+            NobackfillError: whatever `check_stop` raises.
         """
 
     def drop(self, space: str) -> None:
@@ -673,7 +683,11 @@ class Home(Protocol):
         ...
 
     def names(self) -> Iterable[str]:
-        """Return the names of all galleries, in order."""
+        """Return the names of all galleries, in order.
+
+        Raises:
+            BusyError, UnavailableError: the database is busy, or does not answer.
+        """
         ...
 
     def open(self, name: str) -> Hosted:
@@ -698,17 +712,22 @@ class Home(Protocol):
         Raises:
             AlreadyExistsError: a gallery has this name.
             CannotWriteError: it cannot be written.
+            BusyError, UnavailableError: the database is busy, or does not answer.
         """
         ...
 
     def remove(self, name: str) -> Callable[[], None]:
         """Remove a gallery that nobody uses, atomically.
 
+        The caller knows that the gallery exists.
+
         Returns:
-            A function that frees its storage, to be called once it is closed.
+            A function that frees its storage, to be called once it is closed; it may raise
+            CannotWriteError.
 
         Raises:
             CannotWriteError: it cannot be removed.
+            BusyError, UnavailableError: the database is busy, or does not answer.
         """
         ...
 
@@ -858,7 +877,7 @@ class GalleryRegistry:
         return hosted is not None and hosted.is_slow
 
     def names(self) -> set[str]:
-        """Return all names in use."""
+        """Return the names of all galleries, also of those that are set aside."""
         return {*self._hosted, *self._reasons}
 
     def all(self) -> Iterator[Hosted]:
@@ -948,6 +967,7 @@ class GalleryRegistry:
 
         Raises:
             UnavailableError: the database does not answer.
+            VerificationError: a new gallery is damaged, or `check` refuses one of its models.
         """
         # Read this first: a gallery that is created here after the look is not in it, and stays.
         open_before = self._hosted

@@ -81,7 +81,9 @@ class GraphWait:
         """Return once the graph has the required recall, and searches are wide enough for it.
 
         Raises:
-            CannotWriteError: the graph cannot be built.
+            CannotWriteError: the graph cannot be built, or the note cannot be written.
+            BusyError, UnavailableError: the database is busy, or does not answer, when a note is
+                written or removed.
             NobackfillError: whatever `check_stop` raises.
         """
         wait_for_recall(self._ready, self._measure, self._check_stop, self._report)
@@ -281,7 +283,11 @@ class HostedInDatabase(Hosted):
             ) from error
 
     def compares(self, part: PlanPart, ef: int) -> bool:
-        """Tell whether a search of a part reads every vector."""
+        """Tell whether a search of a part reads every vector.
+
+        Raises:
+            OutdatedError: another gateway has deleted the space; the search begins again.
+        """
         return compares(self._table(part.space).spec, ef)
 
     def check_complete(self) -> None:
@@ -293,12 +299,32 @@ class HostedInDatabase(Hosted):
             )
 
     def expect(self, space: str) -> None:
-        """Record which items a space has, so that searches only check later ones."""
+        """Record in the database up to which item a space has all vectors, so that searches only
+        check later ones.
+
+        Within a transaction it does nothing.
+
+        Raises:
+            IncompatibleSpaceError: the gallery does not have the space.
+            BusyError: the database is busy.
+            UnavailableError: it does not answer.
+        """
         self._gallery.look_ahead(space)
 
     def make_ready(self, space: str, check_stop: Callable[[], None]) -> None:
         """Build the graph of a space unless it has a good one, and wait until its recall is high
         enough.
+
+        A graph with too little recall is built again once. If that does not help, a note asks an
+        operator, and the wait goes on. A busy or absent database is tried again while the graph is
+        built or measured.
+
+        Raises:
+            IncompatibleSpaceError: the gallery does not have the space.
+            CannotWriteError: the graph cannot be built, or the note cannot be written.
+            BusyError, UnavailableError: the database is busy, or does not answer, when the wait
+                begins, ends or writes a note.
+            NobackfillError: whatever `check_stop` raises.
         """
         check_stop()
         GraphWait(self, self._gallery, self._gallery.space(space), check_stop).wait()

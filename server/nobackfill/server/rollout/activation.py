@@ -122,9 +122,12 @@ def fail(
 ) -> None:
     """Record that a release failed, and return galleries that had moved to it.
 
-    Returns once the failure is durable, so that only an operator can start the release again. If
-    the disk is full or the database away, the record is retried until `cancelled` is set or another
-    gateway leads.
+    A release that is active already is not marked. Returns once the failure is durable, so that
+    only an operator can start the release again. If the disk is full or the database away, the
+    record is retried until `cancelled` is set or another gateway leads.
+
+    It raises no error: if the single try fails, `cancelled` is set or the lead is lost, it logs
+    that and returns without a record.
 
     Args:
         parts: the parts of the gateway.

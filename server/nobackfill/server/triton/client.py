@@ -155,7 +155,10 @@ class SharedMemory:
             self._off_until, self._swept = 0.0, False
 
     def end(self) -> None:
-        """Ask Triton to unmap the regions, once no call uses them; errors of Triton are ignored."""
+        """Ask Triton to unmap the regions.
+
+        Call it when no call uses them. At Triton's first error it stops, and raises nothing.
+        """
         with contextlib.suppress(grpc.RpcError):
             for region in self._free:
                 self._unregister(region.name)

@@ -74,7 +74,9 @@ class Misses:
     def add(self, *, is_late: bool = False) -> None:
         """Count a missed probe, unless the child was busy since the last one.
 
-        A thread that has ended takes its waiting time along; ending is work, too.
+        A thread that has ended takes its waiting time along; ending is work, too. 30 s after the
+        last answer every miss counts, because a child that is busy for so long is in a loop. A
+        child of somebody else is never busy.
 
         Args:
             is_late: whether this process noticed the miss late, so that it waited for a processor

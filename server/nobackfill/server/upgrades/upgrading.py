@@ -484,7 +484,7 @@ class Upgrading:
             self._change_state(gallery, JobState.RUNNING)
 
     def is_paused(self, gallery: str) -> bool:
-        """Tell whether a gallery's upgrades are paused."""
+        """Tell whether a gallery's upgrades are paused; False for an unknown gallery."""
         return gallery in self._state.current.paused
 
     def forget_missing(self, galleries: set[str]) -> None:
@@ -520,7 +520,11 @@ class Upgrading:
         )
 
     def wait_resumed(self, gallery: str, should_stop: Callable[[], bool]) -> None:
-        """Wait while a gallery is paused, at most until `should_stop` returns True."""
+        """Wait while a gallery is paused, at most until `should_stop` returns True.
+
+        It asks at least every 0.2 s, and reads the state in memory. An unknown gallery is not
+        paused.
+        """
         version = -1
         while self.is_paused(gallery) and not should_stop():
             version = self.changed.wait(version, 0.2)

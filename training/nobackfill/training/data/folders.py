@@ -134,7 +134,7 @@ def listing_digest(listing: ImageListing) -> str:
 def read_stored_vectors(files: StoredVectorFiles, listing: ImageListing) -> Vectors:
     """Return the stored vectors of the listing's images, float32 [n,dim] in its order.
 
-    The files may hold vectors of other images, too.
+    The files may hold vectors of other images, too; these are checked as well.
 
     Args:
         files: the .npy file of vectors and the text file of image paths.
@@ -142,8 +142,9 @@ def read_stored_vectors(files: StoredVectorFiles, listing: ImageListing) -> Vect
 
     Raises:
         ConfigurationError: a file is missing.
-        InvalidInputError: the .npy file is no float32 or float64 [n,dim], the paths do not match
-            its rows or occur twice, a vector is zero, or an image has no vector.
+        InvalidInputError: a file cannot be read, the .npy file is no float32 or float64 [n,dim],
+            the paths do not match its rows or occur twice, a vector is zero, or an image has no
+            vector.
         UnusableRowsError: a vector has NaN, infinity or a norm above 1e15.
     """
     for path in (files.vectors, files.paths):

@@ -85,6 +85,9 @@ def set_linear(layer: nn.Linear, solution: AffineMap) -> None:
 def build_linear(config: UpgradeConfig, shape: UpgradeShape) -> UpgradeNetwork:
     """Build h, and g if new side-information is written, as one linear layer each.
 
+    A layer has a bias and reads all inputs that the configuration names, old embedding and
+    side-information. The output of h is scaled to norm 1 if the new embeddings are.
+
     Raises:
         ConfigurationError: `options` is not empty.
     """

@@ -322,6 +322,8 @@ class ItemPages:
         """Show a grid of 60 items, in the order in which they were added.
 
         The address may have conditions (`where`) and the place after the last page (`after`).
+        Each `where` is one condition, and all must hold. A request of htmx (header HX-Request) gets
+        only the tiles.
 
         Raises:
             InvalidInputError: a condition or the place is not valid.
@@ -334,6 +336,8 @@ class ItemPages:
         """Show a grid of 60 migrated items, the least certain first.
 
         The address may have conditions (`where`) and the place after the last page (`after`).
+        Each `where` is one condition, and all must hold. A request of htmx (header HX-Request) gets
+        only the tiles.
 
         Raises:
             InvalidInputError: a condition or the place is not valid.

@@ -53,6 +53,7 @@ def get(hosted: Hosted, name: str) -> pb.GetItemResponse:
     Raises:
         NotFoundError: the gallery has no such item.
         UnavailableError: the database does not answer.
+        BusyError: the database is busy.
     """
     entry = hosted.store.get(name)
     if entry is None:
@@ -83,6 +84,7 @@ def page(hosted: Hosted, request: pb.ListItemsRequest) -> pb.ListItemsResponse:
         DeadlineError: the call's time is over.
         CancelledError: the caller has cancelled the call.
         UnavailableError: the database does not answer.
+        BusyError: the database is busy.
     """
     if request.page_size > LARGEST_PAGE:
         raise InvalidInputError(
@@ -134,6 +136,7 @@ def count(hosted: Hosted, filtered: types.Filter) -> int:
     Raises:
         InvalidInputError: the filter is not valid.
         UnavailableError: the database does not answer.
+        BusyError: the database is busy.
     """
     conditions = from_filter(filtered)
     return hosted.store.count() if conditions is None else len(hosted.filtering.passing(conditions))
@@ -359,7 +362,9 @@ class GalleryService(GalleryServiceServicer):
 
         Raises:
             NotFoundError: no gallery has this name.
-            VerificationError: the gallery is quarantined.
+            VerificationError: the gallery is set aside.
+            UnavailableError: the database does not answer.
+            BusyError: the database is busy.
         """
         with self._galleries.using(request.name) as hosted:
             return pb.GetGalleryResponse(gallery=self._gallery(hosted))

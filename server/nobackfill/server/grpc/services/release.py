@@ -115,13 +115,16 @@ _FAILURES = {
 def count_report(report: pb.ReportSyncRequest, metrics: Metrics, *, is_published: bool) -> None:
     """Count a device's report of a sync in the metrics; nothing else is stored.
 
+    A sync whose probes did not pass counts as the failure `probes`.
+
     Args:
         report: the report.
         metrics: the gateway's metrics.
-        is_published: the report's release is published here.
+        is_published: the report's release is published here; otherwise the report is refused.
 
     Raises:
-        InvalidInputError: a value is not valid.
+        InvalidInputError: the release is not published here, the failure is unknown, seconds are
+            not from 0 to below 1e9, or neighbours_kept is not from 0 to 1; nothing is counted then.
     """
     neighbours_kept = report.neighbours_kept if report.HasField("neighbours_kept") else 0.0
     is_valid = (
@@ -308,7 +311,7 @@ class ReleaseService(ReleaseServiceServicer):
         """Count a device's report of a sync in the metrics.
 
         Raises:
-            InvalidInputError: a value is not valid.
+            InvalidInputError: as `count_report`.
         """
         count_report(request, self._metrics, is_published=request.release in self._catalog.releases)
         return pb.ReportSyncResponse()

@@ -72,16 +72,20 @@ class SearchService(SearchServiceServicer):
     ) -> pb.SearchResponse:
         """Find the nearest items of a gallery to one query; hits come best first.
 
+        Without k there are at most 10 hits.
+
         Raises:
             InvalidInputError: the query, k, the filter, the accuracy or max_distance is not valid.
-            NotFoundError: no gallery has this name.
+            NotFoundError: no gallery has this name, or it was deleted during the search.
             IncompatibleSpaceError: no embedding of the query is in a space that answers.
             NeedsImageError: the gallery has two spaces, and the query has an embedding of one.
             NoEncoderError: the release has no model for an image or a text.
             ReleaseRetiredError: queries of the embedding's space have ended.
-            VerificationError: the gallery is quarantined.
+            VerificationError: the gallery is set aside.
             UnavailableError: the model server or the database does not answer.
             DeadlineError: the call's time is over.
+            CancelledError: the caller has cancelled the call.
+            BusyError: the database is busy.
             OverloadedError: too many calls wait.
         """
         with self._galleries.using(request.gallery) as hosted:
@@ -141,7 +145,7 @@ class SearchService(SearchServiceServicer):
         """Answer up to LARGEST_BATCH queries at once, in their order.
 
         A query that is refused for its content has its error in its own response. Empty batches
-        are refused.
+        are refused. Without k there are at most 10 hits for each query.
 
         Raises:
             InvalidInputError: there is no query, or k, the filter or the accuracy is not valid.

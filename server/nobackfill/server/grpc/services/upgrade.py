@@ -43,7 +43,9 @@ class UpgradeService(UpgradeServiceServicer):
             InvalidInputError: spare_cores is not from 0 to below 1.
             NotFoundError: no gallery has this name, or the release is not published.
             PreconditionError: no upgrade leads to the release.
-            VerificationError: the gallery is quarantined, or a file of the release is damaged.
+            VerificationError: the gallery is set aside, or a file of the release is damaged.
+            UnavailableError: the database does not answer.
+            BusyError: the database is busy.
         """
         spare_cores = _spare_cores(request.spare_cores)
         cost, route = self._lifecycle.estimate(request.gallery, request.release, spare_cores)
@@ -91,7 +93,8 @@ class UpgradeService(UpgradeServiceServicer):
 
         Raises:
             NotFoundError: no gallery has this name, or it was deleted meanwhile.
-            VerificationError: the gallery is quarantined.
+            VerificationError: the gallery is set aside.
+            UnavailableError: the database does not answer.
             InvalidInputError: no item has the metadata key `group_by`, or it has too many values.
         """
         last, report = None, _Report(self._searching, request.group_by)
@@ -119,6 +122,7 @@ class UpgradeService(UpgradeServiceServicer):
         Raises:
             NotFoundError: no gallery has this name.
             CannotWriteError: the state cannot be written.
+            UnavailableError: the database does not answer.
         """
         return pb.PauseUpgradeResponse(progress=_message(self._lifecycle.pause(request.gallery)))
 

@@ -112,7 +112,10 @@ def refusal(error: Exception) -> NobackfillError | None:
     Sentences have neither a password nor a value: PostgreSQL puts values into an error's details.
 
     Returns:
-        The error to raise; None for an error that only a defect of this program can cause.
+        The error to raise: OverloadedError (no connection is free), BusyError, CannotWriteError
+        (read-only or full), ConfigurationError (the address, the password or rights), GoneError,
+        DamagedError, or UnavailableError. None for an error that only a defect of this program can
+        cause, and for any error of other origin.
     """
     if isinstance(error, PoolTimeout | TooManyRequests):
         return OverloadedError(

@@ -271,6 +271,11 @@ class PostgresqlGallery(Reads):
         only later ones.
 
         It does nothing within `Database.transact`.
+
+        Raises:
+            IncompatibleSpaceError: the gallery does not have the space.
+            BusyError: the database is busy.
+            UnavailableError: it does not answer.
         """
         number = self.space(space).number
         self.database.outside_transaction(

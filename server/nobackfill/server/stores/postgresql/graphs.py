@@ -115,9 +115,12 @@ def wait_for_recall(
 ) -> None:  # fmt: skip
     """Wait until a measured recall is at least RECALL.
 
+    A BusyError or UnavailableError of `ready` or `measure` is logged, and both are tried again;
+    other errors pass through. Pauses last 0.5 to 60 s.
+
     Args:
         ready: does what can be done first, and tells whether a measurement makes sense.
-        measure: measures the recall; a temporary refusal of the database is tried again.
+        measure: measures the recall.
         check_stop: called often; it may raise to stop.
         report: called now and then with the measured recall.
     """

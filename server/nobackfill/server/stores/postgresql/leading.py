@@ -128,14 +128,16 @@ def lock_releases(database: Database, seconds: float) -> Iterator[None]:
 
     Args:
         database: the database.
-        seconds: longest time to wait for another gateway.
+        seconds: longest time to wait for another gateway; at least 1 ms is waited.
 
     Raises:
         BusyError: another gateway took longer.
         UnavailableError: the database does not answer.
     """
     with database.connect() as connection:
-        run(connection, "SELECT set_config('lock_timeout', %s, false)", [f"{int(1000 * seconds)}"])
+        # With a timeout of 0, PostgreSQL would wait without end.
+        wait_ms = f"{max(1, int(1000 * seconds))}"
+        run(connection, "SELECT set_config('lock_timeout', %s, false)", [wait_ms])
         try:
             run(connection, _RELEASES)
         except pg.LockNotAvailable as error:
@@ -411,8 +413,8 @@ class StateRow(GatewayState):
         self._database.transact(work)
 
     def exclusive(self, seconds: float) -> AbstractContextManager[None]:
-        """Keep other gateways from activating, rolling back or retiring a release during a block;
-        see GatewayState.exclusive.
+        """Keep other gateways from activating, rolling back or retiring a release, or creating a
+        gallery, during a block; see GatewayState.exclusive.
         """
         return lock_releases(self._database, seconds)
 
