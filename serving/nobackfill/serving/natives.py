@@ -153,8 +153,7 @@ CREATE TABLE IF NOT EXISTS native (
         """Store native vectors durably, and settle the claims and requests of their items.
 
         Args:
-            ids: n ids; existing vectors are replaced. Of an id that is given twice, the last vector
-                stays.
+            ids: n ids; existing vectors are replaced. If an id occurs twice, its last vector stays.
             old_digest: the n digests of the old vectors, as `digest_vector` returns them.
             vectors: float32 [n, dim]; n may be 0.
 
