@@ -191,7 +191,7 @@ def test_an_ordinary_release_is_no_converter(
     publish_block_release(tmp_path / "maps", 1)
     for name in ("maps", "maps#1"):
         said = refused([*CARRY[:-1], name, *ROOT], 66, monkeypatch, capsys)
-        assert "found releases (1)" in said
+        assert "releases (1), whose upgrades" in said
         assert "`gateway upgrade`" in said
 
 

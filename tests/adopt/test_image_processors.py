@@ -93,11 +93,11 @@ def test_both_files_are_read_in_the_librarys_order(tmp_path: Path) -> None:
     clip().save_pretrained(tmp_path)
     transformers.ViTImageProcessor().save_pretrained(tmp_path)
     model = str(pixels_of(tmp_path / "model.onnx", 224))
-    assert "rounded down, bicubic, less 0.481455" in reading_of(open_embedder(model))
+    assert "rounded down, bicubic, less mean 0.481455" in reading_of(open_embedder(model))
     (tmp_path / "processor_config.json").write_text(
         json.dumps({"processor_class": "CLIPProcessor"})
     )
-    assert "stretch, bilinear, less 0.5" in reading_of(open_embedder(model))
+    assert "stretch, bilinear, less mean 0.5" in reading_of(open_embedder(model))
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,7 @@ def test_nan_in_the_middle_stops_and_what_was_carried_stays(
         main()
     assert ended.value.code == 0
     # A mended export is another file: all of it is carried anew.
-    assert "120 written, 120 carried" in capsys.readouterr().out
+    assert "120 vectors written now, 120 in the store" in capsys.readouterr().out
 
 
 def test_tables_that_cannot_be_carried_get_a_sentence(
@@ -247,7 +247,8 @@ def test_a_sample_is_spread_seeded_and_as_large_as_asked(
     # By a slow look: of each item the nearest that was chosen.
     unit = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
     nearest = (1 - unit @ unit[[int(name) for name in found]].T).min(1).mean()
-    chosen, random = map(float, re.findall(r"lies ([\d.]+) from .*, ([\d.]+) from", told[0])[0])
+    pattern = r"sample is ([\d.]+), and ([\d.]+) for a random"
+    chosen, random = map(float, re.findall(pattern, told[0])[0])
     assert chosen == pytest.approx(nearest, abs=6e-4)
     assert 0.5 * random < chosen < 2 * random
     assert "made no map measurably better" in told[0]

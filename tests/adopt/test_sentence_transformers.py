@@ -216,8 +216,13 @@ def test_texts_are_cut_where_the_library_cuts_them(says: str, tmp_path: Path) ->
         ("sentence_bert_config.json", "document_length", 5, "document_length"),
         ("sentence_bert_config.json", "processing_kwargs", {"text": {"padding": 1}}, "processing_"),
         ("sentence_bert_config.json", "transformer_task", "fill-mask", "transformer_task fill"),
-        ("1_Pooling/config.json", "pooling_mode", 7, r"1_Pooling.config\.json: cannot be"),
-        ("config_sentence_transformers.json", "prompts", 7, "transformers.json: cannot be"),
+        (
+            "1_Pooling/config.json",
+            "pooling_mode",
+            7,
+            r"1_Pooling.config\.json: .* pooling_mode.str: Input",
+        ),
+        ("config_sentence_transformers.json", "prompts", 7, "transformers.json: .*prompts: Input"),
     ],
 )
 def test_settings_that_nothing_here_follows_are_refused(

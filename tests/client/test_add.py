@@ -118,7 +118,7 @@ def test_only_regular_files_are_read(setting: Setting, tmp_path: Path) -> None:
     assert done.added == [str(good[0])]
     assert done.refusals == {
         **{
-            str(path): "expected a regular file"
+            str(path): "expected a regular file, got a folder, pipe or device"
             for path in (pipe, Path("/dev/zero"), folder / "zero.png", folder / "pipe.png")
         },
         str(folder / "again"): "a link to a folder, not followed; name it to add its images",
@@ -230,7 +230,7 @@ def test_a_picture_without_a_vector_is_named_and_the_others_go_on(tmp_path: Path
     done = put(gallery, folder)
     assert sorted(done.added) == sorted(map(str, good))
     assert list(done.refusals) == [str(path) for path in blank]
-    assert all("no vector" in why for why in done.refusals.values())
+    assert all("no usable vector" in why for why in done.refusals.values())
     assert len(edge.contents(gallery)) == 40
     with Device(gallery) as device, pytest.raises(InvalidInputError, match=blank[1].name):
         Search(device, {}).by_images([good[0], blank[1]], 3)

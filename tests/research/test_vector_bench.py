@@ -221,4 +221,4 @@ def test_the_command_writes_a_page_and_its_figures(tmp_path: Path) -> None:
         refused = run_here(app, *command, *words)
         assert refused.returncode == 78 and sentence in refused.stderr
     alone = run_here(app, "compare.py", "--pairs", "100")
-    assert alone.returncode == 78 and "--pairs needs --vectors" in alone.stderr
+    assert alone.returncode == 78 and "also give --vectors FILE.npz" in alone.stderr

@@ -224,7 +224,7 @@ BAD: dict[str, tuple[Spoil, str]] = {
     "an older side encoder that is none": (_older_encoder, "cannot be used"),
     "a file that nobody signed": (_unsigned, "does not sign"),
     "a file of another digest": (_other_digest, "another digest"),
-    "the space of release 2": (_same_space, "the space of release 2"),
+    "the space of release 2": (_same_space, "the same space as release 2"),
     "images of another size": (_embedding_of_images_too_large, "expected [None, 2048, 2048, 3]"),
     "probes that unpack to gigabytes": (_bomb, "at most"),
     "probes that lie": (_lying_array, "golden probes"),

@@ -161,7 +161,7 @@ def test_small_transformers_learn_from_the_first_step_and_refuse_what_they_canno
         vectors = build(name, 8)(torch.rand(2, 3, 8, 8))
         # Vectors of length 0 would have no direction.
         assert vectors.norm(dim=1).min() > 0, name
-    with pytest.raises(ConfigurationError, match=r"28 pixels into patches of 3; .* e\.g\. 27"):
+    with pytest.raises(ConfigurationError, match=r"28 pixels into patches of 3: .* e\.g\. 27"):
         build("small_vit", 28)
     with pytest.raises(ConfigurationError, match="small_mobilenet has no average pooling"):
         build("small_mobilenet", 8, pooling="gem")

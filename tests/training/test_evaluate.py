@@ -187,7 +187,7 @@ def test_backfill_curves_run_from_served_to_native(life: Life, tmp_path: Path) -
 def test_a_backfill_without_an_older_gallery_says_so(life: Life) -> None:
     result = run_evaluate(life, "--cells", "2/2", "--backfill")
     assert result.exit_code == 0, result.output
-    assert "--backfill: no curve" in result.output
+    assert "--backfill measured no curve" in result.output
 
 
 def test_a_backfill_by_class_replaces_whole_classes(life: Life, tmp_path: Path) -> None:
@@ -249,7 +249,7 @@ def test_the_quantised_twin_can_be_measured(life: Life, tmp_path: Path) -> None:
         (("--cells", "2-1"), 78, "expected a cell like"),
         (("--cells", "3/3"), 66, "release 3 is not published"),
         (("--cells", "2/2", "--independent", "3"), 66, "release 3 is not published"),
-        (("--cells", "2/2>1"), 66, "no upgrade leads from release 2 to release 1"),
+        (("--cells", "2/2>1"), 66, "no published upgrade leads from release 2 to release 1"),
         (("--model-repo", "nowhere"), 78, "has no published release to measure"),
         (("--queries", "nowhere"), 78, "no image folder"),
     ],

@@ -151,7 +151,7 @@ def test_a_broken_file_is_named_in_one_sentence(tmp_path: Path, workers: int) ->
     listing = pictures_of(tmp_path, {"a/1.png": 1, "b/1.png": 2, "b/2.png": 3})
     (tmp_path / "b" / "1.png").write_bytes(b"no image")
     pictures = opened(listing, ReadingOptions(0, workers))
-    with pytest.raises(InvalidInputError, match=r"b/1\.png: image: expected JPEG") as caught:
+    with pytest.raises(InvalidInputError, match=r"b/1\.png: image: expected a JPEG") as caught:
         whole(pictures)
     assert "Traceback" not in str(caught.value)
 

@@ -202,5 +202,5 @@ def test_the_command_says_what_does_not_fit(
     done = invoke(train.app, config, "--weights", tmp_path / "resnet.pt")
     assert done.exit_code == 78, done.output
     assert "conv1.weight: expected shape [64, 3, 3, 3], got [64, 3, 7, 7]" in done.stderr
-    assert "stem" in done.stderr
+    assert "convolution of 3 x 3, pretrained ones with 7 x 7" in done.stderr
     assert invoke(train.app, config, "--weights", tmp_path / "typo.pt").exit_code == 66

@@ -206,7 +206,7 @@ def test_what_a_method_cannot_do_is_refused(tmp_path: Path) -> None:
         ConfigurationError, match=r"cannot compute new side-information .* use method: affine"
     ):
         build("low_rank", maps_side=True)
-    with pytest.raises(ConfigurationError, match="rank of 1 to 7, got 8"):
+    with pytest.raises(ConfigurationError, match="rank of 1 to 7, the smallest dimension, got 8"):
         build("low_rank", options={"rank": 8})
     with pytest.raises(ConfigurationError, match=r"rank: Extra inputs .* has no options"):
         build("affine", options={"rank": 8})

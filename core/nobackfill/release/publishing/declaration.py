@@ -17,7 +17,7 @@ from onnx import TensorProto
 from pydantic import BaseModel, ConfigDict, Field, RootModel, ValidationError
 
 from nobackfill.digests import sha256_bytes, sha256_file
-from nobackfill.errors import InvalidInputError, NotFoundError
+from nobackfill.errors import InvalidInputError, NotFoundError, join_few
 from nobackfill.framing import Fit, Interpolation, Margin
 from nobackfill.release.publishing.preprocessing import (
     Channels,
@@ -337,8 +337,12 @@ def _parse(file: Path, kind: type[_Model]) -> _Model:
     except OSError as error:
         raise InvalidInputError(f"{file}: cannot be read ({error.strerror})") from error
     except ValidationError as error:
+        wrong = (
+            f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}".removeprefix(": ")
+            for problem in error.errors(include_url=False, include_context=False)
+        )
         raise InvalidInputError(
-            f"{file}: this file about the model has unexpected content: {error}"
+            f"{file}: this file about the model has unexpected content ({join_few(wrong)})"
         ) from error
 
 
