@@ -107,7 +107,7 @@ def test_the_first_start_takes_the_newest_that_is_not_withdrawn(
 
 
 def test_an_unknown_release_is_not_found(client: Client) -> None:
-    with refused(NotFoundError, "published: 1"):
+    with refused(NotFoundError, "published releases: 1"):
         client.swap(9)
 
 

@@ -147,7 +147,7 @@ def test_closing_gives_up_where_a_reader_never_ends(
 ) -> None:
     monkeypatch.setattr("nobackfill.gallery.sqlite_file._CLOSE_S", 0.05)
     with SqliteGallery.create(tmp_path / "g.sqlite", SpaceSpec.of(one)) as store:
-        with store.reading(), pytest.raises(BusyError, match="in use"):
+        with store.reading(), pytest.raises(BusyError, match="a call still uses it"):
             store.close()
         assert store.count() == 0
 

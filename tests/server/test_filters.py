@@ -205,7 +205,7 @@ def deep(levels: int) -> Expression:
             Filter(
                 conditions=[Condition(key="a", one_of=Condition.OneOf(values=[Value()] * 300_000))]
             ),
-            "expected text",
+            "expected a text",
         ),
         (
             Filter(
@@ -218,7 +218,7 @@ def deep(levels: int) -> Expression:
         (where(deep(33)), "at most 32 levels"),
         (where(Expression()), "condition, all, any or not"),
         (Filter(conditions=[Condition(key="a")]), "expected equals"),
-        (where(asks("a", equals=Value(texts=Value.Texts()))), "expected text"),
+        (where(asks("a", equals=Value(texts=Value.Texts()))), "expected a text"),
         (where(asks("a", range=range_(at_most=float("nan")))), "NaN"),
         (
             where(asks("a", time_range=Condition.TimeRange(at_most=Timestamp(nanos=-1)))),

@@ -137,7 +137,7 @@ def test_a_damaged_blob_ends_the_move(repo: Path, tmp_path: Path) -> None:
 def test_a_wrong_source_moves_nothing(tmp_path: Path, postgres: Server) -> None:
     with postgres.database() as url:
         wrong = f"sqlite:{tmp_path / 'nothing'}"
-        assert "no gateway has served" in run("data", "move", "--from", wrong, "--to", url, code=66)
+        assert "found no state.json" in run("data", "move", "--from", wrong, "--to", url, code=66)
         # A typing error makes no folder.
         assert not (tmp_path / "nothing").exists()
         odd = f"sqllite:{tmp_path}"
