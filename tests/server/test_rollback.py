@@ -34,7 +34,7 @@ def test_a_retry_goes_back_no_further(third: Client) -> None:
 
 
 def test_a_rollback_to_where_none_leads_changes_nothing(third: Client) -> None:
-    with refused(PreconditionError, "leads to release 2"):
+    with refused(PreconditionError, "expected 2, the release that a rollback leads to"):
         third.rollback(confirm=True, to=1)
     assert third.states()[3] == "ACTIVE"
 
