@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -103,7 +104,11 @@ def test_with_torch():
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
     """What became of each test by name; nothing of what was left out."""
     folder = tmp_path_factory.mktemp("quick")
-    (folder / "pytest.ini").write_text("[pytest]\nmarkers = slow\n")
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
+    # Plug-ins that other packages bring are off here, too.
+    (folder / "pytest.ini").write_text(
+        f"[pytest]\nmarkers = slow\naddopts = {settings['addopts']}\n"
+    )
     (folder / "test_plain.py").write_text(PLAIN)
     (folder / "test_torch.py").write_text(TORCH)
     command = [sys.executable, "-m", "pytest", "-p", "tests.quick", "-rA", "-q", str(folder)]

@@ -115,7 +115,7 @@ def test_what_an_earlier_version_wrote_is_served_and_taken_back(
         if written.format >= 2:
             check_second(storage)
         # Beside whoever serves it, its format stays.
-        with pytest.raises(BusyError, match="a gateway serves from this database"):
+        with pytest.raises(BusyError, match="a gateway serves from it"):
             migrate_database(written.url, written.format)
     finally:
         storage.close()
@@ -141,7 +141,9 @@ def check_second(storage: Storage) -> None:
 
 def test_formats_to_which_no_step_leads_are_refused(postgres: Server, tmp_path: Path) -> None:
     with postgres.database() as url:
-        with pytest.raises(NotFoundError, match="no gateway has served"):
+        with pytest.raises(
+            NotFoundError, match="expected a database that a gateway has served from"
+        ):
             migrate_database(url, None)
         assert "CREATE SCHEMA" not in dump(postgres, url)
         Storage(url, tmp_path).close()

@@ -65,7 +65,9 @@ def test_an_extension_that_is_not_installed_is_named(postgres: Server) -> None:
 
 
 def test_an_address_of_odd_bytes_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="store: expected postgresql://"):
+    with pytest.raises(
+        ConfigurationError, match="store: expected the address of a database, postgresql://"
+    ):
         check_url(f"postgresql://{tmp_path.name}\udcff/d")
 
 
