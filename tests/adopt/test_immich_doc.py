@@ -146,7 +146,7 @@ def test_immichs_search_changes_its_model_and_goes_back(
         said = run_script(fit, tmp_path, {}, 120)
     assert "verdict: " in said and "finding that very item" in said
     given = {"SOURCE": f"{address}#smart_search"}
-    assert "260 written" in run_script(carry, tmp_path, given, 60)
+    assert "260 vectors written now" in run_script(carry, tmp_path, given, 60)
     stored = searched(connection)
     flipping = flipping.replace("psql ", f"psql '{address}' ")
     run_script(flipping, tmp_path, given, 60)
