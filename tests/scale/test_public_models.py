@@ -175,10 +175,10 @@ def test_a_model_of_torchvision_is_published_as_it_is(
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("torchvision:resnet1888/DEFAULT", "near: .*resnet18"),
-        ("torchvision:resnet18", "known: IMAGENET1K_V1"),
-        ("torchvision:inception_v3/DEFAULT", "use a model of timm"),
-        ("torchvision:squeezenet1_1/DEFAULT", "use a model of timm"),
+        ("torchvision:resnet1888/DEFAULT", "similar names: .*resnet18"),
+        ("torchvision:resnet18", "expected IMAGENET1K_V1"),
+        ("torchvision:inception_v3/DEFAULT", "publish a model of timm"),
+        ("torchvision:squeezenet1_1/DEFAULT", "publish a model of timm"),
     ],
 )
 def test_what_torchvision_has_not_gets_a_sentence(name: str, why: str) -> None:
@@ -213,13 +213,13 @@ def test_a_training_begins_with_them(
 @pytest.mark.parametrize(
     ("name", "kind", "why"),
     [
-        ("timm:resnet1888", ConfigurationError, "near: resnet18"),
-        ("timm:resnet18.a1_in2k", ConfigurationError, "near: resnet18.a1_in1k"),
+        ("timm:resnet1888", ConfigurationError, "similar names: resnet18"),
+        ("timm:resnet18.a1_in2k", ConfigurationError, "similar names: resnet18.a1_in1k"),
         ("timm:resnet18.a1_in1k", UnavailableError, "local-dir:FOLDER"),
         ("timm:hf-hub:somebody/something", UnavailableError, "HF_HOME"),
         ("timm:local-dir:/nowhere", NotFoundError, "/nowhere"),
-        ("open_clip:ViT-B-33/openai", ConfigurationError, "near: ViT-B-32"),
-        ("open_clip:ViT-B-32", ConfigurationError, "near: ViT-B-32/openai"),
+        ("open_clip:ViT-B-33/openai", ConfigurationError, "similar names: ViT-B-32"),
+        ("open_clip:ViT-B-32", ConfigurationError, "similar names: ViT-B-32/openai"),
         ("open_clip:ViT-B-32/laion2b_s34b_b79k", UnavailableError, "NAME/FILE"),
         ("open_clip:ViT-B-32/nowhere.pt", ConfigurationError, "nowhere.pt"),
         ("open_clip:local-dir:/nowhere", NotFoundError, "/nowhere"),

@@ -105,7 +105,12 @@ def test_defaults_are_the_papers() -> None:
 @pytest.mark.parametrize(
     ("name", "classes", "keys", "message"),
     [
-        ("sphereface", 4, {}, "known: softmax, normalized_softmax, cosface, arcface, simplex"),
+        (
+            "sphereface",
+            4,
+            {},
+            "expected one of softmax, normalized_softmax, cosface, arcface, simplex",
+        ),
         ("simplex", 8, {}, "7 vertices in 6 dimensions.*8 classes; set embedding_dim to 7"),
         ("simplex", 4, {"margin": 0.1}, "no margin"),
         ("cosface", 1, {}, "at least 2 classes"),

@@ -139,9 +139,7 @@ def build_head(
             simplex has vertices, or the head has no such margin or scale.
     """
     if name not in HEAD_NAMES:
-        raise ConfigurationError(
-            f"unknown classification head {name!r}; known: {', '.join(HEAD_NAMES)}"
-        )
+        raise ConfigurationError(f"head: expected one of {', '.join(HEAD_NAMES)}, got {name!r}")
     if classes < 2:
         raise ConfigurationError(f"head {name}: expected at least 2 classes, got {classes}")
     if name == "softmax":

@@ -262,7 +262,7 @@ def torchvision_weights(name: str, backbone: str) -> "WeightsEnum":
     enum_name, _, member = name.rpartition(".")
     if enum_name not in ("", enum.__name__) or member not in enum.__members__:
         raise ConfigurationError(
-            f"weights: torchvision has no {name} for {backbone}; expected "
+            f"weights: torchvision has no weights {name!r} for {backbone}; expected "
             f"{', '.join(enum.__members__)}, or a file ({', '.join(FILES)})"
         )
     return enum[member]
