@@ -21,7 +21,7 @@ FIRST, LANGCHAIN, DUAL, LLAMA_INDEX, HAYSTACK = (
 
 @pytest.fixture
 def names(reader: Gateway) -> Iterator[dict[str, Any]]:
-    """What the page's first block defines."""
+    """The names that the page's first block defines."""
     found: dict[str, Any] = {"reader": reader}
     run(FIRST, found)
     yield found

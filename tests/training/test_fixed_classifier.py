@@ -61,5 +61,5 @@ def test_classes_meet_by_name() -> None:
 
 
 def test_an_unknown_form_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"unknown .*head 'cosine'; known: softmax"):
+    with pytest.raises(ConfigurationError, match=r"head: expected one of softmax, .*'cosine'"):
         FixedClassifier(torch.eye(3), form="cosine", margin=0.4, scale=32.0)
