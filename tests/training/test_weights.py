@@ -122,8 +122,12 @@ def test_every_name_of_torchvision_has_a_digest() -> None:
 @pytest.mark.parametrize(
     ("name", "backbone", "message"),
     [
-        ("IMAGENET1K_V9", "resnet18", "no IMAGENET1K_V9 for resnet18; expected IMAGENET1K_V1"),
-        ("ResNet50_Weights.DEFAULT", "resnet18", "no ResNet50_Weights"),
+        (
+            "IMAGENET1K_V9",
+            "resnet18",
+            "no weights 'IMAGENET1K_V9' for resnet18; expected IMAGENET1K_V1",
+        ),
+        ("ResNet50_Weights.DEFAULT", "resnet18", "no weights 'ResNet50_Weights"),
         ("DEFAULT", "small", "torchvision has no pretrained weights for the backbone small"),
     ],
 )
