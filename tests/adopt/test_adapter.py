@@ -12,29 +12,19 @@ import numpy as np
 import pytest
 import sqlite_vec
 
-from nobackfill.adopt.cli import main
 from nobackfill.adopt.embedding.embedder import open_embedder
 from nobackfill.adopt.maps import fit_maps, load_adapter, load_map, save_map
 from nobackfill.adopt.sources.opening import open_searchable
 from nobackfill.errors import IncompatibleSpaceError, InvalidInputError, NotFoundError
 from nobackfill.serve import AdapterSearch
 from nobackfill.vectors import Vectors
+from tests.adopt.command import run_nobackfill as run
 from tests.adopt.made import world, write_parquet
 from tests.adopt.models import WORDS, text_model, texts
 from tests.support.postgres import Server
 
 COUNT = 300
 MADE = world(120)
-
-
-def run(*words: str) -> int:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sys.argv", ["nobackfill", *words])
-        try:
-            main()
-        except SystemExit as ended:
-            return int(ended.code or 0)
-    return 0
 
 
 def models(folder: Path) -> tuple[list[str], Vectors]:

@@ -15,13 +15,13 @@ import psycopg
 import pytest
 from PIL import Image
 
-from nobackfill.adopt.cli import main
 from nobackfill.adopt.embedding.embedder import open_embedder
 from nobackfill.adopt.embedding.native_vectors import NativeVectorMaker
 from nobackfill.adopt.embedding.vector_folder import EmbeddingRun
 from nobackfill.adopt.pairs import sample_with
 from nobackfill.adopt.sources.source import Rows, Window
 from nobackfill.serving.natives import Natives, digest_vector
+from tests.adopt.command import run_nobackfill
 from tests.adopt.models import image_model, text_model, topical
 from tests.adopt.table_beside import Connection
 from tests.support.disks import fill, small_disk
@@ -70,13 +70,7 @@ def documents(
 
 
 def run(*words: str) -> int:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sys.argv", ["nobackfill", "migrate", *words])
-        try:
-            main()
-        except SystemExit as ended:
-            return int(ended.code or 0)
-    return 0
+    return run_nobackfill("migrate", *words)
 
 
 def vectors(

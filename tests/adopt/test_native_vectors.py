@@ -9,7 +9,6 @@ import psycopg
 import pytest
 
 from nobackfill.adopt.carrying import carry
-from nobackfill.adopt.cli import main
 from nobackfill.adopt.embedding.embedder import open_embedder
 from nobackfill.adopt.embedding.native_vectors import (
     ColumnTexts,
@@ -18,6 +17,7 @@ from nobackfill.adopt.embedding.native_vectors import (
 )
 from nobackfill.adopt.sources.opening import open_source
 from nobackfill.errors import InvalidInputError
+from tests.adopt.command import run_nobackfill as run
 from tests.adopt.made import write_parquet
 from tests.adopt.models import expected, text_model
 from tests.adopt.table_beside import Connection, drawn, put
@@ -51,16 +51,6 @@ def native(connection: Connection, column: str, model: Path) -> int:
     for body, vector in rows:
         np.testing.assert_allclose(vector, expected(model.parent, body), atol=1e-5)
     return len(rows)
-
-
-def run(*words: str) -> int:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sys.argv", ["nobackfill", *words])
-        try:
-            main()
-        except SystemExit as ended:
-            return int(ended.code or 0)
-    return 0
 
 
 @pytest.mark.parametrize("to", ["n", "table:beside"])

@@ -220,7 +220,7 @@ def test_texts_are_cut_where_the_library_cuts_them(says: str, tmp_path: Path) ->
             "1_Pooling/config.json",
             "pooling_mode",
             7,
-            r"1_Pooling.config\.json: .*pooling_mode",
+            r"1_Pooling.config\.json: .*\(pooling_mode.str: Input",
         ),
         ("config_sentence_transformers.json", "prompts", 7, "transformers.json: .*prompts: Input"),
     ],

@@ -12,13 +12,13 @@ import psycopg
 import pytest
 
 from nobackfill.adopt.carrying import carry
-from nobackfill.adopt.cli import main
 from nobackfill.adopt.embedding.embedder import open_embedder
 from nobackfill.adopt.embedding.vector_folder import read_items
 from nobackfill.adopt.pairs import inspect, read_all
 from nobackfill.adopt.sources.opening import open_items, open_searchable, open_source
 from nobackfill.adopt.sources.source import Source, Target
 from nobackfill.errors import AlreadyExistsError, InvalidInputError
+from tests.adopt.command import run_nobackfill as run
 from tests.adopt.models import topical
 from tests.adopt.racing import Racing
 from tests.adopt.table_beside import MADE, MAP, Connection
@@ -218,16 +218,6 @@ def test_other_stores_refuse_a_condition(tmp_path: Path) -> None:
     (tmp_path / "items.jsonl").write_text('{"id": 1, "text": "one"}')
     with pytest.raises(InvalidInputError, match="--where: expected a table of PostgreSQL"):
         read_items(str(tmp_path / "items.jsonl"), column="text", where="true")
-
-
-def run(*words: str) -> int:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sys.argv", ["nobackfill", *words])
-        try:
-            main()
-        except SystemExit as ended:
-            return int(ended.code or 0)
-    return 0
 
 
 @pytest.fixture

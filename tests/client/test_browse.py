@@ -67,8 +67,7 @@ def test_only_who_knows_the_address_is_answered(target: TestClient) -> None:
     wrong = ("/", "", f"/{TOKEN[:-1]}/", f"/{TOKEN}x/", f"//{TOKEN}/", f"/{TOKEN.upper()}/")
     for path in (*wrong, "/static/pages.js", "/item/1", f"/x/../{TOKEN[:5]}/"):
         answer = target.get(at + path)
-        assert answer.status_code == 404, path
-        assert answer.text.startswith("no such page: use the complete address"), path
+        assert (answer.status_code, len(answer.content)) == (404, 96), path
         assert "default-src 'none'" in answer.headers["content-security-policy"]
 
 

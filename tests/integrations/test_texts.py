@@ -105,7 +105,9 @@ def test_the_key_of_the_text_is_not_the_callers(reader: Gateway) -> None:
 def test_texts_that_the_gateway_refuses_are_counted_and_the_others_stored(
     texts: GalleryTexts,
 ) -> None:
-    with pytest.raises(InvalidInputError, match=r"refused 1 of 2 texts .* 'b': .*visible"):
+    with pytest.raises(
+        InvalidInputError, match=r"refused 1 of 2 texts .* 'b': .*at least one visible character"
+    ):
         texts.put([StoredText("a", "w1"), StoredText("b", " ")])
     assert ids(list(texts.items())) == ["a"]
 

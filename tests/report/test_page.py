@@ -134,7 +134,10 @@ def test_wrong_input_gets_a_sentence_and_its_exit_code(
 ) -> None:
     output = tmp_path / "none.html"
     unknown = run("--model-repo", model_repo, "--release", "7", "-o", output)
-    assert (unknown.returncode, "release 7 of " in unknown.stderr) == (66, True)
+    assert (unknown.returncode, "cannot be shown: it is not published" in unknown.stderr) == (
+        66,
+        True,
+    )
     missing = run(
         *("--model-repo", model_repo, "--release", "2"),
         *("--images", tmp_path / "nowhere", "-o", output),

@@ -834,8 +834,14 @@ def _refusal(name: str, error: ValidationError) -> str:
             f"{name} needs a newer nobackfill: its manifest has keys that this version does not "
             f"know, {join_few(keys)}"
         )
-    wrong = (f"{key}: {problem['msg']}".removeprefix(": ") for key, problem in keys.items())
-    return f"{name}: its manifest cannot be used ({join_few(wrong)})"
+    return f"{name}: its manifest cannot be used ({join_problems(error)})"
+
+
+def join_problems(error: ValidationError) -> str:
+    """Join up to three problems of a validation in one line, each behind the path of its key."""
+    problems = error.errors(include_url=False, include_context=False)
+    messages = {".".join(map(str, problem["loc"])): problem["msg"] for problem in problems}
+    return join_few(f"{key}: {message}".removeprefix(": ") for key, message in messages.items())
 
 
 # The manifest `converter-N.json`: a signed map between the spaces of two models that others
@@ -953,11 +959,9 @@ def parse_converter(text: str | bytes, number: int) -> Converter:
     try:
         manifest = Converter.model_validate_json(text)
     except ValidationError as error:
-        problems = error.errors(include_url=False, include_context=False)
-        wrong = (f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in problems)
         raise UnfitError(
-            f"converter {number}: its manifest cannot be used ({join_few(wrong)}); it may need a "
-            "newer nobackfill"
+            f"converter {number}: its manifest cannot be used ({join_problems(error)}); it may "
+            "need a newer nobackfill"
         ) from error
     if manifest.converter != number:
         raise UnfitError(

@@ -17,8 +17,9 @@ from onnx import TensorProto
 from pydantic import BaseModel, ConfigDict, Field, RootModel, ValidationError
 
 from nobackfill.digests import sha256_bytes, sha256_file
-from nobackfill.errors import InvalidInputError, NotFoundError, join_few
+from nobackfill.errors import InvalidInputError, NotFoundError
 from nobackfill.framing import Fit, Interpolation, Margin
+from nobackfill.release.manifest import join_problems
 from nobackfill.release.publishing.preprocessing import (
     Channels,
     Side,
@@ -337,12 +338,8 @@ def _parse(file: Path, kind: type[_Model]) -> _Model:
     except OSError as error:
         raise InvalidInputError(f"{file}: cannot be read ({error.strerror})") from error
     except ValidationError as error:
-        wrong = (
-            f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}".removeprefix(": ")
-            for problem in error.errors(include_url=False, include_context=False)
-        )
         raise InvalidInputError(
-            f"{file}: this file about the model has unexpected content ({join_few(wrong)})"
+            f"{file}: this file about the model has unexpected content ({join_problems(error)})"
         ) from error
 
 

@@ -215,12 +215,15 @@ class GalleryTexts:
             NobackfillError: Any other failure of the call.
         """
         found = []
+        gallery_exists = False
         for name in dict.fromkeys(ids):
             try:
                 item = self.gateway.get(self.gallery, name)
             except NotFoundError:
-                # A missing gallery raises here.
-                self.gateway.status(self.gallery)
+                if not gallery_exists:
+                    # A missing gallery raises here.
+                    self.gateway.status(self.gallery)
+                    gallery_exists = True
                 continue
             found.append(self._to_text(item.id, item.metadata))
         return found

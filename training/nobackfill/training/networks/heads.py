@@ -114,6 +114,11 @@ _DEFAULTS = {
 HEAD_NAMES = ("softmax", *_DEFAULTS)
 
 
+def _require_head_name(name: str) -> None:
+    if name not in HEAD_NAMES:
+        raise ConfigurationError(f"head: expected one of {', '.join(HEAD_NAMES)}, got {name!r}")
+
+
 def build_head(
     name: str,
     classes: int,
@@ -138,8 +143,7 @@ def build_head(
         ConfigurationError: the name is unknown, there are fewer than 2 classes or more than a
             simplex has vertices, or the head has no such margin or scale.
     """
-    if name not in HEAD_NAMES:
-        raise ConfigurationError(f"head: expected one of {', '.join(HEAD_NAMES)}, got {name!r}")
+    _require_head_name(name)
     if classes < 2:
         raise ConfigurationError(f"head {name}: expected at least 2 classes, got {classes}")
     if name == "softmax":
@@ -191,8 +195,7 @@ class FixedClassifier(nn.Module):
         self, weights: Tensor, *, form: str, margin: float, scale: float, bias: Tensor | None = None
     ) -> None:
         super().__init__()
-        if form not in HEAD_NAMES:
-            raise ConfigurationError(f"head: expected one of {', '.join(HEAD_NAMES)}, got {form!r}")
+        _require_head_name(form)
         self.form, self.margin, self.scale = form, margin, scale
         self.register_buffer("weights", weights.detach().clone())
         no_bias = torch.zeros(len(weights), dtype=weights.dtype, device=weights.device)
