@@ -321,6 +321,16 @@ def test_ids_that_come_twice_are_told_in_one_pass(tmp_path: Path) -> None:
     assert time.process_time() - begun < 40
 
 
+def test_the_time_of_an_item_is_that_of_the_quickest_large_file(tmp_path: Path) -> None:
+    """The first file's time includes the model's start; a last file of few items is luck."""
+    folder = tmp_path / "embedded"
+    folder.mkdir()
+    for name, rows, seconds in (("a", 40, b"0.5"), ("b", 40, b"0.1"), ("c", 3, b"0.001")):
+        file = write_parquet(folder / f"{name}.parquet", MADE.ids[:rows], MADE.old[:rows])
+        pq.write_table(pq.read_table(file).replace_schema_metadata({SECONDS: seconds}), file)
+    assert ParquetSource(folder).seconds_per_item() == 0.1
+
+
 def test_metadata_of_parquet_and_natives_that_are_none_are_refused(tmp_path: Path) -> None:
     table = pq.read_table(write_parquet(tmp_path / "a.parquet", MADE.ids, MADE.old))
     for seconds in (b"\xff", b"1e400", b"nan"):

@@ -44,6 +44,8 @@ with require_extra("adopt"):
 # The model of the vectors: its fingerprint, or, in an export of a gateway, a release's space.
 MODEL, SPACE = b"nobackfill.model", b"nobackfill.space"
 SECONDS = b"nobackfill.seconds_per_item"
+# Files whose times estimate the time of all.
+_TIMED_FILES = 16
 READS = b"nobackfill.reads"
 # In a file of new vectors: the identity of its source file.
 OF = b"nobackfill.of"
@@ -121,12 +123,26 @@ class ParquetSource:
         return Facts(name, dim, None, _model(self._schema), others)
 
     def seconds_per_item(self) -> float | None:
-        """Return the seconds per item that `nobackfill embed` recorded; None for other files."""
-        try:
-            found = float((self._schema.metadata or {})[SECONDS])
-        except (KeyError, ValueError):
-            return None
-        return found if math.isfinite(found) else None
+        """Return the seconds per item that `nobackfill embed` recorded; None for other files.
+
+        `embed` records them for each file. The least of the first 16 files counts, because the
+        first file's time includes the model's start, and any file's time what else the machine
+        did. Files below half of the largest one of them are left out.
+
+        Raises:
+            InvalidInputError: One of these files cannot be read.
+        """
+        times = []
+        for file in self._files[:_TIMED_FILES]:
+            opened = _opened(file)
+            try:
+                found = float((opened.schema_arrow.metadata or {})[SECONDS])
+            except (KeyError, ValueError):
+                continue
+            if math.isfinite(found):
+                times.append((opened.metadata.num_rows, found))
+        most = max((rows for rows, _ in times), default=0)
+        return min((seconds for rows, seconds in times if 2 * rows >= most), default=None)
 
     def reads(self) -> str:
         """Return the role of the texts that `nobackfill embed` recorded (see `Embedder.reads`)."""
