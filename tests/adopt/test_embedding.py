@@ -14,7 +14,7 @@ from nobackfill.adopt.embedding.vector_folder import embed_into, read_items
 from nobackfill.adopt.pairs import read_all
 from nobackfill.adopt.sources.opening import open_source
 from nobackfill.errors import IncompatibleSpaceError, InvalidInputError, NotFoundError
-from nobackfill.release.publishing.sentence_head import PoolingMode, pool
+from nobackfill.release.publishing.sentence_head import Layer, PoolingMode, pool
 from tests.adopt.made import world, write_parquet
 from tests.adopt.models import expected, fix_inputs, image_model, text_model, texts
 
@@ -79,6 +79,11 @@ def test_pooling_is_what_a_loop_over_the_tokens_gives(mode: PoolingMode) -> None
             "lasttoken": known[-1],
         }[mode]
         np.testing.assert_allclose(joined[row], [*right, *known[0]], rtol=1e-5, atol=1e-6)
+
+
+def test_a_layer_whose_weights_are_gone_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInputError, match=r"model\.safetensors: cannot be read"):
+        Layer(kind="LayerNorm", folder=tmp_path).open()
 
 
 def test_an_export_of_sentence_transformers_needs_no_declaration(tmp_path: Path) -> None:

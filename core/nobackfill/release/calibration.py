@@ -47,7 +47,8 @@ class Scale(NamedTuple):
     offset: float
 
     def __call__(self, distances: ArrayLike) -> NDArray[np.float64]:
-        """Convert distances of any shape to float64 of the same shape; infinity stays infinity."""
+        """Convert distances of any shape to float64 of the same shape; infinity stays infinity. NaN
+        stays NaN."""
         values = np.asarray(distances, np.float64)
         return np.asarray(self.slope * values + self.offset, np.float64)
 
@@ -73,7 +74,14 @@ class JointDistance(NamedTuple):
 
         Args:
             new_distances: Distances to the migrated vectors.
-            old_distances: Distances of the old model, of the same shape.
+            old_distances: Distances of the old model, of the same shape or one that broadcasts to
+                it.
+
+        Returns:
+            float64, of the same shape. NaN stays NaN.
+
+        Raises:
+            ValueError: The shapes do not fit.
         """
         both = self.new * np.asarray(new_distances, np.float64) + self.old * np.asarray(
             old_distances
@@ -89,11 +97,14 @@ class Scorer:
         self._probabilities = np.array(calibration.probabilities)
 
     def points(self) -> tuple[list[float], list[float]]:
-        """Return the breakpoints: their distances, increasing, and the probabilities there."""
+        """Return the breakpoints: their distances, increasing, and the probabilities there. The
+        lists are copies."""
         return self._distances.tolist(), self._probabilities.tolist()
 
     def scores(self, distances: ArrayLike) -> NDArray[np.float64]:
         """Return the probability of a match for each distance.
+
+        Beyond the first and the last breakpoint the score is theirs.
 
         Args:
             distances: Float, of any shape [...].
@@ -123,6 +134,9 @@ class Scorer:
 def scores(calibration: Curve, distances: ArrayLike) -> NDArray[np.float64]:
     """Return the probability of a match for each distance.
 
+    Between breakpoints the score is linear, and beyond them it is that of the nearest end. It
+    prepares the curve at each call; use `Scorer` for many.
+
     Args:
         calibration: The curve.
         distances: Any shape.
@@ -142,10 +156,10 @@ def is_beyond_calibration(calibration: Curve, distances: ArrayLike) -> NDArray[n
 
     Args:
         calibration: The curve.
-        distances: Any shape.
+        distances: Float, of any shape; NaN is not beyond.
 
     Returns:
-        bool, of the same shape.
+        bool, of the same shape. The first and the last breakpoint are inside.
     """
     return Scorer(calibration).beyond(distances)
 
@@ -162,7 +176,7 @@ def find_curve(
         origin: How the gallery's vectors were made.
 
     Returns:
-        None if the release has no curve for them.
+        The first such curve in the manifest's order; None if the release has no curve for them.
     """
     key = (query_space, gallery_space, origin)
     return next(

@@ -87,13 +87,17 @@ class ImageModel:
     def read(cls, text: bytes) -> Self:
         """Take the image embedder from the text of a manifest.
 
+        pydantic is imported only where the manifest has no image embedder, or a key or number that
+        this reader does not know.
+
         Args:
             text: A manifest that passed `parse_manifest`, byte for byte. Other text is not checked
-                here; it may raise ValueError or KeyError.
+                here; it may raise ValueError, KeyError or TypeError.
 
         Raises:
             NoEncoderError: The release embeds no images.
-            UnfitError: A newer program accepted it, and this one cannot use it.
+            UnfitError: A newer program accepted it, and this one cannot use it: another format, or
+                unknown keys.
         """
         manifest = json.loads(text)
         spec = manifest["embedder"]

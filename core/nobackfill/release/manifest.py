@@ -26,7 +26,8 @@ _PLAIN = re.compile(r"[a-z0-9][a-z0-9_.-]*(/[a-z0-9][a-z0-9_.-]*)*")
 
 
 def is_plain_path(path: str) -> bool:
-    """Check whether a path may be that of a published file: relative, not hidden, without `..`."""
+    """Check whether a path may be that of a published file: relative, not hidden, without `..`.
+    Letters must be lower case a to z; an empty path is refused."""
     return _PLAIN.fullmatch(path) is not None and ".." not in path
 
 
@@ -199,7 +200,8 @@ class TextEncoder(ManifestPart):
         return self.query_prefix if role == "query" else self.document_prefix
 
     def model_file(self, role: TextRole) -> PublishedFile:
-        """Return the ONNX file that embeds texts of a role."""
+        """Return the ONNX file that embeds texts of a role. For queries that is the query
+        encoder's, where there is one."""
         return self.query_file if role == "query" and self.query_file else self.file
 
 
@@ -224,9 +226,14 @@ class PublishedSideEncoder(ManifestPart):
 def release_space_id(embedder: PublishedEmbedder, text: TextEncoder | None = None) -> str:
     """Return the id of the space of a release.
 
+    Two releases with equal files and settings have one id.
+
     Args:
         embedder: Its embedder.
         text: Its text encoder, None without one.
+
+    Returns:
+        "sp-" and 64 hex digits.
 
     Raises:
         InvalidInputError: The digest of the embedder's file is not 64 lower-case hex digits.
@@ -243,9 +250,16 @@ def release_space_id(embedder: PublishedEmbedder, text: TextEncoder | None = Non
 
 
 def explain_contradiction(embedder: PublishedEmbedder, text: TextEncoder | None) -> str | None:
-    """Explain why an embedder and a text encoder cannot belong to one release; None if they can.
+    """Explain why an embedder and a text encoder cannot belong to one release.
 
     The checks cover which fields stand together and the crop; files are not read.
+
+    Args:
+        embedder: The embedder.
+        text: The text encoder, None without one.
+
+    Returns:
+        One sentence on the first contradiction; None if there is none.
     """
     parts = (embedder.file, embedder.height, embedder.width)
     if any(part is None for part in parts) and parts != (None, None, None):
@@ -272,8 +286,9 @@ def explain_contradiction(embedder: PublishedEmbedder, text: TextEncoder | None)
 def lowest_format(embedder: PublishedEmbedder, text: TextEncoder | None) -> Format:
     """Return the lowest format whose readers understand a release.
 
-    2: texts, a fit other than stretch, or no image embedder. 3: a separate model for queries. 4: an
-    interpolation other than bilinear. 1: otherwise.
+    Format 4 has an interpolation other than bilinear. Otherwise format 3 has a separate model for
+    queries. Otherwise format 2 has texts, a fit other than stretch, or no image embedder.
+    Everything else has format 1.
 
     Args:
         embedder: Its embedder.
@@ -329,7 +344,8 @@ class HealingEvidence(ManifestPart):
 
     @property
     def valley(self) -> float:
-        """Return how far mAP or CMC-1 by distance falls below the lower of its ends, at most."""
+        """Return how far mAP or CMC-1 by distance falls below the lower of its ends, at most; 0 if
+        it never does."""
         return max(_depth(self.map), _depth(self.cmc1))
 
     @property
@@ -698,7 +714,8 @@ class Manifest(ManifestPart):
         """Return the files that are needed to embed in its space: every encoder and the
         tokenizer.
 
-        Upgrades and probes are not among them. Empty if the release publishes no model.
+        Upgrades and probes are not among them. Empty if the release publishes no model. The order
+        is image, text and query encoder, tokenizer, side encoder.
         """
         text, side = self.text_encoder, self.side_encoder
         files = (
@@ -711,11 +728,14 @@ class Manifest(ManifestPart):
         return tuple(file for file in files if file is not None)
 
     def upgrade_from(self, release: int) -> Upgrade | None:
-        """Return the upgrade from an older release into this one, or None."""
+        """Return the upgrade from an older release into this one, or None if it publishes none."""
         return next((u for u in self.upgrades if u.from_release == release), None)
 
     def searches(self, space: SpaceId) -> bool:
-        """Tell whether queries of this release can search vectors of an older space directly."""
+        """Tell whether queries of this release can search vectors of an older space directly.
+
+        The manifest declares these spaces; its own is not among them.
+        """
         return space in self.searches_directly
 
     def direct_retention(self, release: int) -> float | None:
@@ -747,7 +767,8 @@ class Manifest(ManifestPart):
         return (self._image(),), (_vector("embedding", self.embedder.dim),)
 
     def text_encoder_interface(self, encoder: TextEncoder) -> ModelInterface:
-        """Return the ONNX inputs and outputs of the text encoder."""
+        """Return the ONNX inputs and outputs of the text encoder. The query encoder has the
+        same."""
         tokens = tuple((name, "int64", (None,)) for name in encoder.inputs)
         return tokens, (_vector("embedding", self.embedder.dim),)
 
@@ -760,7 +781,8 @@ class Manifest(ManifestPart):
         return (self._image(),), (_vector("side", encoder.dim),)
 
     def upgrade_interface(self, upgrade: Upgrade) -> ModelInterface:
-        """Return the ONNX inputs and outputs of an upgrade of this release."""
+        """Return the ONNX inputs and outputs of an upgrade of this release. The int8 twin has the
+        same."""
         inputs = [_vector("embedding", upgrade.from_dim)]
         outputs = [_vector("upgraded", self.embedder.dim)]
         if upgrade.reads_side:
@@ -773,7 +795,7 @@ class Manifest(ManifestPart):
 
     def triton_configs(self) -> dict[str, str]:
         """Return the Triton configuration of each model that this release publishes, by published
-        path."""
+        path. A side encoder that an older release published is not among them."""
         models: dict[str, ModelInterface] = {}
         if self.embedder.file is not None:
             models[embedder_model(self.release)] = self.embedder_interface()
@@ -801,12 +823,13 @@ def parse_manifest(text: str | bytes, release: int | None = None) -> Manifest:
     """Parse a manifest.
 
     Args:
-        text: The JSON.
+        text: The JSON, in UTF-8.
         release: The number that it must have; None for any.
 
     Raises:
         UnfitError: It is no JSON, needs a newer version of this program (another format, or unknown
-            keys), breaks a rule, or has another number. The message is one line.
+            keys), breaks a rule, or has another number. The message is one line. It is a
+            VerificationError.
     """
     name = "this release" if release is None else f"release {release}"
     try:
@@ -838,7 +861,10 @@ def _refusal(name: str, error: ValidationError) -> str:
 
 
 def join_problems(error: ValidationError) -> str:
-    """Join up to three problems of a validation in one line, each behind the path of its key."""
+    """Join up to three problems of a validation in one line, each behind the path of its key.
+
+    If a key has several problems, the last counts. Longer lists end with the number of the others.
+    """
     problems = error.errors(include_url=False, include_context=False)
     messages = {".".join(map(str, problem["loc"])): problem["msg"] for problem in problems}
     return join_few(f"{key}: {message}".removeprefix(": ") for key, message in messages.items())
@@ -940,7 +966,8 @@ def converter_manifest_path(number: int) -> str:
 
 
 def number_of_converter(path: str) -> int | None:
-    """Return N of `converter-N.json`, None for every other path."""
+    """Return N of `converter-N.json`, None for every other path. Zero, leading zeros and more than
+    seven digits give None."""
     match = _MANIFEST.fullmatch(path)
     return int(match[1]) if match is not None else None
 
@@ -949,7 +976,7 @@ def parse_converter(text: str | bytes, number: int) -> Converter:
     """Parse the manifest of a converter.
 
     Args:
-        text: The JSON.
+        text: The JSON, in UTF-8.
         number: The number that it must have.
 
     Raises:

@@ -59,8 +59,10 @@ class ImageEmbedder:
     def run(self, images: Images) -> Vectors:
         """Embed images.
 
+        Threads may call it at the same time. The images are not changed.
+
         Args:
-            images: uint8 [n, H, W, 3] of the release's size.
+            images: uint8 [n, H, W, 3] of the release's size, n at least 1.
 
         Returns:
             float32 [n, dim], in the order of `images`.
@@ -86,8 +88,10 @@ class SideEncoder:
     def run(self, images: Images) -> Vectors:
         """Compute the side-information of images.
 
+        Threads may call it at the same time. The images are not changed.
+
         Args:
-            images: uint8 [n, H, W, 3] of the release's size.
+            images: uint8 [n, H, W, 3] of the release's size, n at least 1.
 
         Returns:
             float32 [n, side_dim], in the order of `images`.
@@ -115,17 +119,20 @@ class UpgradeModel:
         """Upgrade embeddings into the target's space.
 
         Args:
-            embedding: float32 [n, from_dim].
+            embedding: float32 or float64 [n, from_dim], n at least 1.
             side: Side-information, float32 [n, from_side_dim]; None allowed if the upgrade does not
-                read it. An upgrade that carries side-information returns it unchanged.
+                read it. An upgrade that does not read it does not check it.
 
         Returns:
-            n rows in the order of `embedding`. `side` is None if the upgrade drops it.
+            n rows in the order of `embedding`. `side` is the new side-information, the argument
+            unchanged where the upgrade carries it, or None where it drops it. `uncertainty` is None
+            where the upgrade predicts none.
 
         Raises:
-            InvalidInputError: Another shape, values that are not finite, or missing
-                side-information.
-            VerificationError: onnxruntime cannot run the model, or its output has another shape.
+            InvalidInputError: Another shape or dtype, a value that is not finite
+                (UnusableRowsError, which lists the rows), or missing side-information.
+            VerificationError: onnxruntime cannot run the model, its output has another shape, or an
+                uncertainty is not finite.
             UnusableOutputError: Some outputs are no vectors of the space; the error lists the rows.
         """
         upgrade = self.upgrade
@@ -162,7 +169,8 @@ class UpgradeModel:
 def count_cores() -> int:
     """Return the number of processor cores that this process may use, for `threads`; at least 1.
 
-    It is the process's affinity; limits of containers on processor time are not counted.
+    It is the process's affinity; limits of containers on processor time are not counted. Linux
+    only.
     """
     return len(os.sched_getaffinity(0))
 
@@ -170,13 +178,16 @@ def count_cores() -> int:
 def open_embedder(files: Files, manifest: "Manifest", threads: int = 1) -> ImageEmbedder:
     """Load the image embedder of a release on the CPU.
 
+    Reads the file once; golden probes are not run. The model needs no closing.
+
     Args:
         files: The publication folder or the draft's files.
         manifest: The release.
-        threads: Threads of the session.
+        threads: Threads of the session, at least 1.
 
     Raises:
-        VerificationError: The file differs from the manifest's, or cannot be loaded.
+        VerificationError: The file is missing, cannot be read, differs from the manifest's, or
+            cannot be loaded.
         NoEncoderError: The release embeds no images.
     """
     return open_image_model(files, ImageModel.of(manifest), threads)
@@ -188,10 +199,11 @@ def open_image_model(files: Files, model: ImageModel, threads: int = 1) -> Image
     Args:
         files: The publication folder or the draft's files.
         model: The embedder.
-        threads: Threads of the session.
+        threads: Threads of the session, at least 1.
 
     Raises:
-        VerificationError: The file differs from the manifest's, or cannot be loaded.
+        VerificationError: The file is missing, cannot be read, differs from its digest, or cannot
+            be loaded.
     """
     return ImageEmbedder(open_session(files, model.file, threads), model)
 
@@ -202,11 +214,13 @@ def open_side_encoder(files: Files, manifest: "Manifest", threads: int = 1) -> S
     Args:
         files: The publication folder or the draft's files.
         manifest: The release.
-        threads: Threads of the session.
+        threads: Threads of the session, at least 1.
 
     Raises:
-        VerificationError: The file differs from the manifest's, or cannot be loaded.
+        VerificationError: The file is missing, cannot be read, differs from the manifest's, or
+            cannot be loaded.
         InvalidInputError: The release has no such encoder.
+        NoEncoderError: The release embeds no images.
     """
     encoder = manifest.side_encoder
     if encoder is None:
@@ -225,12 +239,13 @@ def open_upgrade(
     Args:
         files: The publication folder or the draft's files.
         manifest: The release that published the upgrade.
-        upgrade: An upgrade of this release.
-        int8: Load its quantised twin.
-        threads: Threads of the session.
+        upgrade: An upgrade of this release; this is not checked.
+        int8: Load its quantised twin instead of the float32 file.
+        threads: Threads of the session, at least 1.
 
     Raises:
-        VerificationError: The file differs from the manifest's, or cannot be loaded.
+        VerificationError: The file is missing, cannot be read, differs from the manifest's, or
+            cannot be loaded.
         InvalidInputError: The upgrade has no quantised twin.
     """
     file = upgrade.int8_file if int8 else upgrade.file
@@ -256,7 +271,8 @@ def locate_file(files: Files, path: str) -> Path:
 
     Args:
         files: The publication folder or the draft's files.
-        path: The published path.
+        path: The published path; it is not checked, so a path from outside must be plain
+            (`is_plain_path`).
 
     Raises:
         VerificationError: The draft has no such file. In a folder, the file may be missing.
@@ -272,6 +288,8 @@ def locate_file(files: Files, path: str) -> Path:
 
 def read_verified(files: Files, file: File) -> bytes:
     """Read a published file and check its length and digest.
+
+    Reads at most one byte more than the entry's length.
 
     Args:
         files: The publication folder or the draft's files.
@@ -333,6 +351,8 @@ class Session:
     def run(self, inputs: dict[str, NDArray[Any]], outputs: list[str]) -> list[NDArray[Any]]:
         """Run the model on the CPU.
 
+        Threads may call it at the same time. Denormal numbers count as 0 during the call.
+
         Args:
             inputs: Arrays by input name, [n, ...], of the dtypes and shapes that the graph
                 declares.
@@ -342,7 +362,8 @@ class Session:
             The outputs in this order, [n, ...], unchecked.
 
         Raises:
-            VerificationError: onnxruntime cannot run the model on these inputs.
+            VerificationError: onnxruntime cannot run the model on these inputs, such as another
+                dtype, shape or name, or too little memory.
         """
         try:
             with self._denormals_as_zero():
@@ -357,10 +378,11 @@ def open_session(files: Files, file: File, threads: int) -> Session:
     Args:
         files: The publication folder or the draft's files.
         file: Its entry in the manifest.
-        threads: Threads of the session.
+        threads: Threads of the session, at least 1.
 
     Raises:
-        VerificationError: The file differs from its entry, or cannot be loaded.
+        VerificationError: The file is missing, cannot be read, differs from its entry, or cannot be
+            loaded.
     """
     # From bytes: the file cannot be replaced between check and load, and a model that refers to
     # other files has no folder to find them in.
@@ -391,11 +413,12 @@ def check_output(
         unit: Whether each norm must be 1.
 
     Returns:
-        float32 [count, dim].
+        float32 [count, dim]; the same array where it is that already.
 
     Raises:
         VerificationError: Another shape or dtype.
-        UnusableOutputError: Some rows are no vectors of the space.
+        UnusableOutputError: Some rows have NaN, infinity, a norm above 1e15, or with `unit` a norm
+            that is not 1. The error lists the rows.
     """
     try:
         checked = check_vectors(values, dim, what=f"model output {name!r}", unit=unit)

@@ -65,14 +65,18 @@ def check_onnx_file(
 ) -> None:
     """Check a file against all rules.
 
+    Reads the whole file into memory. Nothing is run or written.
+
     Args:
         path: The ONNX file.
         inputs: The inputs that it must have.
         outputs: The outputs that it must have.
-        tokens: Length of the longest text.
+        tokens: Length of the longest text in tokens, at least 1; it bounds the values of an open
+            axis.
 
     Raises:
-        RefusedError: The first broken rule.
+        RefusedError: The first broken rule. Examples are a folder, a file above 512 MiB, an
+            operator that is not listed, data outside of the file, and other inputs or outputs.
         OSError: The file is missing or cannot be read.
         MemoryError, RecursionError: The file is too large or too deep for this process. A crafted
             file may even end it: call this in a child (trial.py).

@@ -85,17 +85,22 @@ def check_probes(
     far as `files` has them. An output is right if every |difference| <= tolerance * max(1,
     |expected|).
 
+    A crafted file may end the process: `trial.try_release` runs this in a child.
+
     Args:
-        files: The publication folder or the draft's files. A device has only some of the files.
+        files: The publication folder or the draft's files. A device has only some of the files: a
+            model whose file is missing in a folder is skipped. A draft must have all of them.
         manifest: The release.
-        upgrades: Check the upgrades from these releases; None: from all.
+        upgrades: Check the upgrades from these releases; None: from all. Other numbers are ignored.
         threads: Threads of each session.
         rows: Upgrades run on at least this many rows, by repeating the probes: many rows may need
             more memory or time.
 
     Raises:
-        VerificationError: A model or the file of probes differs from the manifest's, cannot be
-            loaded, or gives other outputs; the message names it.
+        VerificationError: A model or the file of probes is missing, differs from the manifest's,
+            cannot be loaded, returns no usable vector (UnusableOutputError), or gives other
+            outputs. So does a tokenizer that crashes, or has tokens that the model does not accept.
+            The message names it.
         ConfigurationError: The extra `text` is needed, and is not installed.
         InvalidInputError: The probes have another shape than the model's input.
         MemoryError: A model needs more memory than there is.
@@ -123,16 +128,18 @@ def check_encoders(
 ) -> None:  # fmt: skip
     """Compare the outputs of encoders, wherever they run, with the golden probes.
 
+    The file of probes is read even if all checks are skipped.
+
     Args:
         files: The publication folder or the draft's files; only the probes are read.
         manifest: The release.
         embed: Embeds images; None skips this check.
         side: Computes side-information of images; None skips this check.
-        read: Embeds texts; None skips this check.
+        read: Embeds texts; called once for each role. None skips this check.
 
     Raises:
-        VerificationError: An output differs, or the file of probes is missing, differs from the
-            manifest's or lacks an array; the message names it.
+        VerificationError: An output differs or has another shape. Or the file of probes is missing,
+            damaged, larger than 256 MiB or another one, or lacks an array. The message names it.
         Exception: Any error of `embed` and `side`; of `read`, all but InvalidInputError, which
             becomes VerificationError.
     """
@@ -155,6 +162,8 @@ def check_encoders(
 
 def make_text_probes(texts: Sequence[str], read: EncodeTexts) -> Arrays:
     """Make the golden probes of a text encoder: test texts with the vectors that it gives.
+
+    Nothing is written.
 
     Args:
         texts: p inputs, 1 to 64; this is checked when they are read.
@@ -327,13 +336,14 @@ class OnnxFile:
 def check_onnx(files: Mapping[str, OnnxFile]) -> None:
     """Check ONNX files against the rules of onnx_rules.py.
 
-    Args:
-        files: The files, by the name to use in messages.
-
     A crafted file may end the process or fill its memory: `trial.try_release` checks in a child.
 
+    Args:
+        files: The files, by the name to use in messages; none: nothing is checked.
+
     Raises:
-        VerificationError: The first broken rule, or a file that is missing or cannot be read.
+        VerificationError: The first broken rule, or a file that is missing, cannot be read, or is
+            too large or too deep for this process.
     """
     # Importing onnx is slow, and most users of this module check no file.
     from nobackfill.release.onnx_rules import RefusedError, check_onnx_file
@@ -353,12 +363,14 @@ def check_onnx(files: Mapping[str, OnnxFile]) -> None:
 def check_release(files: Files, manifest: Manifest) -> None:
     """Check every ONNX file of a release against the rules, as far as `files` has them.
 
+    A crafted file may end the process: `trial.try_release` checks in a child.
+
     Args:
-        files: The publication folder or the draft's files.
+        files: The publication folder or the draft's files. In a folder, missing files are skipped.
         manifest: The release.
 
     Raises:
-        VerificationError: A file breaks a rule; the message names it.
+        VerificationError: A file breaks a rule, or a draft lacks it; the message names it.
     """
     checks: list[tuple[PublishedFile, ModelInterface]] = []
     if (images := manifest.embedder.file) is not None:

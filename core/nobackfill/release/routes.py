@@ -48,7 +48,7 @@ class Route:
 
         Galleries, devices, gateways and the gate all use this rule. A later step may read
         side-information that earlier steps carry. A step that maps makes new side-information for
-        every item, and a step that drops leaves none.
+        every item, and a step that drops leaves none. An empty route reads none.
         """
         for _, upgrade in self.steps:
             if upgrade.reads_side:
@@ -72,11 +72,13 @@ def route_along(manifests: Mapping[int, Manifest], releases: Chain) -> Route:
 
     Args:
         manifests: The releases that may be used.
-        releases: Source first; one release gives an empty route. Whether items have the
-            side-information that it reads is not checked.
+        releases: Source first. One release or none gives an empty route with retention 1, without a
+            look at `manifests`. Whether items have the side-information that it reads is not
+            checked.
 
     Raises:
-        NotFoundError: An upgrade of the route does not exist.
+        NotFoundError: An upgrade of the route, or the release that would publish it, is not among
+            the manifests.
     """
     steps = []
     for source, target in itertools.pairwise(releases):
@@ -106,12 +108,13 @@ def plan_route(
     returns a route.
 
     Args:
-        manifests: The releases that may be used; the source may be missing.
+        manifests: The releases that may be used; the source may be missing. An upgrade from a
+            source of another space is passed over.
         from_release: The source.
         to_release: The target.
         side: Space of the stored side-information; None without any.
         directly: Space of the stored vectors, if they may stay: without upgrades, the route is
-            empty if the target can search this space directly.
+            empty if the target can search this space directly. None: they may not stay.
 
     Returns:
         None if there is no route, also to an older release. The same release twice gives an empty
@@ -144,13 +147,13 @@ def iterate_routes(
     There can be exponentially many: take only a few. Use `plan_route` to choose one.
 
     Args:
-        manifests: The releases that may be used.
+        manifests: The releases that may be used; the source may be missing.
         from_release: The source.
         to_release: The target.
         side: Space of the stored side-information; None without any.
 
     Yields:
-        Routes with at least one step; none if `to_release` is unknown or not newer.
+        Routes with at least one step, each once; none if `to_release` is unknown or not newer.
     """
     retention = retention_by_chain(manifests)
     queue: deque[tuple[int, Steps, str | None]] = deque([(from_release, (), side)])
@@ -164,7 +167,8 @@ def iterate_routes(
 
 
 def retention_by_chain(manifests: Mapping[int, Manifest]) -> dict[Chain, float]:
-    """Return the measured share of mAP of each chain of releases, direct or longer."""
+    """Return the measured share of mAP of each chain of releases, direct or longer. Empty without
+    evidence."""
     retention: dict[Chain, float] = {}
     for manifest in manifests.values():
         for route in manifest.routes:
@@ -186,19 +190,23 @@ class RouteRunner:
     def run(self, embedding: Vectors, side: Vectors | None) -> Upgraded:
         """Upgrade embeddings along the route.
 
+        All n rows pass each step in one call, so memory grows with n.
+
         Args:
-            embedding: float32 [n, from_dim].
+            embedding: float32 or float64 [n, from_dim], n at least 1.
             side: Side-information, float32 [n, from_side_dim]; None allowed if the route does not
                 read it.
 
         Returns:
-            n rows in the order of `embedding`. The uncertainties of the steps are added, like the
-            variances that they stand for; None if no step predicts any.
+            n rows in the order of `embedding`. `side` is that of the last step. The uncertainties
+            of the steps are added, like the variances that they stand for; None if no step predicts
+            any.
 
         Raises:
-            InvalidInputError: Another shape, values that are not finite, or missing
-                side-information.
-            VerificationError: onnxruntime cannot run a step, or its output has another shape.
+            InvalidInputError: Another shape or dtype, a value that is not finite
+                (UnusableRowsError, which lists the rows), or missing side-information.
+            VerificationError: onnxruntime cannot run a step, its output has another shape, or an
+                uncertainty is not finite.
             UnusableOutputError: Some outputs are no vectors of a step's space; the error lists the
                 rows.
         """
@@ -219,11 +227,12 @@ def open_route(files: Files, route: Route, threads: int = 1, *, int8: bool = Fal
     Args:
         files: The publication folder or the draft's files.
         route: The route.
-        threads: Threads of each session.
-        int8: Use the quantised twin of each step that has one.
+        threads: Threads of each session, at least 1.
+        int8: Use the quantised twin of each step that has one; float32 for the others.
 
     Raises:
-        VerificationError: A file differs from its manifest's, or cannot be loaded.
+        VerificationError: A file is missing, cannot be read, differs from its manifest's, or cannot
+            be loaded.
         InvalidInputError: The route is empty.
     """
     if not route.steps:
@@ -338,13 +347,16 @@ class _Search:
 
 
 def explain_shared_space(manifest: Manifest, others: Iterable[Manifest]) -> str | None:
-    """Explain why a release cannot be used: an older release has the same space. None if none has.
+    """Explain why a release cannot be used: an older release has the same space.
 
     Stored data of a space belong to one release; the older one wins.
 
     Args:
         manifest: The release.
-        others: Other releases, older or newer.
+        others: Other releases, older or newer, in any order; newer ones do not count.
+
+    Returns:
+        A sentence that names the first such release; None if the release may be used.
     """
     for other in others:
         if other.space == manifest.space and other.release < manifest.release:

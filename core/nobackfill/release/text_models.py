@@ -20,7 +20,8 @@ class TextReader:
 
         Raises:
             NoEncoderError: The release embeds no texts.
-            VerificationError: The tokenizer is invalid, or differs from the manifest's.
+            VerificationError: The tokenizer's file is missing, cannot be read, differs from the
+                manifest's, is no tokenizer, crashes, or leaves no room for text.
             ConfigurationError: The extra `text` is not installed.
         """
         self._spec = manifest.reads_text
@@ -35,12 +36,16 @@ class TextReader:
     def tokenize(self, texts: Sequence[str], role: TextRole) -> Tokens:
         """Tokenize texts for the encoder.
 
+        Sizes and blank texts are not checked here; `nobackfill.text.check_text` does that. Texts
+        beyond the encoder's length are truncated.
+
         Args:
             texts: n texts.
             role: query or document; it decides the prefix.
 
         Returns:
             Each input of the encoder, int64 [n, t]; t is the length of the longest text in tokens.
+            Without texts each has shape [0].
 
         Raises:
             InvalidInputError: The tokenizer refuses a text.
@@ -51,7 +56,11 @@ class TextReader:
 
     @cached_property
     def largest_token_inputs(self) -> Tokens:
-        """Return the inputs for one text of one token, the one with the largest id."""
+        """Return the inputs for one text of one token, the one with the largest id, each int64 [1,
+        1].
+
+        They are computed once.
+        """
         one = np.full((1, 1), self._tokenizing.largest_token_id(), np.int64)
         mask, types = np.ones_like(one), np.zeros_like(one)
         return self._select_inputs(
@@ -73,11 +82,15 @@ class TextModel:
         self._spec = manifest.embedder
 
     def run(self, texts: Sequence[str], role: TextRole) -> Vectors:
-        """Embed texts. Longer ones are truncated to the encoder's length without an error.
+        """Embed texts.
+
+        Longer ones are truncated to the encoder's length without an error. Threads may call it at
+        the same time.
 
         Args:
             texts: At least one text; `nobackfill.text.check_text` is not called here.
-            role: query or document; it decides the prefix and the model.
+            role: query or document; it decides the prefix and the model. A release without a query
+                model uses one model for both.
 
         Returns:
             float32 [n, dim], in the order of `texts`.
@@ -91,14 +104,18 @@ class TextModel:
         return self.embed(self.reader.tokenize(texts, role), role)
 
     def embed(self, tokens: Tokens, role: TextRole) -> Vectors:
-        """Embed tokens, see `run`.
+        """Embed tokens with the model of a role.
 
         Args:
-            tokens: The inputs of the encoder, from `TextReader.feed`.
-            role: query or document.
+            tokens: The inputs of the encoder, from `TextReader.tokenize`, each int64 [n, t].
+            role: query or document; it decides the model. The prefix is in the tokens already.
+
+        Returns:
+            float32 [n, dim], in the order of the texts.
 
         Raises:
-            UnusableOutputError: The model returns no usable vector for some texts.
+            UnusableOutputError: The model returns no usable vector for some texts; the error lists
+                the rows.
             VerificationError: onnxruntime cannot run the model, or its output has another shape.
         """
         (embedding,) = self._sessions[role].run(dict(tokens), ["embedding"])
@@ -109,14 +126,17 @@ class TextModel:
 def open_text_encoder(files: Files, manifest: Manifest, threads: int = 1) -> TextModel:
     """Load the text encoder of a release on the CPU.
 
+    A release with a model for queries opens two sessions. They need no closing.
+
     Args:
         files: The publication folder or the draft's files.
         manifest: The release.
-        threads: Threads of each session.
+        threads: Threads of each session, at least 1.
 
     Raises:
         NoEncoderError: The release embeds no texts.
-        VerificationError: A file differs from the manifest's, or cannot be loaded.
+        VerificationError: A file is missing, cannot be read, differs from the manifest's, or cannot
+            be loaded.
         ConfigurationError: The extra `text` is not installed.
     """
     reader = TextReader(files, manifest)

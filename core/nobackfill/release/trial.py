@@ -66,20 +66,22 @@ def try_release(
     """Check, load and probe all models of a release, as far as `files` has them, in a child
     process.
 
-    The child has limits of memory, processor and time. Upgrades run on a full chunk of rows, as on
-    devices and gateways.
+    The child has limits of memory (4 GiB), processor time (240 s) and time (120 s). Upgrades run on
+    a full chunk of rows, as on devices and gateways. Blocks until the child ends. Nothing is
+    written.
 
     Args:
-        files: The publication folder or the draft's files.
+        files: The publication folder or the draft's files. In a folder, missing files are skipped.
         manifest: The release.
         upgrades: Probe the upgrades from these releases; None: from all.
-        threads: Threads of each session.
-        poll: Called several times a second; its error ends the trial.
+        threads: Threads of each session, at least 1; more than 4 count as 4.
+        poll: Called every 0.2 s; its error ends the trial. The default does nothing.
 
     Raises:
         VerificationError: A model is refused, met a limit or crashed the child, or the extra `text`
-            is needed and not installed; the message names the model if it is known.
+            is needed and not installed. The message names the model if it is known.
         Exception: Any error of `poll`; the child is killed.
+        OSError: The child cannot be started.
     """
     request = _Request(
         manifest=manifest,
@@ -97,12 +99,17 @@ def try_release(
 def explain_refusal_in_child(request: _Request, poll: Callable[[], None]) -> str | None:
     """Run `explain_refusal` in a child with limits; if the child dies, return the cause.
 
+    Blocks until the child ends; it never outlives the call.
+
     Args:
         request: The request.
-        poll: Called several times a second; its error ends the child.
+        poll: Called every 0.2 s; its error ends the child, and is raised.
 
     Returns:
-        Why the release is refused; None if it is valid.
+        Why the release is refused, also after 120 s without an answer; None if it is valid.
+
+    Raises:
+        OSError: The child cannot be started.
     """
     end = time.monotonic() + WALL_SECONDS
     text: str | None = request.model_dump_json()
@@ -150,8 +157,18 @@ def _cause(status: int) -> str:
 
 
 def explain_refusal(request: _Request) -> str | None:
-    """Run the models of a release in this process, and explain why the release is refused; None if
-    it is valid. A model that crashes ends the process."""
+    """Run the models of a release in this process, and explain why the release is refused.
+
+    A model that crashes ends the process. `request` decides which upgrades are probed; its limits
+    are not set here.
+
+    Returns:
+        The sentence of the VerificationError or ConfigurationError, or one on too little memory;
+        None if the release is valid.
+
+    Raises:
+        InvalidInputError: The probes have another shape than a model's input.
+    """
     from nobackfill.release.probes import check_probes, check_release
 
     try:
@@ -183,7 +200,13 @@ def _limit(memory_bytes: int, cpu_seconds: int) -> None:
 
 def main() -> None:
     """Read a request from stdin, and write the reason of a refusal, or null, to stdout, both as
-    JSON."""
+    JSON.
+
+    Sets the limits of this process for good: memory, processor time, no files and no core dump.
+
+    Raises:
+        pydantic.ValidationError: The request is invalid.
+    """
     request = _Request.model_validate_json(sys.stdin.read())
     _limit(request.memory_bytes, request.cpu_seconds)
     print(json.dumps({"refused": explain_refusal(request)}))

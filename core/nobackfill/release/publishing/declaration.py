@@ -123,7 +123,7 @@ def tokenizer_file(path: Path, declaration: Declaration) -> Path:
 
     Args:
         path: The ONNX file.
-        declaration: Names the tokenizer.
+        declaration: Names the tokenizer; the name may have folders.
 
     Returns:
         The file next to the ONNX file, if both places have one. Its content is not read.
@@ -151,6 +151,10 @@ def tokenizer_bytes(file: Path, declaration: Declaration) -> bytes:
         file: The tokenizer.json.
         declaration: The declared facts.
 
+    Returns:
+        The bytes of the file unchanged, or with `lower_case` as new JSON. Without `lower_case` the
+        content is not checked.
+
     Raises:
         OSError: The file cannot be read.
         InvalidInputError: The file is no tokenizer.json.
@@ -171,6 +175,8 @@ def tokenizer_bytes(file: Path, declaration: Declaration) -> bytes:
 def weight_files(path: Path) -> list[Path]:
     """List an ONNX file and all files that hold weights of its tensors.
 
+    Only the ONNX file is read.
+
     Args:
         path: The ONNX file.
 
@@ -179,7 +185,8 @@ def weight_files(path: Path) -> list[Path]:
         count even if no tensor names them.
 
     Raises:
-        InvalidInputError: No ONNX, a file outside of the folder, or a missing file.
+        InvalidInputError: The ONNX file is missing, cannot be read or is no ONNX; or a file of
+            weights is missing or outside of the folder.
     """
     candidates = (path.with_name(path.name + end) for end in _WEIGHTS)
     files = [path, *(one for one in candidates if one.is_file())]
@@ -218,6 +225,8 @@ def _locations(part: Message) -> Iterator[str]:
 def hash_model_files(files: Sequence[Path]) -> str:
     """Return the SHA-256 of a file, or of the digests of several in this order, as 64 hex digits.
 
+    For one file it is the digest of its content, so that it equals `sha256sum`.
+
     Args:
         files: At least one file.
 
@@ -233,7 +242,8 @@ def fingerprint_model(
 ) -> str:
     """Return a SHA-256 in hex that names a model by everything that determines its vectors.
 
-    The order of the files counts; their names do not.
+    The order of the files counts; their names do not. A field of the declaration counts unless it
+    has a default that is left out of the JSON.
 
     Args:
         weights: The model's files, see `weight_files`.
@@ -251,6 +261,9 @@ def fingerprint_model(
 
 def describe_assumptions(path: Path, declaration: Declaration) -> str:
     """Describe, for a person, the assumptions about a text model without a declaration.
+
+    A file that declares it is NAME.json, or modules.json in the folder or one above; its content is
+    not read.
 
     Args:
         path: The ONNX file.
@@ -281,15 +294,17 @@ def read_declaration(path: Path, outputs: Sequence[str]) -> Declaration:
     """Read the declaration of an ONNX file that embeds texts.
 
     A graph with an output `sentence_embedding` contains the whole model: that output is used,
-    without pooling. Without a declaration, defaults are returned.
+    without pooling. NAME.json wins over modules.json in the folder, and this over modules.json one
+    folder above. Without any, defaults are returned.
 
     Args:
         path: The ONNX file.
-        outputs: Names of the graph's outputs.
+        outputs: Names of the graph's outputs, at least one.
 
     Raises:
-        InvalidInputError: A file cannot be read, or declares something that is not applied here.
-        NotFoundError: A file that the declaration names is missing.
+        InvalidInputError: A file cannot be read, is no JSON of this kind, has unknown keys
+            (NAME.json only), or declares something that is not applied here.
+        NotFoundError: The tokenizer is missing, where modules.json declares lower case.
     """
     file = _declaring_file(path)
     if file is None:
@@ -311,9 +326,11 @@ def read_pixels(path: Path) -> tuple[Declaration, Path | None]:
 
     Returns:
         The declaration, and the file that holds it; defaults and None where there is none.
+        NAME.json wins over other files.
 
     Raises:
-        InvalidInputError: A file cannot be read, or declares something that is not applied here.
+        InvalidInputError: A file cannot be read, is no JSON of its kind, or declares something that
+            is not applied here.
     """
     own = path.with_suffix(".json")
     if own.is_file():

@@ -38,6 +38,7 @@ def describe_file(path: str, local: Path) -> PublishedFile:
 
     Raises:
         OSError: It cannot be read.
+        pydantic.ValidationError: The path is not plain, or the file is empty.
     """
     return PublishedFile(path=path, sha256=sha256_file(local), length=local.stat().st_size)
 
@@ -46,18 +47,17 @@ def check_draft(draft: Draft, repo: Path, published: Mapping[str, TargetFile]) -
     """Check a draft against the published releases.
 
     In order: the verdict of the gate, the rules of a manifest, predecessors, ONNX files, golden
-    probes.
+    probes. The first failure ends it. Nothing is written. ONNX files and probes are checked in a
+    child process, which may take minutes.
 
     Args:
-        draft: The release to publish.
+        draft: The release to publish. Its number is not compared with the published ones here.
         repo: The publication folder.
-        published: The signed entries of all published files, by path.
-
-    Nothing is written. ONNX files and probes are checked in a child process, which may take
-    minutes.
+        published: The signed entries of all published files, by path; empty for the first release.
 
     Raises:
-        GateFailedError: The gate failed or did not measure, and the draft is not forced.
+        GateFailedError: The gate failed or did not measure, and the draft is not forced. Also a
+            draft that was gated as a first release although others are published.
         VerificationError: Any other check failed. UnfitError: also where this program cannot use a
             published release or the draft.
     """
@@ -93,7 +93,7 @@ def read_manifest(repo: Path, target: TargetFile, release: int) -> Manifest:
 
     Raises:
         VerificationError: It cannot be read or differs from the signed one.
-        UnfitError: This program cannot use it.
+        UnfitError: This program cannot use it, or it has another number.
     """
     try:
         data = (repo / target.path).read_bytes()

@@ -75,14 +75,15 @@ def list_releases(repo: Path) -> list[PublicationEntry]:
     """List the published releases, ascending by number.
 
     Models are not read. Withdrawn releases are listed, too, and so are those that this program
-    cannot use.
+    cannot use. Expiry is not checked.
 
     Returns:
         The releases; empty if the publication has none yet.
 
     Raises:
         NotFoundError: Nothing is published in the folder.
-        VerificationError: A signature or digest is wrong, or a manifest is missing.
+        VerificationError: A signature or digest is wrong, or a manifest or metadata file is
+            missing.
     """
     ledger = require_ledger(repo)
     entries = [_entry(repo, ledger, path) for path in ledger.targets.targets]
@@ -94,18 +95,24 @@ def verify_publication(
 ) -> PublicationHealth:
     """Check a publication as a new device would, and run the golden probes of every model.
 
+    Reads every file, and runs each release in a child for up to two minutes. It checks the digests
+    and manifests of converters, but does not run their maps. Withdrawn releases and converters are
+    checked, too. Nothing is written but a temporary folder.
+
     Args:
         repo: The publication folder.
         root: The root metadata to trust; None: the folder's own.
         release: Check only this release; None: all releases and converters.
 
     Returns:
-        The numbers and dates of a publication without an error. Leftovers are no error.
+        The numbers and dates of a publication without an error. Leftovers are no error; they are
+        listed.
 
     Raises:
-        NotFoundError: Nothing is published, or no such release.
-        VerificationError: The first file, signature or probe that fails; UnfitError if this program
-            cannot use a release.
+        NotFoundError: Nothing is published, a part of it is missing, or no such release.
+        VerificationError: The first file, signature or probe that fails, metadata that has expired,
+            or another root than `root`. UnfitError if this program cannot use a release or
+            converter.
         UnavailableError: The folder cannot be read.
         CannotWriteError: The temporary folder cannot be written.
     """

@@ -56,9 +56,11 @@ class SigningKeys:
     def of(cls, repo: Path, files: Mapping[Role, Path] | None = None) -> "SigningKeys":
         """Return the keys of a publication folder: `<repo>.keys/`, except for `files`.
 
+        Nothing is read or made.
+
         Args:
             repo: The publication folder.
-            files: Files of single roles that lie elsewhere.
+            files: Files of single roles that lie elsewhere; None: all lie in `<repo>.keys/`.
         """
         repo = repo.absolute()
         return cls(repo.parent / f"{repo.name}.keys", files or {})
@@ -78,19 +80,20 @@ class SigningKeys:
         Missing folders are made with mode 0700. Call it under the publication's lock.
 
         Raises:
-            CannotWriteError: A file cannot be written.
+            CannotWriteError: A file cannot be written; keys of other roles may exist then.
             ConfigurationError: An existing file is no key, or others may read it.
         """
         return {role: _load_or_make(self.path(role)) for role in ROLES}
 
     def is_complete(self) -> bool:
-        """Tell whether all four key files exist."""
+        """Tell whether all four key files exist. Their content is not checked."""
         return all(self.path(role).exists() for role in ROLES)
 
     def create_next(self, role: Role) -> CryptoSigner:
         """Make the new key of a role, or return the one of an interrupted rotation.
 
-        The role's present key stays in its file.
+        The role's present key stays in its file. The file has mode 0600; missing folders are made.
+        Call it under the publication's lock.
 
         Raises:
             CannotWriteError: The file cannot be written.
@@ -99,14 +102,20 @@ class SigningKeys:
         return _load_or_make(self.next_path(role))
 
     def find_key(self, role: Role, root: Root) -> CryptoSigner | None:
-        """Return the private key of a role that root metadata accepts, None if no file has it.
+        """Find the private key of a role that root metadata accepts.
+
+        The role's own file counts first, then that of a rotation.
 
         Args:
             role: The role.
-            root: The root metadata.
+            root: The root metadata, which must have the role.
+
+        Returns:
+            The key, ready to sign; None if no file has it. Files that are missing are passed over.
 
         Raises:
-            ConfigurationError: A file is no key, or others may read it.
+            ConfigurationError: A file that was read is no ed25519 key in PEM without a password,
+                cannot be read, or others may read it.
         """
         trusted = root.get_delegated_role(role).keyids
         for path in (self.path(role), self.next_path(role)):
@@ -123,7 +132,8 @@ class SigningKeys:
             root: The root metadata.
 
         Raises:
-            ConfigurationError: No file has the key, a file is no key, or others may read it.
+            ConfigurationError: No file has the key, a file is no key, or others may read it. The
+                message says how to name the file.
         """
         signer = self.find_key(role, root)
         if signer is None:
@@ -139,7 +149,8 @@ class SigningKeys:
 
     def finish_rotation(self, role: Role, root: Root) -> None:
         """Move the new key of a role over the old one, once root metadata accepts only the new one.
-        Otherwise do nothing.
+
+        Otherwise it does nothing. The old key is lost.
 
         Args:
             role: The role.
@@ -209,6 +220,8 @@ class MetadataLedger:
 def read_root(repo: Path) -> tuple[Root, bytes] | None:
     """Read the newest root metadata, following the chain of versions 1, 2, 3 ...
 
+    Expiry is not checked. Without version 1, later versions do not count.
+
     Args:
         repo: The publication folder.
 
@@ -216,7 +229,8 @@ def read_root(repo: Path) -> tuple[Root, bytes] | None:
         The metadata and its bytes; None before the first version.
 
     Raises:
-        VerificationError: A version is not signed by its predecessor, or cannot be read.
+        VerificationError: A version is not signed by its predecessor or by itself, has another
+            number, or cannot be read.
     """
     data = _read(repo / "1.root.json")
     if data is None:
@@ -237,14 +251,16 @@ def read_root(repo: Path) -> tuple[Root, bytes] | None:
 def read_ledger(repo: Path) -> MetadataLedger | None:
     """Read the committed metadata.
 
+    Expiry is not checked. Release files are not read.
+
     Args:
         repo: The publication folder.
 
     Returns:
-        None where nothing was ever committed.
+        None where nothing was ever committed, also if there is only root metadata.
 
     Raises:
-        VerificationError: A file is missing, or has a wrong signature or digest.
+        VerificationError: A file is missing, cannot be read, or has a wrong signature or digest.
     """
     newest = read_root(repo)
     timestamp_data = _read(repo / "timestamp.json")
@@ -272,7 +288,7 @@ def require_ledger(repo: Path) -> MetadataLedger:
 
     Raises:
         NotFoundError: Nothing was ever committed.
-        VerificationError: A file is missing, or has a wrong signature or digest.
+        VerificationError: A file is missing, cannot be read, or has a wrong signature or digest.
     """
     ledger = read_ledger(repo)
     if ledger is None:
@@ -286,8 +302,16 @@ def require_ledger(repo: Path) -> MetadataLedger:
 def new_root(signers: dict[Role, Signer]) -> bytes:
     """Make the first root metadata, signed by its own root key.
 
+    Its version is 1; it expires after 365 days. Nothing is written.
+
     Args:
-        signers: The key of each role.
+        signers: The key of each role; all four.
+
+    Returns:
+        The metadata as JSON.
+
+    Raises:
+        KeyError: A role is missing.
     """
     root = Root(version=1, expires=_expiry("root"), consistent_snapshot=True)
     for role in ROLES:
@@ -298,10 +322,17 @@ def new_root(signers: dict[Role, Signer]) -> bytes:
 def next_root(root: Root, keys: Mapping[Role, list[Key]], signers: list[Signer]) -> bytes:
     """Make the root metadata that follows `root`, with a new expiry.
 
+    `root` is not changed, and nothing is written.
+
     Args:
         root: The present root metadata.
-        keys: The new keys of some roles; other roles keep theirs.
-        signers: Keys that sign it.
+        keys: The new keys of some roles; other roles keep theirs. A role with an empty list has no
+            key left.
+        signers: Keys that sign it. Readers need signatures of the present and of the new root keys;
+            this is not checked.
+
+    Returns:
+        The metadata as JSON, with the next version.
     """
     following = Root.from_dict(root.to_dict())
     following.version += 1
@@ -321,15 +352,16 @@ def next_metadata(
 ) -> list[tuple[str, bytes]]:
     """Make new metadata files, in the order in which they must be written; the last one commits.
 
+    Nothing is written. Versions grow by one, from 1. Targets metadata expires after 365 days,
+    snapshot and timestamp after 30.
+
     Args:
         ledger: The present metadata; None before the first commit.
         targets: The published files; None: keep the targets metadata, renew snapshot and timestamp.
         signers: Keys of the roles that sign.
 
-    Nothing is written.
-
     Returns:
-        Name and content of each file.
+        Name and content of each file: targets if `targets` is given, snapshot, and timestamp last.
 
     Raises:
         NotFoundError: Both `ledger` and `targets` are None.
@@ -371,6 +403,8 @@ def list_leftovers(repo: Path, ledger: MetadataLedger | None) -> list[Path]:
     """List the files that an interrupted publish left: files with our names that no metadata lists.
 
     Other files, such as a README, are not listed.
+
+    Root metadata and files that are being staged are not listed. Nothing is removed.
 
     Args:
         repo: The publication folder.

@@ -230,6 +230,10 @@ _FILES: dict[str, _Kind] = {
 def read_preprocessing(path: Path) -> tuple[Path, Preprocessing] | None:
     """Read the preprocessing of an image model from files next to the model or one folder above.
 
+    The folder of the model comes first. In a folder the order is processor_config.json,
+    preprocessor_config.json, preprocess_cfg.json, open_clip_config.json, config.json. A file
+    without a preprocessing is passed over.
+
     Args:
         path: The ONNX file.
 
@@ -237,12 +241,14 @@ def read_preprocessing(path: Path) -> tuple[Path, Preprocessing] | None:
         The file that declares it, and the preprocessing; None without such a file.
 
     Raises:
-        InvalidInputError: A file is no JSON, or declares something that is not reproduced here.
-        OSError: A file cannot be read.
+        InvalidInputError: A file cannot be read, is no JSON, or declares something that is not
+            reproduced here.
     """
     for file, kind in _candidates(path):
         try:
             preprocessing = kind.model_validate_json(file.read_bytes()).read()
+        except OSError as error:
+            raise InvalidInputError(f"{file}: cannot be read ({error.strerror})") from error
         except ValueError as error:
             raise InvalidInputError(
                 f"{file}: cannot be applied ({_first(error)}); declare the model's pixels in "
@@ -256,8 +262,12 @@ def read_preprocessing(path: Path) -> tuple[Path, Preprocessing] | None:
 def read_timm(config: dict[str, object]) -> Preprocessing:
     """Read the preprocessing from a timm model's `pretrained_cfg`.
 
+    Args:
+        config: The dictionary; unknown keys are ignored. Without crop_pct, timm's 0.875 counts.
+
     Raises:
-        ValueError: It cannot be reproduced here.
+        ValueError: A key is missing or has a wrong type (pydantic.ValidationError), or the
+            preprocessing cannot be reproduced here, such as a crop that is not square.
     """
     return _Timm.model_validate(config).read()
 
@@ -265,8 +275,12 @@ def read_timm(config: dict[str, object]) -> Preprocessing:
 def read_open_clip(config: dict[str, object]) -> Preprocessing:
     """Read the preprocessing of an open_clip model.
 
+    Args:
+        config: The preprocess_cfg of the model, with `size`; unknown keys are ignored.
+
     Raises:
-        ValueError: It cannot be reproduced here.
+        ValueError: A key is missing or has a wrong type (pydantic.ValidationError). Or it cannot be
+            reproduced here: padding that is not black, or a crop that is not square.
     """
     return _OpenClip.model_validate(config).read()
 

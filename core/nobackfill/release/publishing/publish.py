@@ -54,12 +54,14 @@ _LOCK_SECONDS = 60.0
 
 
 def staging_folder(repo: Path) -> Path:
-    """Return the folder in which releases are staged; it may not exist."""
+    """Return the folder in which releases are staged; it may not exist. It lies next to the
+    publication folder, with the suffix .staging."""
     return repo.absolute().parent / f"{repo.absolute().name}.staging"
 
 
 def lock_path(repo: Path) -> Path:
-    """Return the path of the lock file that protects a publication and its staging folder."""
+    """Return the path of the lock file that protects a publication and its staging folder. It lies
+    next to the publication folder, with the suffix .lock."""
     return repo.absolute().parent / f"{repo.absolute().name}.lock"
 
 
@@ -69,7 +71,7 @@ def clear_staging(repo: Path) -> None:
     The folder itself is removed if it is empty then. Does nothing without the folder.
 
     Raises:
-        CannotWriteError: A file cannot be removed.
+        CannotWriteError: A file cannot be removed; the others may be gone.
     """
     top = staging_folder(repo)
     for path in sorted(top.iterdir()) if top.is_dir() else ():
@@ -83,14 +85,19 @@ def clear_staging(repo: Path) -> None:
 def draft_folder(repo: Path) -> Iterator[Path]:
     """Provide a folder in which to build a release; remove it at the end of the block.
 
-    The folder of a killed process is removed by the next call, or by the next publish.
+    Waits up to a minute for another publisher, and makes missing parent folders. Other leftovers in
+    the staging folder are removed. The folder of a killed process is removed by the next call, or
+    by the next publish.
 
     Args:
         repo: The publication folder; it may not exist yet.
 
+    Yields:
+        The folder, empty but for its lock file.
+
     Raises:
         BusyError: Another process publishes for more than a minute.
-        CannotWriteError: The folder cannot be made.
+        CannotWriteError: The folder cannot be made, or at the end it cannot be removed.
     """
     with contextlib.ExitStack() as locks:
         with durable.lock_file(lock_path(repo), _LOCK_SECONDS):
@@ -145,13 +152,18 @@ def publish(
     """Check, sign and publish a release.
 
     Checks digests, spaces, predecessors, the gate's verdict, every ONNX file and the golden probes.
-    After an interruption, run it again.
+    The checks run in a child and may take minutes; the publication's lock is held meanwhile.
+    Leftovers of an interrupted publish are removed first. Readers see the release only after the
+    last step, so an error or a kill before it changes nothing for them. After an interruption, run
+    it again.
 
     Args:
         repo: The publication folder, made if missing.
         draft: The release.
-        keys: The signing keys; None: those in `<repo>.keys/`, made at the first publish.
-        dry_run: Check everything, write nothing. No lock is taken.
+        keys: The signing keys; None: those in `<repo>.keys/`. The first publish makes keys that are
+            missing.
+        dry_run: Check everything, write nothing. No lock is taken. Keys are checked where a
+            publication has begun.
         share: Share of the devices that it is offered to at first, above 0 and at most 1; this is
             not checked.
 
@@ -161,11 +173,16 @@ def publish(
     Raises:
         AlreadyExistsError: The number is not above the newest, or a file is published already;
             releases are immutable.
-        GateFailedError: The release did not pass its gate and is not forced.
-        VerificationError: A check failed, or the published metadata is invalid.
-        ConfigurationError: A key is missing or invalid, or others may read it.
-        BusyError: Another publisher holds the lock.
-        CannotWriteError: The disk fails, or the folder is a mount point.
+        GateFailedError: The release did not pass its gate and is not forced, or was gated as a
+            first release although others are published.
+        VerificationError: A check failed, a file of the draft is missing, or the published metadata
+            is invalid. UnfitError: also where this program cannot use a published release or the
+            draft.
+        ConfigurationError: A key is missing or invalid, or others may read it; nothing is
+            published.
+        BusyError: Another publisher holds the lock; it is not waited for.
+        CannotWriteError: The disk fails, or the folder is a mount point. Readers see the old state,
+            or the new one if only the last sync failed.
     """
     keys = keys or SigningKeys.of(repo)
     if dry_run:
@@ -218,8 +235,9 @@ def remove_leftovers(repo: Path) -> MetadataLedger | None:
         The metadata; None before the first commit. Then every release file is a leftover.
 
     Raises:
-        VerificationError: The metadata is invalid.
+        VerificationError: The metadata is invalid or incomplete; nothing is removed then.
         CannotWriteError: A file cannot be removed.
+        OSError: The folder is missing.
     """
     ledger = read_ledger(repo)
     clear_staging(repo)
@@ -233,12 +251,15 @@ def put_metadata(repo: Path, files: list[tuple[str, bytes]]) -> None:
     """Stage metadata files, rename them into the publication in order, and tidy. Call it under the
     lock.
 
+    Existing files of these names are replaced.
+
     Args:
         repo: The publication folder.
-        files: Name and content of each file; the last one commits.
+        files: Name and content of each file; the last one commits. None: only the staging folder is
+            cleared.
 
     Raises:
-        CannotWriteError: A file cannot be written.
+        CannotWriteError: A file cannot be written; earlier ones may be in place already.
     """
     durable.make_dir(staging_folder(repo))
     for name, data in files:
@@ -295,7 +316,7 @@ def signers_of(keys: SigningKeys, root: Root) -> dict[Role, Signer]:
     """Return the signers of a release: one for each role except root.
 
     Args:
-        keys: The key files. Keys that `root` does not accept are passed over.
+        keys: The key files. Keys that `root` does not accept are passed over. Nothing is written.
         root: The root metadata.
 
     Raises:
@@ -307,6 +328,8 @@ def signers_of(keys: SigningKeys, root: Root) -> dict[Role, Signer]:
 
 def check_keys(repo: Path, keys: SigningKeys) -> None:
     """Check that the keys of a publication that has begun are available.
+
+    All keys but root's are checked. Nothing is written.
 
     Args:
         repo: The publication folder; before its first publish nothing is checked.
@@ -323,6 +346,8 @@ def check_keys(repo: Path, keys: SigningKeys) -> None:
 def refuse_begun(repo: Path) -> None:
     """Refuse a publication that has root metadata already.
 
+    Nothing is written.
+
     Raises:
         AlreadyExistsError: It has root metadata.
         VerificationError: Its root metadata is invalid.
@@ -337,15 +362,17 @@ def refuse_begun(repo: Path) -> None:
 def begin_publication(repo: Path, keys: SigningKeys) -> None:
     """Make the keys and the root metadata of a publication before its first release.
 
+    An interrupted call may leave keys; the next call uses them.
+
     Args:
         repo: The publication folder, made if missing.
         keys: The key files; existing ones are used.
 
     Raises:
         AlreadyExistsError: The publication has root metadata already.
-        BusyError: Another publisher holds the lock.
-        ConfigurationError: A file is no key.
-        CannotWriteError: A file cannot be written.
+        BusyError: Another publisher holds the lock; it is not waited for.
+        ConfigurationError: A file is no key, or others may read it.
+        CannotWriteError: A file cannot be written, or the folder is a mount point.
         VerificationError: The root metadata is invalid.
     """
     refuse_begun(repo)
@@ -361,7 +388,10 @@ def ensure_root(repo: Path, keys: SigningKeys) -> Root:
 
     Args:
         repo: The publication folder.
-        keys: The key files.
+        keys: The key files; they are read only if there is no root metadata. Missing ones are made.
+
+    Returns:
+        The newest version.
 
     Raises:
         VerificationError: The root metadata is invalid.
@@ -379,16 +409,16 @@ def ensure_root(repo: Path, keys: SigningKeys) -> Root:
 def put_files(repo: Path, files: Mapping[str, bytes]) -> None:
     """Stage files, then rename them and their folders into the publication. Call it under the lock.
 
-    Args:
-        repo: The publication folder.
-        files: Content by published path.
-
     Files are no part of the publication until `put_metadata` lists them. A file at the top of the
     folder is replaced; a model's folder must be new.
 
+    Args:
+        repo: The publication folder.
+        files: Content by published path; none: nothing but the staging folder is made.
+
     Raises:
-        CannotWriteError: A file cannot be written.
-        AlreadyExistsError: A folder is published already.
+        CannotWriteError: A file cannot be written; others may be in place already.
+        AlreadyExistsError: A model's folder is published already; others may be in place.
     """
     top = staging_folder(repo)
     durable.make_dir(top)
@@ -410,24 +440,26 @@ def publish_converter(
 ) -> Converter:
     """Sign and publish an ONNX map as a converter under the next number.
 
-    After an interruption, run it again.
+    The map itself is not checked or run here. Leftovers of an interrupted publish are removed
+    first. After an interruption, run it again.
 
     Args:
         repo: The publication folder, made if missing.
-        data: The ONNX file.
-        describe: Makes the manifest from the number and the entry of the file; its error ends the
-            work before anything is written.
-        keys: The signing keys; None: those in `<repo>.keys/`, made at the first publish.
+        data: The ONNX file, at least one byte.
+        describe: Makes the manifest from the number and the entry of the file. It is called under
+            the lock; its error ends the work before anything is added.
+        keys: The signing keys; None: those in `<repo>.keys/`. The first publish makes keys that are
+            missing.
 
     Returns:
         The manifest that was published, from `describe`.
 
     Raises:
-        BusyError: Another publisher holds the lock.
-        CannotWriteError: A file cannot be written.
+        BusyError: Another publisher holds the lock; it is not waited for.
+        CannotWriteError: A file cannot be written, or the folder is a mount point.
         ConfigurationError: A key is missing or invalid, or others may read it.
         VerificationError: The published metadata is invalid.
-        AlreadyExistsError: The folder is published already.
+        pydantic.ValidationError: `data` is empty.
     """
     keys = keys or SigningKeys.of(repo)
     durable.make_dir(repo.absolute())

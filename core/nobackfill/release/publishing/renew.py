@@ -49,7 +49,7 @@ class Renewal:
 
 
 def metadata_expiries(ledger: MetadataLedger) -> dict[Role, datetime]:
-    """Return when the metadata of each role expires, UTC."""
+    """Return when the metadata of each role expires, UTC. The past counts, too."""
     return {
         "root": ledger.root.expires,
         "targets": ledger.targets.expires,
@@ -62,7 +62,8 @@ def resign(repo: Path, keys: SigningKeys | None = None, dry_run: bool = False) -
     """Sign snapshot and timestamp metadata again.
 
     Root and targets metadata are renewed, too, once half of their term is over, if their keys are
-    available.
+    available. Leftovers of an interrupted publish are removed first. Expired metadata can be
+    renewed. After an interruption, run it again.
 
     Args:
         repo: The publication folder.
@@ -74,9 +75,10 @@ def resign(repo: Path, keys: SigningKeys | None = None, dry_run: bool = False) -
 
     Raises:
         NotFoundError: Nothing is published there.
-        ConfigurationError: The snapshot or timestamp key is missing, or a key file is invalid.
-        BusyError: Another publisher holds the lock.
-        CannotWriteError: A file cannot be written.
+        ConfigurationError: The snapshot or timestamp key is missing, or a key file is invalid or
+            may be read by others.
+        BusyError: Another publisher holds the lock; it is not waited for.
+        CannotWriteError: A file cannot be written, or the folder is a mount point.
         VerificationError: The published metadata is invalid.
     """
     keys = keys or SigningKeys.of(repo)
@@ -109,19 +111,20 @@ def rotate(
 
     Args:
         repo: The publication folder.
-        roles: The roles whose keys are replaced, at least one.
+        roles: The roles whose keys are replaced, at least one; duplicates count once.
         keys: The signing keys; None: those in `<repo>.keys/`.
-        dry_run: Check that the root key is there, and report.
+        dry_run: Check that the root key is there, and report; nothing is written.
 
     Returns:
-        The roles in the order of ROLES, and the expiries of all.
+        The roles in the order of ROLES, and the expiries of all; in a dry run, those of the present
+        metadata.
 
     Raises:
         ConfigurationError: No role, an unknown one, or the key of root, snapshot or timestamp is
-            missing.
+            missing, is no key, or may be read by others.
         NotFoundError: Nothing is published there.
-        BusyError: Another publisher holds the lock.
-        CannotWriteError: A file cannot be written.
+        BusyError: Another publisher holds the lock; it is not waited for.
+        CannotWriteError: A file cannot be written, or the folder is a mount point.
         VerificationError: The published metadata is invalid.
     """
     keys = keys or SigningKeys.of(repo)
@@ -208,18 +211,20 @@ def withdraw(
         number: Number of the release or converter.
         reason: Shown to devices and users; printable, not empty.
         keys: The signing keys; None: those in `<repo>.keys/`.
-        dry_run: Only check and report.
+        dry_run: Only check and report; the keys are checked, too.
         converter: Withdraw a converter instead of a release.
 
     Returns:
-        False if it is withdrawn already, for the same reason.
+        Whether metadata is (or would be) written; False if it is withdrawn already, for the same
+        reason.
 
     Raises:
-        PreconditionError: The reason is empty or not printable.
+        PreconditionError: The reason is empty, blank or not printable.
         NotFoundError: No such release or converter.
-        ConfigurationError: A key is missing.
-        BusyError: Another publisher holds the lock.
-        CannotWriteError: A file cannot be written.
+        ConfigurationError: The targets, snapshot or timestamp key is missing or invalid, or others
+            may read it. In a run that has nothing to change, keys are not read.
+        BusyError: Another publisher holds the lock; it is not waited for.
+        CannotWriteError: A file cannot be written, or the folder is a mount point.
         VerificationError: The published metadata is invalid.
     """
     if not reason.strip() or not reason.isprintable():
@@ -247,20 +252,21 @@ def roll_out(
     Args:
         repo: The publication folder.
         release: Number of the release.
-        share: Above 0, at most 1.
+        share: Above 0, at most 1; rounded to millionths, and at least one.
         keys: The signing keys; None: those in `<repo>.keys/`.
-        dry_run: Only check and report.
+        dry_run: Only check and report; the keys are checked, too.
 
     Returns:
-        False if it has this share already.
+        Whether metadata is (or would be) written; False if the release has this share already.
 
     Raises:
         InvalidInputError: A share outside of these bounds.
         NotFoundError: No such release.
         PreconditionError: The share would shrink, or the release is withdrawn.
-        ConfigurationError: A key is missing.
-        BusyError: Another publisher holds the lock.
-        CannotWriteError: A file cannot be written.
+        ConfigurationError: The targets, snapshot or timestamp key is missing or invalid, or others
+            may read it.
+        BusyError: Another publisher holds the lock; it is not waited for.
+        CannotWriteError: A file cannot be written, or the folder is a mount point.
         VerificationError: The published metadata is invalid.
     """
     if not 0 < share <= 1:

@@ -41,12 +41,16 @@ def pool(tokens: Vectors, mask: Any, modes: Sequence[PoolingMode]) -> Vectors:
     """Make one vector of the vectors of a text's tokens.
 
     Args:
-        tokens: float32 [n, t, dim]; the padding comes last.
-        mask: 1 for each token of the text, 0 for padding; int64 [n, t].
+        tokens: float32 [n, t, dim]; the padding comes last. It is not changed.
+        mask: 1 for each token of the text, 0 for padding; int64 [n, t]. Each text needs at least
+            one token; this is not checked.
         modes: One or several; their vectors are joined in this order.
 
     Returns:
         float32 [n, dim * number of modes].
+
+    Raises:
+        ValueError: No mode.
     """
     weights = mask[..., None].astype(np.float32)
     last = mask.sum(1) - 1
@@ -86,10 +90,17 @@ class Layer(BaseModel):
     folder: Path = Field(Path(), exclude=True)
 
     def open(self) -> Callable[[Vectors], Vectors]:
-        """Read the weights, and return a function from float32 [n, dim] to float32 [n, other].
+        """Read the weights, and return the layer as a function from float32 [n, dim] to float32 [n,
+        other].
+
+        The weights are read once, here.
+
+        Returns:
+            The function; it does not change its argument.
 
         Raises:
-            InvalidInputError: The weights cannot be read, or are not those of `sha256`.
+            InvalidInputError: The weights cannot be read, are no safetensors, lack a tensor, or are
+                not those of `sha256`.
         """
         if self.kind == "Normalize":
             return normalise
@@ -116,7 +127,7 @@ class Layer(BaseModel):
 
     def _weights(self) -> dict[str, Vectors]:
         file = self.folder / _WEIGHTS
-        data = file.read_bytes()
+        data = _read_weights(file)
         if sha256_bytes(data) != self.sha256:
             raise InvalidInputError(f"{file}: changed while it was read; run the command again")
         try:
@@ -127,6 +138,13 @@ class Layer(BaseModel):
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise InvalidInputError(f"{file}: cannot be read as safetensors ({error})") from error
         return tensors
+
+
+def _read_weights(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise InvalidInputError(f"{file}: cannot be read ({error.strerror})") from error
 
 
 def _read_safetensors(data: bytes) -> dict[str, Vectors]:
@@ -166,13 +184,16 @@ class _DenseConfig(BaseModel):
 def read_layer(kind: LayerKind, folder: Path) -> Layer:
     """Read how a module of sentence-transformers is set up.
 
+    Normalize reads no file. The weights are hashed here, and their content is checked by
+    `Layer.open`.
+
     Args:
         kind: Its class.
         folder: Its folder, with `config.json` and `model.safetensors`.
 
     Raises:
-        InvalidInputError: Its configuration or its weights cannot be read, or are not applied
-            here.
+        InvalidInputError: Its configuration or weights are missing or cannot be read, or the
+            configuration is not applied here, such as an unknown activation.
     """
     if kind == "Normalize":
         return Layer(kind=kind)
@@ -207,6 +228,6 @@ def read_layer(kind: LayerKind, folder: Path) -> Layer:
         kind=kind,
         activation=activation,
         residual=residual,
-        sha256=sha256_bytes(file.read_bytes()),
+        sha256=sha256_bytes(_read_weights(file)),
         folder=folder,
     )

@@ -98,15 +98,19 @@ class FolderFetcher:
     def fetch_from(self, url: str, offset: int) -> Iterator[bytes]:
         """Yield the bytes of a file in the folder, in pieces of 64 KiB.
 
+        An offset at or beyond the end yields nothing.
+
+        The file is opened at the first `next`, and closed when the iterator ends. Paths are not
+        checked: the caller passes signed or fixed ones.
+
         Args:
             url: The base URL and the published path.
             offset: The first byte.
 
-        An offset at or beyond the end yields nothing.
-
         Raises:
-            tuf.api.exceptions.DownloadHTTPError: With status 404: no such file.
-            tuf.api.exceptions.DownloadError: The file cannot be read.
+            tuf.api.exceptions.DownloadHTTPError: With status 404: no such file, or a part of its
+                path is a file.
+            tuf.api.exceptions.DownloadError: The path is a folder, or the file cannot be read.
         """
         path = self._folder / unquote(url.removeprefix(self.base_url))
         try:
@@ -138,8 +142,9 @@ class HttpFetcher:
     def fetch_from(self, url: str, offset: int) -> Iterator[bytes]:
         """Yield the bytes of a file from the host, in pieces.
 
-        A host that does not serve ranges sends the whole file; the bytes before `offset` are
-        skipped.
+        Connects at the first `next`, and tries a failed connection twice more. Up to 3 redirects
+        are followed. A host that does not serve ranges sends the whole file; the bytes before
+        `offset` are skipped. The bytes are not decompressed or checked.
 
         Args:
             url: The base URL and the published path.
@@ -234,8 +239,13 @@ def _sentence(error: Exception) -> str:
 def fetcher_for(source: str) -> tuple[Fetcher, str]:
     """Return the fetcher and the base URL of a source; nothing is read yet.
 
+    Addresses with http:// are read without encryption; signatures protect the content.
+
     Args:
         source: A folder, or an address with http:// or https://. Whether it exists is not checked.
+
+    Returns:
+        The fetcher, and its base URL with a slash at its end.
     """
     if source.startswith(("http://", "https://")):
         return HttpFetcher(), source.rstrip("/") + "/"
@@ -308,13 +318,17 @@ class TrustedState:
     def __init__(self, anchor: str, refresh_time: datetime, texts: dict[str, bytes]) -> None:
         """Check the signatures, and that the metadata fits together.
 
+        Expiry and versions are not checked.
+
         Args:
             anchor: SHA-256 of the root metadata that was trusted first.
             refresh_time: Time of the latest successful refresh, UTC.
-            texts: The metadata of each role.
+            texts: The metadata of each role: root, timestamp, snapshot and targets.
 
         Raises:
-            VerificationError: A signature is wrong, or a digest differs.
+            VerificationError: A signature is wrong, or a digest differs. The root metadata must
+                sign itself.
+            KeyError: A role is missing in `texts`.
         """
         self.anchor = anchor
         self.refresh_time = refresh_time
@@ -337,6 +351,8 @@ class TrustedState:
     @classmethod
     def load(cls, path: Path) -> Self | None:
         """Read the state from a file.
+
+        Expiry is not checked.
 
         Returns:
             None if the file does not exist.
@@ -362,7 +378,8 @@ class TrustedState:
         """Replace the file durably.
 
         Raises:
-            CannotWriteError: The file cannot be written.
+            CannotWriteError: The file cannot be written, or its folder is missing. The old file
+                stays.
         """
         texts = {role: data.decode() for role, data in self.texts.items()}
         stored = {
@@ -383,7 +400,8 @@ class TrustedState:
         }
 
     def version_floor(self) -> VersionFloor:
-        """Return the versions of this state, with the digests of the keys that signed it."""
+        """Return the versions of this state, with the digests of the keys that signed it. Root has
+        no such digest."""
         return VersionFloor(
             root=self.root.version,
             timestamp=self.timestamp.version,
@@ -398,8 +416,12 @@ class TrustedState:
     def check_floor(self, floor: VersionFloor) -> None:
         """Check that no metadata is older than a floor.
 
+        Equal versions pass. A role whose keys differ from the floor's is not compared; root always
+        is.
+
         Raises:
-            VerificationError: The publication was rolled back.
+            VerificationError: The publication was rolled back; the message names the first such
+                role.
         """
         own = self.version_floor()
         unchanged = {role for role in ROLE_FILES if own.keys[role] == floor.keys.get(role)}
@@ -423,10 +445,12 @@ class TrustedState:
         """Check that no metadata has expired.
 
         Args:
-            time: The time to compare with, UTC.
+            time: The time to compare with, UTC with its time zone. Metadata that expires at this
+                moment has expired.
 
         Raises:
-            VerificationError: Some has expired.
+            VerificationError: Some has expired; the message names the first in the order root,
+                timestamp, snapshot, targets.
         """
         for name, signed in (
             ("root", self.root), ("timestamp", self.timestamp),
@@ -440,6 +464,8 @@ class TrustedState:
 
 def expiry_message(what: str) -> str:
     """Return a message about expired metadata with what to do about it.
+
+    It shows today's date by this machine's clock.
 
     Args:
         what: The beginning of the message.
@@ -461,22 +487,25 @@ def fetch_metadata(
 ) -> dict[str, bytes]:
     """Fetch and verify the newest root, timestamp, snapshot and targets metadata.
 
+    Takes at most METADATA_SECONDS. Works in a temporary folder that is removed; nothing else is
+    written.
+
     Args:
         fetcher: The source.
         base_url: The base URL of the source.
-        root: The trusted root metadata.
-        trusted: The last timestamp, snapshot and targets metadata, by role, or nothing; older
-            metadata is refused.
+        root: The trusted root metadata; newer versions are fetched from it on, each signed by its
+            predecessor.
+        trusted: The last timestamp, snapshot and targets metadata, by role; other keys are ignored.
+            Older metadata is refused. Empty: nothing was fetched before.
 
     Returns:
-        The metadata by role.
+        The metadata of root, timestamp, snapshot and targets by role.
 
     Raises:
         VerificationError: A signature, digest or version is wrong, or it has expired.
-        UnavailableError: The source does not answer, or is too slow.
+        UnavailableError: The source does not answer, is too slow, or the time is over.
         NotFoundError: A file is missing.
-        CannotWriteError: The temporary folder cannot be written. Other errors of the source are
-            raised as they are.
+        CannotWriteError: The temporary folder cannot be written.
         NobackfillError: An error that the fetcher itself raises, such as NotPermittedError.
     """
     try:
@@ -511,7 +540,8 @@ def translate_tuf_errors(error: DownloadError | RepositoryError, source: str) ->
 
     Returns:
         NotFoundError for a missing file, UnavailableError for a source that is slow or cannot be
-        reached, VerificationError for everything else.
+        reached. VerificationError for everything else: expired metadata, more bytes than were
+        signed, or a wrong signature or version.
     """
     unchanged = "nothing was changed"
     match error:
@@ -566,17 +596,22 @@ def download(fetcher: Fetcher, base_url: str, target: TargetFile, destination: P
     The bytes go into a file with the suffix .part next to `destination`. It gets its name after its
     digest was checked.
 
+    A resumed download with a wrong digest is tried once more from the beginning. Calls for one
+    destination must not overlap. There is no time limit, only a lowest speed.
+
     Args:
         fetcher: The source.
         base_url: The base URL of the source.
         target: The signed entry of the file.
         destination: Where to put it; its folder is made. Nothing is done if the right file is
-            there.
+            there, and another one is replaced.
 
     Raises:
-        VerificationError: The host sends another file.
-        UnavailableError: The host is gone, too slow or stopped early; the partial download stays.
-        CannotWriteError: The file cannot be written.
+        VerificationError: The host sends another file, or more bytes than were signed; the partial
+            download is removed.
+        UnavailableError: The host is gone, too slow or stopped early; the partial download stays,
+            and the next call resumes it.
+        CannotWriteError: The file or its folder cannot be written.
         NotFoundError: The host does not have the file.
         NobackfillError: An error that the fetcher itself raises, such as NotPermittedError.
     """
@@ -648,14 +683,16 @@ def first_root(fetcher: Fetcher, base_url: str) -> bytes:
     """Fetch the first root metadata of a publication; show its fingerprint to a person before
     trusting it.
 
+    Nothing is stored. Expiry is not checked. Takes at most METADATA_SECONDS.
+
     Args:
         fetcher: The source.
         base_url: The base URL of the source.
 
     Raises:
         NotFoundError: Nothing is published there.
-        UnavailableError: The source does not answer.
-        VerificationError: It is too long, or not signed by itself.
+        UnavailableError: The source does not answer, or is too slow.
+        VerificationError: It has more than 512,000 bytes, or is not signed by itself.
         NobackfillError: An error that the fetcher itself raises, such as NotPermittedError.
     """
     url = f"{base_url}1.root.json"
@@ -695,20 +732,22 @@ class Trust:
         root: bytes | None = None,
         floor: VersionFloor | None = None,
     ) -> None:
-        """Open the trusted state.
+        """Open the trusted state; nothing is fetched or written.
 
         Args:
-            state_dir: Folder of the trusted state, made if missing.
+            state_dir: Folder of the trusted state; `refresh` makes it.
             fetcher: The source.
             base_url: The base URL of the source.
-            root: The root metadata to trust first; None: the one in the state.
-            floor: The newest versions ever seen, which the caller stores elsewhere: nothing older
-                is accepted, even if the state folder was lost.
+            root: The root metadata to trust first; None: the one in the state. Where a state
+                exists, it must be the root that the state began with or has now, or a newer
+                version.
+            floor: The newest versions ever seen, which the caller stores elsewhere: `refresh`
+                accepts nothing older, even if the state folder was lost. None: no such versions.
 
         Raises:
             NotFoundError: Neither root metadata nor a state.
-            VerificationError: The state is damaged, or began with another root, or `root` is not
-                validly signed.
+            VerificationError: The state is damaged, cannot be read or began with another root, or
+                `root` is not validly signed. Without a state, `refresh` checks `root`.
         """
         self._folder = state_dir
         self._fetcher = fetcher
@@ -726,18 +765,19 @@ class Trust:
         """Fetch and verify the published metadata, and store it durably if it changed.
 
         Waits up to a minute for another process that refreshes the same state. Files of releases
-        are not fetched.
+        are not fetched. After an error this object still has the state that it had before. Without
+        a change, the stored time is written again once it is a day old.
 
         Returns:
-            Whether it changed.
+            Whether any metadata changed, or was fetched for the first time.
 
         Raises:
             VerificationError: An invalid signature, expired metadata, a rollback, a mix of
                 versions, or a damaged state; nothing changes.
-            UnavailableError: The source does not answer.
+            UnavailableError: The source does not answer within 30 s, or is too slow.
             NotFoundError: Nothing is published there.
-            CannotWriteError: The state cannot be written.
-            BusyError: Another process refreshes.
+            CannotWriteError: The state or a temporary folder cannot be written.
+            BusyError: Another process refreshes for more than a minute.
             NobackfillError: An error that the fetcher itself raises, such as NotPermittedError.
         """
         durable.make_dir(self._folder, mode=0o700)
@@ -763,6 +803,8 @@ class Trust:
     def version_floor(self) -> VersionFloor:
         """Return the trusted versions, for the caller to store with its installed release.
 
+        Reads memory only.
+
         Raises:
             NotFoundError: Nothing was fetched yet.
         """
@@ -779,6 +821,8 @@ class Trust:
     def root(self) -> bytes:
         """Return the trusted root metadata, for the caller to store in case the state is lost.
 
+        It is the newest version, not the first.
+
         Raises:
             NotFoundError: Nothing was fetched yet.
         """
@@ -787,6 +831,8 @@ class Trust:
     def releases(self) -> dict[int, str | None]:
         """Return the numbers of all releases, ascending, each with the reason of its withdrawal or
         None; empty if nothing was released.
+
+        Reads memory only.
 
         Raises:
             NotFoundError: Nothing was fetched yet.
@@ -801,6 +847,9 @@ class Trust:
     def is_offered_to(self, release: int, device: str) -> bool:
         """Tell whether a release is offered to a device.
 
+        Whether it was withdrawn is not considered. The answer for one device and share is always
+        the same, and stays yes as the share grows.
+
         Args:
             release: Number of the release.
             device: The random id of the device.
@@ -811,7 +860,11 @@ class Trust:
         return is_in_share(share_digest(release, device), self.offered_share(release))
 
     def offered_share(self, release: int) -> float:
-        """Return the share of devices that a release is offered to, 0 to 1.
+        """Return the share of devices that a release is offered to, 0 to 1; 1 without a declared
+        share.
+
+        An invalid share counts as 0. A withdrawn release counts as 1, because a withdrawal removes
+        its share.
 
         Raises:
             NotFoundError: No such release, or nothing was fetched yet.
@@ -821,11 +874,12 @@ class Trust:
     def newest_release(self, device: str | None = None) -> int | None:
         """Return the newest usable release: not withdrawn, and this program can use it.
 
-        Its manifest is fetched.
+        Its manifest is fetched unless it is stored, and so are those of newer releases that cannot
+        be used.
 
         Args:
-            device: Prefer the newest release that is offered to the device with this id; None for
-                no preference.
+            device: Prefer the newest release that is offered to the device with this id. Without
+                one, the newest of the others counts. None for no preference.
 
         Returns:
             Its number; None if nothing is published or every release was withdrawn.
@@ -833,8 +887,8 @@ class Trust:
         Raises:
             UnfitError: This program can use none of the releases that were not withdrawn.
             VerificationError: The host sends another file.
-            NotFoundError: Nothing was fetched yet.
-            UnavailableError: The source does not answer.
+            NotFoundError: Nothing was fetched yet, or the host lacks a manifest.
+            UnavailableError: The source does not answer, or is too slow.
             CannotWriteError: The manifest cannot be written.
             NobackfillError: An error that the fetcher itself raises, such as NotPermittedError.
         """
@@ -853,13 +907,15 @@ class Trust:
     def manifest(self, release: int) -> Manifest:
         """Return the manifest of a release; it is fetched once and then read offline.
 
-        A withdrawn release has its manifest, too.
+        It is fetched once into the state folder, and then read offline; its digest is checked at
+        each call. A withdrawn release has its manifest, too.
 
         Raises:
-            NotFoundError: No such release, or nothing was fetched yet.
+            NotFoundError: No such release, nothing was fetched yet, or the host lacks the file.
             VerificationError: The host sends another file.
-            UnfitError: This program cannot use the release.
-            UnavailableError: The source does not answer.
+            UnfitError: This program cannot use the release, or its manifest names a file that is
+                not signed with this digest.
+            UnavailableError: The source does not answer, is too slow or stopped early.
             CannotWriteError: The file cannot be written.
             NobackfillError: An error that the fetcher itself raises, such as NotPermittedError.
         """
@@ -886,10 +942,13 @@ class Trust:
         is also left out if an older usable release has the same space. Missing manifests are
         fetched.
 
+        Returns:
+            The manifests by number; empty without usable releases.
+
         Raises:
             VerificationError: The host sends another file.
-            NotFoundError: Nothing was fetched yet.
-            UnavailableError: The source does not answer.
+            NotFoundError: Nothing was fetched yet, or the host lacks a manifest.
+            UnavailableError: The source does not answer, is too slow or stopped early.
             CannotWriteError: A manifest cannot be written.
             NobackfillError: An error that the fetcher itself raises, such as NotPermittedError.
         """
@@ -913,8 +972,10 @@ class Trust:
     def signed_entry(self, path: str) -> TargetFile:
         """Return the signed length and digest of a published file.
 
+        Metadata files themselves have no entry.
+
         Raises:
-            NotFoundError: No such file, or nothing was fetched yet.
+            NotFoundError: No such file, the path is not plain, or nothing was fetched yet.
         """
         target = self._trusted().targets.targets.get(path) if is_plain_path(path) else None
         if target is None:
@@ -928,15 +989,20 @@ class Trust:
         """Download a published file to `folder`/`path`, resuming a partial download.
 
         Never reads more than the signed length. The file gets its name only after its digest was
-        checked, and is then durable.
+        checked, and is then durable. Nothing is fetched if the right file is there; another one is
+        replaced. Missing folders are made.
 
         Args:
             path: The published path.
             folder: The folder.
 
+        Returns:
+            The path of the file.
+
         Raises:
-            NotFoundError: No such file, or nothing was fetched yet.
-            VerificationError: The host sends another file, or the path leads out of the folder.
+            NotFoundError: No such file, nothing was fetched yet, or the host lacks it.
+            VerificationError: The host sends another file, or the path leads out of the folder,
+                also by a link.
             UnavailableError: The host is gone, too slow or stopped early; the partial download
                 stays.
             CannotWriteError: The file cannot be written.
@@ -973,18 +1039,19 @@ class TrustedFolder(Trust):
     """The verified view of a publication folder on this machine, for a gateway."""
 
     def __init__(self, repo: Path, state_dir: Path, root: bytes | None = None) -> None:
-        """Open the trusted state.
+        """Open the trusted state of a folder; nothing is written.
 
         Args:
             repo: The publication folder.
-            state_dir: Folder of the trusted state, made if missing.
+            state_dir: Folder of the trusted state; `refresh` makes it.
             root: The root metadata to trust first; None: the one in the state, otherwise the
                 folder's own 1.root.json (trust on first use).
 
         Raises:
-            NotFoundError: Nothing is published there.
-            VerificationError: The state is damaged, or began with another root.
-            UnavailableError: The folder cannot be read.
+            NotFoundError: Nothing is published there, and there is no state.
+            VerificationError: The state is damaged or cannot be read, began with another root, or
+                root metadata is not validly signed.
+            UnavailableError: The folder cannot be read, or not within 30 s.
         """
         self.repo = repo
         fetcher = FolderFetcher(repo)
@@ -997,8 +1064,9 @@ class TrustedFolder(Trust):
 
         Raises:
             NotFoundError: No such release, or nothing was fetched yet.
-            VerificationError: The file is missing or differs from the signed one.
-            UnfitError: This program cannot use the release.
+            VerificationError: The file is missing, is a link, or differs from the signed one.
+            UnfitError: This program cannot use the release, or its manifest names a file that is
+                not signed with this digest.
             UnavailableError: The folder cannot be read.
             CannotWriteError: The state folder cannot be written.
         """
@@ -1008,7 +1076,8 @@ class TrustedFolder(Trust):
     def verify_files(self, release: int) -> Path:
         """Check that every file of a release in the folder has its signed digest.
 
-        Also refuses links, and unsigned files in the release's model folders.
+        Also refuses links, and unsigned files in the release's model folders. Reads every file
+        whole, at each call. A side encoder that an older release published is checked, too.
 
         Returns:
             The publication folder.
@@ -1016,7 +1085,8 @@ class TrustedFolder(Trust):
         Raises:
             NotFoundError: No such release, or nothing was fetched yet.
             VerificationError: A file is missing or differs, or an unsigned file is there.
-            UnfitError: This program cannot use the release.
+            UnfitError: This program cannot use the release, or its manifest names a file that is
+                not signed with this digest.
             UnavailableError: The folder cannot be read.
             CannotWriteError: The state folder cannot be written.
         """
@@ -1060,6 +1130,8 @@ def _without_none(numbers: dict[int | None, str]) -> dict[int, str]:
 def converter_numbers(trust: Trust) -> list[int]:
     """Return the numbers of the published converters, ascending; empty if there are none.
 
+    Withdrawn ones are among them.
+
     Raises:
         NotFoundError: Nothing was fetched yet.
     """
@@ -1068,7 +1140,9 @@ def converter_numbers(trust: Trust) -> list[int]:
 
 
 def known_converters(trust: Trust) -> str:
-    """List the published converters in words, for an error; without any, point to the releases.
+    """List the published converters in words, for an error, such as "1, 2".
+
+    Without any, the words point to the releases; without those, they are "none".
 
     Raises:
         NotFoundError: Nothing was fetched yet.
@@ -1089,6 +1163,8 @@ def known_converters(trust: Trust) -> str:
 def refuse_withdrawn(trust: Trust, number: int) -> None:
     """Refuse a converter that its publisher has withdrawn.
 
+    Returns without an effect for any other.
+
     Args:
         trust: The publication.
         number: Number of the converter.
@@ -1105,16 +1181,21 @@ def refuse_withdrawn(trust: Trust, number: int) -> None:
 def read_converter(trust: Trust, number: int, folder: Path) -> Converter:
     """Download and parse the manifest of a converter.
 
+    The file is fetched once and then read offline. Whether the converter was withdrawn is not
+    checked: `refuse_withdrawn` does that.
+
     Args:
         trust: The publication.
         number: Number of the converter.
         folder: Where to put the file.
 
     Raises:
-        NotFoundError: No such converter.
-        VerificationError: The host sends another file.
+        NotFoundError: No such converter, nothing was fetched yet, or the host lacks the file.
+        VerificationError: The host sends another file, or the path leads out of the folder by a
+            link.
         UnfitError: This program cannot use it.
-        UnavailableError: The source does not answer.
+        UnavailableError: The source does not answer, is too slow or stopped early; the partial
+            download stays.
         CannotWriteError: The file cannot be written.
         NobackfillError: An error that the fetcher itself raises, such as NotPermittedError.
     """
@@ -1134,14 +1215,15 @@ def converter_file(trust: Trust, manifest: Converter, folder: Path) -> Path:
     Args:
         trust: The publication.
         manifest: Manifest of the converter.
-        folder: Where to put the file.
+        folder: Where to put the file; it is made if missing. Nothing is fetched if the right file
+            is there.
 
     Returns:
         The path of the file.
 
     Raises:
         UnfitError: The manifest and the signed entry differ.
-        NotFoundError: The file is not published.
+        NotFoundError: The file is not published, nothing was fetched yet, or the host lacks it.
         VerificationError: The host sends another file.
         UnavailableError: The host is gone, too slow or stopped early; the partial download stays.
         CannotWriteError: The file cannot be written.
@@ -1168,18 +1250,20 @@ class Publication:
 def read_publication(model_repo: Path, state: Path | None = None) -> Publication:
     """Read the manifests of a publication folder, after checking every file.
 
-    Withdrawn releases are included. Models are not loaded.
+    Withdrawn releases are included. Models are not loaded. Reads every file of every release whole.
 
     Args:
-        model_repo: The publication folder; without a publication the result is empty.
-        state: Folder of the trusted state; None: a temporary one.
+        model_repo: The publication folder. Without `timestamp.json` in it, the result is empty.
+        state: Folder of the trusted state, made if missing; None: a temporary one, so that the
+            folder's own root metadata is trusted.
 
     Raises:
-        VerificationError: A file or signature is wrong.
+        VerificationError: A file or signature is wrong, an unsigned file lies in a model's folder,
+            or metadata has expired.
         UnfitError: This program cannot use a release.
-        NotFoundError: The publication is incomplete.
+        NotFoundError: A file of the metadata is missing.
         UnavailableError: The folder cannot be read.
-        BusyError: Another process uses the state folder.
+        BusyError: Another process uses the state folder for more than a minute.
         CannotWriteError: The state cannot be written.
     """
     if not (model_repo / "timestamp.json").is_file():
@@ -1209,14 +1293,16 @@ def require_release(number: int, published: Mapping[int, Manifest]) -> Manifest:
 
 
 def withdrawal_reason(target: TargetFile) -> str | None:
-    """Return the reason of a withdrawal from the signed entry of a manifest, or None."""
+    """Return the reason of a withdrawal from the signed entry of a manifest, or None if it is not
+    withdrawn."""
     custom = target.custom
     reason = custom.get("withdrawn") if isinstance(custom, dict) else None
     return None if reason is None else str(reason)
 
 
 def read_share(target: TargetFile) -> float:
-    """Return the share of devices from the signed entry of a manifest, 0 to 1; 1 if it has none."""
+    """Return the share of devices from the signed entry of a manifest, 0 to 1; 1 if it has none. An
+    invalid share counts as 0."""
     custom = target.custom
     parts = custom.get(_SHARE, MILLION) if isinstance(custom, dict) else MILLION
     # An invalid share counts as 0: the publisher meant to hold the release back.
@@ -1225,9 +1311,10 @@ def read_share(target: TargetFile) -> float:
 
 
 def with_share(target: TargetFile, path: str, share: float) -> TargetFile:
-    """Return a copy of a manifest's entry with a share of the devices, in millionths.
+    """Return a copy of a manifest's entry with a share of the devices, which is signed in
+    millionths.
 
-    A withdrawal in the entry is dropped.
+    A withdrawal in the entry is dropped. `target` is not changed.
 
     Args:
         target: The entry.
@@ -1241,6 +1328,8 @@ def with_share(target: TargetFile, path: str, share: float) -> TargetFile:
 def verify_metadata(kind: type[_Signed], data: bytes, root: Root | None, name: str) -> _Signed:
     """Parse metadata and check its signature.
 
+    Expiry and version are not checked.
+
     Args:
         kind: The expected class.
         data: The metadata.
@@ -1248,10 +1337,9 @@ def verify_metadata(kind: type[_Signed], data: bytes, root: Root | None, name: s
             itself.
         name: The name of the metadata, for the message.
 
-    Expiry and version are not checked.
-
     Raises:
-        VerificationError: It is no metadata, has another type or no valid signature.
+        VerificationError: It is no metadata, has another type, or has fewer valid signatures than
+            the root metadata demands.
     """
     try:
         metadata = Metadata[_Signed].from_bytes(data)
