@@ -56,7 +56,16 @@ class BackfillCurve:
 
     def mean_over(self, values: NDArray[np.float64]) -> float:
         """Return the area under one of the curves [s]: its mean over shares 0 to 1 (trapezium
-        rule)."""
+        rule).
+
+        With a single share the area is 0; NaN gives NaN.
+
+        Args:
+            values: One figure at each share, [s].
+
+        Raises:
+            ValueError: Another number of values.
+        """
         return float(np.trapezoid(values, self.shares))
 
 
@@ -65,7 +74,10 @@ def random_order(items: int, seed: int) -> Ints:
 
     Args:
         items: Number of items; 0 gives an empty order.
-        seed: Chooses the order.
+        seed: Chooses the order, at least 0; a seed gives the same order again.
+
+    Raises:
+        ValueError: The seed is negative.
     """
     return np.random.default_rng(seed).permutation(items)
 
@@ -76,11 +88,14 @@ def class_order(labels: ArrayLike, seed: int) -> Ints:
     Items of one class stay in their order.
 
     Args:
-        labels: int [n].
-        seed: Chooses the order of the classes.
+        labels: int [n]; none give an empty order.
+        seed: Chooses the order of the classes, at least 0; a seed gives the same order again.
 
     Returns:
         int64 [n].
+
+    Raises:
+        ValueError: The seed is negative.
     """
     labels = np.asarray(labels)
     classes, positions = np.unique(labels, return_inverse=True)
@@ -102,6 +117,8 @@ def uncertainty_order(uncertainty: NDArray[np.floating[Any]]) -> Ints:
 
 def oracle_order(served: Floats, backfilled: Floats) -> Ints:
     """Return items by falling true squared error: the order of a perfect uncertainty.
+
+    Equal items are ordered by position; NaN comes last.
 
     Args:
         served: The vectors that are searched, [n, dim].
@@ -125,6 +142,8 @@ def gain_order(served: Floats, uncertainty: Floats, metric: Metric = "l2") -> In
     search a re-embedded item nearby: CMC-1 over the curve is then below random order's, even with
     the true error. The root was chosen on development seeds of digits.
 
+    Equal items are ordered by position.
+
     Args:
         served: The vectors that are searched, [n, dim].
         uncertainty: Predicted variance, [n], at least 0; an item with a negative or NaN variance
@@ -135,8 +154,8 @@ def gain_order(served: Floats, uncertainty: Floats, metric: Metric = "l2") -> In
         int64 [n].
 
     Raises:
-        ValueError: There are no items, the vectors are not finite, one is zero with cosine, or
-            `uncertainty` has another length.
+        ValueError: There are no items, the vectors are not finite, one is zero with cosine, the
+            metric is unknown, or `uncertainty` has another length.
     """
     neighbours, _ = nearest(served, served, min(GAIN_NEIGHBOURS + 1, len(served)), metric)
     occurrences = np.bincount(
@@ -153,10 +172,14 @@ def class_shares(labels: ArrayLike, order: Ints, step: float = 0.02) -> NDArray[
         labels: int [n], of at least one item.
         order: The order of the items, int64 [n], from `class_order`; an order that mixes classes
             gives wrong shares.
-        step: Share of the classes between two points, above 0.
+        step: Share of the classes between two points, above 0. The last share is 1 if 1 / step is a
+            whole number.
 
     Returns:
         [s], ascending, from 0 to 1. Steps that end in the same class are one point.
+
+    Raises:
+        ZeroDivisionError: The step is 0.
     """
     labels = np.asarray(labels)
     _, firsts = np.unique(labels[order], return_index=True)
@@ -199,16 +222,20 @@ def backfill_curve(
         backfilled: Vectors after re-embedding, [g, dim].
         order: A permutation of the items, [g].
         relevance: The relevant items of each query.
-        shares: Where quality is measured, [s], ascending, each 0 to 1; this is not checked. Areas
-            need at least two points; with one they are 0.
+        shares: Where quality is measured, [s], ascending, each 0 to 1; this is not checked. Numbers
+            of items are rounded. Areas need at least two points; with one they are 0.
         metric: How distances are computed.
         served_queries: Queries for served items, [q, served dim], if the dimensions differ (BCT's
             first K elements); None: `queries`.
         line: Converts distances of served items.
 
+    Returns:
+        The quality at each share.
+
     Raises:
-        ValueError: The order is no permutation of all items, no query has a relevant item, shapes
-            do not fit, vectors are not finite, or one is zero with cosine.
+        ValueError: The order is no permutation of all items. Or there are no queries, none has a
+            relevant item, shapes do not fit, vectors are not finite, or one is zero with cosine.
+        IndexError: Relevance for fewer queries, or a position outside the gallery.
     """
     orders = {"": ReembeddingOrder(order, shares)}
     return curves_by_order(
@@ -234,7 +261,7 @@ def curves_by_order(
         queries: [q, dim].
         served: Vectors before re-embedding, [g, served dim].
         backfilled: Vectors after re-embedding, [g, dim].
-        orders: The orders by name.
+        orders: The orders by name, each with its shares.
         relevance: The relevant items of each query.
         metric: How distances are computed.
         served_queries: Queries for served items, [q, served dim]; None: `queries`.
@@ -244,8 +271,9 @@ def curves_by_order(
         A curve by name, in the order of `orders`; empty without orders.
 
     Raises:
-        ValueError: An order is no permutation of all items, no query has a relevant item, shapes do
-            not fit, vectors are not finite, or one is zero with cosine.
+        ValueError: An order is no permutation of all items. Or there are no queries, none has a
+            relevant item, shapes do not fit, vectors are not finite, or one is zero with cosine.
+        IndexError: Relevance for fewer queries, or a position outside the gallery.
     """
     points = {name: np.asarray(order.shares, np.float64) for name, order in orders.items()}
     replacements = []

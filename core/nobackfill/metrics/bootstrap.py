@@ -103,15 +103,17 @@ def paired_bootstrap(
             hold for these classes alone.
         level: The share of intervals that cover the truth, between 0 and 1.
         resamples: Number of resamples, at least 1.
-        seed: Seed of the random numbers.
+        seed: Seed of the random numbers, at least 0; a seed gives the same bounds again.
 
     Returns:
-        The mean over runs, its bounds, and the number of classes (the least of any run). One run
-        leaves the training's chance out of the interval.
+        The mean over runs, its bounds, and the number of classes with an answerable query (the
+        least of any run; None without `classes`). Bounds are rounded to 12 decimals. One run leaves
+        the training's chance out of the interval.
 
     Raises:
-        ValueError: Unpaired data, labels that do not match, no answerable query, or a level or
-            number of resamples out of range.
+        ValueError: Unpaired data: other shapes, or NaN at other queries. Or there is no run, labels
+            do not match, a run has no answerable query, or a level, number of resamples or seed is
+            out of range.
     """
     if not 0 < level < 1 or resamples < 1:
         raise ValueError(f"expected 0 < level < 1 and resamples >= 1, got {level}, {resamples}")

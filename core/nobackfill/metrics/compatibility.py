@@ -30,7 +30,8 @@ def update_gain(new_old: float, old_old: float, independent: float) -> float | N
             compatible model.
 
     Returns:
-        None if Eq. (2) fails, or the independent model is not better than the old one.
+        Above 0, and above 1 if M(new, old) exceeds M(new*, new*). None if Eq. (2) fails, or the
+        independent model is not better than the old one.
     """
     if not is_compatible(new_old, old_old) or independent <= old_old:
         return None
@@ -78,6 +79,9 @@ def share_kept(new_served: float, new_new: float) -> float:
         new_served: M(new, served).
         new_new: M(new, new).
 
+    Returns:
+        At least 0 for shares, and above 1 if the served gallery answers better.
+
     Raises:
         ValueError: M(new, new) is not positive.
     """
@@ -93,7 +97,8 @@ def gap_closed(new_served: float, old_old: float, new_new: float) -> float | Non
         new_new: M(new, new).
 
     Returns:
-        Below 0 if quality fell; None if the new model is not better than the old one.
+        Below 0 if quality fell, above 1 if it exceeds new/new; None if the new model is not better
+        than the old one.
     """
     if new_new <= old_old:
         return None
@@ -147,6 +152,8 @@ def strict_criterion(
     relevant to i): d(new_i, old_j) <= d(old_i, old_j). Ignored items, such as an image itself, form
     no pair.
 
+    Distances are compared as they are computed, without a tolerance; equal ones satisfy both.
+
     Args:
         new_queries: [q, dim].
         old_queries: The same items by the old model, [q, dim].
@@ -158,9 +165,9 @@ def strict_criterion(
         Both shares; NaN without such pairs.
 
     Raises:
-        ValueError: Shapes that do not fit, values that are not finite, or a zero vector with
-            cosine.
-        IndexError: Relevance for fewer queries.
+        ValueError: Shapes that do not fit, other numbers of queries, values that are not finite, a
+            zero vector with cosine, or an unknown metric.
+        IndexError: Relevance for fewer queries, or a position outside the gallery.
     """
     satisfied = np.zeros(2)
     pairs = np.zeros(2)

@@ -18,6 +18,9 @@ def distances(queries: Floats, gallery: Floats, metric: Metric = "l2") -> Floats
     "inner_product" is the negative inner product. float32 inputs are computed in float32, others in
     float64. Rounding may leave tiny negative values, which are not clipped: that would create ties.
 
+    The whole matrix is in memory; use `distance_blocks` for large galleries. The arguments are not
+    changed.
+
     Args:
         queries: [q, dim].
         gallery: [g, dim].
@@ -60,6 +63,8 @@ def distance_blocks(
 
 def to_unit_norm(vectors: Floats) -> Floats:
     """Return vectors [n, dim] scaled to norm 1, as a new array of the same float type.
+
+    Integers give float64. Without rows the result is empty.
 
     Raises:
         ValueError: A row is zero. NaN passes.

@@ -36,7 +36,9 @@ def hubness(neighbours: Ints, gallery_size: int) -> Hubness:
         gallery_size: Number of items, at least 1.
 
     Raises:
-        ValueError: No query, another shape, or a position outside the gallery or below 0.
+        ValueError: No query, another shape, a position outside the gallery or below 0, or an empty
+            gallery.
+        TypeError: Positions that are no integers.
     """
     if neighbours.ndim != 2 or not len(neighbours):
         raise ValueError(

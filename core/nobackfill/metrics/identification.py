@@ -40,9 +40,9 @@ def open_set_search(
         metric: How distances are computed.
 
     Raises:
-        ValueError: Shapes that do not fit, an empty gallery, values that are not finite, or a zero
-            vector with cosine.
-        IndexError: Relevance for fewer queries.
+        ValueError: Shapes that do not fit, an empty gallery, values that are not finite, a zero
+            vector with cosine, or an unknown metric.
+        IndexError: Relevance for fewer queries, or a position outside the gallery.
     """
     hits, non_mated = [], []
     for first, block in distance_blocks(probes, gallery, metric):
@@ -66,7 +66,7 @@ def tpir_at_fpir(search: OpenSetSearch, fpir: float) -> float:
 
     Args:
         search: The answers.
-        fpir: 0 to 1.
+        fpir: 0 to 1; with 1, every probe whose first hit is its mate is identified.
 
     Raises:
         ValueError: No mated or no non-mated probes, or `fpir` is out of range.

@@ -20,8 +20,8 @@ def nearest(queries: Floats, gallery: Floats, k: int, metric: Metric = "l2") -> 
         Without queries both have shape [0, k].
 
     Raises:
-        ValueError: k is out of range, shapes do not fit, values are not finite, or a vector is zero
-            with cosine.
+        ValueError: k is out of range, which it always is for an empty gallery. Or shapes do not
+            fit, values are not finite, a vector is zero with cosine, or the metric is unknown.
     """
     if not 1 <= k <= len(gallery):
         raise ValueError(f"k must be 1 to {len(gallery)} (the gallery), got {k}")

@@ -54,14 +54,17 @@ def same_label(
     """Make items with the query's label relevant.
 
     A query whose label is not in the gallery gets no relevant item. Labels are compared as values:
-    1 and "1" differ.
+    1 and "1" differ. An ignored item stays in `relevant`; ranking leaves it out.
 
     Args:
         query_labels: [q].
         gallery_labels: [g].
-        query_images: Identity of each query image, [q], if both sets overlap: only the query's own
-            image is ignored.
+        query_images: Identity of each query image, [q], if both sets overlap: all gallery items
+            with the query's identity are ignored. None: nothing is ignored.
         gallery_images: Identity of each gallery image, [g]; give both or neither.
+
+    Returns:
+        Gallery positions for each query, ascending.
 
     Raises:
         ValueError: Labels of another shape, or identities of one side only or of another length.
@@ -92,15 +95,21 @@ def same_label(
 def rank(queries: Floats, gallery: Floats, relevance: Relevance, metric: Metric = "l2") -> Ranking:
     """Rank the whole gallery for each query, 2^25 distances at a time.
 
+    If distances are equal, the relevant item ranks last.
+
     Args:
         queries: [q, dim].
         gallery: [g, dim].
         relevance: The relevant items of each query.
         metric: How distances are computed.
 
+    Returns:
+        The ranking; `relevant` does not count ignored items.
+
     Raises:
         ValueError: Relevance for another number of queries, shapes that do not fit, values that are
-            not finite, or a zero vector with cosine.
+            not finite, a zero vector with cosine, or an unknown metric.
+        IndexError: A position outside the gallery.
     """
     if len(relevance.relevant) != len(queries) or len(relevance.ignored) != len(queries):
         raise ValueError(
@@ -123,6 +132,9 @@ def rank_block(block: Floats, first: int, relevance: Relevance) -> list[Ints]:
     Returns:
         For each query, ascending 1-based ranks, int64. Ignored items, and items at an infinite or
         NaN distance, have none.
+
+    Raises:
+        IndexError: Relevance for fewer queries, or a position outside the gallery.
     """
     for i, row in enumerate(block):
         # Infinity sorts last, so that ignored items shift no rank.
@@ -149,8 +161,13 @@ def rank_neighbours(neighbours: Ints, relevance: Relevance) -> Ranking:
             repeat in a row; this is not checked.
         relevance: The relevant items of each query.
 
+    Returns:
+        The ranking; `relevant` does not count ignored items. Ties are ranked as the index returned
+        them.
+
     Raises:
-        ValueError: Another shape, or answers for another number of queries.
+        ValueError: Another shape, or answers for another number of queries than either part of
+            `relevance`.
     """
     if neighbours.ndim != 2 or len(neighbours) != len(relevance.relevant):
         raise ValueError(

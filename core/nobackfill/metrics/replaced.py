@@ -54,8 +54,10 @@ def rank_steps(
     ways: Sequence[ReplacementSteps],
     relevance: Relevance,
 ) -> list[list[list[Ints]]]:
-    """Return ranks as `rank_block` does, for each way and each of its steps; blocks are not
-    changed.
+    """Rank the relevant items as `rank_block` does, for each way and each of its steps.
+
+    Items with an infinite or NaN distance in either block have no rank, at any step. The blocks are
+    not changed.
 
     Args:
         old_block: Distances before replacement, [b, g].
@@ -65,7 +67,11 @@ def rank_steps(
         relevance: The relevant items of all queries.
 
     Returns:
-        By way, then by step, then by query.
+        Ascending 1-based ranks, int64: by way, then by step, then by query.
+
+    Raises:
+        IndexError: Relevance for fewer queries, or a position outside the gallery.
+        ValueError: The two blocks, or an order and the blocks, have different sizes.
     """
     ranks_by_way: list[list[list[Ints]]] = [[[] for _ in way.counts] for way in ways]
     for i, (old, new) in enumerate(zip(old_block, new_block, strict=True)):

@@ -70,7 +70,7 @@ def mean(per_query: PerQuery) -> float:
         per_query: [q], NaN for queries without an answer, which are left out.
 
     Raises:
-        ValueError: No query is answerable.
+        ValueError: No query is answerable, or there are none.
     """
     answerable = per_query[~np.isnan(per_query)]
     if not len(answerable):
@@ -90,11 +90,12 @@ def search_and_score(
         metric: How distances are computed.
 
     Returns:
-        cmc1, cmc5 and map, each [q].
+        cmc1, cmc5 and map, each [q]; NaN for queries without a relevant item.
 
     Raises:
         ValueError: Relevance for another number of queries, shapes that do not fit, values that are
-            not finite, or a zero vector with cosine.
+            not finite, a zero vector with cosine, or an unknown metric.
+        IndexError: A position outside the gallery.
     """
     return compute_figures(rank(queries, gallery, relevance, metric))
 

@@ -11,6 +11,7 @@ def environment(*folders: Path) -> Environment:
     """Return a Jinja environment over some folders and the shared templates.
 
     Values are escaped, and an undefined name raises jinja2.UndefinedError when a page is rendered.
+    Templates are read at their first use, and again when their file changes.
 
     Args:
         folders: Folders of templates, which are searched in order, before the shared ones. A

@@ -49,6 +49,9 @@ def parse_cell(text: str) -> CellName:
 
     Whether the releases and the route exist is not checked.
 
+    Args:
+        text: The text, such as `2/2`, `2/1` or `2/1>2`.
+
     Raises:
         ConfigurationError: Any other text.
     """
@@ -89,10 +92,14 @@ def served_cells(
     may still be in its space.
 
     Args:
-        new: The release.
+        new: The release; its own number among `withdrawn` gives no routes.
         manifests: The releases by number, `new` among them: without it there are no routes. Newer
             ones are ignored.
         withdrawn: Numbers of withdrawn releases.
+
+    Yields:
+        Cells, by ascending number of the older release: direct search first, then routes, the
+        shortest first. None without older releases.
     """
     usable = {n: manifest for n, manifest in manifests.items() if n not in withdrawn}
     for number, old in sorted(manifests.items()):
@@ -111,7 +118,7 @@ def list_cells(manifests: Mapping[int, Manifest]) -> list[CellName]:
     A naive swap searches raw vectors of an older release of the same dimension.
 
     Returns:
-        The cells, each once, ascending by the query's release.
+        The cells, each once, ascending by the query's release; empty without releases.
     """
     cells: list[CellName] = []
     for number, manifest in sorted(manifests.items()):

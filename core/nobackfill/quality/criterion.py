@@ -43,15 +43,22 @@ def compute_criteria(
         queries: The queries.
         gallery: The gallery.
         relevance: The relevant items of each query.
-        independent: Number of an independent release, whose own cell is among `cells`.
+        independent: Number of an independent release, whose own cell is among `cells`; None: the
+            query's own, if it was trained without older models.
 
     Returns:
         The criteria by the name of the cell: a share, a flag, or None where it is not defined.
+        Empty without a cell of an older gallery.
 
     Raises:
         InvalidInputError: Vectors of a cell cannot be compared.
-        ValueError: A cell's mAP is 0 where a relative figure is computed, or two cells do not
-            answer the same queries.
+        ValueError: A cell's mAP is 0 where a relative figure is computed, two cells do not answer
+            the same queries, or vectors are not finite.
+        NotFoundError: A release of a cell is not published.
+        ConfigurationError: The library for a tokenizer is not installed.
+        NoEncoderError: A release has no model for this kind of item, images or texts.
+        VerificationError: A file differs from its manifest, cannot be loaded, or returns no usable
+            vectors.
     """
     by_name = {cell.name: cell for cell in cells}
     criteria: dict[str, Judgement] = {}

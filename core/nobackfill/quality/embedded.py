@@ -32,7 +32,13 @@ class EmbeddedListing(ABC):
 
     @abstractmethod
     def native(self, release: int) -> Vectors:
-        """Return embeddings by the release's own model, float32 [n, dim]."""
+        """Return embeddings by the release's own model, float32 [n, dim].
+
+        Vectors are in the order of the listing.
+
+        Raises:
+            NotFoundError: No such release.
+        """
 
     @abstractmethod
     def vectors_along(self, releases: tuple[int, ...], *, int8: bool = False) -> Upgraded:
@@ -41,11 +47,22 @@ class EmbeddedListing(ABC):
         Args:
             releases: The source, then the route.
             int8: Use int8 files where they exist.
+
+        Returns:
+            The vectors, and side-information and uncertainty where the route has them.
+
+        Raises:
+            NotFoundError: A release or an upgrade of the route does not exist.
+            InvalidInputError: The route reads side-information that the items lack.
         """
 
     @abstractmethod
     def metric(self, release: int) -> Metric:
-        """Return the metric of a release's space: l2 or cosine."""
+        """Return the metric of a release's space: l2 or cosine.
+
+        Raises:
+            NotFoundError: No such release.
+        """
 
 
 class PublishedListing(EmbeddedListing):
@@ -88,7 +105,8 @@ class PublishedListing(EmbeddedListing):
     def native(self, release: int) -> Vectors:
         """Return embeddings by the release's own model, float32 [n, dim].
 
-        They are computed on first use.
+        They are computed on first use, and their time is recorded in `seconds`. Later calls return
+        the same array, which must not be changed. After an error the next call tries again.
 
         Raises:
             NotFoundError: No such release.
@@ -97,6 +115,7 @@ class PublishedListing(EmbeddedListing):
             VerificationError: A file differs from the manifest, cannot be loaded, or returns no
                 usable vectors.
             InvalidInputError: A file is no image.
+            ValueError: The listing is empty.
         """
         if release not in self._native:
             embed = self._embed(release)
@@ -106,14 +125,20 @@ class PublishedListing(EmbeddedListing):
         return self._native[release]
 
     def side(self, release: int) -> Vectors | None:
-        """Return side-information by the release's own encoder, float32 [n, side_dim]; None for
-        texts, or if the release has none.
+        """Return side-information by the release's own encoder.
+
+        It is float32 [n, side_dim], and computed on first use; later calls return the same array.
+        Its time is not recorded.
+
+        Returns:
+            The side-information in the listing's order; None for texts, or if the release has none.
 
         Raises:
             NotFoundError: No such release.
             VerificationError: The file differs from the manifest, cannot be loaded, or returns no
                 usable vectors.
             InvalidInputError: A file is no image.
+            ValueError: The listing is empty.
         """
         manifest = self.manifest(release)
         if manifest.side_encoder is None or isinstance(self.listing, TextListing):
@@ -125,6 +150,9 @@ class PublishedListing(EmbeddedListing):
 
     def vectors_along(self, releases: tuple[int, ...], *, int8: bool = False) -> Upgraded:
         """Return vectors of the first release, upgraded along the others.
+
+        The models of a route are opened and run at each call; only the source's own vectors are
+        computed once. The time of the upgrade is recorded in `seconds`.
 
         Args:
             releases: The source, then the route; at least one. The source alone gives its own
@@ -143,6 +171,8 @@ class PublishedListing(EmbeddedListing):
                 usable vectors.
             InvalidInputError: The route reads side-information that the items lack, or a file is no
                 image.
+            ValueError: The listing is empty.
+            IndexError: `releases` is empty.
         """
         for release in releases:
             self.manifest(release)
@@ -203,6 +233,8 @@ def cell_vectors(
 
     Longer queries search raw vectors with their first elements (BCT section 3.6).
 
+    The arrays may be those that the listings store: do not change them.
+
     Args:
         cell: The cell.
         queries: The queries.
@@ -213,11 +245,15 @@ def cell_vectors(
         Queries float32 [q, dim] and gallery vectors float32 [n, dim].
 
     Raises:
-        InvalidInputError: Raw vectors of two releases cannot be compared.
-        ValueError: The first elements of a query are all zero where directions are compared.
+        InvalidInputError: Raw vectors of two releases cannot be compared, the route reads
+            side-information that the items lack, or a file is no image.
+        ValueError: The first elements of a query are all zero where directions are compared, or a
+            listing is empty.
         NotFoundError: A release or an upgrade of the cell does not exist.
         VerificationError: A file differs from its manifest, cannot be loaded, or returns no usable
             vectors.
+        NoEncoderError: A release has no model for this kind of item, images or texts.
+        ConfigurationError: The library for a tokenizer is not installed.
     """
     vectors = gallery.vectors_along(cell.gallery, int8=int8).embedding
     return query_vectors(cell, queries, vectors), vectors
@@ -228,17 +264,23 @@ def query_vectors(cell: CellName, queries: EmbeddedListing, vectors: Vectors) ->
 
     Longer queries search raw vectors with their first elements (BCT section 3.6).
 
+    The result may be the array that `queries` stores: do not change it.
+
     Args:
         cell: The cell.
         queries: The queries.
         vectors: The gallery's vectors, float32 [n, dim].
 
     Raises:
-        InvalidInputError: The vectors have another dimension than the queries.
-        ValueError: The first elements of a query are all zero where directions are compared.
+        InvalidInputError: The vectors have another dimension than the queries, or a file is no
+            image.
+        ValueError: The first elements of a query are all zero where directions are compared, or
+            there are no queries.
         NotFoundError: The query's release does not exist.
         VerificationError: A file differs from its manifest, cannot be loaded, or returns no usable
             vectors.
+        NoEncoderError: The query's release has no model for this kind of item, images or texts.
+        ConfigurationError: The library for a tokenizer is not installed.
     """
     own = queries.native(cell.query)
     if cell.is_raw and own.shape[1] > vectors.shape[1]:
@@ -254,7 +296,8 @@ def query_vectors(cell: CellName, queries: EmbeddedListing, vectors: Vectors) ->
 def as_old(new: Vectors, old: Vectors, metric: Metric) -> Vectors:
     """Return the first elements of new vectors, as many as the old ones have.
 
-    They are normalised again where directions are compared.
+    They are normalised again where directions are compared: with cosine, or if all old vectors have
+    norm 1.
 
     Args:
         new: [q, new dim].
@@ -262,7 +305,8 @@ def as_old(new: Vectors, old: Vectors, metric: Metric) -> Vectors:
         metric: How distances are computed.
 
     Returns:
-        float32 [q, old dim].
+        float32 [q, old dim]. It is a view of `new` where nothing is normalised. Vectors that are
+        shorter than the old ones keep their length.
 
     Raises:
         ValueError: A row's first elements are all zero, and directions are compared.

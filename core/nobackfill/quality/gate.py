@@ -105,7 +105,7 @@ class GainRow:
 
     @property
     def finds_similar(self) -> bool:
-        """Tell whether agreement with new/new rises."""
+        """Tell whether agreement with new/new rises. False where classes decide."""
         return self.agreement_gain is not None and self.agreement_gain.low > 0
 
     @property
@@ -132,13 +132,14 @@ def gain_row(
         old: The old release's own cell.
         served: Figures of the served cell.
         stayed: Figures of the old cell.
-        own: Figures of new/new, if agreement with it decides; otherwise None.
+        own: Figures of new/new, if agreement with it decides; None if classes decide.
         classes: Class of each query, [q]; None if unknown.
         exact: Whether float32 files alone were used.
         by_text: Whether texts are the queries for images.
 
     Raises:
-        ValueError: The cells do not answer the same queries, or no query has an answer.
+        ValueError: The cells do not answer the same queries, no query has an answer, or `classes`
+            has another length.
     """
 
     def bootstrap(values: PerQuery, other: PerQuery) -> Difference:
@@ -160,8 +161,10 @@ def gain_row(
 def agreement_with_own(cell: CellFigures, own: CellFigures) -> PerQuery:
     """Return the share of each query's first NEIGHBOURS hits that new/new has among its own.
 
+    A hit counts wherever it stands among those of new/new.
+
     Args:
-        cell: The cell, with neighbours [q, k].
+        cell: The cell, with neighbours [q, k]; positions of -1 count as no hit.
         own: The cell new/new of the same queries.
 
     Returns:
@@ -183,14 +186,18 @@ def decide_gate(
     """Decide whether a release passes the gate, by all rows, and describe for what the verdict
     holds.
 
+    Withdrawn releases need not be served. The verdict is failed if the newest release that is in
+    use is not served, if its texts are left behind, or if any row does not pass.
+
     Args:
         published: The published releases.
-        rows: The gate's table.
+        rows: The gate's table; none where no older release is served.
         new: The release.
         unlabelled: The same cells measured without labels; they only add to the description.
 
     Returns:
-        "first" without published releases, otherwise "passed" or "failed" with the reasons.
+        "first" without published releases, otherwise "passed" or "failed" with the reasons, or with
+        what the verdict holds for. The bounds are the lowest of all rows, None without rows.
         `forced` is not set here.
     """
     if not published.manifests:
@@ -295,18 +302,26 @@ def measure_unlabelled(
 ) -> tuple[Unlabelled, ...]:
     """Measure served cells without labels, by exact search.
 
+    Images get a second view, which is written to a temporary folder. Texts are cut into a query and
+    the rest; texts without two parts are left out. Items are drawn by a digest of their paths, so
+    that a set always gives the same queries. int8 files are used where they exist.
+
     Args:
         items: The images or texts; at most MOST of them become queries.
         served: The cells.
 
     Returns:
-        Empty if there are too few items, or no cells.
+        The cells in the order of `served`. Empty if there are fewer than ITEMS items, or no cells.
 
     Raises:
-        InvalidInputError: A file is no image.
+        InvalidInputError: A file is no image, or the vectors of two releases cannot be compared.
         ValueError: No query has its item in the gallery, or vectors are not finite.
         VerificationError: A file differs from its manifest, cannot be loaded, or returns no usable
             vectors.
+        NoEncoderError: A release has no model for this kind of item, images or texts.
+        NotFoundError: A release or an upgrade of a cell does not exist.
+        ConfigurationError: The library for a tokenizer is not installed.
+        OSError: A view cannot be written.
     """
     rows = _sample_rows(items.listing)
     if len(rows) < ITEMS or not served:
@@ -325,17 +340,20 @@ def measure_unlabelled(
 def second_views(listing: ImageListing, folder: Path) -> ImageListing:
     """Write a second view of each picture below a folder.
 
-    A picture always gets the same view, whatever else is in the listing.
+    A view is a part of the picture, three quarters to seven eighths of each side, and lighter or
+    darker. Pictures above 640 pixels are reduced first. A picture always gets the same view,
+    whatever else is in the listing. Views are PNG files at the picture's path with the suffix .png;
+    existing files are replaced, and missing folders are made.
 
     Args:
         listing: The pictures.
-        folder: The folder.
+        folder: The folder; the caller removes it.
 
     Returns:
         The views; each is a class of its own, named by the picture's path.
 
     Raises:
-        InvalidInputError: A file is no image.
+        InvalidInputError: A file is missing or is no image; earlier views stay.
         OSError: A view cannot be written.
     """
     views = tuple(f"{path}.png" for path in listing.paths)
@@ -448,6 +466,8 @@ class CellMeasurer:
     def quantised(self, name: CellName) -> bool:
         """Tell whether a step of the cell's route has an int8 twin.
 
+        False for a cell without a route.
+
         Raises:
             NotFoundError: An upgrade of the route does not exist.
         """
@@ -456,16 +476,21 @@ class CellMeasurer:
     def cell(self, name: CellName, *, exact: bool = False) -> CellFigures:
         """Measure a cell through an HNSW graph, as a gateway serves it; a cell is measured once.
 
+        Later calls return the same figures.
+
         Args:
             name: The cell.
             exact: Use float32 files alone; otherwise int8 files where they exist.
 
         Raises:
             NotFoundError: A release or an upgrade of the route does not exist.
-            InvalidInputError: The vectors of the two releases cannot be compared.
+            InvalidInputError: The vectors of the two releases cannot be compared, the route reads
+                side-information that the items lack, or a file is no image.
             VerificationError: A file differs from its manifest, cannot be loaded, or returns no
                 usable vectors.
             ValueError: Queries and relevance do not match.
+            NoEncoderError: A release has no model for this kind of item, images or texts.
+            ConfigurationError: The library for a tokenizer is not installed.
         """
         int8 = self.quantised(name) and not exact
         if (name, int8) not in self._done:
@@ -475,8 +500,11 @@ class CellMeasurer:
         return self._done[name, int8]
 
     def replace(self, manifest: Manifest) -> None:
-        """Use another manifest of a release; cells with int8 files are measured again when they are
-        needed."""
+        """Use another manifest of a release.
+
+        Cells with int8 files are measured again when they are needed. Others keep their figures, as
+        do the release's own vectors: only upgrades may differ.
+        """
         for one in (self.queries, self.embedded):
             one.manifests[manifest.release] = manifest
         self._done = {key: figures for key, figures in self._done.items() if not key[1]}
@@ -486,10 +514,13 @@ class CellMeasurer:
 
         Raises:
             NotFoundError: A release or an upgrade of the route does not exist.
-            InvalidInputError: The vectors of the two releases cannot be compared.
+            InvalidInputError: The vectors of the two releases cannot be compared, the route reads
+                side-information that the items lack, or a file is no image.
             VerificationError: A file differs from its manifest, cannot be loaded, or returns no
                 usable vectors.
             ValueError: No query has a relevant item.
+            NoEncoderError: A release has no model for this kind of item, images or texts.
+            ConfigurationError: The library for a tokenizer is not installed.
         """
         figures = self.cell(name)
         return Cell(
@@ -517,25 +548,33 @@ def measure_release(
 
     One half fits the calibration, the other gives evidence and decides the gate.
 
+    Every release is run on every item; this takes as long as embedding them all, several times.
+    Only a temporary folder is written.
+
     Args:
         release: The draft's manifest.
         published: The published releases.
         files: The publication folder or the draft's files.
         listing: Held-out images or texts.
-        seed: Chooses the halves.
-        int8_loss: Largest loss of mAP by an int8 twin, a share.
+        seed: Chooses the halves; a seed gives the same halves again.
+        int8_loss: Largest loss of mAP by an int8 twin, a share; an equal loss is allowed.
         texts: Texts of the same classes as images; then the gate must pass for both kinds of
-            queries.
+            queries. None: images or texts search among themselves.
 
     Returns:
         The manifest without the int8 twins that lose more or fail the gate, and the evidence.
 
     Raises:
-        InvalidInputError: A half has too few images to compare anything.
+        InvalidInputError: A half has too few images to compare anything, or texts and images have
+            no class in common. Or vectors of two releases cannot be compared, or a file is no
+            image.
         NotFoundError: An upgrade's source is not published.
         VerificationError: A file differs from its manifest, cannot be loaded, or returns no usable
             vectors.
         ValueError: No query of a half has a relevant item.
+        NoEncoderError: A release has no model for this kind of item, images or texts.
+        ConfigurationError: The library for a tokenizer is not installed.
+        OSError: A temporary file cannot be written.
     """
     calibration_rows, gate_rows = split_halves(listing, seed)
     manifests = {**published.manifests, release.release: release}

@@ -61,7 +61,9 @@ class TextListing(ImageListing):
         """Return the texts without their first sentence, which becomes the query; each is its own
         class.
 
-        Texts without two parts are left out.
+        Texts without two parts are left out. A single sentence is cut after a third of its words,
+        or of its letters where it has no spaces. The texts' own classes and queries are dropped.
+        Ids stay, and may be used to find the text. The result may be empty.
         """
         cut = [_cut(text) for text in self.texts]
         rows = [row for row, parts in enumerate(cut) if all(map(_readable, parts))]
@@ -73,14 +75,20 @@ class TextListing(ImageListing):
 def list_texts(file: Path) -> TextListing:
     """List the texts of a JSONL file with the keys `id`, `text` and `label`, the name of the class.
 
-    If no text has a label, each text must be found by its `query`. If no text has a query either,
-    its first sentence becomes the query and is removed from it (the inverse cloze task of Lee et
-    al. 2019, section 4: a sentence searches for its context).
+    If no text has a label, each text must be found by its `query`, and is its own class. If no text
+    has a query either, its first sentence becomes the query and is removed from it (the inverse
+    cloze task of Lee et al. 2019, section 4: a sentence searches for its context). If any text has
+    a label, queries are ignored. A file without texts gives an empty listing.
+
+    Returns:
+        The texts in the order of the file; class names are sorted.
 
     Raises:
-        NotFoundError: The file cannot be read.
-        InvalidInputError: A text lacks a label or query that others have, cannot be embedded, or
-            has the id of another.
+        NotFoundError: The file is missing or cannot be read.
+        InvalidInputError: A line is no JSON object with an id and a text, or the file is neither
+            regular nor a pipe. Or a text lacks a label or query that others have, or has the id of
+            another. Or a text or query is blank, cannot be cut in two, or is larger than 64 KiB
+            (TooLargeError).
     """
     lines = list(read_texts(file))
     ids = [one.id for one in lines]
@@ -166,7 +174,8 @@ def relevance_by_class(queries: ImageListing, gallery: ImageListing) -> Relevanc
         For each query, the gallery positions of its class; empty if the gallery has none.
 
     Raises:
-        InvalidInputError: The two listings have no class name in common.
+        InvalidInputError: The two listings have no class in common that has items, or there are no
+            queries.
     """
     numbers = {name: label for label, name in enumerate(gallery.class_names)}
     labels = [numbers.get(queries.class_names[label], -1) for label in queries.labels]
@@ -183,11 +192,13 @@ def relevance_without_copies(queries: ImageListing, gallery: ImageListing) -> tu
 
     Copies are recognised by their content.
 
+    Reads every file of both listings. Copies are equal byte for byte.
+
     Returns:
         The relevance, and the number of queries with a copy in the gallery.
 
     Raises:
-        InvalidInputError: The two listings have no class name in common, or a file cannot be read.
+        InvalidInputError: No query has a class of the gallery, or a file cannot be read.
     """
     numbers = {name: label for label, name in enumerate(gallery.class_names)}
     labels = [numbers.get(queries.class_names[label], -1) for label in queries.labels]
@@ -210,20 +221,21 @@ Rows = NDArray[np.int64]
 
 
 def split_halves(listing: ImageListing, seed: int) -> tuple[Rows, Rows]:
-    """Split a listing into two disjoint halves of every class, by a digest of name and seed.
+    """Split a listing into two disjoint halves of every class, by a digest of path and seed.
 
     Odd images go to the halves in turn. A class of two images stays together, so that both halves
     have pairs. Texts that are their own class are split as one class.
 
     Args:
         listing: The images or texts.
-        seed: Changes the split.
+        seed: Changes the split; a seed gives the same split again, on every machine.
 
     Returns:
         Rows of each half, int64, increasing.
 
     Raises:
-        InvalidInputError: A half is too small to compare anything.
+        InvalidInputError: A half is too small to compare anything: fewer than 2 classes with 2
+            images each, or of 40 texts that are their own class.
     """
     if isinstance(listing, TextListing) and listing.queries:
         return _of_items(listing, seed)

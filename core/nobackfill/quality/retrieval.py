@@ -74,16 +74,20 @@ def measure_cell(
         queries: The queries.
         gallery: The gallery.
         relevance: The relevant items of each query.
-        neighbours: Number of nearest items to return for each query.
+        neighbours: Number of nearest items to return for each query, without ignored ones; 0: none.
         int8: Use int8 files where they exist.
 
     Raises:
-        InvalidInputError: The vectors of the two releases cannot be compared, or a file is no
-            image.
+        InvalidInputError: The vectors of the two releases cannot be compared, the route reads
+            side-information that the items lack, or a file is no image.
         NotFoundError: A release or an upgrade of the cell does not exist.
         VerificationError: A file differs from its manifest, cannot be loaded, or returns no usable
             vectors.
-        ValueError: Relevance for another number of queries, or vectors that are not finite.
+        ValueError: Relevance for another number of queries, vectors that are not finite, a zero
+            vector with cosine, or an empty listing.
+        NoEncoderError: A release has no model for this kind of item, images or texts.
+        ConfigurationError: The library for a tokenizer is not installed.
+        IndexError: Relevance names a position outside the gallery.
     """
     vectors = cell_vectors(cell, queries, gallery, int8=int8)
     return search_and_measure(
@@ -107,11 +111,13 @@ def search_and_measure(
         relevance: The relevant items of each query.
         metric: How distances are computed.
         neighbours: Number of nearest items to return for each query without ignored ones; fewer if
-            there are no more.
+            there are no more. All queries get as many as the one that has fewest. 0: none.
 
     Raises:
         ValueError: Relevance for another number of queries, shapes that do not fit, values that are
-            not finite, a zero vector with cosine, or `neighbours` without queries or items.
+            not finite, a zero vector with cosine, or an unknown metric. Also `neighbours` without
+            queries or items.
+        IndexError: Relevance names a position outside the gallery.
     """
     ranking = rank(queries, gallery, relevance, metric)
     nearest_items: Ints = np.empty((len(queries), 0), np.int64)
@@ -156,6 +162,10 @@ def search_cell(
 ) -> CellFigures:
     """Measure a cell as a gateway serves it, through an HNSW index.
 
+    The graph is built with one thread, so that the figures are the same each time; it is not kept.
+    Relevant items beyond 1000 hits count as not found for mAP, and beyond 20 for CMC. Ignored items
+    are among these hits.
+
     Args:
         cell: The cell.
         queries: The queries.
@@ -163,15 +173,18 @@ def search_cell(
         relevance: The relevant items of each query.
         int8: Use int8 files where they exist.
 
-    The graph is built with one thread, so that the figures are the same each time. 1000 hits of
-    each query count for mAP, 20 for CMC; relevant items beyond count as not found.
+    Returns:
+        The figures; `neighbours` and `distances` have up to 1000 columns.
 
     Raises:
-        InvalidInputError: Raw vectors of another dimension, which no gallery can search.
+        InvalidInputError: Raw vectors of another dimension, which no gallery can search; the route
+            reads side-information that the items lack; or a file is no image.
         NotFoundError: A release or an upgrade of the cell does not exist.
         VerificationError: A file differs from its manifest, cannot be loaded, or returns no usable
             vectors.
-        ValueError: Relevance for another number of queries, or there are no queries.
+        ValueError: Relevance for another number of queries, or a listing is empty.
+        NoEncoderError: A release has no model for this kind of item, images or texts.
+        ConfigurationError: The library for a tokenizer is not installed.
     """
     query_vectors, gallery_vectors = cell_vectors(cell, queries, gallery, int8=int8)
     spec = SpaceSpec.of(queries.manifest(cell.query))
@@ -252,20 +265,30 @@ def evaluate_cells(
 ) -> list[MatrixCell]:
     """Measure cells by exact search, in the metric of the query's release.
 
+    Verification pairs are those of a fixed random draw of queries, about four million pairs.
+
     Args:
         cells: The cells.
         queries: The queries.
         gallery: The gallery.
         relevance: The relevant items of each query.
-        neighbours: Number of nearest items to return for each query.
+        neighbours: Number of nearest items to return for each query; 0: none.
         int8: Use int8 files where they exist.
 
+    Returns:
+        The cells in this order, with the same figures each. Recognition figures are left out where
+        there are no such pairs.
+
     Raises:
-        InvalidInputError: The vectors of two releases cannot be compared.
+        InvalidInputError: The vectors of two releases cannot be compared, a route reads
+            side-information that the items lack, or a file is no image.
         NotFoundError: A release or an upgrade of a cell does not exist.
         VerificationError: A file differs from its manifest, cannot be loaded, or returns no usable
             vectors.
-        ValueError: No query has a relevant item, or vectors are not finite.
+        ValueError: No query has a relevant item, relevance is for another number of queries,
+            vectors are not finite, or a listing is empty.
+        NoEncoderError: A release has no model for this kind of item, images or texts.
+        ConfigurationError: The library for a tokenizer is not installed.
     """
     return [
         _evaluate(name, queries, gallery, relevance, neighbours=neighbours, int8=int8)
@@ -339,8 +362,12 @@ def neighbour_paths(
 ) -> Iterator[tuple[str, list[str]]]:
     """Yield each query's path with the paths of its nearest gallery images, nearest first.
 
+    Yields:
+        The query's path, and up to as many paths as the cell has neighbours.
+
     Raises:
-        ValueError: The listing has another number of queries than the cell.
+        ValueError: The listing has another number of queries than the cell; raised after the last
+            pair.
     """
     for path, row in zip(queries.paths, cell.neighbours, strict=True):
         yield path, [gallery.paths[position] for position in row]

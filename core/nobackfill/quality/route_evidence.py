@@ -51,6 +51,8 @@ def retrieved_pairs(
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.int64]]:
     """Return the nearest pairs of all queries, without ignored items.
 
+    Positions of -1 are left out. A query without valid pairs has none.
+
     Args:
         neighbours: Gallery positions [q, k], nearest first.
         distances: Their distances [q, k].
@@ -151,7 +153,11 @@ def fit_distance_line(
         relevance: The relevant items of each query.
 
     Returns:
-        AS_THEY_ARE if the pairs of one origin do not separate matches from others.
+        IDENTITY_LINE if the pairs of one origin do not separate matches from others, or a smaller
+        distance is not a likelier match.
+
+    Raises:
+        ValueError: There are no queries, or relevance for another number.
     """
     pairs = [retrieved_pairs(m.neighbours, m.distances, relevance) for m in (carried, embedded)]
     if any(len(np.unique(matches)) < 2 for _, matches, _ in pairs):
@@ -209,11 +215,14 @@ def fit_calibration(
     Args:
         query_space: Id of the query's space.
         gallery_space: Id of the gallery's space.
-        origin: How the gallery's vectors were made.
+        origin: How the gallery's vectors were made; it is only recorded.
         neighbours: Gallery positions [q, k] of a search, nearest first.
-        distances: Their distances [q, k].
+        distances: Their distances [q, k]; NaN is not allowed.
         relevance: The relevant items of each query.
-        items: Number of items of the gallery.
+        items: Number of items of the gallery, at least 1.
+
+    Returns:
+        The curve without a scale.
 
     Raises:
         ValueError: There are no pairs, or relevance for another number of queries.
@@ -257,10 +266,11 @@ class QuerySet:
 
         Args:
             values: A figure by query, [q], NaN where the query has no answer.
-            other: The figure to compare it with, [q].
+            other: The figure to compare it with, [q], NaN at the same queries.
 
         Raises:
-            ValueError: The two do not answer the same queries, or no query has an answer.
+            ValueError: The two do not answer the same queries, no query has an answer, or `classes`
+                has another length.
         """
         labels = None if self.classes is None else [self.classes]
         return paired_bootstrap([values], [other], classes=labels)
@@ -300,17 +310,22 @@ def measure_rank_fusion(
 
     Args:
         cell: The cell of the migrated gallery.
-        fitting: The half for fitting.
-        judging: The half for judging.
+        fitting: The half for fitting the weights.
+        judging: The half for the figures.
         int8: Use int8 files where they exist.
 
     Returns:
-        None if the new model alone is as good, or if both are measurably worse than it or than
-        staying by either figure.
+        None in three cases. The new model alone is as good on the fitting half. Or both models do
+        not measurably beat it by any figure. Or they are measurably worse than it, or than staying,
+        by either figure.
 
     Raises:
-        InvalidInputError: The vectors of the two releases cannot be compared.
-        ValueError: No query has a relevant item.
+        InvalidInputError: The vectors of the two releases cannot be compared, the route reads
+            side-information that the items lack, or a file is no image.
+        ValueError: No query of a half has a relevant item, or vectors are not finite.
+        NotFoundError: A release or an upgrade of the cell does not exist.
+        VerificationError: A file differs from its manifest, cannot be loaded, or returns no usable
+            vectors.
     """
     joint = _fit_joint(cell, fitting, int8=int8)
     if joint is None:
@@ -416,19 +431,22 @@ def backfill_curves(
         gallery: The gallery.
         relevance: The relevant items of each query.
         orders: Names of ORDERS; other names are ignored. uncertainty and gain are left out if the
-            upgrade predicts no variance.
+            upgrade predicts no variance. Random orders and classes use the seed 0.
         int8: Use int8 files where they exist.
-        line: Converts distances of migrated items; None: the release's own line.
+        line: Converts distances of migrated items; None: the release's own line, or none for
+            listings that are not published.
 
     Returns:
-        The curves by name, in the order of `orders`.
+        The curves by name, in the order of `orders`; empty without any.
 
     Raises:
-        InvalidInputError: The vectors of the two releases cannot be compared.
+        InvalidInputError: The vectors of the two releases cannot be compared, the route reads
+            side-information that the items lack, or a file is no image.
         NotFoundError: A release or an upgrade of the cell does not exist.
         VerificationError: A file differs from its manifest, cannot be loaded, or returns no usable
             vectors.
-        ValueError: No query has a relevant item, or vectors are not finite.
+        ValueError: No query has a relevant item, vectors are not finite, or `oracle` is asked for
+            where the dimensions differ.
     """
     line = served_line(cell, queries) if line is None else line
     served, native = gallery.vectors_along(cell.gallery, int8=int8), gallery.native(cell.query)
@@ -473,7 +491,11 @@ def served_line(cell: CellName, queries: EmbeddedListing) -> DistanceLine:
         queries: The queries, which know the releases' manifests.
 
     Returns:
-        AS_THEY_ARE if the cell has no migrated vectors, or its release declares no line.
+        IDENTITY_LINE if the cell has no migrated vectors, the queries are not published, or the
+        release declares no line.
+
+    Raises:
+        NotFoundError: The query's release does not exist.
     """
     if len(cell.gallery) == 1 or not isinstance(queries, PublishedListing):
         return IDENTITY_LINE
@@ -489,12 +511,12 @@ def choose_line(
 
     Args:
         healing: The curves with and without the line.
-        gains: Gains of the line over the whole curve.
+        gains: Gains of the line over the whole curve; none give IDENTITY_LINE.
         line: The line.
 
     Returns:
-        `line` if distances alone have a valley that it reduces, and one of the gains is
-        significant; otherwise AS_THEY_ARE, which needs no second search.
+        `line` if distances alone have a valley of more than a point that it reduces, and one of the
+        gains is significant. Otherwise IDENTITY_LINE, which needs no second search.
     """
     closes = healing.valley > MOST_BELOW and healing.scaled_valley < healing.valley
     # A few queries may fall by more than a point without any valley.
@@ -513,11 +535,16 @@ def measure_lazy_reembedding(
         int8: Use int8 files where they exist.
 
     Returns:
-        The curves, and the line by which the release ranks.
+        The curves at eleven shares, 0 to 100 %, and the line by which the release ranks: `line`, or
+        IDENTITY_LINE where it does not help.
 
     Raises:
-        InvalidInputError: The vectors of the two releases cannot be compared.
+        InvalidInputError: The vectors of the two releases cannot be compared, the route reads
+            side-information that the items lack, or a file is no image.
         ValueError: No query has a relevant item, or vectors are not finite.
+        NotFoundError: A release or an upgrade of the cell does not exist.
+        VerificationError: A file differs from its manifest, cannot be loaded, or returns no usable
+            vectors.
     """
     raw, scaled = (
         backfill_curves(

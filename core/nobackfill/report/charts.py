@@ -51,7 +51,8 @@ def backfill_chart(comparison: Comparison) -> str:
     """Draw mAP in percent against the share of re-embedded images, with the upper bound.
 
     Returns:
-        A data URI.
+        A data URI with an SVG image; equal figures give equal bytes. Without curves, only the upper
+        bound is drawn.
 
     Raises:
         ValueError: No picture shares its class with another one.
@@ -79,6 +80,13 @@ def gallery_map(comparison: Comparison) -> GalleryMap:
     re-embedded vectors share theirs, so that they can be compared point by point. The panel of
     upgraded vectors is left out if they have another dimension. The ten largest classes get a
     colour; the others are grey.
+
+    Returns:
+        A panel for each state, in this order, each an SVG image in a data URI, and the colours by
+        class.
+
+    Raises:
+        ValueError: There are fewer than two pictures, or vectors of one dimension.
     """
     pictures = comparison.pictures
     labels = [pictures.class_of(row) for row in range(len(pictures))]

@@ -87,7 +87,7 @@ def best_route(manifests: Mapping[int, Manifest], old: int, new: int) -> Route |
         new: The target.
 
     Returns:
-        None if there is no route.
+        The route; empty if `old` and `new` are the same. None if there is no route.
 
     Raises:
         NotFoundError: `new` is not among the manifests.
@@ -99,12 +99,14 @@ def best_route(manifests: Mapping[int, Manifest], old: int, new: int) -> Route |
 def predecessor(manifests: Mapping[int, Manifest], release: int) -> int | None:
     """Return the newest older release whose galleries a release can migrate or search.
 
+    Releases that are not among the manifests, such as withdrawn ones, do not count.
+
     Args:
         manifests: The releases by number.
         release: The newer release.
 
     Returns:
-        None if there is no such release.
+        Its number; None if there is no such release.
 
     Raises:
         NotFoundError: There are older releases, but `release` is not among the manifests.
@@ -121,23 +123,25 @@ def compare(
 ) -> Comparison:
     """Measure an upgrade on pictures, with int8 files where they are published.
 
+    Each picture is embedded by both models, on one core. Every picture is compared with every
+    other, so memory and time grow with their square. Nothing is written.
+
     Args:
         folder: The publication folder.
-        manifests: The releases by number.
+        manifests: The releases by number, with all of the route.
         old: The old release.
         new: The new release.
         pictures: The pictures.
-
-    Each picture is embedded by both models, on one core.
 
     Raises:
         VerificationError: A model differs from the published one, cannot be loaded, or returns no
             usable vectors.
         NoEncoderError: A release embeds no images.
-        InvalidInputError: A file is no image.
+        InvalidInputError: A file is no image, or the route reads side-information that the pictures
+            lack.
         NotFoundError: `new`, or an upgrade of the route, is not among the manifests.
         KeyError: `old` is not among the manifests.
-        ValueError: No picture shares its class with another one.
+        ValueError: There are no pictures, or none shares its class with another one.
     """
     best = best_route(manifests, old, new)
     route = () if best is None else best.releases
@@ -197,6 +201,12 @@ Matrix = Mapping[tuple[str, str], ShadedCell]
 def matrix_of_pictures(cells: Mapping[str, CellFigures]) -> Matrix:
     """Return the matrix of the cells that were measured on the pictures, in percent.
 
+    Args:
+        cells: Figures by query/gallery, such as new/served.
+
+    Returns:
+        The matrix in percent; empty without cells.
+
     Raises:
         ValueError: A cell has no query with an answer.
     """
@@ -217,7 +227,10 @@ def matrix_of_evidence(old: Manifest, new: Manifest, route: tuple[int, ...]) -> 
     Args:
         old: The old release.
         new: The new release.
-        route: Releases of the route.
+        route: Releases of the route; empty if the old vectors are searched directly.
+
+    Returns:
+        The matrix in percent; empty without evidence.
     """
     cells = upgrade_cells(old.release, new.release, route)
     names = {str(cell): name for name, cell in cells.items()}
@@ -233,7 +246,15 @@ def matrix_of_evidence(old: Manifest, new: Manifest, route: tuple[int, ...]) -> 
 
 
 def basis_of_evidence(new: Manifest, route: tuple[int, ...]) -> str:
-    """Describe in sentences how a manifest's matrix was measured; empty without evidence."""
+    """Describe in sentences how a manifest's matrix was measured.
+
+    Args:
+        new: The release.
+        route: Releases of the route; it decides whether int8 is mentioned.
+
+    Returns:
+        The sentences; empty without evidence.
+    """
     if not new.evidence:
         return ""
     cell = new.evidence[0]
@@ -310,6 +331,7 @@ def find_flips(comparison: Comparison) -> Flips:
 
     Raises:
         ValueError: No picture shares its class with another one.
+        KeyError: The cells lack new/served, as where served and new vectors differ in dimension.
     """
     old, served = comparison.cells["old/old"], comparison.cells["new/served"]
     change = served.map - old.map

@@ -55,6 +55,9 @@ class RunningPages:
     def links(self, release: int) -> Sequence[tuple[str, str]]:
         """Return title and address of each page about a release.
 
+        Returns:
+            The links to pages that run, in a fixed order; empty if none run.
+
         Raises:
             InvalidInputError: An address does not begin with http:// or https://.
         """
@@ -87,9 +90,12 @@ JPEG_QUALITY = 80
 def read_folder(folder: Path, seed: int) -> tuple[ImageListing, int]:
     """List the pictures of class folders; draw MOST_IMAGES if there are more.
 
+    Files that are no images are left out, and a warning counts them. No file is opened. The drawn
+    pictures are in the order of the folder.
+
     Args:
         folder: The class folders.
-        seed: Chooses the pictures.
+        seed: Chooses the pictures if there are more than MOST_IMAGES; a seed gives the same again.
 
     Returns:
         The pictures, and the number of all pictures.
@@ -115,11 +121,15 @@ def read_folder(folder: Path, seed: int) -> tuple[ImageListing, int]:
 
 
 def thumbnail(file: Path) -> str:
-    """Return a JPEG copy of a picture, 64 x 64 pixels, as a data URI, so that the page needs no
-    other file. The picture is stretched to the square.
+    """Return a small JPEG copy of a picture as a data URI, so that the page needs no other file.
+
+    It has 64 x 64 pixels; the picture is stretched to the square.
+
+    Args:
+        file: The picture.
 
     Raises:
-        InvalidInputError: The file is no image.
+        InvalidInputError: The file is missing or is no image.
     """
     image = Image.fromarray(decode_file(file, THUMBNAIL, THUMBNAIL))
     buffer = io.BytesIO()
@@ -145,8 +155,12 @@ def download_sizes(
         release: The new release.
         route: Releases of the route; empty for a direct search.
 
+    Returns:
+        Bytes by part, without parts of 0 bytes; empty if the device needs nothing.
+
     Raises:
         NotFoundError: An upgrade of the route does not exist.
+        KeyError: `old` or `release` is not among the manifests.
     """
     new = manifests[release]
     steps = route_along(manifests, route).steps
@@ -167,8 +181,10 @@ def download_sizes(
 
 
 def manifest_facts(manifest: Manifest) -> list[tuple[str, str]]:
-    """Return version, method, digests and recipe of a release, as rows of name and value; empty
-    values are left out."""
+    """Return version, method, digests and recipe of a release, as rows of name and value.
+
+    Rows with an empty value are left out. Digests are of every file that the manifest names.
+    """
     embedder = manifest.embedder
     rows = [
         ("release", str(manifest.release)),
@@ -209,7 +225,11 @@ def _input(manifest: Manifest) -> str:
 
 
 def software_versions() -> str:
-    """Return the versions of the packages that computed the figures, as one line."""
+    """Return the versions of the packages that computed the figures, as one line.
+
+    Raises:
+        importlib.metadata.PackageNotFoundError: A package is not installed.
+    """
     versions = ", ".join(f"{name} {version(name)}" for name in SOFTWARE)
     return f"{versions}, Python {platform.python_version()}"
 
@@ -288,22 +308,25 @@ def render_page(
 ) -> str:
     """Render the page of a release.
 
+    The page refers to no other file; pictures are read now, and are part of it.
+
     Args:
         manifests: The releases by number.
         release: The release to show.
         old: The release before; None for a first release.
         comparison: Measured figures; None: those of the manifest.
-        basis: A sentence about the data of the comparison.
+        basis: A sentence about the data of the comparison; None: one about the manifest's evidence.
         seed: The seed of the drawn pictures.
-        links: Title and address of running pages.
+        links: Title and address of running pages; they are not checked here.
 
     Returns:
         HTML.
 
     Raises:
-        NotFoundError: A release or an upgrade of the route does not exist.
+        NotFoundError: An upgrade of the route does not exist.
         ValueError: The comparison has no query with an answer.
-        InvalidInputError: A picture cannot be read.
+        InvalidInputError: A picture of the comparison cannot be read.
+        KeyError: `release` or `old` is not among the manifests, or the comparison lacks a cell.
     """
     new = manifests[release]
     best = None if old is None else best_route(manifests, old, release)
@@ -410,24 +433,31 @@ def upgrade_page(
 ) -> str:
     """Return the page of a release from a publication folder, which is verified first.
 
+    Withdrawn releases cannot be shown. Only metadata, manifests and, with `images`, the files of
+    the releases between the two are verified. A first release has no comparison, and then `images`
+    is not read. Nothing is written but temporary folders.
+
     Args:
         model_repo: The publication folder.
         release: The release to show.
-        images: Class folders to measure on and to show; only read. None: use the manifest's
-            figures.
-        served: Running pages to link to.
+        images: Class folders to measure on and to show; only read. If there are more than
+            MOST_IMAGES pictures, a fixed random draw is used. None: use the manifest's figures.
+        served: Running pages to link to; None: no links.
 
     Returns:
-        HTML.
+        HTML, in one file that refers to no other.
 
     Raises:
-        NotFoundError: No such release in use, or no such folder.
-        VerificationError: A file or signature is wrong.
+        NotFoundError: No such release in use, nothing is published in the folder, or no folder
+            `images`.
+        VerificationError: A file or signature is wrong, metadata has expired, or a model cannot be
+            run.
         InvalidInputError: Too few images, a file that is no image, or an invalid address of a
             running page.
         UnavailableError: The folder cannot be read.
         CannotWriteError: The temporary folder cannot be written.
         ValueError: No picture shares its class with another one.
+        NoEncoderError: A release embeds no images, with `images`.
     """
     links = () if served is None else served.links(release)
     with tempfile.TemporaryDirectory() as state:
