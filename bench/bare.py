@@ -55,7 +55,7 @@ def upgrade(store: SqliteGallery, pair: Publication, kind: str, threads: int) ->
     model = session(upgrade_file(pair, kind), threads)
     staging.add_staging_space(store, SpaceSpec.of(pair.manifests[2]))
     started = time.perf_counter()
-    with store.reading() as connection:
+    with store.read_snapshot() as connection:
         rows = connection.execute("SELECT label, embedding, side FROM vectors_1").fetchall()
     labels, blobs, sides = zip(*rows, strict=True)
     old, side = (np.frombuffer(b"".join(b), "<f4").reshape(len(b), -1) for b in (blobs, sides))

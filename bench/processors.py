@@ -38,7 +38,7 @@ def _kind(words: list[str]) -> str:
     program = words[0].rpartition("/")[2]
     if program == "postgres" or words[0].startswith("postgres:"):
         return "postgresql"
-    if "multiprocessing" in " ".join(words) or words[0] in ("ray::IDLE", "ray::carry_piece"):
+    if "multiprocessing" in " ".join(words) or words[0] in ("ray::IDLE", "ray::migrate_piece"):
         return "workers"
     return "ray"
 

@@ -124,7 +124,7 @@ class Upgrading:
         count = store.count()
         for first in range(0, count, SLICE):
             took += self._slice(runner, source, target, first)
-        store.drop(self._target.space)
+        store.drop_space(self._target.space)
         for name, seconds in zip(("read", "carry", "write"), took.tolist(), strict=True):
             self.rates[name].append(count / seconds)
         return count / float(took.sum())
@@ -178,7 +178,7 @@ class Upgrading:
         written = work()
         seconds = time.perf_counter() - began
         assert written == self._store.count(), "every item was carried once"
-        self._store.drop(self._target.space)
+        self._store.drop_space(self._target.space)
         return written / seconds
 
 

@@ -325,7 +325,7 @@ def _keys_of(source: Any) -> Iterator[str]:
 def _keys_in(function: Any) -> Iterator[str]:
     """Keys of the dictionaries that a function writes, but of what it gives to another file."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    others = [call.args[0] for call in _calls(tree, "state_set", "load_settings")]
+    others = [call.args[0] for call in _calls(tree, "update_state", "load_settings")]
     for node in ast.walk(tree):
         if isinstance(node, ast.Dict) and node not in others:
             yield from filter(_KEY.fullmatch, map(_word, node.keys))
@@ -357,8 +357,8 @@ def _gallery_state() -> list[str]:
     for root in ("core", "serving", "adopt", "client", "server", "plugins"):
         for path in sorted((ROOT / root).rglob("*.py")):
             content = path.read_text(encoding="utf-8")
-            if "state_set(" in content or ".state(" in content:
-                for call in _calls(ast.parse(content), "state_set", "state"):
+            if "update_state(" in content or ".state(" in content:
+                for call in _calls(ast.parse(content), "update_state", "state"):
                     value = call.args[0]
                     keys = value.keys if isinstance(value, ast.Dict) else [value]
                     found |= set(filter(_KEY.fullmatch, map(_word, keys)))

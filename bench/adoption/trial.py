@@ -104,7 +104,7 @@ class Trial:
         gallery, asked = self.gallery_of(self.rest), self.queries_of(self.rest)
         ranked = {
             "nobackfill.serve": self.scores(gallery, asked),
-            "distance": (-blocked(asked.new, gallery.carried), -blocked(asked.new, gallery.new)),
+            "distance": (-blocked(asked.new, gallery.migrated), -blocked(asked.new, gallery.new)),
         }
         return [
             row
@@ -116,7 +116,7 @@ class Trial:
         """Of items as carried ones and as native ones, [q, g], larger is better: as
         nobackfill.serve ranks."""
         joining = self.said.joining
-        vectors = asked.old, asked.new, gallery.old, gallery.carried
+        vectors = asked.old, asked.new, gallery.old, gallery.migrated
         return joining.odds(*vectors, {}), joining.odds(*vectors, dict(enumerate(gallery.new)))
 
     @property

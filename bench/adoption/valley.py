@@ -31,7 +31,7 @@ def classes(trial: Trial) -> list[Row]:
     gallery, theirs = trial.gallery_of(judged), labels[judged]
     own = np.arange(len(judged), dtype=np.int64)
     asked = Queries(gallery.old, gallery.new, own, own=True)
-    carried, native = (blocked(asked.new, one) for one in (gallery.carried, gallery.new))
+    carried, native = (blocked(asked.new, one) for one in (gallery.migrated, gallery.new))
     ranked: dict[str, tuple[Block, Block]] = {
         "distance": (carried, native),
         "scale": (line.slope * carried + line.offset, native),
@@ -50,7 +50,7 @@ def classes(trial: Trial) -> list[Row]:
 
 
 def _line(gallery: Gallery, labels: Labels) -> DistanceLine:
-    carried, native = (_nearest(gallery.new, one) for one in (gallery.carried, gallery.new))
+    carried, native = (_nearest(gallery.new, one) for one in (gallery.migrated, gallery.new))
     return fit_distance_line(carried, native, of_class(labels))
 
 

@@ -90,7 +90,7 @@ def test_what_embeds_again_is_refused_in_a_forked_process(tmp_path: Path) -> Non
     if not (child := os.fork()):
         refused = False
         try:
-            again.finish({"a": "a"})
+            again.reembed({"a": "a"})
         except NobackfillError as error:
             refused = isinstance(error, ConfigurationError)
         os._exit(0 if refused else 1)

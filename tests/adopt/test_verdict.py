@@ -403,7 +403,7 @@ def served(joining: Joining, gallery: Gallery, asked: Queries) -> list[float]:
     """R@1 while items become native at random, query by query as nobackfill.serve ranks."""
     right, every = np.zeros((3, 11)), dict(enumerate(gallery.new))
     for old, new, answer in zip(asked.old, asked.new, asked.rows, strict=True):
-        vectors = old[None], new[None], gallery.old, gallery.carried
+        vectors = old[None], new[None], gallery.old, gallery.migrated
         carried, native = (joining.odds(*vectors, own)[0] for own in ({}, every))
         for seed in range(3):
             turn = np.random.default_rng(seed).random(len(gallery.old))

@@ -36,7 +36,7 @@ def instructions(gallery: Path, items: int) -> dict[str, int]:
             counted += 1
             return 0
 
-        with device.store.reading() as connection:
+        with device.store.read_snapshot() as connection:
             connection.set_progress_handler(count, 1)
         work = {}
         for page in ("", f"?after={items // 2}", "item/7"):

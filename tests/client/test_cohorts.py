@@ -28,7 +28,7 @@ def named(setting: Setting, share: float, *, belongs: bool) -> None:
     ids = (f"device {n}" for n in range(10_000))
     own = next(name for name in ids if is_in_share(share_digest(2, name), share) is belongs)
     with Device(setting.gallery) as device:
-        device.store.state_set({"cohort": own})
+        device.store.update_state({"cohort": own})
 
 
 def test_a_device_follows_once_its_share_has_come(setting: Setting, world: edge.World) -> None:

@@ -32,7 +32,7 @@ KILLED = """
 import os, shutil, signal, sys
 shutil.copy(*sys.argv[1:])
 from nobackfill.gallery.sqlite_gallery import SqliteGallery
-SqliteGallery.open(__import__("pathlib").Path(sys.argv[2])).state_set({"a": 1})
+SqliteGallery.open(__import__("pathlib").Path(sys.argv[2])).update_state({"a": 1})
 os.kill(os.getpid(), signal.SIGKILL)
 """
 Run = Callable[..., tuple[int, str]]
@@ -146,7 +146,7 @@ def check_rescued(setting: Setting, saved: Path) -> None:
         found = new.store.list_items(limit=ITEMS * 2)
         assert [item for item in found if items[item.label].id != item.id] == []
         assert all(np.allclose(truth[n], v) for n, v in zip(*new.store.load(space), strict=True))
-        with new.store.reading() as connection:
+        with new.store.read_snapshot() as connection:
             assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
             assert not connection.execute("PRAGMA foreign_key_check").fetchall()
 
@@ -189,7 +189,7 @@ def test_rescue_saves_all_but_the_damaged_rows(large: Setting, tmp_path: Path, h
             name = f"{number:064x}"
             queue.seal(VaultEntry(name, item, "0" * 64, "0" * 64, 9, ".png", "stored", None))
         space = device.store.active()
-        with device.store.reading() as connection:
+        with device.store.read_snapshot() as connection:
             query = "SELECT label FROM items WHERE id = 'made-600'"
             label = connection.execute(query).fetchone()[0]
             blob = connection.execute(

@@ -34,7 +34,7 @@ def attacked(
     world.publish(setting.repo, 2)
     with evil_gateway(setting.repo) as (evil, address):
         with Device(setting.gallery) as device:
-            device.store.state_set({"source": address})
+            device.store.update_state({"source": address})
         yield evil, setting
 
 

@@ -122,7 +122,7 @@ def test_a_gallery_of_an_older_version_learns_its_key(pushed: Setting, address: 
     assert "is missing" in problems(pushed)[0]
     copy.rename(sidecar(pushed.gallery, "identity"))
     assert pushes(pushed, address).duplicates == 12
-    with Device(pushed.gallery) as device, device.store.reading() as connection:
+    with Device(pushed.gallery) as device, device.store.read_snapshot() as connection:
         keys = {key for (key,) in connection.execute("SELECT key FROM vault")}
         (state,) = connection.execute("SELECT value FROM state WHERE key = 'identity'").fetchone()
     assert keys == {json.loads(state)}

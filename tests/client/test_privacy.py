@@ -53,7 +53,7 @@ class Scene:
 
     def vectors(self) -> dict[str, bytes]:
         """Bytes of the canary's embeddings and side-information, by space."""
-        with Device(self.setting.gallery) as device, device.store.reading() as connection:
+        with Device(self.setting.gallery) as device, device.store.read_snapshot() as connection:
             label = connection.execute(
                 "SELECT label FROM items WHERE metadata LIKE '%canary.png%'"
             ).fetchone()[0]

@@ -84,7 +84,7 @@ def test_a_read_only_file_system(
         else:
             # Copied while open: the log holds the last change, as after a kill.
             with SqliteGallery.open(setting.gallery) as store:
-                store.state_set({"last": 1})
+                store.update_state({"last": 1})
                 there = moved(setting, disk)
         with disks.read_only(disk):
             before = snapshot(disk)

@@ -131,7 +131,7 @@ def test_side_information_that_is_carried_stays(setting: Setting, tmp_path: Path
     blocks.publish_block_release(repo, 2, (1,), side="carries")
     blocks.publish_block_release(repo, 3, (2,), side="carries")
     assert edge.follow(gallery).routes == [[1, 2, 3]]
-    with Device(gallery) as device, device.store.reading() as connection:
+    with Device(gallery) as device, device.store.read_snapshot() as connection:
         table = vector_table(device.store.active().number)
         lacking = f"SELECT count(*) FROM {table} WHERE side IS NULL"
         assert connection.execute(lacking).fetchone() == (0,)

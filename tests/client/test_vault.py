@@ -117,7 +117,7 @@ def test_a_recovery_key_opens_everything_without_the_device(
         vaulted.pull(tmp_path / "no", identity=tmp_path / "lost")
     other = world.setting(tmp_path / "new-phone")
     with Device(other.gallery) as device:
-        device.store.state_set({"vault": f"grpc://{vaulted.gateway}"})
+        device.store.update_state({"vault": f"grpc://{vaulted.gateway}"})
         pulled = pull(device, [], tmp_path / "saved", recovery, True, edge.QUIET)
     assert len(pulled.restored) == 12
     saved = {path.read_bytes() for path in (tmp_path / "saved").iterdir()}
@@ -227,7 +227,7 @@ def test_a_backfill_does_without_a_vault_that_is_away(
     (own / vaulted.images[0].name).unlink()
     world.publish(vaulted.gallery.parent / "pub" / "repo", 2)
     with Device(vaulted.gallery) as device:
-        device.store.state_set({"vault": "grpc://127.0.0.1:1"})
+        device.store.update_state({"vault": "grpc://127.0.0.1:1"})
     assert edge.follow(vaulted.gallery, SyncOptions(backfill=3)).re_embedded == 2
     assert "no images from the vault" in capsys.readouterr().err
 

@@ -66,7 +66,7 @@ def evil(setting: Setting) -> Iterator[EvilVault]:
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     with Device(setting.gallery) as device:
-        device.store.state_set({"vault": f"grpc://127.0.0.1:{port}"})
+        device.store.update_state({"vault": f"grpc://127.0.0.1:{port}"})
     yield servicer
     server.stop(0).wait()
 

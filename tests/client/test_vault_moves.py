@@ -50,10 +50,10 @@ def test_a_vault_stays_where_it_was_when_the_gallery_follows_elsewhere(
 ) -> None:
     first, second = gateways
     with Device(setting.gallery) as device:
-        device.store.state_set({"source": first})
+        device.store.update_state({"source": first})
     assert pushed(setting.gallery).pushed == 12
     with Device(setting.gallery) as device:
-        device.store.state_set({"source": second})
+        device.store.update_state({"source": second})
         remove(device, [str(setting.images[0])])
     assert (again := pushed(setting.gallery)).removed == 1 and again.duplicates == 11
     assert len(pulled(setting.gallery, tmp_path / "restored").restored) == 11
@@ -78,7 +78,7 @@ def test_a_mistyped_vault_is_not_remembered(setting: Setting, gateways: list[str
         pushed(setting.gallery, "grpc://127.0.0.1:1")
     with Device(setting.gallery) as device:
         assert device.state("vault") is None
-        device.store.state_set({"source": gateways[0]})
+        device.store.update_state({"source": gateways[0]})
     assert pushed(setting.gallery).pushed == 12
     emptied(setting.gallery, gateways[0])
 
@@ -156,7 +156,7 @@ def test_an_image_that_was_replaced_is_pushed_anew(
     repo = setting.gallery.parent / "pub" / "repo"
     world.publish(repo, 2)
     with Device(setting.gallery) as device:
-        device.store.state_set({"source": str(repo)})
+        device.store.update_state({"source": str(repo)})
     assert edge.follow(setting.gallery, SyncOptions(backfill=1)).re_embedded == 0
 
     (own / "cover.png").write_bytes(new)

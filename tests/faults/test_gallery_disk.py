@@ -70,7 +70,7 @@ def test_a_full_disk_is_said_and_nothing_is_half_done(tmp_path: Path, action: st
         assert len(found) == 2001 + 500 * said.count("acknowledged")
         run_upgrade(store, Linear(), spec(2), chunk=100)
         assert sorted(rows(store, spec(2).space)) == sorted(found)
-        with store.reading() as connection:
+        with store.read_snapshot() as connection:
             assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
     assert not list(tmp_path.glob(".tmp-*"))
 

@@ -88,7 +88,7 @@ LIFE = [
 
 def dump(store: SqliteGallery) -> Dump:
     """All that the file holds, bit for bit."""
-    with store.reading() as connection:
+    with store.read_snapshot() as connection:
         tables = ["items", "attributes", "spaces", "state", "sqlite_sequence"]
         found = connection.execute("SELECT name FROM sqlite_master WHERE name GLOB 'vectors_*'")
         names = tables + sorted(name for (name,) in found)

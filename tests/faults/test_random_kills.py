@@ -37,7 +37,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     world.publish(base / "pub" / "repo", 2)
     with serving(base / "pub" / "repo", base / "data", "--triton=in-process") as served:
         made = Scene(base, setting.images, f"grpc://{served.address}")
-        made.with_device(lambda d: d.store.state_set({"source": str(made.repo)}))
+        made.with_device(lambda d: d.store.update_state({"source": str(made.repo)}))
         yield made
 
 

@@ -84,6 +84,6 @@ class Linear:
 def rows(store: SqliteGallery, space: str) -> dict[int, tuple[bytes, bytes | None, str]]:
     """All that a space's table holds, by label, bit for bit."""
     number = store.space(space).number
-    with store.reading() as connection:
+    with store.read_snapshot() as connection:
         found = connection.execute(f"SELECT label, embedding, side, origin FROM vectors_{number}")
         return {label: (embedding, side, origin) for label, embedding, side, origin in found}

@@ -36,7 +36,7 @@ def test_every_change_is_followed(tmp_path: Path) -> None:
         carried.load()
         for change in (
             lambda: store.delete(ids(2, 1)),
-            lambda: store.write(
+            lambda: store.write_vectors(
                 TWO, np.array(sorted(truth(store))[:3]), vectors(3, 7, spec(2).dim),
                 origin="re-embedded", replace=True,
             ),

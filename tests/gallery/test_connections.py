@@ -50,7 +50,7 @@ def held(path: Path, statements: str) -> Iterator[subprocess.Popen[str]]:
 WRITES: dict[str, Callable[[SqliteGallery], object]] = {
     "put": lambda store: put(store, ["new"], seed=5),
     "delete": lambda store: store.delete(["item-1"]),
-    "state": lambda store: store.state_set({"a": 1}),
+    "state": lambda store: store.update_state({"a": 1}),
     "begin": lambda store: staging.add_staging_space(store, spec(3)),
     "upgrade": lambda store: run_upgrade(store, Linear(), spec(2)),
     "flip": lambda store: staging.flip(store, TWO, leave_behind=True),
@@ -104,7 +104,7 @@ def test_a_reader_cannot_become_a_writer(tmp_path: Path) -> None:
     with filled(tmp_path / "g.sqlite", 3) as store:
         seen: list[str] = []
         with (
-            store.reading() as connection,
+            store.read_snapshot() as connection,
             pytest.raises(sqlite3.OperationalError, match="readonly"),
         ):
             connection.execute("DELETE FROM items")

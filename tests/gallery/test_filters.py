@@ -168,7 +168,7 @@ def test_filters_let_through_what_the_predicate_does(
         there = {n: what for n, what in enumerate(items[:count], start=1) if n > gone}
         check(store, filtering)
         filtering.close()
-        with store.reading() as connection:
+        with store.read_snapshot() as connection:
             left = "SELECT count(*) FROM attributes WHERE label NOT IN (SELECT label FROM items)"
             assert connection.execute(left).fetchone() == (0,)
 

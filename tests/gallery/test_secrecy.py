@@ -73,7 +73,7 @@ def test_a_dropped_space_leaves_no_byte(tmp_path: Path) -> None:
 def test_what_a_reader_keeps_is_scrubbed_after_it(tmp_path: Path) -> None:
     with filled(tmp_path / "g.sqlite", 60) as store:
         sought = canary(store)
-        with store.reading() as connection:
+        with store.read_snapshot() as connection:
             connection.execute("SELECT count(*) FROM items").fetchone()
             store.delete(["canary"])
             assert hits(tmp_path, sought[0])

@@ -244,9 +244,9 @@ def test_items_are_listed_in_pages(tmp_path: Path) -> None:
 
 def test_state_is_kept_and_removed(tmp_path: Path) -> None:
     with SqliteGallery.create(tmp_path / "g.sqlite", spec()) as store:
-        store.state_set({"floor": {"root": 3}, "other": "ü"})
+        store.update_state({"floor": {"root": 3}, "other": "ü"})
         assert store.state_get("floor") == {"root": 3} and store.state_get("other") == "ü"
-        store.state_set({"floor": None})
+        store.update_state({"floor": None})
         assert store.state_get("floor") is None
 
 

@@ -37,7 +37,7 @@ def test_any_rows_in_any_order(
         store.put(ids(3, start=100), [NewVectors(ONE, sparse)])
         store.delete([f"item-{number}" for number in gone])
         true = rows_of(path)
-        with store.reading() as connection:
+        with store.read_snapshot() as connection:
             stored = VectorsOnDisk(connection, find_space(connection, ONE))
             assert stored.labels.tolist() == sorted(true)
             expected = np.stack([true[label] for label in sorted(true)])
@@ -55,7 +55,7 @@ def test_any_rows_in_any_order(
 @pytest.mark.parametrize("damage", ["zeroblob(3)", "CAST(embedding AS TEXT)", "17"])
 def test_a_vector_that_is_none_is_told(damage: str, tmp_path: Path) -> None:
     path = tmp_path / "g.sqlite"
-    with filled(path, 20) as store, store.reading() as connection:
+    with filled(path, 20) as store, store.read_snapshot() as connection:
         stored = VectorsOnDisk(connection, find_space(connection, ONE))
         assert len(stored[:]) == 20
     connection = sqlite3.connect(path, isolation_level=None)
@@ -64,7 +64,7 @@ def test_a_vector_that_is_none_is_told(damage: str, tmp_path: Path) -> None:
     with (
         SqliteGallery.open(path) as store,
         pytest.raises(DamagedError),
-        store.reading() as connection,
+        store.read_snapshot() as connection,
     ):
         stored = VectorsOnDisk(connection, find_space(connection, ONE))
         assert len(stored[:8]) == 8
@@ -79,7 +79,7 @@ def test_lengths_that_make_up_for_one_another_are_told(tmp_path: Path) -> None:
     connection.execute(f"UPDATE vectors_1 SET embedding = zeroblob({size - 4}) WHERE label = 9")
     connection.execute(f"UPDATE vectors_1 SET embedding = zeroblob({size + 4}) WHERE label = 10")
     connection.close()
-    with SqliteGallery.open(path) as store, store.reading() as connection:
+    with SqliteGallery.open(path) as store, store.read_snapshot() as connection:
         stored = VectorsOnDisk(connection, find_space(connection, ONE))
         with pytest.raises(DamagedError):
             stored[:]

@@ -160,7 +160,7 @@ def test_what_milvus_lost_is_told_again_and_what_is_gone_is_dropped(engine: Milv
         run_upgrade(store, Linear(reads_side=False), spec(2))
         two = engine.collection(store, TWO)
         wait_until(lambda: two in engine.collections.names(), seconds=60, what="it is fed")
-        store.drop(TWO)
+        store.drop_space(TWO)
         wait_until(lambda: two not in engine.collections.names(), seconds=60, what="it is dropped")
     finally:
         engine.feeder.close()

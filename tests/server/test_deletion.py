@@ -84,7 +84,7 @@ def test_a_deletion_and_a_put_under_way_wait_for_each_other_in_one_order(
     plan: both waited for a minute, and so did who made another gallery."""
     client.create_gallery("g")
     galleries = gateway.galleries
-    with ThreadPoolExecutor(1) as pool, galleries.using("g") as hosted, hosted.using():
+    with ThreadPoolExecutor(1) as pool, galleries.use_gallery("g") as hosted, hosted.use_plan():
         deletion = pool.submit(client.delete_gallery, "g")
         while not hosted.is_closing:
             pass
@@ -103,7 +103,7 @@ def test_a_gallery_that_stays_in_use_stays(
 ) -> None:
     monkeypatch.setattr("nobackfill.server.galleries.hosted._DRAIN_SECONDS", 0.05)
     client.create_gallery("g")
-    with gateway.galleries.using("g"), refused(BusyError):
+    with gateway.galleries.use_gallery("g"), refused(BusyError):
         client.delete_gallery("g")
     client.put_images(images(2))
     assert client.get_gallery("g").items == 2
@@ -132,7 +132,7 @@ def test_a_pause_ends_with_its_gallery(repo: Path, tmp_path: Path, stages: Stage
 def test_closing_waits_for_who_reads(tmp_path: Path, one: Manifest) -> None:
     store = SqliteGallery.create(tmp_path / "g.sqlite", SpaceSpec.of(one))
     with ThreadPoolExecutor(1) as pool:
-        with store.reading() as connection:
+        with store.read_snapshot() as connection:
             closing = pool.submit(store.close)
             assert connection.execute("SELECT count(*) FROM items").fetchone() == (0,)
             assert store.count() == 0
@@ -147,7 +147,7 @@ def test_closing_gives_up_where_a_reader_never_ends(
 ) -> None:
     monkeypatch.setattr("nobackfill.gallery.sqlite_file._CLOSE_S", 0.05)
     with SqliteGallery.create(tmp_path / "g.sqlite", SpaceSpec.of(one)) as store:
-        with store.reading(), pytest.raises(BusyError, match="a call still uses it"):
+        with store.read_snapshot(), pytest.raises(BusyError, match="a call still uses it"):
             store.close()
         assert store.count() == 0
 

@@ -123,7 +123,7 @@ def test_backfill_takes_the_least_certain_first(
 ) -> None:
     ready.swap(2)
     store = gateway.galleries.get("g").store
-    listed, _ = store.page(two.space, COUNT, least_certain=True)
+    listed, _ = store.list_page(two.space, COUNT, least_certain=True)
     doubtful = [item.id for item, _ in listed]
     assert len(doubtful) == COUNT
     supplied = doubtful[::2]
@@ -144,7 +144,7 @@ def test_a_client_backfills_the_least_certain_of_the_whole_gallery(
     """A call with few images at a time, as a client with a folder of millions makes it."""
     ready.swap(2)
     store = gateway.galleries.get("g").store
-    listed, _ = store.page(two.space, COUNT, least_certain=True)
+    listed, _ = store.list_page(two.space, COUNT, least_certain=True)
     doubtful = [item.id for item, _ in listed]
     again: list[str] = []
     for _ in range(3):
@@ -222,15 +222,15 @@ def test_probes_of_neighbours_are_drawn_from_the_whole_gallery(tmp_path: Path) -
     before = rng.standard_normal((count, dim)).astype(np.float32)
     after = np.concatenate([before[:2000], rng.permutation(before[2000:])])
     with SqliteGallery.create(tmp_path / "g.sqlite", old) as store:
-        assert neighbours_kept(store.sample, old, old) is None
+        assert neighbours_kept(store.sample_pairs, old, old) is None
         staging.add_staging_space(store, new)
         names = [f"i{i}" for i in range(count)]
         store.put(names, [NewVectors("sp-old", before), NewVectors("sp-new", after)])
         store.delete(names[::3])
-        figures = {neighbours_kept(store.sample, old, new) for _ in range(3)}
+        figures = {neighbours_kept(store.sample_pairs, old, new) for _ in range(3)}
         assert all(figure is not None and 0.01 < figure < 0.3 for figure in figures)
         assert len(figures) > 1
-        assert neighbours_kept(store.sample, old, old) == 1
+        assert neighbours_kept(store.sample_pairs, old, old) == 1
 
 
 def test_only_the_active_release_is_upgraded_to(ready: Client) -> None:

@@ -53,7 +53,7 @@ def test_a_blob_comes_back(vault: VaultBlobs) -> None:
     assert read(vault, blob.id) == data
     assert read(vault, blob.id, 600_000) == data[600_000:]
     assert vault.put("a", blob, 0, [data]) == len(data)
-    assert vault.page("a", "") == [blob]
+    assert vault.list_page("a", "") == [blob]
 
 
 def test_an_upload_resumes_where_it_broke_off(vault: VaultBlobs) -> None:
@@ -113,13 +113,13 @@ def test_an_id_is_taken_once(vault: VaultBlobs) -> None:
 def test_owners_do_not_see_each_other(vault: VaultBlobs) -> None:
     data = sealed()
     vault.put("a", blob_of(data), 0, [data])
-    assert vault.page("b", "") == []
+    assert vault.list_page("b", "") == []
     with pytest.raises(NotFoundError):
         vault.get("b", random_id(1), 0)
     with pytest.raises(NotFoundError):
         vault.delete("b", random_id(1))
     vault.delete("a", random_id(1))
-    assert vault.page("a", "") == []
+    assert vault.list_page("a", "") == []
 
 
 def test_two_uploads_of_one_blob(vault: VaultBlobs) -> None:
@@ -158,7 +158,7 @@ def test_pages(vault: VaultBlobs, monkeypatch: pytest.MonkeyPatch) -> None:
         blob = Blob(blob.id, len(data), hashlib.sha256(data).hexdigest())
         vault.put("a", blob, 0, [data])
     seen: list[str] = []
-    while page := vault.page("a", seen[-1] if seen else ""):
+    while page := vault.list_page("a", seen[-1] if seen else ""):
         assert len(page) <= 7
         seen += [blob.id for blob in page]
     assert seen == sorted(blob.id for blob in blobs)
@@ -180,7 +180,9 @@ def test_a_blob_that_is_deleted_while_it_is_listed_or_opened_is_not_there(
 
     with monkeypatch.context() as patched:
         patched.setattr(Path, "stat", deleted_first)
-        assert {blob.id for blob in vault.page("a", "")} == {b.id for b in blobs if b != listed}
+        assert {blob.id for blob in vault.list_page("a", "")} == {
+            b.id for b in blobs if b != listed
+        }
 
     def deleted_after(path: Path, **follow: bool) -> os.stat_result:
         found = stat(path, **follow)

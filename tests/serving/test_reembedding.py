@@ -61,13 +61,13 @@ def test_what_the_bytes_do_not_reach_is_not_begun(ledger: LedgerFile[str]) -> No
     limits = Limits(concurrency=1, bytes_a_query=12 * SIZE + 2, bytes_an_item=10 * SIZE)
     with closing(Keeping(FunctionItems(text, "text"), limits, ledger)) as again:
         for first in (0, 100, 200):
-            again.finish(named(range(first, first + 100)))
+            again.reembed(named(range(first, first + 100)))
         assert len(again.kept) == again.spent == 3 * 12
         assert (again.cost.embedded, again.cost.failed, again.cost.last_failure) == (36, 0, "")
         assert again.wanted == set(named(range(300))) - again.kept
         # And so it is embedded in the end.
         for _ in range(300 // 12):
-            again.finish(dict.fromkeys(again.wanted, "again"))
+            again.reembed(dict.fromkeys(again.wanted, "again"))
         assert len(again.kept) == again.spent == 300
         assert again.wanted == set()
 
@@ -76,7 +76,7 @@ def test_what_fits_in_no_query_fails(ledger: LedgerFile[str]) -> None:
     limits = Limits(bytes_a_query=3 * SIZE)
     large = FunctionItems(lambda name: "x" * 4 * SIZE, "text")
     with closing(Keeping(large, limits, ledger)) as again:
-        again.finish(named(range(1)))
+        again.reembed(named(range(1)))
         assert (again.cost.failed, again.spent, again.wanted) == (1, 0, set())
         assert "expected at most" in again.cost.last_failure
 
@@ -94,7 +94,7 @@ def test_what_was_not_embedded_costs_the_day_nothing(ledger: LedgerFile[str]) ->
     with closing(Keeping(FunctionItems(source, "text"), Limits(), ledger, backoff)) as again:
         for times in (1, 2, 3):
             # What is kept is embedded again, as this one knows no better; the others rest.
-            again.finish(named(range(3)))
+            again.reembed(named(range(3)))
             assert (again.spent, again.kept) == (times, {"i0"})
         assert sorted(asked) == ["i0", "i0", "i0", "i1", "i2"]
 
@@ -108,7 +108,7 @@ def test_what_waits_at_the_end_stays_wanted(ledger: LedgerFile[str]) -> None:
         return text(name)
 
     again = Keeping(FunctionItems(source, "text"), Limits(concurrency=1, batch=2), ledger)
-    again.ask(named(range(6)), seconds=0)
+    again.reembed_within_limit(named(range(6)), seconds=0)
     assert begun.wait(60)
     with ThreadPoolExecutor(1) as other:
         ended = other.submit(again.close)
@@ -120,7 +120,7 @@ def test_what_waits_at_the_end_stays_wanted(ledger: LedgerFile[str]) -> None:
         ended.result()
     assert len(again.kept) == again.spent == 1
     assert again.wanted == set(named(range(6))) - again.kept
-    again.ask(named(range(6)))
+    again.reembed_within_limit(named(range(6)))
     assert again.spent == 1
 
 
@@ -135,12 +135,12 @@ def test_a_crowd_claims_no_more_than_there_is_room_for(
         return text(name)
 
     with closing(Keeping(FunctionItems(source, "text"), Limits(), ledger)) as again:
-        again.ask(named(range(8)), seconds=0)
-        again.ask(named(range(25)), seconds=0)
+        again.reembed_within_limit(named(range(8)), seconds=0)
+        again.reembed_within_limit(named(range(25)), seconds=0)
         assert (again.spent, len(again.wanted)) == (10, 15)
         assert again.busy(["i9"]) and not again.busy(["i10"])
         go.set()
-        again.finish(named(range(10)))
+        again.reembed(named(range(10)))
         assert not again.busy(named(range(25)))
 
 
@@ -159,9 +159,9 @@ def test_who_claims_holds_nobody_else_up(ledger: LedgerFile[str]) -> None:
         closing(Waits(FunctionItems(text, "text"), Limits(), ledger)) as again,
         ThreadPoolExecutor(2) as people,
     ):
-        first = people.submit(again.finish, named(range(5)))
+        first = people.submit(again.reembed, named(range(5)))
         assert claiming.wait(60)
-        others = people.submit(again.finish, named(range(5, 10)))
+        others = people.submit(again.reembed, named(range(5, 10)))
         try:
             others.result(timeout=30)
             assert again.kept == set(named(range(5, 10)))
@@ -182,7 +182,7 @@ def test_a_claim_that_fails_leaves_nothing_under_way(ledger: LedgerFile[str]) ->
 
     with closing(Fails(FunctionItems(text, "text"), Limits(), ledger)) as again:
         with pytest.raises(RuntimeError):
-            again.finish(named(range(5)))
+            again.reembed(named(range(5)))
         again.fails = False
-        again.finish(named(range(5)))
+        again.reembed(named(range(5)))
         assert len(again.kept) == 5

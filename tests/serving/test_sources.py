@@ -38,7 +38,7 @@ def test_an_end_does_not_wait_for_a_source_that_hangs(tmp_path: Path) -> None:
 
     ledger = LedgerFile[str](tmp_path / "ledger.sqlite")
     again = Keeping(FunctionItems(hang, "text"), Limits(concurrency=1, batch=1), ledger)
-    again.ask({"a": "a", "b": "b"}, seconds=0)
+    again.reembed_within_limit({"a": "a", "b": "b"}, seconds=0)
     assert hangs.wait(30)
     began = time.monotonic()
     assert not again.close(0.2)

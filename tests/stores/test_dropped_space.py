@@ -20,7 +20,7 @@ def test_it_counts_as_empty(empty: PostgresqlGallery, tmp_path: Path) -> None:
     hosted = HostedInDatabase("g", tmp_path, empty)
     assert hosted.sizes() == {ONE: 3, TWO: 0}
     hosted._counts = {}
-    PostgresqlGallery(empty.database, empty.number).drop(TWO)
+    PostgresqlGallery(empty.database, empty.number).drop_space(TWO)
     assert [info.spec.space for info in hosted.spaces()] == [ONE, TWO]
     assert hosted.sizes() == {ONE: 3, TWO: 0}
     assert hosted.count() == 3

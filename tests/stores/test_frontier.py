@@ -120,7 +120,7 @@ def test_any_history_is_counted_as_the_join_counts(database: Database) -> None:
             case 10:
                 put(store, name, TWO, digest=f"only in the new one {turn}")
             case _:
-                store.drop(TWO)
+                store.drop_space(TWO)
                 store.add_staging_space(spec(2))
                 assert reached(store) == 0, "numbers are never used again"
         for space in (ONE, TWO):

@@ -97,9 +97,9 @@ def test_a_native_vector_takes_the_place_of_a_carried_one(engine: Engine) -> Non
     old = NewVectors(ONE, vectors(3, 1))
     labels = store.put(["a", "b", "c"], [old], digests=["x"] * 3).labels
     store.add_staging_space(spec(2))
-    written = store.write(TWO, labels[::-1], vectors(3, 2)[::-1], uncertainty=[3.0, 2, 1])
+    written = store.write_vectors(TWO, labels[::-1], vectors(3, 2)[::-1], uncertainty=[3.0, 2, 1])
     assert written.tolist() == labels.tolist()
-    store.write(TWO, labels[2:], vectors(1, 3), origin="re-embedded", replace=True)
+    store.write_vectors(TWO, labels[2:], vectors(1, 3), origin="re-embedded", replace=True)
     native = vectors(3, 4)
     store.put(["a", "c"], [NewVectors(TWO, native[[0, 2]])], digests=["x"] * 2)
     again = NewVectors(TWO, vectors(3, 5), origin="upgraded")
@@ -118,7 +118,7 @@ def pages(
     found: list[int] = []
     after = None
     while True:
-        items, after = store.page(
+        items, after = store.list_page(
             ONE, size, start_after=after, matches=allowed, least_certain=least_certain
         )
         found += [item.label for item, _ in items]
@@ -133,7 +133,7 @@ def test_pages_bring_every_item_once_in_order(engine: Engine, size: int) -> None
     labels = store.load(ONE)[0]
     doubt = np.array([0.5, 0.25, 0.5, 1e-9, 2.0] * 4, np.float32)
     content = store.load(ONE)[1][:20]
-    store.write(ONE, labels[:20], content, uncertainty=doubt, replace=True)
+    store.write_vectors(ONE, labels[:20], content, uncertainty=doubt, replace=True)
     odd = engine.filtering(store).passing(OneOf("odd", (True,)))
     for allowed, step in ((None, slice(None)), (odd, slice(1, None, 2))):
         assert pages(store, size, allowed, least_certain=False) == labels[step].tolist()

@@ -136,7 +136,10 @@ def check_second(storage: Storage) -> None:
     assert job is not None and json.loads(job)["state"] == "done"
     assert storage.home.names() == ["g", "m"]
     beside = storage.home.open("m").store
-    assert [item.id for item, _ in beside.page(beside.active().spec.space, 9)[0]] == ["i1", "i2"]
+    assert [item.id for item, _ in beside.list_page(beside.active().spec.space, 9)[0]] == [
+        "i1",
+        "i2",
+    ]
 
 
 def test_formats_to_which_no_step_leads_are_refused(postgres: Server, tmp_path: Path) -> None:

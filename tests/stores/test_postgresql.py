@@ -76,7 +76,7 @@ def test_a_connection_that_breaks_at_the_commit_leaves_one_put(
     monkeypatch.setattr(database_module, "run", breaking)
     label = put(store, "a")
     assert broken
-    assert [(item.id, item.label) for item, _ in store.page(ONE, 9)[0]] == [("a", label)]
+    assert [(item.id, item.label) for item, _ in store.list_page(ONE, 9)[0]] == [("a", label)]
     assert store.load(ONE)[0].tolist() == [label]
 
 

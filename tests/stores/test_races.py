@@ -40,7 +40,7 @@ def test_puts_of_the_same_ids_keep_one_of_each(engine: Engine) -> None:
         return work
 
     together(*map(putting, range(4)))
-    listed = [item for item, _ in store.page(ONE, 100)[0]]
+    listed = [item for item, _ in store.list_page(ONE, 100)[0]]
     assert len({item.id for item in listed}) == len(listed) == store.count() == store.count(ONE)
     assert store.load(ONE)[0].tolist() == [item.label for item in listed]
     assert len(store.group_by_value("s", ONE)) <= 4

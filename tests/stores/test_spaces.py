@@ -42,7 +42,7 @@ def test_a_gallery_is_carried_flipped_and_rolled_back(engine: Engine) -> None:
     assert states(store) == {1: "active", 2: "staging"} and store.state() == {}
     store = engine.open_again(store)
     assert states(store) == {1: "active", 2: "staging"} and store.count(TWO) == 40
-    store.drop(TWO)
+    store.drop_space(TWO)
     assert states(store) == {1: "active"}
     with pytest.raises(IncompatibleSpaceError):
         store.count(TWO)
@@ -52,7 +52,7 @@ def test_a_gallery_is_carried_flipped_and_rolled_back(engine: Engine) -> None:
 def test_spaces_refuse_what_would_break_them(engine: Engine) -> None:
     store = filled(engine, 5)
     with pytest.raises(PreconditionError, match="active"):
-        store.drop(ONE)
+        store.drop_space(ONE)
     with pytest.raises(NotFoundError, match=r"no (earlier|previous) space"):
         store.rollback()
     store.add_staging_space(spec(2))
@@ -95,7 +95,7 @@ def test_windows_meet_puts_and_deletions(engine: Engine, order: Order) -> None:
     run_upgrade(store, Linear(), spec(2), chunk=10, order=order, on_progress=race)
     run_upgrade(store, Linear(), spec(2))
     assert store.count_left_behind(TWO) == 0
-    names = {item.id for item, _ in store.page(ONE, 100)[0]}
+    names = {item.id for item, _ in store.list_page(ONE, 100)[0]}
     gone, came = {"item-1", "item-2", "item-3"}, {"new-1", "new-2", "new-3"}
     assert names == ({*ids(30)} - gone) | came
     assert store.load(TWO)[0].tolist() == store.load(ONE)[0].tolist()
@@ -112,13 +112,13 @@ def test_samples_have_both_vectors(engine: Engine) -> None:
     store = filled(engine, 60)
     run_upgrade(store, Linear(), spec(2), chunk=20)
     store.delete(ids(30))
-    labels, first, second = store.sample(ONE, TWO, 12)
+    labels, first, second = store.sample_pairs(ONE, TWO, 12)
     assert 0 < len(labels) <= 12 and (np.diff(labels) > 0).all()
     for row, label in enumerate(labels.tolist()):
         one, two = store.vector(label, ONE), store.vector(label, TWO)
         assert one is not None and two is not None
         assert one[0].tolist() == first[row].tolist() and two[0].tolist() == second[row].tolist()
-    assert len(store.sample(ONE, ONE, 100)[0]) == 30
+    assert len(store.sample_pairs(ONE, ONE, 100)[0]) == 30
 
 
 def test_a_sample_is_one_where_labels_have_a_gap(engine: Engine) -> None:
@@ -128,14 +128,14 @@ def test_a_sample_is_one_where_labels_have_a_gap(engine: Engine) -> None:
         again = NewVectors(ONE, vectors(40, seed), vectors(40, seed, SIDE_DIM))
         store.put(ids(41)[1:], [again], digests=[f"{seed}-{n}" for n in range(40)])
     assert store.load(ONE)[0].max() > 400
-    assert 10 <= len(store.sample(ONE, ONE, 20)[0]) <= 20
+    assert 10 <= len(store.sample_pairs(ONE, ONE, 20)[0]) <= 20
 
 
 def test_an_estimate_changes_nothing(engine: Engine) -> None:
     store = filled(engine, 50)
     store.put(["bare"], [NewVectors(ONE, vectors(1, 9))])
-    found = store.estimate(Linear(), spec(2))
+    found = store.estimate_upgrade(Linear(), spec(2))
     assert (found.items, found.left_behind) == (50, 1) and found.bytes > 50 * 4 * DIM
     assert states(store) == {1: "active"}
     run_upgrade(store, Linear(), spec(2))
-    assert store.estimate(Linear(), spec(2)).items == 0
+    assert store.estimate_upgrade(Linear(), spec(2)).items == 0

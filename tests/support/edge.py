@@ -72,7 +72,7 @@ class World:
             copy(path, folder / path.name)
         setting = Setting(folder / "pub" / "repo", folder / "gallery.sqlite", made.images)
         with Device(setting.gallery) as device:
-            device.store.state_set({"source": str(setting.repo)})
+            device.store.update_state({"source": str(setting.repo)})
         return setting
 
     def _made(self) -> Setting:
@@ -112,7 +112,7 @@ def upgraded_before(gallery: Path, days: int) -> None:
     with Device(gallery) as device:
         release = str(device.store.active().spec.release)
         carried = device.state("carried")
-        device.store.state_set({"carried": {**carried, release: {**carried[release], "at": at}}})
+        device.store.update_state({"carried": {**carried, release: {**carried[release], "at": at}}})
 
 
 def contents(gallery: Path) -> dict[str, tuple[str | None, NDArray[np.float32]]]:

@@ -404,13 +404,13 @@ class ScanResult:
 class SetScan:
     """The pass over the gallery for one set of queries."""
 
-    def __init__(self, one: ScanQueries, pairs: Pairs, carried: Vectors, anchors: Ints) -> None:
+    def __init__(self, one: ScanQueries, pairs: Pairs, migrated: Vectors, anchors: Ints) -> None:
         """Begin with the items of the sample, whose numbers are 0 to n - 1.
 
         Args:
             one: The queries.
             pairs: The n items with native vectors.
-            carried: Their migrated vectors [n, b], by maps that were fitted without each.
+            migrated: Their migrated vectors [n, b], by maps that were fitted without each.
             anchors: Rows of the pairs that distances are standardised by.
         """
         queries = one.queries
@@ -423,7 +423,7 @@ class SetScan:
         self._of_native = _Scale.of(straight, anchors)
         self._plain_native = _Scale.of(native, anchors)
         self.native = self._of_native(straight)
-        hub = self.hub(carried)
+        hub = self.hub(migrated)
         self._of_corrected = _Scale.of(one.migrated + hub, anchors)
         self._itself = np.zeros(old.shape, bool)
         self._itself[self._rows, queries.rows] = True
@@ -448,10 +448,10 @@ class SetScan:
         out = self._itself if queries.own else np.zeros_like(self._itself)
         self._add({name: np.where(out, np.inf, block) for name, block in blocks.items()}, hub, 0)
 
-    def hub(self, carried: Vectors) -> Block:
+    def hub(self, migrated: Vectors) -> Block:
         """Measure the hubness [q, w] of migrated items [w, b] for each query's rank fusion."""
         first, second = (
-            measure_hubs(carried, joining.crowd)[None] for joining in self._one.joinings
+            measure_hubs(migrated, joining.crowd)[None] for joining in self._one.joinings
         )
         return np.where(self._one.first[:, None], first, second)
 
@@ -689,14 +689,14 @@ class SetScan:
 
 
 def back_test(
-    one: ScanQueries, pairs: Pairs, carried: Vectors, figures: Mapping[str, Figures]
+    one: ScanQueries, pairs: Pairs, migrated: Vectors, figures: Mapping[str, Figures]
 ) -> dict[str, float]:
     """Estimate figures of the sample from a quarter of it, and compare them with its own.
 
     Args:
         one: The queries.
         pairs: The n items with native vectors.
-        carried: Their migrated vectors [n, b], by maps that were fitted without each.
+        migrated: Their migrated vectors [n, b], by maps that were fitted without each.
         figures: Figures of each way among the pairs.
 
     Returns:
@@ -717,8 +717,8 @@ def back_test(
     )
     ids = [pairs.ids[row] for row in quarter]
     few = Pairs(ids, pairs.old[quarter], pairs.new[quarter], pairs.metric)
-    scan = SetScan(small, few, carried[quarter], np.arange(len(quarter)))
-    hub = scan.hub(carried[others])
+    scan = SetScan(small, few, migrated[quarter], np.arange(len(quarter)))
+    hub = scan.hub(migrated[others])
     blocks = {"stay": blocked(part.queries.old, pairs.old[others], pairs.metric)}
     blocks |= {"map": part.migrated[:, others]}
     blocks |= {name: one[:, others] for name, one in part.in_old_distances.items()}
@@ -736,7 +736,7 @@ def scan_gallery(
     pairs: Pairs,
     sets: Sequence[ScanQueries],
     figures: Sequence[Mapping[str, Figures]],
-    carried: Vectors,
+    migrated: Vectors,
     anchors: Ints,
     maps: Sequence[Map],
     fold: Ints,
@@ -750,7 +750,7 @@ def scan_gallery(
         pairs: The n items with native vectors.
         sets: Sets of queries.
         figures: For each set the figures of each way among the pairs.
-        carried: Migrated vectors of the pairs [n, b], by maps that were fitted without each.
+        migrated: Migrated vectors of the pairs [n, b], by maps that were fitted without each.
         anchors: Rows of the pairs that distances are standardised by.
         maps: Maps, each fitted without one fold of the pairs.
         fold: For each pair the map that was fitted without it [n].
@@ -761,20 +761,22 @@ def scan_gallery(
     Raises:
         InvalidInputError: A vector of another dimension, or with NaN.
     """
-    errors = [back_test(one, pairs, carried, ways) for one, ways in zip(sets, figures, strict=True)]
-    scans = [SetScan(one, pairs, carried, anchors) for one in sets]
+    errors = [
+        back_test(one, pairs, migrated, ways) for one, ways in zip(sets, figures, strict=True)
+    ]
+    scans = [SetScan(one, pairs, migrated, anchors) for one in sets]
     sampled, number = set(pairs.ids), len(pairs)
     corrects = any(one.corrects_hubs for one in scans)
     for items in _blocks(source, pairs.old.shape[1], sampled, sets):
-        migrated = [mapping(items) for mapping in maps]
+        by_map = [mapping(items) for mapping in maps]
         for one, scan in zip(sets, scans, strict=True):
             block = np.empty((len(one.queries.rows), len(items)), np.float32)
             of = fold[one.queries.rows]
-            for which, vectors in enumerate(migrated):
+            for which, vectors in enumerate(by_map):
                 rows = np.flatnonzero(of == which)
                 if len(rows):
                     block[rows] = blocked(one.queries.new[rows], vectors, one.queries.metric)
-            hub = scan.hub(migrated[0]) if corrects else np.zeros((1, 1), np.float32)
+            hub = scan.hub(by_map[0]) if corrects else np.zeros((1, 1), np.float32)
             scan.add(one.distances(items, block), hub, number)
         number += len(items)
     results = [scan.result(number, error) for scan, error in zip(scans, errors, strict=True)]

@@ -297,12 +297,12 @@ class Gallery:
 
     Attributes:
         old: Vectors by the old model [g, a].
-        carried: Migrated vectors [g, b].
+        migrated: Migrated vectors [g, b].
         new: Vectors by the new model [g, b].
     """
 
     old: Vectors
-    carried: Vectors
+    migrated: Vectors
     new: Vectors
 
 
@@ -403,7 +403,7 @@ def judge(
     }
     old, mapped, new = (
         normalise(part[anchors]) if queries.metric == "cosine" else part[anchors]
-        for part in (gallery.old, gallery.carried, gallery.new)
+        for part in (gallery.old, gallery.migrated, gallery.new)
     )
 
     def joining(choice: FusionChoice, lines: Lines, crowd: Mask) -> Joining:
@@ -483,7 +483,7 @@ def rank_by_way(
     """
     stay, migrated, native = _blocks(gallery, queries, migrated)
     anchors = anchor_rows(gallery, seed)
-    near_new = standardise(migrated + measure_hubs(gallery.carried, joining.crowd)[None], anchors)
+    near_new = standardise(migrated + measure_hubs(gallery.migrated, joining.crowd)[None], anchors)
     near_old = standardise(stay, anchors)
     near = fuse_nearness(joining.weight, near_old, near_new)
     both = _candidate_filter(stay, migrated)(-near)
@@ -495,7 +495,11 @@ def _blocks(
     gallery: Gallery, queries: Queries, migrated: Block | None
 ) -> tuple[Block, Block, Block]:
     """Compute the distances [q, g] of old/old, new/migrated (unless given) and new/new."""
-    sides = ((queries.old, gallery.old), (queries.new, gallery.carried), (queries.new, gallery.new))
+    sides = (
+        (queries.old, gallery.old),
+        (queries.new, gallery.migrated),
+        (queries.new, gallery.new),
+    )
     stay, own, native = (blocked(*side, queries.metric) for side in sides)
     return stay, own if migrated is None else migrated, native
 
@@ -512,7 +516,7 @@ def anchor_rows(gallery: Gallery, seed: int = 0) -> Ints:
 
 def _hubs(gallery: Gallery, queries: Queries, some: Mask) -> Block:
     """Measure the hubness [1, g] of migrated items by some of the queries, bool [q]."""
-    return measure_hubs(gallery.carried, normalise(queries.new[some][:CROWD]))[None]
+    return measure_hubs(gallery.migrated, normalise(queries.new[some][:CROWD]))[None]
 
 
 def _candidate_filter(stay: Block, migrated: Block) -> Callable[[Block], Block]:

@@ -526,7 +526,7 @@ def _scan(
             }
         )
     anchors = judgement.anchor_rows(gallery)
-    return scan_gallery(source, pairs, sets, figures, gallery.carried, anchors, maps, of_map)
+    return scan_gallery(source, pairs, sets, figures, gallery.migrated, anchors, maps, of_map)
 
 
 def _estimated(way: Way, intervals: Mapping[str, tuple[float, float]]) -> Way:

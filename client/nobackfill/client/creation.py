@@ -81,7 +81,7 @@ def init(
         fetched = sync.download_files(models, trust, embedding_files(manifest), output)
         sync.check_models(models, manifest, set())
         with SqliteGallery.create(draft, SpaceSpec.of(manifest)) as store:
-            store.state_set(
+            store.update_state(
                 {
                     "source": source,
                     "root": root.decode(),

@@ -100,7 +100,7 @@ def _find(device: GalleryFile, name: str) -> list[str]:
     """Return the ids of an item or of a path; a file that was edited and added again has two."""
     if device.store.get(name) is not None:
         return [name]
-    with device.store.reading() as connection:
+    with device.store.read_snapshot() as connection:
         rows = connection.execute(
             "SELECT i.id FROM items i JOIN attributes a USING (label)"
             " WHERE a.key = 'path' AND a.kind = 'text' AND a.value = ? ORDER BY label",
@@ -215,7 +215,7 @@ def verify(device: GalleryFile) -> dict[str, Any]:
     problems: list[str] = []
     vectors = 0
     try:
-        with device.store.reading() as connection:
+        with device.store.read_snapshot() as connection:
             rows = connection.execute("PRAGMA integrity_check(4)").fetchall()
             pages = [line for (text,) in rows for line in text.splitlines()]
             strays = connection.execute("PRAGMA foreign_key_check").fetchall()
@@ -270,7 +270,7 @@ def _compare_vault(device: GalleryFile) -> tuple[list[str], list[str]]:
 def _check_space(device: GalleryFile, space: SpaceInfo) -> int:
     spec = space.spec
     count = 0
-    with device.store.reading() as connection:
+    with device.store.read_snapshot() as connection:
         rows = connection.execute(f"SELECT embedding FROM {vector_table(space.number)}")  # noqa: S608
         while batch := rows.fetchmany(_ROWS):
             vectors = from_blobs([blob for (blob,) in batch], spec.dim)

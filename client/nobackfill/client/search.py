@@ -300,7 +300,7 @@ class Search:
             self._index.search(queries, k, one if passing is None else one & passing)
             for one in (migrated, ~migrated)
         )
-        return index.join_origins(upgraded, others, scale, k)
+        return index.merge_origins(upgraded, others, scale, k)
 
     def _hits(self, labels: Any, distances: Any) -> list[DeviceHit]:
         items = self._device.store.items(labels[labels >= 0], self.spec.space)

@@ -431,7 +431,7 @@ def try_plan(device: GalleryFile, plan: SyncPlan) -> None:
         }
         check_models(device.models, manifest, sources, trial_passed=present <= passed_files)
         passed_files |= present
-    device.store.state_set({"tried": {version_of_trial: sorted(passed_files)}})
+    device.store.update_state({"tried": {version_of_trial: sorted(passed_files)}})
 
 
 def _trial_files(manifest: Manifest, upgrades_from: set[int]) -> Iterator[PublishedFile]:
@@ -786,7 +786,7 @@ def remember(
     share = None
     if spaces is not None:
         share = neighbours_kept(partial(staging.sample_pairs, device.store), *spaces)
-    device.store.state_set(
+    device.store.update_state(
         {
             "last_sync": {
                 "release": release,
@@ -937,7 +937,7 @@ def confirm(device: GalleryFile, spare: str | None = None) -> list[int]:
         CannotWriteError: the disk is full or read-only.
     """
     if spare is None:
-        device.store.state_set({"return_to": None})
+        device.store.update_state({"return_to": None})
     dropped = []
     for space in device.store.spaces():
         superfluous = space.state == "previous" and space.spec.space != spare
@@ -948,7 +948,7 @@ def confirm(device: GalleryFile, spare: str | None = None) -> list[int]:
 
 
 def _has_originals(device: GalleryFile, space: SpaceInfo) -> bool:
-    with device.store.reading() as connection:
+    with device.store.read_snapshot() as connection:
         table = vector_table(space.number)
         query = f"SELECT 1 FROM {table} WHERE origin = 'native' LIMIT 1"  # noqa: S608
         return connection.execute(query).fetchone() is not None
@@ -1156,7 +1156,7 @@ class _Sync:
             state["keep_original"] = self._options.keep_original
         if self._options.retry:
             state["held_back"] = None
-        self._device.store.state_set(state)
+        self._device.store.update_state(state)
 
     def _candidates(self) -> Iterator[int]:
         """Yield releases to try, best first; an older one only if the active one is withdrawn."""
@@ -1222,7 +1222,7 @@ class _Sync:
     def _hold_back(self, release: int, reason: str) -> None:
         with self._device.change_lock(_CHANGE_SECONDS):
             digest = manifest_digest(self._trust, release)
-            self._device.store.state_set(hold_back(self._device, release, reason, digest))
+            self._device.store.update_state(hold_back(self._device, release, reason, digest))
             remember(self._device, release, "refused")
         self._fall_behind(reason)
 

@@ -413,7 +413,7 @@ def read_metadata(store: Store, labels: Sequence[int]) -> dict[int, Metadata]:
         CannotWriteError: The file cannot be opened, or the disk fails.
         NotFoundError: The gallery was closed.
     """
-    with store.reading() as connection:
+    with store.read_snapshot() as connection:
         items = items_by_label(connection, labels)
     return {item.label: item.metadata for item in items if item is not None}
 
@@ -433,7 +433,7 @@ class StoredSegment:
         self._lock = threading.Lock()
         # In order of use; the last was used last.
         self._columns: dict[str, Future[KeyColumn]] = {}
-        with store.reading() as connection:
+        with store.read_snapshot() as connection:
             self.labels = stored_labels(connection)
 
     def passing(self, condition: Filter, keys: Iterable[str]) -> Mask:
@@ -478,7 +478,7 @@ class StoredSegment:
 
     def _read(self, key: str, column: "Future[KeyColumn]") -> None:
         try:
-            with self._store.reading() as connection:
+            with self._store.read_snapshot() as connection:
                 # No item can have a key that cannot be stored, and no statement can contain it.
                 content = (
                     read_column(connection, key, self.labels)

@@ -144,7 +144,7 @@ class GalleryStore(UpgradableStore, EditableStore, Protocol):
         """
         ...
 
-    def page(
+    def list_page(
         self,
         space: str,
         limit: int,
@@ -251,7 +251,7 @@ class GalleryStore(UpgradableStore, EditableStore, Protocol):
         """
         ...
 
-    def state_set(self, values: Mapping[str, Any]) -> None:
+    def update_state(self, values: Mapping[str, Any]) -> None:
         """Store small JSON values in one transaction; None removes a value. Other keys stay.
 
         Raises:
@@ -312,7 +312,7 @@ class GalleryStore(UpgradableStore, EditableStore, Protocol):
         """
         ...
 
-    def drop(self, space: str) -> None:
+    def drop_space(self, space: str) -> None:
         """Remove a space with all its vectors, also one that an upgrade is filling.
 
         Raises:
@@ -338,7 +338,7 @@ class GalleryStore(UpgradableStore, EditableStore, Protocol):
         """
         ...
 
-    def sample(self, space: str, other: str, count: int) -> tuple[Labels, Vectors, Vectors]:
+    def sample_pairs(self, space: str, other: str, count: int) -> tuple[Labels, Vectors, Vectors]:
         """Draw about `count` items that have a vector in both spaces, at random.
 
         Args:
@@ -356,7 +356,7 @@ class GalleryStore(UpgradableStore, EditableStore, Protocol):
         """
         ...
 
-    def estimate(self, runner: Runner, target: SpaceSpec) -> Estimate:
+    def estimate_upgrade(self, runner: Runner, target: SpaceSpec) -> Estimate:
         """Estimate the cost of an upgrade from the active space on a few items; change nothing in
         the gallery.
 

@@ -106,7 +106,7 @@ def _by_label(
         start = int(np.searchsorted(matches, start_after, "right"))
         labels = matches[start : start + limit]
     else:
-        with store.reading() as connection:
+        with store.read_snapshot() as connection:
             labels = label_column(
                 connection.execute(
                     "SELECT label FROM items WHERE label > ? ORDER BY label LIMIT ?",
@@ -138,7 +138,7 @@ def _uncertain(
     store: Store, space: str, start_after: ListingPlace | None, most: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[float, ...]]]:
     last = ListingPlace(0, float("inf")) if start_after is None else start_after
-    with store.reading() as connection:
+    with store.read_snapshot() as connection:
         table = vector_table(find_space(connection, space).number)
         rows = connection.execute(
             f"SELECT label, uncertainty FROM {table} WHERE uncertainty IS NOT NULL"
@@ -189,7 +189,7 @@ def groups_by_value(store: Store, key: str, space: str) -> list[MetadataGroup]:
         CannotWriteError: The file cannot be opened, or the disk fails.
         NotFoundError: The gallery was closed.
     """
-    with store.reading() as connection:
+    with store.read_snapshot() as connection:
         table = vector_table(find_space(connection, space).number)
         if not is_storable(key):
             # No item can have such a key, and no statement can contain it.
@@ -235,7 +235,7 @@ def migrated_labels(store: Store, space: str) -> Labels:
         VerificationError: The gallery's file is damaged.
         NotFoundError: The gallery was closed.
     """
-    with store.reading() as connection:
+    with store.read_snapshot() as connection:
         table = vector_table(find_space(connection, space).number)
         rows = connection.execute(
             f"SELECT label FROM {table} WHERE origin = 'upgraded' ORDER BY label"
@@ -335,7 +335,7 @@ class MigratedLabels:
     def _on_change(self, change: Change) -> None:
         changes = [(change.deleted, False)]
         if self._space in change.added:
-            changes.append((change.added[self._space][0], self._space in change.carried))
+            changes.append((change.added[self._space][0], self._space in change.migrated_spaces))
         with self._lock:
             for labels, carried in changes:
                 if self._pending is not None:

@@ -1158,7 +1158,7 @@ class FileConnections:
         self._writer: sqlite3.Connection | None = None
         self._lock = -1
         self._access = SHARED_ACCESS
-        with self.using():
+        with self.hold_open():
             pass
 
     def _open(self) -> None:
@@ -1216,7 +1216,7 @@ class FileConnections:
         return connection
 
     @contextlib.contextmanager
-    def using(self) -> Iterator[None]:
+    def hold_open(self) -> Iterator[None]:
         """Keep the connections open during the block; open and check them if they are closed.
 
         Raises:
@@ -1272,12 +1272,12 @@ class FileConnections:
             BusyError: Another process has the file for itself, or holds the lock.
             CannotWriteError: The file cannot be opened, or the disk fails during the block.
         """
-        with self.using(), self._writing:
+        with self.hold_open(), self._writing:
             assert self._writer is not None, "open while it is used"
             yield self._writer
 
     @contextlib.contextmanager
-    def reading(self) -> Iterator[sqlite3.Connection]:
+    def read_snapshot(self) -> Iterator[sqlite3.Connection]:
         """Provide a connection that reads one snapshot.
 
         Raises:
@@ -1287,7 +1287,7 @@ class FileConnections:
             VerificationError: The file is damaged.
             NotFoundError: The connections were closed for good.
         """
-        with self.using():
+        with self.hold_open():
             if self._access.sole:
                 # A sole process has no other connection.
                 with self.writer() as connection, _snapshot(connection):

@@ -32,7 +32,7 @@ class SqliteGallery(Store):
 
     Methods without a docstring are those of GalleryStore. All methods raise NotFoundError after
     `close`, VerificationError if the file is damaged, and BusyError or CannotWriteError as Store
-    does. `estimate` writes a temporary file next to the gallery's folder.
+    does. `estimate_upgrade` writes a temporary file next to the gallery's folder.
     """
 
     def labels_of(self, ids: Sequence[str]) -> Labels:
@@ -41,7 +41,7 @@ class SqliteGallery(Store):
         Raises:
             NobackfillError: Busy, unwritable, damaged or closed, as every method.
         """
-        with self.reading() as connection:
+        with self.read_snapshot() as connection:
             return labels_of(connection, ids)
 
     def delete_some(self, labels: Labels, condition: Filter | None) -> int:
@@ -77,7 +77,7 @@ class SqliteGallery(Store):
             self, edits.Selection(labels, condition), values, remove
         )
 
-    def page(
+    def list_page(
         self, space: str, limit: int, *, start_after: "ListingPlace | None" = None,
         matches: "Matches | None" = None, least_certain: bool = False,
     ) -> "tuple[list[tuple[StoredItem, ListingPlace]], ListingPlace | None]":  # fmt: skip
@@ -105,7 +105,7 @@ class SqliteGallery(Store):
             IncompatibleSpaceError: The gallery does not have the space.
             NobackfillError: Busy, unwritable, damaged or closed, as every method.
         """
-        with self.reading() as connection:
+        with self.read_snapshot() as connection:
             return stored_vectors(connection, labels, find_space(connection, space))
 
     def iterate_snapshot(self, spaces: Sequence[str], size: int) -> Iterator[StoredWindow]:
@@ -117,7 +117,7 @@ class SqliteGallery(Store):
             IncompatibleSpaceError: The gallery lacks a space; raised at the first window.
             NobackfillError: Busy, unwritable, damaged or closed, as every method.
         """
-        with self.reading() as connection:
+        with self.read_snapshot() as connection:
             infos = [find_space(connection, space) for space in spaces]
             last = 0
             while items := items_page(connection, last, size):
@@ -166,7 +166,7 @@ class SqliteGallery(Store):
 
         return RemainingVectors(self, source, target, needs_side)
 
-    def write(
+    def write_vectors(
         self, space: str, labels: Labels, embedding: ArrayLike, *, side: ArrayLike | None = None,
         uncertainty: ArrayLike | None = None, origin: Origin = "upgraded", replace: bool = False,
     ) -> Labels:  # fmt: skip
@@ -244,7 +244,7 @@ class SqliteGallery(Store):
 
         return staging.rollback(self, leave_behind=leave_behind, state=state)
 
-    def drop(self, space: str) -> None:
+    def drop_space(self, space: str) -> None:
         """Remove a space with all its vectors, and scrub them from the file.
 
         Raises:
@@ -269,7 +269,7 @@ class SqliteGallery(Store):
 
         return staging.find_migrated(self, space, ids)
 
-    def sample(self, space: str, other: str, count: int) -> tuple[Labels, Vectors, Vectors]:
+    def sample_pairs(self, space: str, other: str, count: int) -> tuple[Labels, Vectors, Vectors]:
         """Draw about `count` items that have a vector in both spaces, at random.
 
         Returns:
@@ -284,7 +284,7 @@ class SqliteGallery(Store):
 
         return staging.sample_pairs(self, space, other, count)
 
-    def estimate(self, runner: "Runner", target: SpaceSpec) -> "Estimate":
+    def estimate_upgrade(self, runner: "Runner", target: SpaceSpec) -> "Estimate":
         """Estimate the cost of an upgrade from the active space; change nothing in the gallery.
 
         Two chunks of items are migrated into a temporary file next to the gallery's folder.

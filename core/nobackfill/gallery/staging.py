@@ -194,7 +194,7 @@ class UpgradableStore(Protocol):
         """
         ...
 
-    def write(
+    def write_vectors(
         self, space: str, labels: Labels, embedding: ArrayLike, *, side: ArrayLike | None = None,
         uncertainty: ArrayLike | None = None, origin: Origin = "upgraded", replace: bool = False,
     ) -> Labels:  # fmt: skip
@@ -390,7 +390,7 @@ def _write(
         upgraded = result()
     except UnusableOutputError as error:
         raise _with_ids(store, labels, target, error) from error
-    return store.write(
+    return store.write_vectors(
         target.space, labels, upgraded.embedding, side=upgraded.side,
         uncertainty=upgraded.uncertainty, origin=origin,
     )  # fmt: skip
@@ -506,7 +506,7 @@ def write_vectors(
             connection, selected, good, None if doubt is None else doubt[rows], replace=replace
         )
         carried = (space,) if origin == "upgraded" else ()
-        changes.append(Change({space: (good, selected.embedding)}, _NONE, carried=carried))
+        changes.append(Change({space: (good, selected.embedding)}, _NONE, migrated_spaces=carried))
     return good
 
 
@@ -544,7 +544,7 @@ def count_left_behind(store: Store, space: str) -> int:
         CannotWriteError: The file cannot be opened, or the disk fails.
         NotFoundError: The gallery was closed.
     """
-    with store.reading() as connection:
+    with store.read_snapshot() as connection:
         return _count_items_left_behind(connection, find_space(connection, space))
 
 
@@ -568,7 +568,7 @@ def left_behind_items(store: Store, space: str, limit: int = 1000) -> list[Store
         CannotWriteError: The file cannot be opened, or the disk fails.
         NotFoundError: The gallery was closed.
     """
-    with store.reading() as connection:
+    with store.read_snapshot() as connection:
         table = vector_table(find_space(connection, space).number)
         lacking = f"NOT EXISTS (SELECT 1 FROM {table} v WHERE v.label = i.label)"
         return items_page(connection, 0, limit, lacking)
@@ -727,7 +727,7 @@ def least_certain(store: Store, space: str, limit: int = 100) -> list[StoredItem
         CannotWriteError: The file cannot be opened, or the disk fails.
         NotFoundError: The gallery was closed.
     """
-    with store.reading() as connection:
+    with store.read_snapshot() as connection:
         table = vector_table(find_space(connection, space).number)
         rows = connection.execute(
             "SELECT i.label, i.id, i.digest, i.metadata, v.origin, v.uncertainty"
@@ -756,7 +756,7 @@ def find_migrated(store: Store, space: str, ids: Sequence[str]) -> list[StoredIt
         CannotWriteError: The file cannot be opened, or the disk fails.
         NotFoundError: The gallery was closed.
     """
-    with store.reading() as connection:
+    with store.read_snapshot() as connection:
         table = vector_table(find_space(connection, space).number)
         rows = connection.execute(
             "SELECT i.label, i.id, i.digest, i.metadata, v.origin, v.uncertainty"
@@ -790,7 +790,7 @@ def sample_pairs(
         CannotWriteError: The file cannot be opened, or the disk fails.
         NotFoundError: The gallery was closed.
     """
-    with store.reading() as connection:
+    with store.read_snapshot() as connection:
         first, second = find_space(connection, space), find_space(connection, other)
         labels = random_labels(connection, second, count)
         labels = live_labels(connection, vector_table(first.number), labels)
@@ -884,7 +884,7 @@ class RemainingVectors:
         if self.target is not None:
             target_table = vector_table(self.target.number)
             where += f" AND NOT EXISTS (SELECT 1 FROM {target_table} t WHERE t.label = s.label)"
-        with self.store.reading() as connection:
+        with self.store.read_snapshot() as connection:
             rows = connection.execute(
                 f"SELECT s.label FROM {vector_table(self.source.number)} s"
                 f" WHERE s.label > ? AND {where} ORDER BY {by}",
@@ -910,7 +910,7 @@ class RemainingVectors:
             NotFoundError: The gallery was closed.
         """
         condition, parameters = labels_condition(labels)
-        with self.store.reading() as connection:
+        with self.store.read_snapshot() as connection:
             rows = connection.execute(
                 f"SELECT label, embedding, {'side' if with_side else 'NULL'}"
                 f" FROM {vector_table(self.source.number)} WHERE {condition} ORDER BY label",

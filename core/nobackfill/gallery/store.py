@@ -65,14 +65,14 @@ class Change:
         deleted: Labels that were removed from every space, before the others were added.
         spaces: Whether a space was added or removed, or changed its state.
         described: Labels that are new, or whose metadata may have changed.
-        carried: The spaces of `added` whose vectors were migrated.
+        migrated_spaces: The spaces of `added` whose vectors were migrated.
     """
 
     added: Mapping[str, tuple[Labels, Vectors]]
     deleted: Labels
     spaces: bool = False
     described: Labels = field(default_factory=lambda: np.empty(0, np.int64))
-    carried: Collection[str] = ()
+    migrated_spaces: Collection[str] = ()
 
 
 MAX_ID_CHARACTERS = 256
@@ -379,8 +379,8 @@ def put_change(
         if rows.any()
     }
     described = result.labels if with_metadata else result.labels[result.changed]
-    carried = tuple(one.info.spec.space for one in vectors if one.origin == "upgraded")
-    return Change(added, replaced, described=described, carried=carried)
+    migrated_spaces = tuple(one.info.spec.space for one in vectors if one.origin == "upgraded")
+    return Change(added, replaced, described=described, migrated_spaces=migrated_spaces)
 
 
 def _match_stored(
@@ -523,7 +523,7 @@ class Store:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def reading(self) -> AbstractContextManager[Connection]:
+    def read_snapshot(self) -> AbstractContextManager[Connection]:
         """Return a context with a connection that reads one snapshot of the file.
 
         Entering the context opens the file's connections if they are closed.
@@ -534,7 +534,7 @@ class Store:
             BusyError: Another process has the file to itself.
             CannotWriteError: The file cannot be read.
         """
-        return self._connections.reading()
+        return self._connections.read_snapshot()
 
     def transaction(self) -> AbstractContextManager[Connection]:
         """Return a context with a transaction of the one writer, for tables of the caller.
@@ -562,7 +562,7 @@ class Store:
             NotFoundError: The gallery was closed for good.
             VerificationError: The file is damaged.
         """
-        with self._connections.using(), self._reporting:
+        with self._connections.hold_open(), self._reporting:
             changes: list[Change] = []
             old_count = new_count = -1
             try:
@@ -641,7 +641,7 @@ class Store:
             CannotWriteError: The file cannot be opened, or the disk fails.
             NotFoundError: The gallery was closed for good.
         """
-        with self.reading() as connection:
+        with self.read_snapshot() as connection:
             return read_spaces(connection)
 
     def active(self) -> SpaceInfo:
@@ -668,7 +668,7 @@ class Store:
             CannotWriteError: The file cannot be opened, or the disk fails.
             NotFoundError: The gallery was closed for good.
         """
-        with self.reading() as connection:
+        with self.read_snapshot() as connection:
             return find_space(connection, space)
 
     def put(
@@ -764,7 +764,7 @@ class Store:
             CannotWriteError: The file cannot be opened, or the disk fails.
             NotFoundError: The gallery was closed for good.
         """
-        with self.reading() as connection:
+        with self.read_snapshot() as connection:
             labels = labels_of(connection, [item_id])
             return items_by_label(connection, labels)[0] if len(labels) else None
 
@@ -785,7 +785,7 @@ class Store:
             CannotWriteError: The file cannot be opened, or the disk fails.
             NotFoundError: The gallery was closed for good.
         """
-        with self.reading() as connection:
+        with self.read_snapshot() as connection:
             return items_by_label(connection, labels, space)
 
     def list_items(self, start_after: int = 0, limit: int = 1000) -> list[StoredItem]:
@@ -804,7 +804,7 @@ class Store:
             CannotWriteError: The file cannot be opened, or the disk fails.
             NotFoundError: The gallery was closed for good.
         """
-        with self.reading() as connection:
+        with self.read_snapshot() as connection:
             return items_page(connection, start_after, limit)
 
     def count(self, space: str | None = None) -> int:
@@ -820,7 +820,7 @@ class Store:
             CannotWriteError: The file cannot be opened, or the disk fails.
             NotFoundError: The gallery was closed for good.
         """
-        with self.reading() as connection:
+        with self.read_snapshot() as connection:
             return count_rows(connection, space)
 
     def load(self, space: str) -> tuple[Labels, Vectors]:
@@ -836,7 +836,7 @@ class Store:
             CannotWriteError: The file cannot be opened, or the disk fails.
             NotFoundError: The gallery was closed for good.
         """
-        with self.reading() as connection:
+        with self.read_snapshot() as connection:
             return all_vectors(connection, find_space(connection, space))
 
     def vector(self, label: int, space: str) -> Vectors | None:
@@ -849,7 +849,7 @@ class Store:
             CannotWriteError: The file cannot be opened, or the disk fails.
             NotFoundError: The gallery was closed for good.
         """
-        with self.reading() as connection:
+        with self.read_snapshot() as connection:
             return read_vector(connection, label, find_space(connection, space))
 
     def check_pages(self) -> None:
@@ -861,7 +861,7 @@ class Store:
             CannotWriteError: The file cannot be opened, or the disk fails.
             NotFoundError: The gallery was closed for good.
         """
-        with self.reading() as connection:
+        with self.read_snapshot() as connection:
             check_pages(connection, self.path)
 
     def state_get(self, key: str) -> Any:
@@ -873,7 +873,7 @@ class Store:
             CannotWriteError: The file cannot be opened, or the disk fails.
             NotFoundError: The gallery was closed for good.
         """
-        with self.reading() as connection:
+        with self.read_snapshot() as connection:
             return read_state_value(connection, key)
 
     def state(self) -> dict[str, Any]:
@@ -885,10 +885,10 @@ class Store:
             CannotWriteError: The file cannot be opened, or the disk fails.
             NotFoundError: The gallery was closed for good.
         """
-        with self.reading() as connection:
+        with self.read_snapshot() as connection:
             return read_state_values(connection)
 
-    def state_set(self, values: Mapping[str, Any]) -> None:
+    def update_state(self, values: Mapping[str, Any]) -> None:
         """Store JSON values with the gallery in one transaction; None removes a value. Other keys
         stay. Listeners are not called.
 

@@ -329,4 +329,4 @@ def _drop_unused(hosted: Hosted, releases: Collection[int] | None) -> None:
     for info in hosted.spaces():
         matches = releases is None or info.spec.release in releases
         if matches and info.state != "active" and info.spec.space not in needed_spaces:
-            hosted.drop(info.spec.space)
+            hosted.drop_space(info.spec.space)

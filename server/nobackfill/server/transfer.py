@@ -98,7 +98,7 @@ def transfer(source: GalleryStore, target: GalleryStore) -> Transferred:
     for items in _pages(target, active):
         present = {item.id for item in _by_ids(source, [item.id for item in items])}
         result.deleted += target.delete([item.id for item in items if item.id not in present])
-    target.state_set(dict.fromkeys(target.state()) | source.state())
+    target.update_state(dict.fromkeys(target.state()) | source.state())
     result.alike = _is_equal(source, target) and not _count_different(source, target, active)
     return result
 
@@ -114,13 +114,13 @@ def _copy_spaces(source: GalleryStore, target: GalleryStore) -> None:
     if target.active().spec.space != active:
         target.flip(active, leave_behind=True)
     for space in set(states) - {info.spec.space for info in infos}:
-        target.drop(space)
+        target.drop_space(space)
 
 
 def _pages(store: GalleryStore, space: str) -> Iterator[list[StoredItem]]:
     place: ListingPlace | None = None
     while True:
-        entries, place = store.page(space, _PAGE, start_after=place)
+        entries, place = store.list_page(space, _PAGE, start_after=place)
         if entries:
             yield [item for item, _ in entries]
         if place is None:
@@ -174,7 +174,7 @@ def _write(
     for group in rows.groups(differ):
         sides = b"".join(rows.sides[row] or b"" for row in group.tolist())
         uncertainties = [rows.uncertainties[row] for row in group.tolist()]
-        target.write(
+        target.write_vectors(
             space, labels[group], rows.embedding[group],
             side=np.frombuffer(sides, "<f4").reshape(len(group), side_dim) if sides else None,
             uncertainty=None if uncertainties[0] is None else np.array(uncertainties, np.float64),
@@ -193,7 +193,7 @@ def _is_equal(source: GalleryStore, target: GalleryStore) -> bool:
 
 def _count_different(source: GalleryStore, target: GalleryStore, space: str) -> int:
     """Return how many of some random items have another vector in a space, or none."""
-    labels, _, _ = source.sample(space, space, _SAMPLE)
+    labels, _, _ = source.sample_pairs(space, space, _SAMPLE)
     names = {item.id: item.label for item in source.items(labels) if item is not None}
     source_labels = {item.label: names[item.id] for item in _by_ids(target, [*names])}
     first = source.stored_vectors(labels, space)

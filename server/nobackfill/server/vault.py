@@ -182,7 +182,7 @@ class VaultBlobs:
             with self._lock:
                 self._used[owner] -= freed
 
-    def page(self, owner: str, last_id: str) -> list[Blob]:
+    def list_page(self, owner: str, last_id: str) -> list[Blob]:
         """Return the next blobs by id, at most PAGE.
 
         Args:

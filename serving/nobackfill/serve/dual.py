@@ -222,7 +222,7 @@ class Dual:
         rows = self._candidates(by_old, by_new)
         rows, odds, native = self._rank(rows, by_old, by_new)
         if self._reembedder is not None and len(rows):
-            self._reembedder.ask(item_versions(exclude_rows(rows, native)))
+            self._reembedder.reembed_within_limit(item_versions(exclude_rows(rows, native)))
             # The second lookup drops items that were deleted while the query waited.
             rows, odds, native = self._rank(self._source.lookup(rows.ids), by_old, by_new)
         probabilities = 1 / (1 + np.exp(-odds.astype(np.float64).clip(-500, 500)))
@@ -296,7 +296,7 @@ class Dual:
         for rows in self._without_native():
             # Only stored vectors count: items that fail must not block the others.
             part = slice(count - count_new)
-            self._reembedder.finish(item_versions(Rows(rows.ids[part], rows.vectors[part])))
+            self._reembedder.reembed(item_versions(Rows(rows.ids[part], rows.vectors[part])))
             count_new = len(self._natives) - count_before
             if count_new >= count or self._natives.spent(today()) >= self._reembedder.limits.a_day:
                 break

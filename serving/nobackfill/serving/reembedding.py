@@ -256,7 +256,7 @@ class Reembedding(ABC, Generic[Key]):
             claims_ended = self._claims_ended.wait_for(lambda: not self._claiming, seconds)
         return self._threads.close(max(0.0, end - time.monotonic())) and claims_ended
 
-    def ask(self, names: Mapping[Key, str], seconds: float | None = None) -> None:
+    def reembed_within_limit(self, names: Mapping[Key, str], seconds: float | None = None) -> None:
         """Re-embed items; return once their vectors are stored or the time is up.
 
         Work that has started goes on after the time is up, and its vectors are stored. Items that
@@ -278,8 +278,8 @@ class Reembedding(ABC, Generic[Key]):
         pending = self._begin(names)
         wait(pending, timeout=max(0.0, deadline - time.monotonic()))
 
-    def finish(self, names: Mapping[Key, str], seconds: float | None = None) -> None:
-        """Re-embed items as `ask` does, but wait longer.
+    def reembed(self, names: Mapping[Key, str], seconds: float | None = None) -> None:
+        """Re-embed items as `reembed_within_limit` does, but wait longer.
 
         Args:
             names: the item's name in its source, by key.

@@ -164,7 +164,7 @@ class ArraySource:
         write_file(_mark_path(self._folder, target.name), json.dumps(mark | named).encode())
         return NewArray(self, self._folder, parts, final, target)
 
-    def carried(self, name: str) -> "ArraySource":
+    def open_migrated(self, name: str) -> "ArraySource":
         """Open the new vectors of a name, as a source of their own.
 
         Raises:
@@ -298,7 +298,7 @@ def _mark(folder: Path, name: str) -> dict[str, Any] | None:
 class FileSource(Source, Protocol):
     """A source of files whose new vectors are files as well."""
 
-    def carried(self, name: str) -> Source:
+    def open_migrated(self, name: str) -> Source:
         """Open the new vectors of a name, as a source of their own.
 
         Raises:
@@ -373,7 +373,7 @@ class MemorySource:
         """
         if new_name is not None and new_name not in self._searched:
             assert isinstance(self._source, FileSource)
-            rows = read_all(self._source.carried(new_name))
+            rows = read_all(self._source.open_migrated(new_name))
             self._searched[new_name] = rows.ids, normalise(rows.vectors)
         ids, unit = self._searched[new_name]
         if not ids:

@@ -258,7 +258,7 @@ class ParquetSource:
             write_file(folder / _MARK, json.dumps(mark).encode())
         return NewParquetFiles(self, folder, target, self._key)
 
-    def carried(self, name: str) -> "ParquetSource":
+    def open_migrated(self, name: str) -> "ParquetSource":
         """Open the new vectors of a name, as a source of their own.
 
         Raises:

@@ -186,7 +186,7 @@ def identity_for_push(device: GalleryFile, queue: VaultQueue, new_key: bool) -> 
     if device.state("identity") is None and not new_key:
         # Rows of an older version have no key column: this key sealed them.
         queue.adopt(public)
-    device.store.state_set({"identity": public})
+    device.store.update_state({"identity": public})
     return identity
 
 

@@ -90,7 +90,7 @@ class VaultQueue:
             DamagedError: a row holds a value that this program never writes.
             BusyError: another process holds the gallery file.
         """
-        with self._store.reading() as connection:
+        with self._store.read_snapshot() as connection:
             columns = {name for (name,) in connection.execute(_COLUMNS)}
             if not columns:
                 return []
@@ -109,7 +109,7 @@ class VaultQueue:
             DamagedError: the gallery file is damaged.
             BusyError: another process holds the gallery file.
         """
-        with self._store.reading() as connection:
+        with self._store.read_snapshot() as connection:
             items = {item for (item,) in connection.execute("SELECT id FROM items")}
         return [e for e in self.entries() if e.state == "removing" or e.item not in items]
 

@@ -115,7 +115,7 @@ def push(
         address = vault_address(device, where)
         with Gateway(address) as gateway:
             vault_blobs = check_vault(device, queue, gateway, address)
-            device.store.state_set(
+            device.store.update_state(
                 {"recipients": list(dict.fromkeys(all_recipients)), "vault": address}
             )
             identity = identity_for_push(device, queue, new_key)

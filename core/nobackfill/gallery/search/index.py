@@ -299,14 +299,14 @@ def search_origins(
 
         return nearest(select)
 
-    return join_origins(of(0), of(1), scale, k)
+    return merge_origins(of(0), of(1), scale, k)
 
 
-def join_origins(carried: Neighbours, native: Neighbours, scale: Scale, k: int) -> Neighbours:
+def merge_origins(migrated: Neighbours, native: Neighbours, scale: Scale, k: int) -> Neighbours:
     """Return the k best of migrated and native hits on one scale; the distances stay as they are.
 
     Args:
-        carried: Migrated hits [q, a].
+        migrated: Migrated hits [q, a].
         native: Native hits [q, b].
         scale: Converts distances of migrated vectors.
         k: Number of hits, at least 1; with more than a + b, there are a + b.
@@ -316,24 +316,24 @@ def join_origins(carried: Neighbours, native: Neighbours, scale: Scale, k: int) 
         own distance, then by label.
     """
     both = Neighbours(
-        np.concatenate([carried.labels, native.labels], axis=1),
-        np.concatenate([carried.distances, native.distances], axis=1),
+        np.concatenate([migrated.labels, native.labels], axis=1),
+        np.concatenate([migrated.distances, native.distances], axis=1),
     )
-    joined = rank_origins(both, np.arange(both.labels.shape[1]) < carried.labels.shape[1], scale)
+    joined = rank_origins(both, np.arange(both.labels.shape[1]) < migrated.labels.shape[1], scale)
     return Neighbours(joined.labels[:, :k], joined.distances[:, :k])
 
 
-def rank_origins(hits: Neighbours, carried: Mask, scale: Scale) -> Neighbours:
+def rank_origins(hits: Neighbours, migrated: Mask, scale: Scale) -> Neighbours:
     """Sort hits by the distance of an equally likely native vector.
 
     Equal ones are sorted by their own distance, then by label.
 
     Args:
         hits: Hits [q, c].
-        carried: Which labels [q, c] or columns [c] are migrated.
+        migrated: Which labels [q, c] or columns [c] are migrated.
         scale: Converts distances of migrated vectors.
     """
-    scaled = np.where(carried, scale(hits.distances), hits.distances)
+    scaled = np.where(migrated, scale(hits.distances), hits.distances)
     order = np.lexsort((hits.labels, hits.distances, scaled), axis=1)
     query = np.arange(len(order))[:, None]
     return Neighbours(hits.labels[query, order], hits.distances[query, order])

@@ -492,7 +492,7 @@ def _open_base(store: Store, spec: SpaceSpec, begin: Opener | None) -> Snapshot 
         return None
     with (
         contextlib.suppress(VerificationError, NotFoundError),
-        store.reading() as connection,
+        store.read_snapshot() as connection,
     ):
         stored = VectorsOnDisk(connection, find_space(connection, spec.space))
         base, others = begin(spec, stored.labels, stored)

@@ -24,8 +24,8 @@ from nobackfill.server.upgrades.workers.workers import (
     Result,
     Shared,
     UpgradeWork,
-    carry_piece,
     files_of,
+    migrate_piece,
 )
 
 with require_extra("ray"):
@@ -70,7 +70,7 @@ class RayCluster:
         """
         if isinstance(work.files, Path):
             work = replace(work, files=files_of(work.files, work.route))
-        return self.run(carry_piece, work, pieces)
+        return self.run(migrate_piece, work, pieces)
 
     def run(
         self, do: Callable[[Shared, Part], Result], work: Shared, parts: Iterable[Part]

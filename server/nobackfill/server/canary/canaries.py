@@ -200,7 +200,7 @@ class Canaries:
             if not hosted.users.enter():
                 return
             try:
-                with suppress(NobackfillError), hosted.using() as plan:
+                with suppress(NobackfillError), hosted.use_plan() as plan:
                     if plan.answerer is mirrored.answerer:
                         compare()
             finally:

@@ -283,7 +283,7 @@ class Searching:
         while True:
             plan_before = hosted.plan
             try:
-                with hosted.using() as plan:
+                with hosted.use_plan() as plan:
                     return plan.answerer.answer(hosted, request)
             except OutdatedError:
                 self._state.catch_up()

@@ -350,8 +350,8 @@ class Hosted(ABC):
     """Serve one open gallery.
 
     `users` counts the calls that work with it. `is_closing` is set while its deletion waits for the
-    last of them. `replan` replaces `plan`, one reference: a call takes it once, with `using`, and
-    keeps it to its end. Puts share `write_lock`; a change of the gallery's spaces holds it
+    last of them. `replan` replaces `plan`, one reference: a call takes it once, with `use_plan`,
+    and keeps it to its end. Puts share `write_lock`; a change of the gallery's spaces holds it
     exclusively.
     """
 
@@ -395,7 +395,7 @@ class Hosted(ABC):
             plan.users.leave()
 
     @contextmanager
-    def using(self) -> Iterator[Plan]:
+    def use_plan(self) -> Iterator[Plan]:
         """Use the present plan during a block."""
         plan = self.enter_plan()
         try:
@@ -563,7 +563,7 @@ class Hosted(ABC):
             NobackfillError: whatever `check_stop` raises.
         """
 
-    def drop(self, space: str) -> None:
+    def drop_space(self, space: str) -> None:
         """Delete a space that no plan uses, with its vectors and its index file.
 
         Raises:
@@ -572,7 +572,7 @@ class Hosted(ABC):
             BusyError: the store is locked for too long.
             CannotWriteError: the store cannot be written.
         """
-        self.store.drop(space)
+        self.store.drop_space(space)
 
     def spaces(self) -> tuple[SpaceInfo, ...]:
         """Return all spaces, oldest first, as of the last commit."""
@@ -605,7 +605,7 @@ class Hosted(ABC):
             CannotWriteError: the store cannot be written.
         """
         try:
-            self.store.state_set(values)
+            self.store.update_state(values)
         finally:
             with self._lock:
                 self._state = None
@@ -736,8 +736,8 @@ class GalleryRegistry:
     """Keep open galleries by name.
 
     The mapping is replaced, never changed, so readers need no lock. A caller that works with a
-    gallery counts as its user, through `using`, `all` or `hold_all`. A deletion closes the gallery
-    when its last user has left.
+    gallery counts as its user, through `use_gallery`, `all` or `hold_all`. A deletion closes the
+    gallery when its last user has left.
     """
 
     def __init__(
@@ -832,7 +832,7 @@ class GalleryRegistry:
         return self._reasons
 
     @contextmanager
-    def using(self, name: str) -> Iterator[Hosted]:
+    def use_gallery(self, name: str) -> Iterator[Hosted]:
         """Use a gallery during a block; it stays open until the end.
 
         Args:

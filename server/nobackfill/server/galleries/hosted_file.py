@@ -456,12 +456,12 @@ class HostedInFile(Hosted):
             }
             self.ready = {}
 
-    def drop(self, space: str) -> None:
+    def drop_space(self, space: str) -> None:
         """Delete a space that no plan uses, with its vectors and its index file.
 
-        See Hosted.drop.
+        See Hosted.drop_space.
         """
-        super().drop(space)
+        super().drop_space(space)
         self.index_path(space).unlink(missing_ok=True)
 
     def close(self) -> None:
@@ -710,7 +710,7 @@ class FileHome:
             for spec in specs[1:]:
                 store.add_staging_space(spec)
                 store.flip(spec.space)
-            store.state_set(state)
+            store.update_state(state)
         durable.publish_dir(unfinished, self._folder / name)
 
     def remove(self, name: str) -> Callable[[], None]:

@@ -173,7 +173,7 @@ class ItemWriter:
         """Make vectors for the present plan, and store them; False if the plan changed
         meanwhile.
         """
-        with hosted.using() as plan:
+        with hosted.use_plan() as plan:
             refusals: list[tuple[str, str]] = []
             with context.part("embed"):
                 ready = self._make(plan, items, refusals)
@@ -470,7 +470,7 @@ class _Quota:
 
     def _admit_new(self, gallery: str, ids: set[str]) -> int:
         self._update()
-        with self._galleries.using(gallery) as hosted:
+        with self._galleries.use_gallery(gallery) as hosted:
             new = len(ids) - len(hosted.store.labels_of(list(ids)))
         self._allowance.check(self._count, new)
         return new
@@ -478,6 +478,9 @@ class _Quota:
     def _update(self) -> None:
         counted = 0
         for name in self._allowance.galleries:
-            with suppress(NotFoundError, VerificationError), self._galleries.using(name) as hosted:
+            with (
+                suppress(NotFoundError, VerificationError),
+                self._galleries.use_gallery(name) as hosted,
+            ):
                 counted += hosted.store.count()
         self._count, self._count_time = counted, time.monotonic()

@@ -35,14 +35,14 @@ class HealingProgress:
 
     Attributes:
         items: items of the gallery.
-        carried: migrated items that are not re-embedded; None if not known yet.
+        migrated: migrated items that are not re-embedded; None if not known yet.
         today: items begun today by all gateways, without failed ones.
         a_day: most items a day.
         cost: work of this process alone.
     """
 
     items: int
-    carried: int | None
+    migrated: int | None
     today: int
     a_day: int
     cost: EmbeddingCost
@@ -86,7 +86,7 @@ class Healer(Reembedding[int]):
     @property
     def is_complete(self) -> bool:
         """Whether no migrated item is left, as far as is known."""
-        return self.ledger.carried() == 0
+        return self.ledger.count_migrated() == 0
 
     def heal_some(self) -> bool:
         """Re-embed a few items, within half of the day's budget; the other half is for queries.
@@ -106,7 +106,7 @@ class Healer(Reembedding[int]):
         batch = self._next_requested(count) or self._next_remaining(count)
         if batch:
             self._batch, self._cost_before = batch, replace(self.cost)
-            self.finish(batch, _BATCH_SECONDS)
+            self.reembed(batch, _BATCH_SECONDS)
         return bool(batch)
 
     def _must_wait(self) -> bool:
@@ -151,7 +151,7 @@ class Healer(Reembedding[int]):
         for least_certain in (True, False):
             place = None
             while not self._hosted.is_closing:
-                page, place = self._hosted.store.page(
+                page, place = self._hosted.store.list_page(
                     self.space, _PAGE, start_after=place, least_certain=least_certain
                 )
                 for item, _ in page:
@@ -164,7 +164,7 @@ class Healer(Reembedding[int]):
     def progress(self) -> HealingProgress:
         """Report the progress."""
         return HealingProgress(
-            self._hosted.count(), self.ledger.carried(), self.ledger.spent(today()),
+            self._hosted.count(), self.ledger.count_migrated(), self.ledger.spent(today()),
             self.source.a_day, self.cost,
         )  # fmt: skip
 
@@ -203,7 +203,7 @@ class Healer(Reembedding[int]):
         if not originals or not self._hosted.users.enter():
             return ()
         try:
-            with self._hosted.using() as plan:
+            with self._hosted.use_plan() as plan:
                 # The space may be about to be deleted.
                 return self._write(originals) if plan.heals == self.space else ()
         finally:

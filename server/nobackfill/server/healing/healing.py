@@ -135,7 +135,7 @@ def _answers(healer: Healer, pairs: Sequence[Candidates], end: float) -> Iterato
     first_hits = [hit for hits in ranked for hit in hits[: healer.source.hits]]
     migrated = {hit.item.label: hit.item.id for hit in first_hits if hit.origin == "upgraded"}
     if migrated:
-        healer.ask(migrated, end - time.monotonic())
+        healer.reembed_within_limit(migrated, end - time.monotonic())
         ranked = _rank_candidates(pairs)
     for (question, _), hits in zip(pairs, ranked, strict=True):
         query = question.parts[0].query
@@ -196,7 +196,7 @@ class HealingSeries(Collector):
             "Items of galleries with a source: carried by an upgrade, or embedded by the release.",
             labels=["origin"],
         )
-        migrated = sum(report.carried or 0 for report in reports)
+        migrated = sum(report.migrated or 0 for report in reports)
         items.add_metric(["carried"], migrated)
         items.add_metric(["native"], sum(report.items for report in reports) - migrated)
         yield items
@@ -537,7 +537,7 @@ class Healing:
 
     def _heal_some(self, hosted: Hosted) -> bool:
         """Re-embed a few items of one gallery; tells whether there may be more."""
-        with hosted.using() as plan:
+        with hosted.use_plan() as plan:
             healer = self._healer(hosted, plan.query) if plan.heals else None
         if healer is None:
             return False

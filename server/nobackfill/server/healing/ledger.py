@@ -28,7 +28,7 @@ class HealingLedger(Ledger[int], Protocol):
         """Read what `carried` and `native` need, if it is due, however long that takes."""
         ...
 
-    def carried(self) -> int | None:
+    def count_migrated(self) -> int | None:
         """Return the number of migrated items that were not re-embedded; None if it is not known
         yet.
         """
@@ -93,9 +93,9 @@ class FileLedger(LedgerFile[int]):
         if not self._carried.loaded:
             self._carried.load()
 
-    def carried(self) -> int | None:
+    def count_migrated(self) -> int | None:
         """Return the number of migrated items that were not re-embedded; None if it is not known
-        yet; see HealingLedger.carried.
+        yet; see HealingLedger.count_migrated.
         """
         return len(self._carried) if self._carried.loaded else None
 

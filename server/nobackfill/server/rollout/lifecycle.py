@@ -91,7 +91,9 @@ class Lifecycle:
         self._galleries.delete(name)
         self._upgrading.forget({name})
 
-    def estimate(self, name: str, release: int, spare_cores: float) -> tuple[UpgradeCost, Route]:
+    def estimate_upgrade(
+        self, name: str, release: int, spare_cores: float
+    ) -> tuple[UpgradeCost, Route]:
         """Estimate the cost of a gallery's upgrade from a small sample; nothing is changed.
 
         Args:
@@ -109,9 +111,11 @@ class Lifecycle:
             VerificationError: a file of the release does not match its signed digest.
         """
         target = self._catalog.find(release)
-        with self._galleries.using(name) as hosted:
+        with self._galleries.use_gallery(name) as hosted:
             self._catalog.verified(release)
-            return self._upgrading.estimate(hosted, target, spare_cores or DEFAULT_SPARE_CORES)
+            return self._upgrading.estimate_upgrade(
+                hosted, target, spare_cores or DEFAULT_SPARE_CORES
+            )
 
     def upgrade(
         self,
@@ -151,7 +155,7 @@ class Lifecycle:
                 f"release: expected {active.release}, the active release, or 0 for it, got "
                 f"{release}; run `gateway activate {release}` to move all galleries to another one"
             )
-        with self._galleries.using(name) as hosted:
+        with self._galleries.use_gallery(name) as hosted:
             self._upgrading.resume(name)
             behind = hosted.spec().space != active.space and self._activations.under_way() is None
             if not behind and images:
@@ -211,7 +215,7 @@ class Lifecycle:
             NotFoundError: no gallery has this name.
             VerificationError: the gallery is set aside.
         """
-        with self._galleries.using(name) as hosted:
+        with self._galleries.use_gallery(name) as hosted:
             return self._healing.progress(hosted)
 
     def pause(self, name: str) -> Job:
@@ -224,7 +228,7 @@ class Lifecycle:
             NotFoundError, VerificationError, UnavailableError: as `job`.
             CannotWriteError: the state cannot be written.
         """
-        with self._galleries.using(name) as hosted:
+        with self._galleries.use_gallery(name) as hosted:
             self._upgrading.pause(name)
             return self._job(hosted)
 
@@ -238,7 +242,7 @@ class Lifecycle:
             VerificationError: the gallery is set aside.
             UnavailableError: the database does not answer.
         """
-        with self._galleries.using(name) as hosted:
+        with self._galleries.use_gallery(name) as hosted:
             return self._job(hosted)
 
     def _job(self, hosted: Hosted) -> Job:

@@ -42,7 +42,7 @@ def backfill(
         DeadlineError: the call's time is over.
         CancelledError: the caller has cancelled the call.
     """
-    with hosted.using() as plan:
+    with hosted.use_plan() as plan:
         manifest = plan.parts[-1].query
         if manifest.space != hosted.spec().space:
             raise PreconditionError(
@@ -154,7 +154,7 @@ def _replace(
     hosted: Hosted, manifest: Manifest, labels: Sequence[int], vectors: Sequence[Vectors],
     side: Vectors | None,
 ) -> list[int]:  # fmt: skip
-    written = hosted.store.write(
+    written = hosted.store.write_vectors(
         manifest.space, np.array(labels, np.int64), np.concatenate(vectors), side=side,
         origin="re-embedded", replace=True,
     )  # fmt: skip

@@ -186,9 +186,9 @@ def estimate_cost(
     """
     runner, opening = _timed(open_runner)
     _, measuring = _timed(
-        lambda: neighbours_kept(hosted.store.sample, hosted.spec(), hosted.spec())
+        lambda: neighbours_kept(hosted.store.sample_pairs, hosted.spec(), hosted.spec())
     )
-    estimate = hosted.store.estimate(runner, target)
+    estimate = hosted.store.estimate_upgrade(runner, target)
     count = hosted.store.count() - estimate.left_behind
     vectors = 4 * target.dim * count
     is_file = isinstance(hosted, HostedInFile)
@@ -213,7 +213,7 @@ def _index_seconds(hosted: Hosted, target: SpaceSpec, count: int) -> tuple[float
     if count < SMALL or not isinstance(hosted, HostedInFile):
         return 0.0, 0.0
     spec = hosted.spec()
-    labels, vectors, _ = hosted.store.sample(spec.space, spec.space, _SAMPLE)
+    labels, vectors, _ = hosted.store.sample_pairs(spec.space, spec.space, _SAMPLE)
     _, seconds = _timed(lambda: hnsw.build_index(spec, labels, vectors))
     # The depth of a graph grows with the logarithm of its size, and each insertion walks down.
     growth = count / len(labels) * math.log(count) / math.log(len(labels))
@@ -331,7 +331,7 @@ class Upgrading:
             return None
         return plan_route(usable, source, target, side, directly=is_direct)
 
-    def estimate(
+    def estimate_upgrade(
         self, hosted: Hosted, target: Manifest, spare_cores: float
     ) -> tuple[UpgradeCost, Route]:
         """Estimate an upgrade from a few items.
@@ -587,7 +587,7 @@ class Upgrading:
             self._report_neighbours(hosted, previous.spec, spec)
 
     def _measure(self, hosted: Hosted, source: SpaceSpec, target: SpaceSpec) -> float | None:
-        share = neighbours_kept(hosted.store.sample, source, target)
+        share = neighbours_kept(hosted.store.sample_pairs, source, target)
         self._update(hosted.name, neighbours_kept=share)
         return share
 

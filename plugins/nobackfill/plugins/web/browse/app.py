@@ -255,7 +255,7 @@ class CachedSearches:
 
     def _changes(self) -> tuple[int, bool]:
         """Return the number of commits of all processes, and whether a sync writes vectors now."""
-        with self._device.store.reading() as connection:
+        with self._device.store.read_snapshot() as connection:
             commits = connection.execute("SELECT count FROM commits").fetchone()[0]
             staging = connection.execute("SELECT 1 FROM spaces WHERE state = 'staging'").fetchone()
         return int(commits), staging is not None

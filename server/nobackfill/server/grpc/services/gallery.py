@@ -108,7 +108,7 @@ def page(hosted: Hosted, request: pb.ListItemsRequest) -> pb.ListItemsResponse:
     remaining = request.page_size or DEFAULT_PAGE
     while remaining > 0:
         context.current().check()
-        listed, place = hosted.store.page(
+        listed, place = hosted.store.list_page(
             hosted.spec().space,
             min(remaining, _READ),
             start_after=place,
@@ -277,7 +277,7 @@ def to_healing(progress: HealingProgress) -> upgrade_pb2.Healing:
     cost = progress.cost
     message = upgrade_pb2.Healing(
         items=progress.items,
-        carried=progress.carried,
+        carried=progress.migrated,
         today=progress.today,
         a_day=progress.a_day,
         embedded=cost.embedded,
@@ -325,7 +325,7 @@ class GalleryService(GalleryServiceServicer):
             NobackfillError: as Lifecycle.create.
         """
         self._lifecycle.create(request.name)
-        with self._galleries.using(request.name) as hosted:
+        with self._galleries.use_gallery(request.name) as hosted:
             if request.exact_distances:
                 hosted.answer_exactly(True)
             return pb.CreateGalleryResponse(gallery=self._gallery(hosted))
@@ -344,7 +344,7 @@ class GalleryService(GalleryServiceServicer):
             UnavailableError: the source does not open within 20 s.
             CannotWriteError: the gallery cannot be written.
         """
-        with self._galleries.using(request.name) as hosted:
+        with self._galleries.use_gallery(request.name) as hosted:
             if request.HasField("exact_distances"):
                 hosted.answer_exactly(request.exact_distances)
             if request.HasField("source"):
@@ -366,7 +366,7 @@ class GalleryService(GalleryServiceServicer):
             UnavailableError: the database does not answer.
             BusyError: the database is busy.
         """
-        with self._galleries.using(request.name) as hosted:
+        with self._galleries.use_gallery(request.name) as hosted:
             return pb.GetGalleryResponse(gallery=self._gallery(hosted))
 
     def ListGalleries(  # noqa: N802
@@ -396,7 +396,7 @@ class GalleryService(GalleryServiceServicer):
                 response.galleries.add(name=name, set_aside=without_folders(reason))
                 continue
             # It may have been deleted since the names were listed.
-            with suppress(NotFoundError), galleries.using(name) as hosted:
+            with suppress(NotFoundError), galleries.use_gallery(name) as hosted:
                 response.galleries.append(self._gallery(hosted))
         if len(names) > len(page):
             response.next_page_token = page[-1]
@@ -447,7 +447,7 @@ class GalleryService(GalleryServiceServicer):
             # The gallery is not held open while the client prepares its next message.
             with (
                 self._quotas.reserve(caller, name, ids) as allowance,
-                self._galleries.using(name) as hosted,
+                self._galleries.use_gallery(name) as hosted,
             ):
                 outcome = self._item_writer.put(hosted, item_writers, allowance)
             stored_count += outcome.stored_count
@@ -461,35 +461,35 @@ class GalleryService(GalleryServiceServicer):
         self, request: pb.GetItemRequest, context: grpc.ServicerContext
     ) -> pb.GetItemResponse:
         """Return an item's metadata and spaces; see `get` for errors, and GetGallery."""
-        with self._galleries.using(request.gallery) as hosted:
+        with self._galleries.use_gallery(request.gallery) as hosted:
             return get(hosted, request.id)
 
     def ListItems(  # noqa: N802
         self, request: pb.ListItemsRequest, context: grpc.ServicerContext
     ) -> pb.ListItemsResponse:
         """List a page of items; see `page` for errors, and GetGallery."""
-        with self._galleries.using(request.gallery) as hosted:
+        with self._galleries.use_gallery(request.gallery) as hosted:
             return page(hosted, request)
 
     def CountItems(  # noqa: N802
         self, request: pb.CountItemsRequest, context: grpc.ServicerContext
     ) -> pb.CountItemsResponse:
         """Count the items that pass a filter; see `count` for errors, and GetGallery."""
-        with self._galleries.using(request.gallery) as hosted:
+        with self._galleries.use_gallery(request.gallery) as hosted:
             return pb.CountItemsResponse(items=count(hosted, request.filter))
 
     def SetMetadata(  # noqa: N802
         self, request: pb.SetMetadataRequest, context: grpc.ServicerContext
     ) -> pb.SetMetadataResponse:
         """Change the metadata of items; see `set_metadata` for errors, and GetGallery."""
-        with self._galleries.using(request.gallery) as hosted:
+        with self._galleries.use_gallery(request.gallery) as hosted:
             return pb.SetMetadataResponse(items=set_metadata(hosted, request))
 
     def DeleteItems(  # noqa: N802
         self, request: pb.DeleteItemsRequest, context: grpc.ServicerContext
     ) -> pb.DeleteItemsResponse:
         """Delete items, and record their number in the audit; see `delete` for errors."""
-        with self._galleries.using(request.gallery) as hosted:
+        with self._galleries.use_gallery(request.gallery) as hosted:
             deleted = delete(hosted, request)
         if deleted:
             self._audit("delete", f"{deleted} items of gallery {request.gallery}")

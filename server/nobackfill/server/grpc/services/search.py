@@ -88,7 +88,7 @@ class SearchService(SearchServiceServicer):
             BusyError: the database is busy.
             OverloadedError: too many calls wait.
         """
-        with self._galleries.using(request.gallery) as hosted:
+        with self._galleries.use_gallery(request.gallery) as hosted:
             answer = self._searching.search(
                 hosted, _query(request.query), _k(request.k), from_filter(request.filter),
                 _ef(request.accuracy),
@@ -160,7 +160,7 @@ class SearchService(SearchServiceServicer):
                 "send them in several calls"
             )
         queries = [_query(query) for query in request.queries]
-        with self._galleries.using(request.gallery) as hosted:
+        with self._galleries.use_gallery(request.gallery) as hosted:
             answers = self._searching.batch(
                 hosted, queries, _k(request.k), from_filter(request.filter), _ef(request.accuracy)
             )

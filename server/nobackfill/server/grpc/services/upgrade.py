@@ -48,7 +48,9 @@ class UpgradeService(UpgradeServiceServicer):
             BusyError: the database is busy.
         """
         spare_cores = _spare_cores(request.spare_cores)
-        cost, route = self._lifecycle.estimate(request.gallery, request.release, spare_cores)
+        cost, route = self._lifecycle.estimate_upgrade(
+            request.gallery, request.release, spare_cores
+        )
         response = pb.EstimateUpgradeResponse(
             items=cost.items,
             bytes=cost.bytes,
@@ -105,7 +107,7 @@ class UpgradeService(UpgradeServiceServicer):
             if (healing := self._lifecycle.healing(request.gallery)) is not None:
                 progress.healing.CopyFrom(to_healing(healing))
             if request.group_by:
-                with self._galleries.using(request.gallery) as hosted:
+                with self._galleries.use_gallery(request.gallery) as hosted:
                     report.add_to(progress, hosted)
             if progress != last:
                 last = progress

@@ -79,7 +79,7 @@ class VaultService(VaultServiceServicer):
         Raises:
             InvalidInputError: the page token is not one of an earlier answer.
         """
-        blobs = self._vault.page(_owner(), request.page_token)
+        blobs = self._vault.list_page(_owner(), request.page_token)
         token = blobs[-1].id if len(blobs) == PAGE else ""
         return pb.ListBlobsResponse(blobs=map(_message, blobs), next_page_token=token)
 

@@ -233,9 +233,9 @@ class PostgresqlGallery(Reads):
         self._report(Change({}, _NONE, described=changed))
         return len(changed)
 
-    def state_set(self, values: Mapping[str, Any]) -> None:
+    def update_state(self, values: Mapping[str, Any]) -> None:
         """Store small JSON values in one transaction; None removes a value; see
-        GalleryStore.state_set.
+        GalleryStore.update_state.
         """
 
         def work(connection: Connection) -> None:
@@ -248,18 +248,18 @@ class PostgresqlGallery(Reads):
         """Add a staging space, unless it exists; see UpgradableStore.add_staging_space."""
         self._exclusive(lambda connection: writes.begin(connection, self.schema, spec))
 
-    def write(
+    def write_vectors(
         self, space: str, labels: Labels, embedding: ArrayLike, *, side: ArrayLike | None = None,
         uncertainty: ArrayLike | None = None, origin: Origin = "upgraded", replace: bool = False,
     ) -> Labels:  # fmt: skip
         """Write vectors of existing items into a space, in one durable transaction; see
-        UpgradableStore.write.
+        UpgradableStore.write_vectors.
         """
         new = NewVectors(space, embedding, side, origin)
         checked = check_new_vectors(self.space(space), new, len(labels))
         doubt = check_uncertainty(uncertainty, len(labels))
         written, vectors = self._shared(
-            lambda connection: writes.write(
+            lambda connection: writes.write_vectors(
                 connection, self.schema, checked, labels, doubt, replace=replace
             )
         )
@@ -311,9 +311,9 @@ class PostgresqlGallery(Reads):
 
         return self._exclusive(work)
 
-    def drop(self, space: str) -> None:
-        """Remove a space with all its vectors; see GalleryStore.drop."""
-        self._exclusive(lambda connection: writes.drop(connection, self.schema, space))
+    def drop_space(self, space: str) -> None:
+        """Remove a space with all its vectors; see GalleryStore.drop_space."""
+        self._exclusive(lambda connection: writes.drop_space(connection, self.schema, space))
 
     def look(self) -> GallerySnapshot:
         """Read what plans are made from, in one snapshot."""

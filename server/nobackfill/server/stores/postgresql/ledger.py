@@ -90,9 +90,9 @@ class DatabaseLedger:
             ended = time.monotonic()
             self._next_count = ended + max(_COUNTED_S, _COUNTED_SHARE * (ended - began))
 
-    def carried(self) -> int | None:
+    def count_migrated(self) -> int | None:
         """Return the number of migrated items that were not re-embedded; None if it is not known
-        yet; see HealingLedger.carried.
+        yet; see HealingLedger.count_migrated.
         """
         return None if self._count < 0 else self._count
 

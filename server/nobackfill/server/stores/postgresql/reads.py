@@ -258,7 +258,7 @@ class Reads:
                 stored = [rows.stored_rows(connection, self.schema, labels, info) for info in infos]
                 yield StoredWindow(items, stored)
 
-    def page(
+    def list_page(
         self,
         space: str,
         limit: int,
@@ -267,7 +267,7 @@ class Reads:
         matches: Matches | None = None,
         least_certain: bool = False,
     ) -> tuple[list[tuple[StoredItem, ListingPlace]], ListingPlace | None]:
-        """Return a page of items; see GalleryStore.page."""
+        """Return a page of items; see GalleryStore.list_page."""
         condition = _condition(matches)
         if least_certain:
             table = self._table(space)
@@ -346,9 +346,9 @@ class Reads:
 
         return self.database.read(work)
 
-    def sample(self, space: str, other: str, count: int) -> tuple[Labels, Vectors, Vectors]:
+    def sample_pairs(self, space: str, other: str, count: int) -> tuple[Labels, Vectors, Vectors]:
         """Draw about `count` items that have a vector in both spaces, at random; see
-        GalleryStore.sample.
+        GalleryStore.sample_pairs.
         """
         first, second = self.space(space), self.space(other)
 
@@ -365,7 +365,7 @@ class Reads:
 
         return self.database.read(work, snapshot=True)
 
-    def estimate(self, runner: Runner, target: SpaceSpec) -> Estimate:
+    def estimate_upgrade(self, runner: Runner, target: SpaceSpec) -> Estimate:
         """Estimate an upgrade: read and upgrade two chunks, and write them to a temporary table."""
         active = next(info for info in self.spaces() if info.state == "active")
         windows = self.windows(active.spec.space, target, runner.reads_side)

@@ -319,7 +319,7 @@ def begin(connection: Connection, schema: str, spec: SpaceSpec) -> bool:
     return True
 
 
-def write(
+def write_vectors(
     connection: Connection, schema: str, checked: CheckedVectors, labels: Labels,
     uncertainty: NDArray[np.float32] | None, *, replace: bool,
 ) -> tuple[Labels, Vectors]:  # fmt: skip
@@ -429,7 +429,7 @@ def _activate(
     )
 
 
-def drop(connection: Connection, schema: str, space: str) -> None:
+def drop_space(connection: Connection, schema: str, space: str) -> None:
     """Delete a space with its vectors.
 
     Raises:

@@ -12,7 +12,13 @@ import structlog
 from nobackfill.errors import UnavailableError
 from nobackfill.gallery.search.index import Labels
 from nobackfill.processes import end_with_parent
-from nobackfill.server.upgrades.workers.workers import AHEAD, TRIES, Piece, UpgradeWork, carry_piece
+from nobackfill.server.upgrades.workers.workers import (
+    AHEAD,
+    TRIES,
+    Piece,
+    UpgradeWork,
+    migrate_piece,
+)
 
 log = structlog.get_logger("server.upgrading")
 
@@ -80,7 +86,7 @@ class Processes:
                         self._count, get_context("spawn"), initializer=_begin
                     )
                 try:
-                    return self._pool.submit(carry_piece, work, piece)
+                    return self._pool.submit(migrate_piece, work, piece)
                 except BrokenProcessPool:
                     self._pool = None
         raise UnavailableError(

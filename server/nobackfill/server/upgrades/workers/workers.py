@@ -129,7 +129,7 @@ class _OpenUpgrade:
 _open_upgrades = OpenCache(_OpenUpgrade)
 
 
-def carry_piece(work: UpgradeWork, piece: Piece) -> Labels:
+def migrate_piece(work: UpgradeWork, piece: Piece) -> Labels:
     """Migrate the items of a piece in this process, and store their vectors durably.
 
     The first call for a work opens its connections and models; they stay open until the first call
@@ -173,7 +173,7 @@ class Workers(Protocol):
             pieces: the pieces; the next one is taken when a worker has time.
 
         Raises:
-            NobackfillError: as `carry_piece`; raised once the pieces under way have ended.
+            NobackfillError: as `migrate_piece`; raised once the pieces under way have ended.
             UnavailableError: workers end again and again, or there are none.
         """
         ...
@@ -270,7 +270,7 @@ def run_by_workers(
         The number of vectors that were written, and of items without one.
 
     Raises:
-        NobackfillError: as `carry_piece`.
+        NobackfillError: as `migrate_piece`.
         UnavailableError: no worker is left.
         BusyError: the gallery could not be locked; try again.
     """
