@@ -86,6 +86,25 @@ def test_a_deadline_ends_the_wait_and_the_queue_goes_on() -> None:
         assert patient.result(10) == 3
 
 
+def test_a_call_whose_time_is_over_never_becomes_the_leader() -> None:
+    hold = threading.Event()
+    batcher: Batcher[int, int] = Batcher(lambda q: (hold.wait(10), q)[1], largest=1)
+
+    def run(query: int, seconds: float) -> int:
+        context.begin(context.Call(LOCAL, time.monotonic() + seconds))
+        return batcher(query)
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(run, 1, 60)
+        time.sleep(0.05)
+        # It decoded its image until after its deadline, and finds a batch running.
+        with pytest.raises(DeadlineError):
+            pool.submit(run, 2, -1).result(10)
+        hold.set()
+        assert first.result(10) == 1
+        assert pool.submit(run, 3, 10).result(20) == 3
+
+
 def test_a_call_without_a_deadline_waits_in_the_queue() -> None:
     """Locks refuse the time that gRPC says it has left, some 292 years."""
     hold = threading.Event()

@@ -56,6 +56,18 @@ def test_what_cannot_work_is_named(flags: dict[str, object], words: str) -> None
         load_settings(flags, None)
 
 
+def test_a_variable_that_is_no_json_and_a_file_that_is_no_text_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "gateway.toml"
+    file.write_bytes(b'data = "\xff"\n')
+    with pytest.raises(ConfigurationError, match="is not TOML"):
+        load_settings({}, file)
+    monkeypatch.setenv("NOBACKFILL_ITEM_FOLDERS", "/photos")
+    with pytest.raises(ConfigurationError, match="item_folders.*JSON"):
+        load_settings({}, None)
+
+
 def test_an_unknown_key_of_the_file_is_named(tmp_path: Path) -> None:
     file = tmp_path / "gateway.toml"
     file.write_text("colour = 'red'\n")

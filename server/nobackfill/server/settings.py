@@ -10,6 +10,7 @@ from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
+    SettingsError,
     TomlConfigSettingsSource,
 )
 
@@ -23,7 +24,9 @@ DATABASES = ("postgresql://", "postgres://")
 
 
 def cores() -> int:
-    """Return the number of cores that this process may use."""
+    """Return the number of cores that this process may use, at least 1, by its CPU affinity; a
+    container's CPU quota does not count.
+    """
     return len(os.sched_getaffinity(0))
 
 
@@ -192,14 +195,26 @@ def load_settings(flags: dict[str, Any], file: Path | None) -> Settings:
             f"{'.'.join(map(str, e['loc'])) or 'settings'}: {e['msg']}" for e in error.errors()
         ]
         raise ConfigurationError("; ".join(lines)) from error
-    except tomllib.TOMLDecodeError as error:
+    except SettingsError as error:
+        # pydantic's sentence hides what is wrong with a variable that must be JSON.
+        raise ConfigurationError(
+            f"environment: {error}: {error.__cause__}; lists and tables are JSON, such as "
+            """NOBACKFILL_ITEM_FOLDERS='["/photos"]'; correct the variable"""
+        ) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigurationError(
             f"--settings: {file} is not TOML: {error}; correct the file"
+        ) from error
+    except OSError as error:
+        raise ConfigurationError(
+            f"--settings: cannot read {file} ({error.strerror}); check its permissions"
         ) from error
 
 
 def split_address(address: str, name: str) -> tuple[str, int]:
     """Split HOST:PORT; an IPv6 host is in brackets.
+
+    The host is not looked up; it may be a name. The port is 0 to 65535.
 
     Args:
         address: the address.

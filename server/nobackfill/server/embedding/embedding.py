@@ -76,14 +76,16 @@ class Decoding:
     def each(
         self, images: Sequence[bytes], sizes: Collection[Size]
     ) -> list[Decoded | InvalidInputError]:
-        """Decode images, each in every size.
+        """Decode images on this thread, in turns with other calls, each in every size.
+
+        A turn waits until a core is free; cheap and early pictures go first.
 
         Args:
-            images: encoded images.
+            images: encoded images; empty gives no results.
             sizes: the sizes.
 
         Returns:
-            For each image its pixels by size, or why it was refused.
+            For each image, in order, its pixels by size, or why it was refused.
 
         Raises:
             DeadlineError: the call's time is over, between images or while waiting.
@@ -104,10 +106,14 @@ class Decoding:
 
     @contextmanager
     def batch(self, images: Sequence[bytes]) -> Iterator[None]:
-        """Admit a call whose images are all needed at once, or refuse it before any is decoded.
+        """Admit a call whose images are all needed at once, or refuse it before any is decoded;
+        never waits.
+
+        At most three calls above a quarter of a billion pixels are admitted at once, until their
+        blocks end. An image that is not valid costs nothing here, and is refused later.
 
         Args:
-            images: encoded images.
+            images: encoded images; only their headers are read.
 
         Raises:
             TooLargeError: the images cost more than LARGEST_COST.
@@ -131,7 +137,12 @@ class Decoding:
 
 
 def decode_if_cheap(image: bytes, size: Size) -> Pixels | None:
-    """Decode an image if that takes a few milliseconds; None if it must wait for a turn.
+    """Decode an image on this thread if that takes a few milliseconds; None if it must wait for a
+    turn.
+
+    Args:
+        image: the encoded image.
+        size: the frame of the result.
 
     Raises:
         InvalidInputError: the image is not valid.
@@ -141,12 +152,14 @@ def decode_if_cheap(image: bytes, size: Size) -> Pixels | None:
 
 
 def affordable(images: Sequence[bytes]) -> list[bool]:
-    """Tell for each image whether it and those before it cost at most LARGEST_COST."""
+    """Tell for each image whether it and those before it cost at most LARGEST_COST. An image that
+    is not valid costs nothing.
+    """
     return [spent <= LARGEST_COST for spent in itertools.accumulate(_costs(images))]
 
 
 def too_expensive() -> TooLargeError:
-    """Make the error for pictures that cost too much in total."""
+    """Make the error for pictures that cost too much in total; does not raise it."""
     return TooLargeError(
         f"expected pictures that cost at most {LARGEST_COST // 10**6} million pixels of a plain "
         "JPEG in total (a PNG's pixels count 3 times, a WebP's 8 times, a JPEG's by its scans); "
@@ -257,20 +270,25 @@ class Models(Protocol):
     def load(self, manifest: Manifest) -> None:
         """Load a release, and return once it is ready; do nothing if it is loaded.
 
+        After an error the release is not loaded.
+
         Raises:
             UnavailableError: the model server does not answer, or cannot load a model.
-            VerificationError: a model file does not match its signed digest.
+            VerificationError: a model file does not match its signed digest, or cannot be loaded.
+            ConfigurationError: the release embeds texts, and the extra `text` is not installed.
             DeadlineError: the call's time is over.
         """
         ...
 
     def want(self, manifest: Manifest) -> None:
-        """Load a release now if the model server answers, else once it does; do not wait for it.
+        """Load a release now if the model server answers, else once it does; do not wait for it to
+        answer.
 
-        A model that cannot be loaded is logged, and tried again.
+        A model server that does not load it in time is logged, and the load is tried again.
 
         Raises:
-            VerificationError: a model file does not match its signed digest.
+            VerificationError: a model file does not match its signed digest, or cannot be loaded.
+            ConfigurationError: the release embeds texts, and the extra `text` is not installed.
         """
         ...
 
@@ -285,10 +303,17 @@ class Models(Protocol):
 
         Args:
             manifest: the release.
-            images: uint8 [n, H, W, 3].
+            images: uint8 [n, H, W, 3] in the release's frame, n at least 1.
 
         Returns:
             float32 [n, dim].
+
+        Raises:
+            NoEncoderError: the release embeds no images.
+            UnavailableError: the release is not loaded, or the model server does not answer.
+            DeadlineError: the call's time is over.
+            VerificationError: no output is a vector of the release's space.
+            UnusableOutputError: only some outputs are none; it has their rows.
         """
         ...
 
@@ -305,6 +330,11 @@ class Models(Protocol):
 
         Raises:
             InvalidInputError: a text cannot be read.
+            NoEncoderError: the release embeds no texts.
+            UnavailableError: the release is not loaded, or the model server does not answer.
+            DeadlineError: the call's time is over.
+            VerificationError: no output is a vector of the release's space.
+            UnusableOutputError: only some outputs are none; it has their rows.
         """
         ...
 
@@ -313,10 +343,16 @@ class Models(Protocol):
 
         Args:
             manifest: the release.
-            images: uint8 [n, H, W, 3].
+            images: uint8 [n, H, W, 3], n at least 1.
 
         Returns:
             float32 [n, side_dim]; None if the release has no side encoder.
+
+        Raises:
+            UnavailableError: the release is not loaded, or the model server does not answer.
+            DeadlineError: the call's time is over.
+            VerificationError: the output has another shape.
+            UnusableOutputError: some outputs are not finite; it has their rows.
         """
         ...
 
@@ -354,7 +390,11 @@ class InProcessModels:
     def load(self, manifest: Manifest) -> None:
         """Load a release, and return once it is ready; do nothing if it is loaded.
 
-        See Models.load.
+        Other loads and unloads wait meanwhile. After an error the release is not loaded.
+
+        Raises:
+            VerificationError: a file is missing, differs from the manifest's, or cannot be loaded.
+            ConfigurationError: the release embeds texts, and the extra `text` is not installed.
         """
         with self._lock:
             if manifest.release in self._loaded:
@@ -367,35 +407,81 @@ class InProcessModels:
         log.info("loaded in process", release=manifest.release)
 
     def want(self, manifest: Manifest) -> None:
-        """Load a release, and return once it is ready, as `load` does."""
+        """Load a release, and return once it is ready, with the errors of `load`."""
         self.load(manifest)
 
     def unload(self, release: int) -> None:
-        """Free a release that no caller uses any more; see Models.unload."""
+        """Free the models of a release that no caller uses any more; an unknown release is ignored."""
         with self._lock:
             self._loaded.pop(release, None)
 
     def embed(self, manifest: Manifest, images: Images) -> Vectors:
-        """Embed images; see Models.embed."""
+        """Embed images on this thread; the call's deadline is not checked.
+
+        Args:
+            manifest: the release.
+            images: uint8 [n, H, W, 3] in the release's frame.
+
+        Returns:
+            float32 [n, dim].
+
+        Raises:
+            UnavailableError: the release is not loaded.
+            NoEncoderError: the release embeds no images.
+            InvalidInputError: the images have another shape or dtype.
+            VerificationError: the model cannot be run, or its output has another shape.
+            UnusableOutputError: some outputs are no vectors of the space; it has their rows.
+        """
         model = self._models(manifest).images
         if model is None:
             raise manifest.no_images_error()
         return model.run(images)
 
     def texts(self, manifest: Manifest, texts: Sequence[str], role: TextRole) -> Vectors:
-        """Embed texts; see Models.texts."""
+        """Embed texts on this thread; the call's deadline is not checked.
+
+        Args:
+            manifest: the release.
+            texts: at least one text.
+            role: whether they are queries or documents.
+
+        Returns:
+            float32 [n, dim].
+
+        Raises:
+            UnavailableError: the release is not loaded.
+            NoEncoderError: the release embeds no texts.
+            InvalidInputError: the tokenizer refuses a text, or crashes on it
+                (DefectiveTokenizerError).
+            VerificationError: the model cannot be run, or its output has another shape.
+            UnusableOutputError: some outputs are no vectors of the space; it has their rows.
+        """
         model = self._models(manifest).texts
         if model is None:
             raise manifest.no_texts_error()
         return model.run(texts, role)
 
     def side(self, manifest: Manifest, images: Images) -> Vectors | None:
-        """Compute the side-information of images; see Models.side."""
+        """Compute the side-information of images on this thread.
+
+        Args:
+            manifest: the release.
+            images: uint8 [n, H, W, 3].
+
+        Returns:
+            float32 [n, side_dim]; None if the release has no side encoder.
+
+        Raises:
+            UnavailableError: the release is not loaded.
+            InvalidInputError: the images have another shape or dtype.
+            VerificationError: the model cannot be run, or its output has another shape.
+            UnusableOutputError: some outputs are not finite; it has their rows.
+        """
         encoder = self._models(manifest).side
         return encoder.run(images) if encoder is not None else None
 
     def ready(self) -> bool:
-        """Return True: this process runs the models."""
+        """Return True: this process runs the models, whether or not any is loaded."""
         return True
 
     def close(self) -> None:
@@ -449,11 +535,11 @@ class Batcher(Generic[Query, Answer]):
         at_once: int = 1,
         observe: Callable[[float], None] = lambda _size: None,
     ) -> None:
-        """Make a batcher.
+        """Make a batcher; it has no threads of its own.
 
         Args:
             run: answers 1 to `largest` queries, in order; its error reaches every thread of the
-                batch.
+                batch. During a batch of several, the current call has the last of their deadlines.
             largest: most queries of a batch.
             at_once: most batches that run at the same time.
             observe: called with the size of each batch.
@@ -488,7 +574,9 @@ class Batcher(Generic[Query, Answer]):
         return entry.answer  # type: ignore[return-value] # set with the turn
 
     def _wait(self, entry: _Entry[Query, Answer]) -> None:
-        if entry.turn.acquire(timeout=context.current().remaining()):
+        # An error before the entry has left the queue would make it a leader that never runs.
+        timeout = min(max(entry.deadline - time.monotonic(), 0.0), context.MAX_WAIT_SECONDS)
+        if entry.turn.acquire(timeout=timeout):
             return
         with self._lock:
             if entry in self._waiting:
@@ -559,7 +647,11 @@ class Embedding:
         self._remembered: OrderedDict[tuple[int, bytes], Vectors] = OrderedDict()
 
     def query(self, manifest: Manifest, item: bytes | str) -> Vectors:
-        """Embed an encoded image or a text, in one batch with those of other calls at this moment.
+        """Embed an encoded image or a text as a query, in one batch with those of other calls at
+        this moment.
+
+        An image is decoded on this thread, in turns. A vector that `remember` holds for the image
+        is used, and forgotten.
 
         Args:
             manifest: the release.
@@ -570,9 +662,12 @@ class Embedding:
 
         Raises:
             InvalidInputError: the item is not valid, or has no vector.
+            TooLargeError: the text is too large.
             NoEncoderError: the release does not embed such items.
-            UnavailableError: the model server does not answer.
+            UnavailableError: the release is not loaded, or the model server does not answer.
+            VerificationError: the model's output has another shape.
             DeadlineError: the call's time is over.
+            CancelledError: the caller has cancelled the call.
         """
         with context.part("embed"):
             if isinstance(item, str):
@@ -613,7 +708,9 @@ class Embedding:
         return batcher(decoded[manifest.frame])
 
     def remember(self, manifest: Manifest, image: bytes, row: Vectors) -> None:
-        """Remember the vector of an image for a `query` that follows at once.
+        """Remember the vector of an image for the `query` that follows at once; it is used once.
+
+        At most 64 vectors are held; above that the oldest is forgotten.
 
         Args:
             manifest: the release.
@@ -627,22 +724,23 @@ class Embedding:
     def queries(
         self, manifests: Sequence[Manifest], items: Sequence[bytes | str]
     ) -> list[tuple[Vectors, ...] | InvalidInputError]:
-        """Embed images and texts with several releases.
+        """Embed images and texts as queries with several releases, apart from other calls.
 
         Args:
             manifests: the releases.
-            items: encoded images and texts.
+            items: encoded images and texts; empty gives no rows.
 
         Returns:
-            For each item its vectors float32 [1, dim] in the order of `manifests`, or why it has
-            none.
+            For each item, in order, its vectors float32 [1, dim] in the order of `manifests`, or
+            why it has none.
 
         Raises:
             NoEncoderError: a release does not embed such items.
-            UnavailableError: the model server does not answer.
+            UnavailableError: a release is not loaded, or the model server does not answer.
+            VerificationError: a model's output has another shape.
             DeadlineError: the call's time is over.
             CancelledError: the caller has cancelled the call.
-            TooLargeError: the items cost too much together.
+            TooLargeError: the images, or the texts, cost too much together.
             OverloadedError: too many expensive calls are being decoded.
         """
         images = [item for item in items if isinstance(item, bytes)]
@@ -668,16 +766,21 @@ class Embedding:
     def rows(self, manifest: Manifest, images: Sequence[Pixels]) -> list[Row]:
         """Embed decoded images, each on its own terms: one without a vector refuses no other.
 
+        If some have none, the others are embedded again without them.
+
         Args:
             manifest: the release.
-            images: decoded images of the release's frame.
+            images: decoded images of the release's frame; empty gives no rows.
 
         Returns:
-            For each image float32 [1, dim], or why it has none.
+            For each image, in order, float32 [1, dim], or why it has none.
 
         Raises:
-            UnavailableError: the model server does not answer.
+            NoEncoderError: the release embeds no images.
+            UnavailableError: the release is not loaded, or the model server does not answer.
+            VerificationError: the model's output has another shape.
             DeadlineError: the call's time is over.
+            CancelledError: the caller has cancelled the call, between batches.
         """
         rows: list[Row] = [no_vector_error(manifest)] * len(images)
         places = list(range(len(images)))
@@ -693,30 +796,42 @@ class Embedding:
         return rows
 
     def embed(self, manifest: Manifest, images: Sequence[Pixels]) -> Vectors:
-        """Embed decoded images.
+        """Embed decoded images, in batches of 64.
 
         Args:
             manifest: the release.
-            images: decoded images of the release's frame.
+            images: at least one decoded image of the release's frame (ValueError without any).
 
         Returns:
             float32 [n, dim].
 
         Raises:
-            UnavailableError: the model server does not answer.
+            NoEncoderError: the release embeds no images.
+            UnavailableError: the release is not loaded, or the model server does not answer.
+            VerificationError: the model's output has another shape.
             DeadlineError: the call's time is over.
-            UnusableOutputError: some images have no vector; it has their numbers.
+            CancelledError: the caller has cancelled the call, between batches.
+            UnusableOutputError: some images have no vector; it has their numbers, of all batches.
         """
         return _in_chunks(lambda chunk: self.models.embed(manifest, chunk), images)
 
     def sides(self, manifest: Manifest, images: Sequence[Pixels]) -> Vectors | None:
-        """Compute the side-information of decoded images.
+        """Compute the side-information of decoded images, in batches of 64.
+
+        Args:
+            manifest: the release.
+            images: at least one decoded image of the release's frame (ValueError without any).
 
         Returns:
             float32 [n, side_dim]; None if the release has none.
 
         Raises:
-            NobackfillError: as `embed`.
+            UnavailableError: the release is not loaded, or the model server does not answer.
+            VerificationError: the model's output has another shape.
+            DeadlineError: the call's time is over.
+            CancelledError: the caller has cancelled the call, between batches.
+            UnusableOutputError: some outputs are not finite; it has the images' numbers, of all
+                batches.
         """
         if manifest.side_encoder is None:
             return None
@@ -731,18 +846,21 @@ class Embedding:
     def text_rows(self, manifest: Manifest, texts: Sequence[str], role: TextRole) -> list[Row]:
         """Embed texts, each on its own terms: one that is not valid refuses no other.
 
+        Shorter texts are embedded first, in batches of 32.
+
         Args:
             manifest: the release.
-            texts: the texts.
+            texts: the texts; empty gives no rows.
             role: whether they are queries or documents.
 
         Returns:
-            For each text float32 [1, dim], or why it has none.
+            For each text, in order, float32 [1, dim], or why it has none.
 
         Raises:
             NoEncoderError: the release embeds no texts.
-            TooLargeError: the texts are too large together.
-            UnavailableError: the model server does not answer.
+            TooLargeError: the valid texts are too large together.
+            UnavailableError: the release is not loaded, or the model server does not answer.
+            VerificationError: the model's output has another shape.
             DeadlineError: the call's time is over.
             CancelledError: the caller has cancelled the call, between batches.
         """
@@ -856,13 +974,14 @@ class ImageQueue(Generic[Owner]):
         metrics: Metrics,
         answer: Callable[[Sequence[tuple[QueuedImage[Owner], Vectors | None]]], None],
     ) -> None:
-        """Start the threads.
+        """Start the threads: one for each core, and two more; `close` stops them.
 
         Args:
             embedding: embeds the images.
             metrics: counts batches and errors.
-            answer: called once for each image with its vector, float32 [1, dim]; None if it has
-                none, is not wanted, or is expensive to decode.
+            answer: called once for each image, on a thread of the queue, with its vector, float32
+                [1, dim]. None means that it has none, is not wanted, is expensive to decode, or
+                that the model failed.
         """
         self._embedding = embedding
         self._metrics = metrics
@@ -886,6 +1005,8 @@ class ImageQueue(Generic[Owner]):
     def add(self, waiting: QueuedImage[Owner]) -> None:
         """Add an image, without waiting; `begin` follows once all images that came together were
         added.
+
+        After `close` the image is answered without a vector, on this thread.
         """
         with self._changed:
             if not self._is_closed:
@@ -894,12 +1015,14 @@ class ImageQueue(Generic[Owner]):
         self._answer([(waiting, None)])
 
     def begin(self) -> None:
-        """Wake a thread, which wakes the next one if there is more."""
+        """Wake a thread, which wakes the next one if there is more. Without images it does nothing."""
         with self._changed:
             self._changed.notify()
 
     def close(self) -> None:
-        """Stop the threads; images that nobody has begun are answered without a vector."""
+        """Stop the threads, and wait for the work that they have begun; images that wait are
+        answered without a vector, on this thread.
+        """
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()

@@ -89,6 +89,8 @@ def rank(
     calibration), they are ranked by distance, which the release then declares comparable. Ranking
     uses exact distances; the hits have rounded ones, unless `exact` is set.
 
+    Ties go by distance, then by label. A part that has an `origin` gives it to all its hits.
+
     Args:
         parts: the searched parts.
         neighbours: neighbours of each part.
@@ -120,6 +122,8 @@ def round_distances(distances: Vectors) -> Vectors:
 
     That is enough for ranking and thresholds, but too little to reconstruct a stored vector from
     its distances to some queries.
+
+    NaN and infinity stay as they are; an empty array gives an empty one.
 
     Args:
         distances: float32 [n].
@@ -167,15 +171,15 @@ def _hit(
 def scores_of(
     part: PlanPart, origins: Sequence[Origin | None], distances: Vectors
 ) -> list[Score | None]:
-    """Return the calibrated score of each hit.
+    """Return the calibrated score of each hit, in the order of the hits.
 
     Args:
         part: the part that was searched.
         origins: origin of each hit; None has no score.
-        distances: float32 [n].
+        distances: float32 [n], one for each origin.
 
     Returns:
-        One score for each hit; None if its origin has no calibration.
+        One score for each hit; None if its origin has no calibration. Empty without hits.
     """
     kinds = set(origins)
     if len(kinds) == 1:
@@ -230,6 +234,8 @@ class Searching:
     ) -> SearchResult:
         """Find the items nearest to one query.
 
+        If another gateway replaces the plan meanwhile, the query is answered again by the new one.
+
         Args:
             hosted: the gallery.
             query: an encoded image, a text, or embeddings by space.
@@ -237,8 +243,13 @@ class Searching:
             filtered: only items that pass this filter; None means all.
             ef: width of the graph search, as in Index.search; 0 means the index's own.
 
+        Returns:
+            The hits, best first, with the release and space that answered; fewer than `k` if the
+            gallery has fewer, none if it is empty.
+
         Raises:
             InvalidInputError: the image, text, vector or filter is not valid.
+            TooLargeError: the text is too large.
             NoEncoderError: the release embeds no texts, or no images.
             IncompatibleSpaceError: the embedding's space cannot be compared with the gallery's.
             NeedsImageError: the gallery lives in two spaces and needs an image or both embeddings.
@@ -246,6 +257,7 @@ class Searching:
             NotFoundError: the gallery was deleted.
             UnavailableError: the model server, or the database, does not answer; or this gateway
                 cannot follow another one that changed the gallery (OutdatedError).
+            VerificationError: the model's output has another shape, or the gallery is damaged.
             DeadlineError: the call's time is over.
             CancelledError: the caller has cancelled the call.
             BusyError: the database is busy.
@@ -262,18 +274,19 @@ class Searching:
 
         Args:
             hosted: the gallery.
-            queries: the queries, each as in `search`.
+            queries: the queries, each as in `search`; empty gives no answers.
             k: most hits for each.
             filtered: only items that pass this filter; None means all.
             ef: width of the graph search, as in Index.search; 0 means the index's own.
             heal: re-embed first hits if the gallery does so.
 
         Returns:
-            For each query the result, or the error that refused it.
+            For each query, in order, the result, or the InvalidInputError that refused it alone.
 
         Raises:
-            NobackfillError: as `search`, for the whole call.
-            TooLargeError: the images together are too large.
+            NobackfillError: as `search`, for the whole call: a query whose space does not fit or
+                has ended refuses all, as an invalid filter does.
+            TooLargeError: the images, or the texts, together are too large.
             OverloadedError: too many images are being decoded.
         """
         return self._answer(hosted, SearchRequest(tuple(queries), k, filtered, ef, heal=heal))
@@ -297,7 +310,7 @@ class Searching:
 
 
 def single_answer(answers: Sequence[QueryAnswer]) -> SearchResult:
-    """Return the answer to a single query.
+    """Return the answer to a single query, from a list of exactly one (ValueError otherwise).
 
     Raises:
         InvalidInputError: the query was refused.
@@ -339,7 +352,9 @@ class Answerers:
         self.observe = metrics.batch_size.labels("search").observe
 
     def of(self, plan: Plan) -> Answerer:
-        """Make the answerer of a plan, which has at most one of `canary`, `heals` and `both`."""
+        """Make the answerer of a plan, which has at most one of `canary`, `heals` and `both`; with
+        more, the first of these counts.
+        """
         choosing = SpaceChoice(self._catalog, self._state, plan.parts, plan.single_parts)
         plain = PlainAnswerer(self, plan.parts, choosing)
         if plan.canary is not None:
@@ -357,8 +372,8 @@ class Answerers:
         calls.
 
         Args:
-            manifests: the releases.
-            items: encoded images and texts.
+            manifests: the releases; one that is named twice is used once.
+            items: encoded images and texts; empty gives no rows.
             request: the request that they belong to.
 
         Returns:
@@ -366,7 +381,13 @@ class Answerers:
             none.
 
         Raises:
-            NobackfillError: as Embedding.queries.
+            NoEncoderError: a release does not embed such items.
+            TooLargeError: the items of several queries cost too much together.
+            OverloadedError: too many expensive calls are being decoded.
+            UnavailableError: the model server does not answer.
+            VerificationError: the model's output has another shape.
+            DeadlineError: the call's time is over.
+            CancelledError: the caller has cancelled the call.
         """
         if not items:
             return []
@@ -385,7 +406,9 @@ class Answerers:
         ]
 
     def count(self, questions: "Iterable[Question]") -> None:
-        """Count searches in the metrics, by whether they compare every vector or use a graph."""
+        """Count searches in the metrics, once for each part of a question, by whether they compare
+        every vector or use a graph.
+        """
         for question in questions:
             for part in question.parts:
                 is_exact = question.hosted.compares(part, question.ef)
@@ -434,19 +457,25 @@ class PlainAnswerer:
     def answer(self, hosted: Hosted, request: SearchRequest) -> list[QueryAnswer]:
         """Answer each query of a request.
 
+        Returns:
+            For each query, in order, its hits, or the InvalidInputError that refused it alone.
+
         Raises:
             NobackfillError: as Searching.batch.
+            OutdatedError: another gateway has replaced the plan.
         """
         questions = self.questions(hosted, request)
         answers = self.find(hosted, valid_questions(questions), request)
         return [one if isinstance(one, InvalidInputError) else answers[one] for one in questions]
 
     def image_part(self, hosted: Hosted) -> PlanPart | None:
-        """Return the plan's only part; None if there are two."""
+        """Return the plan's only part, which answers an image; None if there are two."""
         return self.parts[0] if len(self.parts) == 1 else None
 
     def space_part(self, hosted: Hosted, space: str) -> PlanPart | None:
-        """Return the part that answers an embedding of a space; None if no part does."""
+        """Return the part that answers an embedding of a space; None if no part does it alone. An
+        announced end of the space is not checked.
+        """
         if len(self.parts) == 1 and self.parts[0].query.space == space:
             return self.parts[0]
         return self._choosing.single_parts.get(space)
@@ -454,10 +483,11 @@ class PlainAnswerer:
     def questions(
         self, hosted: Hosted, request: SearchRequest
     ) -> list[Question | InvalidInputError]:
-        """Embed the queries of a request, and choose their spaces.
+        """Embed the queries of a request, and choose their spaces. Searches are counted in the
+        metrics, except those in the background.
 
         Returns:
-            For each query its question, or why it was refused.
+            For each query, in order, its question, or why it was refused.
 
         Raises:
             NobackfillError: as Searching.batch.
@@ -487,13 +517,24 @@ class PlainAnswerer:
     ) -> dict[Question, QueryAnswer]:
         """Search for questions of one request, and rank their hits.
 
+        A question that loses hits because items are deleted meanwhile is searched again, three
+        times in all; after that it has fewer hits. The duration counts for the gallery's speed,
+        except in the background.
+
         Args:
             hosted: the gallery.
-            questions: the questions.
+            questions: the questions; empty gives no answers.
             request: the request that they belong to.
+
+        Returns:
+            For each question its hits, or the InvalidInputError that refused its vector.
 
         Raises:
             InvalidInputError: the filter is not valid.
+            DeadlineError: the call's time is over.
+            CancelledError: the caller has cancelled the call.
+            NobackfillError: the store's error: BusyError, NotFoundError, UnavailableError or
+                VerificationError.
         """
         answers: dict[Question, QueryAnswer] = {}
         if not questions:
@@ -527,7 +568,7 @@ class PlainAnswerer:
 
 
 def valid_questions(questions: Sequence[Question | InvalidInputError]) -> list[Question]:
-    """Return the questions that were not refused."""
+    """Return the questions that were not refused, in their order."""
     return [one for one in questions if isinstance(one, Question)]
 
 
@@ -536,12 +577,16 @@ def matches_of(hosted: Hosted, filtered: Filter | None) -> Matches | None:
 
     Raises:
         InvalidInputError: the filter is not valid.
+        NobackfillError: the store's error: BusyError, NotFoundError (closed), UnavailableError or
+            VerificationError.
     """
     return None if filtered is None else hosted.filtering.passing(filtered)
 
 
 def can_read(manifest: Manifest, query: Query) -> bool:
-    """Tell whether a query has an embedding of a release, or the release can embed it."""
+    """Tell whether a query has an embedding of a release, or the release can embed it. Whether the
+    query is valid is not checked.
+    """
     if isinstance(query, str):
         return manifest.text_encoder is not None
     if isinstance(query, bytes):
@@ -598,15 +643,19 @@ class SpaceChoice:
     def parts(self, query: ByEmbedding, preferred: tuple[PlanPart, ...]) -> tuple[PlanPart, ...]:
         """Choose the parts for a query.
 
+        They are the first that fit: the preferred parts, those of the plan, one part for a single
+        space, or a direct search from another release's space.
+
         Args:
-            query: embeddings by space.
+            query: embeddings by space; spaces that are not known here are ignored.
             preferred: parts that are used if the query has an embedding for each.
 
         Returns:
-            The preferred parts, or those of the plan that fit the query.
+            The preferred parts, or those that fit the query. The vectors are not checked.
 
         Raises:
-            NeedsImageError: the gallery lives in two spaces, and the query has an embedding of one.
+            NeedsImageError: the gallery lives in two spaces, and the query has an embedding of the
+                one that answers only.
             ReleaseRetiredError: queries of the embedding's release are no longer answered.
             IncompatibleSpaceError: no embedding's space can be compared with the gallery's.
         """
@@ -665,13 +714,19 @@ def find_nearest(
 ) -> Sequence[Nearest]:
     """Search for several questions; those with the same parts share one search of each part.
 
+    If one of them is not valid, they are searched one by one.
+
     Args:
-        questions: the questions.
+        questions: at least one question, all of one gallery.
         matches: items that may be hits; None means all.
-        timed: count the duration for the gallery's speed.
+        timed: count the duration for the gallery's speed, unless the search has an `ef`.
 
     Returns:
-        The neighbours of each question.
+        The neighbours of each question, in order, or the InvalidInputError that refused its vector.
+
+    Raises:
+        NobackfillError: the store's error: BusyError, NotFoundError, UnavailableError or
+            VerificationError.
     """
     if len(questions) == 1:
         return _group(questions, matches, timed)
@@ -713,7 +768,11 @@ def _group(
 
 
 def rank_nearest(question: Question, nearest: Nearest) -> QueryAnswer:
-    """Rank the hits of a question, best first."""
+    """Rank the hits of a question, best first; an error instead of neighbours is returned as it is.
+
+    Reads the items: errors of the store pass through, such as BusyError, UnavailableError and
+    VerificationError.
+    """
     if isinstance(nearest, InvalidInputError):
         return nearest
     neighbours, row = nearest
@@ -725,7 +784,9 @@ def rank_nearest(question: Question, nearest: Nearest) -> QueryAnswer:
 def is_incomplete(
     question: Question, nearest: Nearest, answers: Mapping[Question, QueryAnswer]
 ) -> bool:
-    """Tell whether a question has too few hits because an item was deleted during the search."""
+    """Tell whether a question has fewer hits than neighbours were found, up to its `k`, because an
+    item was deleted during the search. A question with an error is complete.
+    """
     answer = answers[question]
     if isinstance(nearest, InvalidInputError) or isinstance(answer, InvalidInputError):
         return False
@@ -755,6 +816,12 @@ class BothAnswerer:
     def answer(self, hosted: Hosted, request: SearchRequest) -> list[QueryAnswer]:
         """Answer each query of a request.
 
+        A query that the previous model cannot read, or that has no vector of both models, is
+        answered by the new model alone.
+
+        Returns:
+            For each query, in order, its hits, or the InvalidInputError that refused it alone.
+
         Raises:
             NobackfillError: as Searching.batch.
         """
@@ -782,7 +849,9 @@ class BothAnswerer:
         return None
 
     def space_part(self, hosted: Hosted, space: str) -> PlanPart | None:
-        """Return the part that answers an embedding of a space; None if no part does."""
+        """Return the part that answers an embedding of a space by the new model alone; None if no
+        part does.
+        """
         return self._plain.space_part(hosted, space)
 
     def _pairs(
@@ -831,6 +900,9 @@ def rank_by_both(
     """Rank the nearest items of either model: migrated ones by both distances, native ones by the
     new.
 
+    Ties go by the new distance, then by label. Items that have no vector in the new space are left
+    out.
+
     Args:
         question: the query in the new space.
         both: the previous space and the weights.
@@ -838,10 +910,12 @@ def rank_by_both(
         matches: items that may be hits; None means all.
 
     Returns:
-        The hits, with their distances in the new space.
+        At most `k` hits, best first, with their distances in the new space.
 
     Raises:
         InvalidInputError: a vector is not valid.
+        NobackfillError: the store's error: BusyError, NotFoundError, UnavailableError or
+            VerificationError.
     """
     hosted, part, new = question.hosted, question.parts[0], question.vectors[0]
     labels = collect_candidates(
@@ -961,14 +1035,18 @@ class ImmediateAnswers:
         self._route: _CompiledRoute | None = None
 
     def answer_by_route(self, messages: list[bytes]) -> list[bytes | None] | None:
-        """Answer encoded requests by the route of the last answer.
+        """Answer encoded requests by the route of the last answer; call it on the thread that
+        receives calls only.
+
+        Answers are counted in the metrics and for the gallery's speed.
 
         Args:
             messages: encoded SearchRequests.
 
         Returns:
             The encoded answer to each, None for a request that the route does not fit; or None for
-            all if the route is no longer valid. The caller then uses `answer`.
+            all if there is no route, or it is no longer valid and is dropped. The caller then uses
+            `answer`.
         """
         route = self._route
         if (
@@ -996,13 +1074,19 @@ class ImmediateAnswers:
         return answers
 
     def route_gallery(self) -> str:
-        """Return the gallery that `answer_by_route` answers for; empty without a route."""
+        """Return the gallery that `answer_by_route` answers for; empty without a route. The route
+        may no longer be valid.
+        """
         return "" if self._route is None else self._route.hosted.name
 
     def answer(
         self, gallery: str, space: str, queries: Sequence[VectorQuery]
     ) -> list[bytes | None]:
-        """Answer queries by embedding.
+        """Answer queries by embedding; call it on the thread that receives calls only.
+
+        If all are answered, a route is prepared for `answer_by_route`. An unknown gallery, one in a
+        database, an unknown space and a query that is not valid are no errors here: another thread
+        gets them.
 
         Args:
             gallery: name of the gallery.
@@ -1010,7 +1094,7 @@ class ImmediateAnswers:
             queries: the queries.
 
         Returns:
-            An encoded SearchResponse to each query; None if it needs another thread.
+            An encoded SearchResponse to each query, in order; None if it needs another thread.
         """
         state, hosted = self._state.current, self._galleries.ready_gallery(gallery)
         if not isinstance(hosted, HostedInFile):
@@ -1034,7 +1118,7 @@ class ImmediateAnswers:
     ) -> list[bytes | None]:
         """Answer queries of one part.
 
-        The caller is a user of the gallery and of the plan.
+        The caller is a user of the gallery and of the plan. Answers are counted in the metrics.
 
         Args:
             hosted: the gallery.
@@ -1045,7 +1129,8 @@ class ImmediateAnswers:
                 memory are read.
 
         Returns:
-            As `answer`.
+            An encoded SearchResponse to each query, in order; None if it needs another thread, as
+            all do once the space's announced end has passed.
         """
         no_answers: list[bytes | None] = [None] * len(queries)
         # Read this before the views: parts that are prepared for freed views then land in a freed
@@ -1261,17 +1346,22 @@ class ImageAnswers:
         self._queue: ImageQueue[_ImageQuery] = ImageQueue(embedding, metrics, self._answer)
 
     def close(self) -> None:
-        """Stop the threads; waiting queries are left to others."""
+        """Stop the threads, and wait for them; waiting queries, and those that come later, are left
+        to other threads.
+        """
         self._queue.close()
 
     def later(self, gallery: str, image: bytes, k: int, farthest: float) -> Later | None:
         """Return what answers a query later; None if it needs another thread.
 
+        That is so for an unknown gallery, one in a database, one whose plan has two parts for
+        images, and while no model answers.
+
         Args:
             gallery: name of the gallery.
-            image: the encoded image.
+            image: the encoded image; it is checked later.
             k: most hits.
-            farthest: largest distance of a hit.
+            farthest: largest distance of a hit, inclusive; infinite means any.
         """
         hosted = self._galleries.ready_gallery(gallery)
         if (

@@ -47,11 +47,11 @@ class Rate:
     """
 
     def __init__(self, name: str, limit: float) -> None:
-        """Start with a full allowance.
+        """Start with a full allowance: a second's worth, at least one call.
 
         Args:
-            name: the name.
-            limit: calls a second.
+            name: the name, for the error.
+            limit: calls a second, above 0.
         """
         self.limit = limit
         self._name = name
@@ -62,7 +62,7 @@ class Rate:
         self._updated = time.monotonic()
 
     def take(self) -> None:
-        """Count one call.
+        """Count one call; a refused one does not count. Never waits.
 
         Raises:
             OverloadedError: the rate is exceeded.
@@ -112,7 +112,9 @@ class Principal:
     items: int | None = None
 
     def may_use(self, gallery: str) -> bool:
-        """Tell whether the role is for a gallery, whether or not it exists."""
+        """Tell whether the role is for a gallery, whether or not it exists; True for a role without
+        galleries.
+        """
         return self.galleries is None or gallery in self.galleries
 
 
@@ -147,6 +149,9 @@ class Tokens:
     def __init__(self, path: Path) -> None:
         """Read the file; later it is read again at a call, at most once a second, if it changed.
 
+        An empty file has no tokens, so that every call is refused. If a digest is there twice, its
+        first line counts.
+
         Raises:
             ConfigurationError: the file cannot be read, or a line is not valid; the error names the
                 line.
@@ -159,20 +164,24 @@ class Tokens:
         self._rates: dict[tuple[str, float], Rate] = {}
 
     def first_expiry(self) -> datetime | None:
-        """Return when the first valid token expires; None if none expires."""
+        """Return when the first valid token expires, with its time zone; None if none expires.
+        Reads a changed file again.
+        """
         self._refresh()
         now = datetime.now(UTC)
         ends = [token.expires for token in self._tokens.values() if token.expires is not None]
         return min((end for end in ends if end > now), default=None)
 
     def principal(self, authorization: str | None) -> Principal:
-        """Return the caller of a call, and count the call for its rate.
+        """Return the caller of a call, and count the call for the rate of its name. Reads a changed
+        file again.
 
         Args:
             authorization: the header `Bearer TOKEN`; None without one.
 
         Raises:
-            UnauthenticatedError: the token is missing, unknown or expired.
+            UnauthenticatedError: the header is missing or has another form, or the token is unknown
+                or expired.
             OverloadedError: the name's rate is exceeded.
         """
         token = self._find(authorization)
@@ -181,15 +190,16 @@ class Tokens:
         return token.principal
 
     def confirm(self, authorization: str | None, principal: Principal) -> None:
-        """Check that a token still belongs to a caller; it is not counted for the rate.
+        """Check that a token still belongs to a caller; it is not counted for the rate. Reads a
+        changed file again.
 
         Args:
             authorization: the header `Bearer TOKEN`; None without one.
             principal: the caller, from `principal`.
 
         Raises:
-            UnauthenticatedError: the token was removed, has expired, or has another name, role or
-                galleries now.
+            UnauthenticatedError: the token was removed, has expired, or has another name, role,
+                galleries or limit of items now.
         """
         if self._find(authorization).principal != principal:
             raise UnauthenticatedError(
@@ -393,21 +403,21 @@ UNBOUND = frozenset(
 
 
 def authorize(method: str, tokens: Tokens | None, authorization: str | None) -> Principal:
-    """Check that a caller may call a method.
+    """Check that a caller may call a method, and count the call for its token's rate.
 
     This is decided before the request is read, so an answer never reveals whether an object exists.
 
     Args:
-        method: /package.Service/Method.
+        method: /package.Service/Method; with tokens, one without a rule is refused.
         tokens: the tokens; None accepts everybody.
         authorization: the header `Bearer TOKEN`; None without one.
 
     Returns:
-        The caller.
+        The caller; LOCAL, an administrator, without tokens or for a method that needs none.
 
     Raises:
         UnauthenticatedError: the token is missing, unknown or expired.
-        NotPermittedError: the role may not call the method.
+        NotPermittedError: the role may not call the method; the call was counted.
         OverloadedError: the name's rate is exceeded.
     """
     roles = RULES.get(method, frozenset())
@@ -427,8 +437,9 @@ def check_gallery(method: str, principal: Principal, request: Any) -> None:
     """Check that a caller's role is for the gallery of a request.
 
     The result is the same whether or not the gallery exists. A request names it in its field
-    `gallery`, or `name` in GalleryService. A request without either is refused for roles with
-    galleries, unless its method is UNBOUND.
+    `gallery`, or `name` in GalleryService. A request without either field is refused for roles with
+    galleries, unless its method is UNBOUND. An empty name passes, as in a stream only the first
+    message names the gallery.
 
     Args:
         method: /package.Service/Method.
@@ -483,15 +494,15 @@ class Call:
 
     @property
     def name(self) -> str:
-        """The name of the caller's token; empty without tokens."""
+        """The name of the caller's token; empty without tokens, and for a method that needs none."""
         return "" if self.principal is LOCAL else self.principal.name
 
     def check(self) -> None:
-        """Check that the caller still waits.
+        """Check that the caller still waits; long work calls it between its parts.
 
         Raises:
             DeadlineError: the call's time is over.
-            CancelledError: the caller has cancelled it.
+            CancelledError: the caller has cancelled it, or its stream was asked to end.
         """
         self.remaining()
         if not self.active():
@@ -517,13 +528,20 @@ _UNTRACED: AbstractContextManager[None] = nullcontext()
 
 
 def begin(call: Call) -> None:
-    """Set the call that this thread works for."""
+    """Set the call that this thread works for, until the next `begin`; it is not unset."""
     _current.set(call)
 
 
 @contextmanager
 def until(deadline: float) -> Iterator[None]:
-    """Work for several calls at once during a block, until the last of their deadlines."""
+    """Work for several calls at once during a block, until the last of their deadlines.
+
+    The block's call has the present caller, is never cancelled, and has no request id or trace.
+    After the block the former call is back.
+
+    Args:
+        deadline: the last deadline, on the monotonic clock in seconds.
+    """
     token = _current.set(Call(current().principal, deadline))
     try:
         yield
@@ -532,17 +550,24 @@ def until(deadline: float) -> Iterator[None]:
 
 
 def current() -> Call:
-    """Return the call that this thread works for; outside of any call, one with an hour left."""
+    """Return the call that this thread works for; outside of any call, a new one of LOCAL with an
+    hour left.
+    """
     return _current.get(None) or Call(LOCAL, time.monotonic() + MAX_WAIT_SECONDS)
 
 
 def reader() -> Call | None:
-    """Return the call that a store reads for; None outside of any."""
+    """Return the call that a store reads for, on this thread; None outside of any."""
     return _current.get(None)
 
 
 def part(name: str) -> AbstractContextManager[None]:
-    """Record the block as a part of the call, if it is traced."""
+    """Record the block as a part of the call, if it is traced; otherwise, and outside of any call,
+    do nothing.
+
+    Args:
+        name: a fixed word that names the part.
+    """
     call = _current.get(None)
     return _UNTRACED if call is None or call.trace is None else call.trace.part(name)
 
@@ -552,7 +577,9 @@ _FOLDERS = re.compile(r"(?<![\w/])/(?:[^\s/:]+/)+")
 
 
 def code_of(error: Exception) -> StatusCode:
-    """Return the gRPC status code of an error; INTERNAL for an unexpected one."""
+    """Return the gRPC status code of an error: that of its class in wire/statuses.py, UNAVAILABLE
+    for an OSError or an sqlite3.OperationalError, INTERNAL for an unexpected one.
+    """
     row = row_of(type(error))
     if row is not None:
         return row.code
@@ -570,6 +597,9 @@ def status_of(error: Exception, request_id: str) -> Status:
     Args:
         error: the error.
         request_id: id of the request, named in the message of other errors.
+
+    Returns:
+        The status; it has ErrorInfo only if the error's class has a reason.
     """
     code = code_of(error)
     is_own = isinstance(error, NobackfillError)
@@ -586,7 +616,8 @@ def status_of(error: Exception, request_id: str) -> Status:
 def without_folders(sentence: str) -> str:
     """Cut the folders from absolute paths in a sentence, because clients must not see them.
 
-    `/a/b/c.sqlite` becomes `c.sqlite`. Relative paths and addresses stay as they are.
+    `/a/b/c.sqlite` becomes `c.sqlite`. Relative paths and addresses stay as they are, and so does
+    `/c`, which has no folder.
     """
     return _FOLDERS.sub("", sentence)
 
@@ -603,6 +634,9 @@ log = structlog.get_logger("server.survival")
 @contextmanager
 def error_boundary(metrics: Metrics, thread: str) -> Iterator[None]:
     """Log and count an unexpected error in one turn of a thread's work, so that the thread goes on.
+
+    The error ends the block, and is not raised; the log has its traceback. KeyboardInterrupt and
+    SystemExit pass.
 
     Args:
         metrics: counts the error.

@@ -72,12 +72,13 @@ _OPTIONS = [
 
 
 def needs_plain_server(settings: Settings) -> bool:
-    """Tell whether a plain `grpc.server` must serve, because loop.py cannot; the log has the
-    reason.
+    """Tell whether a plain `grpc.server` must serve: `plain_grpc` is set, or loop.py cannot be
+    imported. Then a warning with the reason is logged.
 
     Raises:
-        ConfigurationError: other machines could reach it. It takes a thread before a call's message
-            arrives, so anybody who connects can hold all threads.
+        ConfigurationError: other machines could reach it, and `plain_grpc_open` is not set. It
+            takes a thread before a call's message arrives, so anybody who connects can hold all
+            threads.
     """
     try:
         if settings.plain_grpc:
@@ -114,10 +115,11 @@ class PlainServer:
         )
 
     def finish(self, end: float) -> None:
-        """Wait until the calls that are being answered now have ended.
+        """Wait until the calls that have a thread now have ended; later calls are not waited for,
+        and none is ended.
 
         Args:
-            end: latest time on the monotonic clock.
+            end: latest time on the monotonic clock; one in the past returns at once.
         """
         open_calls = set(self._working)
         while open_calls and time.monotonic() < end:
@@ -128,19 +130,21 @@ class PlainServer:
         """Do nothing: the interceptor has ended the calls without a message."""
 
     def close(self) -> None:
-        """Stop the threads, once the server has stopped."""
+        """Stop the threads, once the server has stopped; does not wait for them."""
         self._pool.shutdown(wait=False)
 
 
 def check_free(address: str, option: str) -> None:
-    """Check that this process could listen at an address now, without listening there.
+    """Check that this process could listen at an address now, without listening there afterwards.
 
     Args:
-        address: HOST:PORT; an unknown host passes, and fails later.
+        address: HOST:PORT; an unknown host passes, and fails later. Port 0 passes for a host of
+            this machine.
         option: the command's option, for the error.
 
     Raises:
         BusyError: no address of HOST:PORT can be bound.
+        ValueError: the address has another form.
     """
     host, port = split_address(address, "address")
     try:
@@ -184,8 +188,14 @@ class Certificates:
     def __init__(self, cert: Path, key: Path, client_ca: Path | None) -> None:
         """Read the files.
 
+        Args:
+            cert: the certificate, with those that it needs (PEM).
+            key: its private key (PEM), not encrypted.
+            client_ca: authority of client certificates (PEM); None requires none of clients.
+
         Raises:
-            ConfigurationError: a file cannot be read, or is not valid.
+            ConfigurationError: a file cannot be read, is not valid, or changes meanwhile, or the
+                key is encrypted or does not belong to the certificate.
         """
         self._cert, self._key, self._client_ca = cert, key, client_ca
         self._lock = threading.Lock()
@@ -194,7 +204,12 @@ class Certificates:
         self._checked = time.monotonic()
 
     def credentials(self) -> grpc.ServerCredentials:
-        """Return credentials for a port, which follow the files."""
+        """Return credentials for a port, which follow the files: at a handshake, at most once a
+        second, changed ones are read again.
+
+        Files that cannot be used then are logged as an error, and the old ones stay. With an
+        authority, clients must have a certificate.
+        """
         return grpc.dynamic_ssl_server_credentials(
             self._configuration,
             self._changed,  # type: ignore[arg-type]
@@ -202,7 +217,12 @@ class Certificates:
         )
 
     def expiries(self) -> Mapping[str, datetime]:
-        """Return when the present certificates expire, by file, as far as they can be read."""
+        """Return when the files' certificates expire, under `server` and `client_ca`, as far as
+        they can be read now.
+
+        Of several certificates in a file the first to expire counts. A file that cannot be read is
+        left out.
+        """
         files = {"server": self._cert, "client_ca": self._client_ca}
         expiries = {}
         for name, path in files.items():
@@ -280,10 +300,10 @@ def _no_password() -> bytes:
 
 
 def certificates(settings: Settings) -> Certificates | None:
-    """Read the certificates of the settings; None if no certificate is set.
+    """Read the certificates of the settings; None if tls_cert or tls_key is not set.
 
     Raises:
-        ConfigurationError: a file cannot be read, or is not valid.
+        ConfigurationError: a file cannot be read, is not valid, or does not fit the others.
     """
     if settings.tls_cert is None or settings.tls_key is None:
         return None
@@ -315,7 +335,9 @@ class GrpcConnections:
         self._thread.start()
 
     def end(self) -> None:
-        """Accept no more connections, and close the open ones; their calls are lost."""
+        """Accept no more connections, and close the open ones; their calls are lost. Without /proc
+        it does nothing, and it raises nothing.
+        """
         with contextlib.suppress(OSError):
             for descriptor in [int(path.name) for path in _DESCRIPTORS.iterdir()]:
                 with contextlib.suppress(OSError), _duplicate(descriptor) as connection:
@@ -329,7 +351,7 @@ class GrpcConnections:
                         connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Stop the thread."""
+        """Stop the thread, and wait for it; connections stay open."""
         self._stopping.set()
         self._thread.join()
 
@@ -408,12 +430,18 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc] # unt
         self._is_ending = False
 
     def set(self, service: str, status: int) -> None:
-        """Set the status of a service, unless the gateway is stopping."""
+        """Set the status of a service, known or not, unless `end` was called. Watches see it at
+        their next look.
+
+        Args:
+            service: name of the service; empty means the gateway's own.
+            status: value of HealthCheckResponse.ServingStatus.
+        """
         if not self._is_ending:
             self._statuses[service] = status
 
     def end(self) -> None:
-        """Report every service as not serving from now on."""
+        """Report every service as not serving from now on; cannot be undone."""
         self._is_ending = True
         for service in tuple(self._statuses):
             self._statuses[service] = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -467,7 +495,7 @@ class GrpcListener:
         reflection.enable_server_reflection(names, server)
 
     def start(self, file: str | None = None) -> str:
-        """Listen for calls.
+        """Listen for calls; call it once.
 
         Args:
             file: also listen, without TLS, on this socket that nobody else can open; None means no
@@ -477,7 +505,8 @@ class GrpcListener:
             HOST:PORT with the port that is used.
 
         Raises:
-            BusyError: the address is in use.
+            BusyError: the address is in use, or is none of this machine.
+            RuntimeError: gRPC cannot listen on the socket `file`.
         """
         address = self._settings.address
         certificates = self._certificates
@@ -496,12 +525,14 @@ class GrpcListener:
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     def set_health(self, *, embedding: bool, set_aside: Iterable[str]) -> None:
-        """Set the health of all services; "" is the gateway's own.
+        """Set the health of all services; "" is the gateway's own. Does nothing once `stop` has
+        begun.
 
         Args:
-            embedding: models can embed; services that embed are not serving otherwise.
-            set_aside: galleries that are set aside; each is reported as gallery/NAME until it is
-                deleted.
+            embedding: models can embed; services that embed are not serving otherwise. The
+                gateway's own health does not depend on it.
+            set_aside: galleries that are set aside; each is reported as gallery/NAME until a call
+                leaves it out, then as unknown.
         """
         status = health_pb2.HealthCheckResponse
         for name in ("", *SERVICES):
@@ -514,10 +545,15 @@ class GrpcListener:
             self._health.set(f"gallery/{name}", status.NOT_SERVING)
 
     def stop(self, drain_s: float) -> None:
-        """Stop: let calls end, then cancel them; new ones are refused.
+        """Stop: let calls end, then cancel them; new ones are refused. Only after `start`, and
+        once.
+
+        New calls are still answered for 0.5 s. Then calls without a message end, and streams that
+        need no end of their own. The connections are closed once calls have ended or the time is
+        over, and all threads are stopped. This blocks for about `drain_s` at most.
 
         Args:
-            drain_s: longest time for calls to end, in seconds.
+            drain_s: longest time for calls to end, in seconds; 0 or more.
         """
         end = time.monotonic() + drain_s
         self._health.end()
@@ -538,7 +574,13 @@ class GrpcListener:
 def server_of(
     interceptor: Interceptor, options: Sequence[tuple[str, Any]]
 ) -> "PlainServer | Server":
-    """Make the server for calls: that of loop.py, or a plain one if the interceptor is plain."""
+    """Make the server for calls: that of loop.py, or a plain one if the interceptor is plain; it
+    does not listen yet.
+
+    Raises:
+        ImportError: the interceptor is not plain, and loop.py does not work with this grpcio; see
+            needs_plain_server.
+    """
     if interceptor.plain:
         return PlainServer(interceptor, options)
     from nobackfill.server.grpc.loop import Server
@@ -548,10 +590,13 @@ def server_of(
 
 def socket_in(folder: Path, closing: ExitStack) -> str:
     """Return gRPC's name for a socket in a folder, for parts of this process next to the gRPC
-    server.
+    server; it makes no socket.
 
-    It goes through a descriptor of the folder, open until `closing`, because a socket's path has at
-    most 107 bytes.
+    It goes through a descriptor of the folder, open until `closing` ends, because a socket's path
+    has at most 107 bytes.
+
+    Raises:
+        OSError: the folder cannot be opened.
     """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     closing.callback(os.close, descriptor)

@@ -15,7 +15,10 @@ request_id: contextvars.ContextVar[str] = contextvars.ContextVar("request_id", d
 
 
 def configure() -> None:
-    """Send structlog's lines, and the standard library's warnings, to stderr as JSON."""
+    """Send structlog's lines from INFO on, and the standard library's warnings, to stderr as JSON.
+
+    Replaces the handlers of the root logger, for the whole process. Lines of a request have its id.
+    """
     structlog.configure(
         processors=[
             structlog.processors.add_log_level,
@@ -52,8 +55,8 @@ class LogLimit:
         self._lines = 0
 
     def allows(self) -> bool:
-        """Tell whether another line may be written; two threads at once may get one line
-        too many.
+        """Count a line, and tell whether it may be written in this second; two threads at once may
+        get one line too many.
         """
         second = int(time.monotonic())
         if second != self._second:

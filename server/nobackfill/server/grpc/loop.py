@@ -86,6 +86,8 @@ _OPERATIONS = (
 def check_grpcio() -> None:
     """Check that grpcio was tested with this module, and has the names that it uses.
 
+    Names of grpc._server and of cygrpc are looked up, and the parameters of functions compared.
+
     Raises:
         ImportError: it was not tested, or lacks a name.
     """
@@ -132,42 +134,68 @@ class Arrival:
         self.began = time.monotonic()
 
     def to_arrival(self) -> "Arrival":
-        """Return the call itself; see QuickCall.to_arrival."""
+        """Return the call itself, so that callers need not know its class; see
+        QuickCall.to_arrival.
+        """
         return self
 
     def answer(self, argument: Callable[[], Any]) -> None:
-        """Run the method's behavior on this thread, and send its answer."""
+        """Run the method's behavior on this thread, and send its answer; blocks until it has ended.
+
+        An error of the behavior becomes the call's status, and is not raised. Call it at most once,
+        and not after `send`, `finish` or `refuse`.
+
+        Args:
+            argument: returns the encoded message, or the iterator over messages of a stream.
+        """
         self._run(self._respond, self.event, self.state, self.rpc, argument, None, self._write)
 
     def send(self, answer: bytes) -> None:
-        """Send an encoded answer."""
+        """Send an encoded answer with status OK, without waiting.
+
+        The call is counted as OK, and what it held is released, also if the caller has cancelled
+        it; then nothing is sent. Call it once.
+        """
         self.rpc.end(grpc.StatusCode.OK)
         _server._status(self.event, self.state, answer)
 
     def is_wanted(self) -> bool:
-        """Tell whether the caller still waits."""
+        """Tell whether the caller still waits: it has not cancelled, and its own deadline has not
+        passed.
+        """
         open_ = self.state.client is not _server._CANCELLED
         return open_ and self.event.call_details.deadline > time.time()
 
     def deadline(self) -> float:
-        """Return the latest time for the answer, on the monotonic clock."""
+        """Return the latest time for the answer, on the monotonic clock in seconds.
+
+        It is the caller's deadline, but at most the longest time of a unary call from now. It lies
+        in the past if the caller's deadline has passed.
+        """
         remaining = float(self.event.call_details.deadline) - time.time()
         return time.monotonic() + min(remaining, self.rpc.seconds())
 
     def is_active(self) -> bool:
-        """Tell whether the caller is connected, and no status was sent."""
+        """Tell whether the caller has not cancelled, and no status was sent. A passed deadline is
+        not checked.
+        """
         return bool(_server._is_rpc_state_active(self.state))
 
     def cancel(self) -> None:
-        """Cancel the call."""
+        """Cancel the call: its caller gets CANCELLED unless it has a status already. It is not
+        counted here.
+        """
         self.event.call.cancel()
 
     def push(self, message: bytes, on_sent: Callable[[], None]) -> None:
         """Send one message of a stream, without waiting; does nothing if the call has ended.
 
+        Push the next message only after `on_sent`: gRPC sends one at a time.
+
         Args:
             message: the encoded message.
-            on_sent: called once gRPC has room for the next message.
+            on_sent: called on gRPC's own thread once there is room for the next message, or the
+                send has failed; not called if the call had ended before.
         """
         state, token = self.state, _server._SEND_MESSAGE_TOKEN
 
@@ -191,7 +219,7 @@ class Arrival:
             state.due.add(token)
 
     def finish(self, trailers: tuple[tuple[str, str], ...] | None) -> None:
-        """End a stream with OK.
+        """End a stream with OK, and count it as OK; a cancelled call gets no status. Call it once.
 
         Args:
             trailers: trailing metadata; None means none.
@@ -201,7 +229,9 @@ class Arrival:
         _server._status(self.event, self.state, None)
 
     def on_finish(self, callback: Callable[[], None]) -> None:
-        """Call a function once the call has ended; at once if it has ended already."""
+        """Call a function once the call has ended, on gRPC's own thread; at once, on this thread,
+        if it has ended already.
+        """
         with self.state.condition:
             ended = self.state.callbacks is None
             if not ended:
@@ -210,15 +240,23 @@ class Arrival:
             callback()
 
     def refuse(self, error: Exception) -> None:
-        """Answer with an error, without waiting."""
+        """Answer with an error, without waiting, and count the call with the error's status.
+
+        The refusal is logged, but at most 10 such lines a second. Call it at most once, for a call
+        without a status.
+
+        Args:
+            error: any error; one that is not a NobackfillError gets a message without details.
+        """
         self.rpc.refusal = error
         self.answer(lambda: b"")
 
     def receive(self, on_message: Callable[[bytes | None], None]) -> None:
-        """Request the message, without waiting.
+        """Request the message, without waiting; call it once.
 
         Args:
-            on_message: called with the message; with None if none will arrive.
+            on_message: called once, on gRPC's own thread, with the encoded message; with None if
+                the caller sent none, has left, or has got a status meanwhile.
         """
         take = _server._receive_message(self.state, self.event.call, None)
 
@@ -240,7 +278,10 @@ class Arrival:
             self.state.due.add(_server._RECEIVE_MESSAGE_TOKEN)
 
     def end_unread(self, code: grpc.StatusCode, sentence: str) -> None:
-        """End a call whose message has not arrived; does nothing if it has.
+        """End a call whose message has not arrived; does nothing if it has, or if the call has a
+        status.
+
+        The call is counted later, once `receive` reports that no message came.
 
         Args:
             code: the status.
@@ -284,14 +325,17 @@ class QuickCall:
 
     @property
     def open_call(self) -> Any:
-        """The entry of this call among the server's open calls."""
+        """The entry of this call among the server's open calls: itself, or grpcio's state once it
+        has become an Arrival.
+        """
         return self if self._arrival is None else self._arrival.state
 
     def receive(self, on_message: Callable[[bytes | None], None]) -> None:
-        """Request the message, without waiting.
+        """Request the message, without waiting; call it once.
 
         Args:
-            on_message: called with the message; with None if none will arrive.
+            on_message: called once, on gRPC's own thread, with the encoded message; with None if
+                the caller sent none or has left, or if `end_unread` has ended the call.
         """
 
         def complete(event: Any) -> Any:
@@ -315,12 +359,16 @@ class QuickCall:
         self.event.call.start_server_batch((cygrpc.ReceiveMessageOperation(0),), complete)
 
     def is_wanted(self) -> bool:
-        """Tell whether the caller may still wait."""
+        """Tell whether the caller's deadline has not passed. A caller that has cancelled is not
+        noticed.
+        """
         return bool(self.event.call_details.deadline > time.time())
 
     def send(self, answer: bytes) -> None:
-        """Send an encoded answer, and end the call once grpcio knows whether the caller is still
-        there.
+        """Send an encoded answer with status OK, without waiting, and count the call as OK.
+
+        The call ends once grpcio knows whether the caller is still there. Call it once, and not
+        after `to_arrival`.
         """
         self.rpc.end(grpc.StatusCode.OK)
         self.event.call.start_server_batch(
@@ -334,7 +382,15 @@ class QuickCall:
         )
 
     def end_unread(self, code: grpc.StatusCode, sentence: str) -> None:
-        """End a call whose message has not arrived; does nothing if it has."""
+        """End a call whose message has not arrived; does nothing if it has, or if the call has a
+        status.
+
+        Else the call becomes an Arrival.
+
+        Args:
+            code: the status.
+            sentence: the error message.
+        """
         with self._lock:
             if self._has_message:
                 return
@@ -342,7 +398,11 @@ class QuickCall:
         arrival.end_unread(code, sentence)
 
     def to_arrival(self) -> Arrival:
-        """Turn the call into one of grpcio's, which knows whether its caller has left."""
+        """Turn the call into one of grpcio's, which knows whether its caller has left.
+
+        Every later call returns the same Arrival. It replaces this call among the server's open
+        calls.
+        """
         with self._lock:
             return self._become_arrival()
 
@@ -405,13 +465,22 @@ class Watcher:
         self._is_sending = False
 
     def begin(self) -> None:
-        """Register for the end of the call."""
+        """Register for the end of the call, and offer messages when the stream is stopped.
+
+        The watcher must have a source. If the call has ended already, the watcher leaves its source
+        at once.
+        """
         self._stream.on_stop = self.offer
         self._arrival.on_finish(self._on_finish)
 
     def offer(self) -> None:
         """Send the newest message if the one before was sent; end the call after the last. Never
         waits.
+
+        It also checks the caller. A caller that may not continue gets the refusal, and an error of
+        the source goes to the caller. A stream that is too old ends with OK, and a trailer asks to
+        watch again. Any thread may call it; without news it does nothing. The watcher must have a
+        source.
         """
         source = self.source
         assert source is not None, "the watcher was added to a source"
@@ -484,18 +553,24 @@ class WatchSource:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no watcher is left."""
+        """Whether no watcher is left; newcomers that wait for their first poll do not count."""
         return not self._watchers
 
     def leave(self, watcher: Watcher) -> None:
-        """Remove a watcher."""
+        """Remove a watcher; one that is not there is no error."""
         with self._lock:
             self._watchers.discard(watcher)
 
     def poll(self, newcomers: Sequence[Watcher]) -> None:
         """Make the next message if something has changed, and offer it to the watchers.
 
-        Newcomers get the present message: the source begins again for them.
+        Newcomers get the present message: the source begins again for them. Without any watcher, it
+        does nothing. An error of the source is kept in `error` and offered as the end, and is not
+        raised. Call it on one thread at a time.
+
+        Args:
+            newcomers: watchers that came since the last poll; those whose call has ended are left
+                out.
         """
         number, message, is_last = self.news
         newcomers = [watcher for watcher in newcomers if not watcher.has_ended]
@@ -545,10 +620,14 @@ class WatchPump:
     ) -> None:
         """Add a watcher, without waiting.
 
+        Its source is polled as soon as a thread is free, then every 0.2 s. At most 4 sources are
+        polled at once, and 2 of one method. After `close` no source is polled any more.
+
         Args:
             key: method and encoded request; it identifies the source.
-            make: makes the source's messages; None means that nothing has changed.
-            watcher: the watcher.
+            make: makes the source's messages; None means that nothing has changed. Used only if the
+                key has no source yet.
+            watcher: the watcher; the pump sets its `source`.
         """
         with self._changed:
             source = self._sources.get(key)
@@ -560,7 +639,7 @@ class WatchPump:
         watcher.begin()
 
     def close(self) -> None:
-        """Stop the threads once they have polled."""
+        """Stop the threads once they have polled; does not wait for them, and ends no call."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -671,7 +750,14 @@ class CallExecutor(Executor):
         self._thread.start()
 
     def submit(self, *call: Any, **_none: Any) -> Future[Any]:
-        """Take a call that has arrived; gRPC calls this. Never waits."""
+        """Take a call that has arrived; gRPC calls this. Never waits.
+
+        A refused call gets its error. A call that reads a stream gets a thread of its lane, or
+        OverloadedError as its status. The message of any other call is requested first.
+
+        Returns:
+            A future that is finished and holds None, whatever becomes of the call.
+        """
         arrival = Arrival(*call)
         rpc = arrival.rpc
         if rpc.refusal is not None:
@@ -683,25 +769,37 @@ class CallExecutor(Executor):
         return _FINISHED
 
     def awaited(self) -> int:
-        """Return the number of calls whose message has not arrived."""
+        """Return the number of calls whose message has not arrived, of all callers."""
         with self._lock:
             return sum(map(len, self._awaited.values()))
 
     def give_up(self) -> None:
-        """End all calls whose message has not arrived, because the gateway stops."""
+        """End all calls whose message has not arrived with UNAVAILABLE, because the gateway stops.
+        Calls that arrive later are still taken.
+        """
         with self._lock:
             arrivals = [arrival for calls in self._awaited.values() for arrival in calls]
         for arrival in arrivals:
             arrival.end_unread(grpc.StatusCode.UNAVAILABLE, "the gateway is stopping")
 
     def close(self) -> None:
-        """Stop the threads."""
+        """Stop the thread that ends silent calls, and wait for it; then tell the threads of watches
+        to stop, without waiting. No call is ended.
+        """
         self._stopping.set()
         self._thread.join()
         self._watches.close()
 
     def take(self, arrival: Call) -> None:
-        """Request a call's message, without waiting."""
+        """Request a call's message, without waiting.
+
+        A caller may have 4 calls without a message for each call that may wait. Above that, its
+        longest awaited call ends with RESOURCE_EXHAUSTED. All callers without a token count as one.
+
+        Args:
+            arrival: the call; it ends with DEADLINE_EXCEEDED if its message does not come within
+                the patience of the interceptor.
+        """
         longest = None
         with self._lock:
             awaited = self._awaited[arrival.rpc.caller]
@@ -740,9 +838,14 @@ class CallExecutor(Executor):
         return len(self._batch)
 
     def answer_batch(self) -> None:
-        """Answer the calls that need no thread; called on gRPC's own thread only."""
-        batchze, self._batch = self._batch, []
-        for answer, calls in groupby(batchze, key=lambda entry: entry[0]):
+        """Answer the calls that need no thread; called on gRPC's own thread only.
+
+        Calls of one method that follow each other are answered in one go. Calls without such an
+        answer, with a past deadline, or of a batch that failed get a thread. A failure is logged
+        and counted. Without waiting calls it does nothing.
+        """
+        batch, self._batch = self._batch, []
+        for answer, calls in groupby(batch, key=lambda entry: entry[0]):
             self._answer(answer, [(arrival, message) for _, arrival, message in calls])
 
     def _answer(self, answer_calls: ImmediateAnswer, calls: Sequence[tuple[Call, bytes]]) -> None:
@@ -870,11 +973,12 @@ class Server(_server._Server):
 
     @property
     def server(self) -> grpc.Server:
-        """The object to which services and ports are added."""
+        """The object to which services and ports are added: the server itself."""
         return self
 
     def start(self) -> None:
-        """Start the loop in a thread.
+        """Start the loop in a daemon thread; does not wait. Call it once, after services and ports
+        were added.
 
         Raises:
             ValueError: the server was started before.
@@ -893,11 +997,13 @@ class Server(_server._Server):
         ).start()
 
     def finish(self, end: float) -> None:
-        """Wait until the calls that are being answered now have ended; later calls are not waited
-        for.
+        """Wait until the calls that are open now have ended; later calls are not waited for.
+
+        It looks every 0.01 s, ends no call, and returns at `end` even if calls are open. Streams
+        count, too.
 
         Args:
-            end: latest time on the monotonic clock.
+            end: latest time on the monotonic clock; one in the past returns at once.
         """
         with self._state.lock:
             open_calls = set(self._state.rpc_states)
@@ -911,11 +1017,15 @@ class Server(_server._Server):
                 open_calls &= self._state.rpc_states
 
     def give_up(self) -> None:
-        """End the calls whose message has not arrived."""
+        """End the calls whose message has not arrived with UNAVAILABLE; calls that arrive later are
+        still taken.
+        """
         self._pool.give_up()
 
     def close(self) -> None:
-        """Stop the pool's threads, once the server has stopped."""
+        """Stop the pool's threads, once the server has stopped; waits for the thread that ends
+        silent calls.
+        """
         self._pool.close()
 
 

@@ -55,10 +55,10 @@ class CallMetrics(Collector):
         registry.register(self)
 
     def count(self, method: str, code: grpc.StatusCode, seconds: float) -> None:
-        """Count an ended call.
+        """Count an ended call, under a lock of its method.
 
         Args:
-            method: /package.Service/Name.
+            method: /package.Service/Name; it becomes labels, so it must be a method of the gateway.
             code: its status.
             seconds: time since its arrival.
         """
@@ -71,7 +71,7 @@ class CallMetrics(Collector):
             counts.seconds += seconds
 
     def count_unknown(self) -> None:
-        """Count a call of an unknown method."""
+        """Count a call of an unknown method as UNIMPLEMENTED, without its name."""
         self._unknown += 1
 
     def _ended(self) -> Iterator[Metric]:
@@ -97,7 +97,9 @@ class CallMetrics(Collector):
         yield handling
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics of calls."""
+        """Yield the metrics of calls at a scrape: ended calls by method and status, their
+        durations, and open and waiting calls by lane.
+        """
         yield from self._ended()
         is_open = GaugeMetricFamily(
             "nobackfill_calls_open", "Calls that came and have not ended, by lane.", labels=["lane"]
@@ -136,7 +138,9 @@ class DeviceMetrics:
         )  # fmt: skip
 
     def set_expected_release(self, release: int) -> None:
-        """Start a release's counters at 0, so that Prometheus sees its first failed sync."""
+        """Start a release's counters at 0, so that Prometheus sees its first failed sync. Counts
+        that are there already stay.
+        """
         for failure in FAILURES:
             self.syncs.labels(str(release), failure)
 
@@ -161,7 +165,9 @@ class Expiries(Collector):
         self.tokens: Callable[[], datetime | None] = lambda: None
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the days until each expires; negative after that."""
+        """Yield at a scrape the days until each expires; negative after that. The sources are
+        called each time, and their errors fail the scrape.
+        """
         now = datetime.now(UTC)
         for name, subject, label, ends in (
             ("metadata", "TUF metadata of a role", "role", self.metadata()),
@@ -209,16 +215,19 @@ class _Silent(WSGIRequestHandler):
 def serve(
     host: str, port: int, registry: CollectorRegistry, ready: Callable[[], bool]
 ) -> WSGIServer:
-    """Make an HTTP server, to be run with serve_forever.
+    """Make an HTTP server that listens at once; run it with serve_forever, and close it with
+    server_close.
+
+    Each request has a thread, and 10 s to arrive.
 
     Args:
         host: host to listen on.
         port: port to listen on; 0 means any free one.
         registry: metrics of /metrics.
-        ready: tells whether /readyz answers 200 instead of 503.
+        ready: tells whether /readyz answers 200 instead of 503; called at each request.
 
     Raises:
-        OSError: the port cannot be used.
+        OSError: the port cannot be used, or the host is unknown.
     """
     metrics: Any = make_wsgi_app(registry)
 
@@ -314,13 +323,14 @@ class Metrics:
         )  # fmt: skip
 
     def serve(self, address: str) -> str:
-        """Serve HTTP GET /metrics, /healthz and /readyz.
+        """Serve HTTP GET /metrics, /healthz and /readyz on a daemon thread until `close`; call it
+        once.
 
         Args:
             address: HOST:PORT; port 0 means any free one.
 
         Returns:
-            HOST:PORT with the port that is used.
+            HOST:PORT with the port that is used; an IPv6 host without brackets.
 
         Raises:
             BusyError: the address cannot be used.
@@ -341,7 +351,7 @@ class Metrics:
         return f"{host}:{self._server.server_port}"
 
     def close(self) -> None:
-        """Stop the HTTP server."""
+        """Stop the HTTP server, and wait for its thread; only after `serve`."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()

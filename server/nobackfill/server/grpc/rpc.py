@@ -77,7 +77,7 @@ class Size:
 
     @property
     def reserved(self) -> int:
-        """The number of places that only one role may take."""
+        """The number of places that only one role may take, rounded down."""
         return int(self.places * self.reserve)
 
 
@@ -139,12 +139,13 @@ class Lane:
     """Hold the threads and places of one kind of call."""
 
     def __init__(self, name: str, size: Size, *, shared: bool) -> None:
-        """Start the threads.
+        """Start one thread; the others start when work needs them. `close` stops them.
 
         Args:
-            name: name of the lane.
+            name: name of the lane, also in messages and names of threads.
             size: its size.
-            shared: callers can be told apart, so each gets its share only.
+            shared: callers can be told apart, so each gets its share only, at least one place, and
+                each role has its reserve. Otherwise any caller may take all places.
         """
         self.name = name
         self.size = size
@@ -193,13 +194,15 @@ class Lane:
     def has_room(self, waiting: int) -> bool:
         """Tell whether one more call may come that takes no thread.
 
+        Takes no lock, so that the answer may be old. Shares of callers and roles are not checked.
+
         Args:
             waiting: number of such calls that wait now; they count as occupied places.
         """
         return self._occupied + waiting < self.size.places
 
     def leave(self, caller: str, role: Role) -> None:
-        """Release a place that `enter` took for the same caller and role."""
+        """Release a place that `enter` took for the same caller and role; once for each `enter`."""
         with self._lock:
             self._occupied -= 1
             self._roles[role] -= 1
@@ -208,9 +211,11 @@ class Lane:
                 del self._callers[caller]
 
     def run(self, work: Callable[[], object]) -> None:
-        """Run work on the next free thread, for a call that has a place.
+        """Run work on the next free thread, for a call that has a place; does not wait.
 
-        Raises nothing: gRPC's own thread calls this, and an error would end it.
+        Raises nothing: gRPC's own thread calls this, and an error would end it. Without a new
+        thread of the system, which is logged, an existing one does the work. After `close` the work
+        is dropped, and only a warning is logged. An error that the work raises is lost.
         """
         try:
             self._pool.submit(work)
@@ -221,8 +226,10 @@ class Lane:
     def take_turn(self, timeout_s: float) -> None:
         """Wait on the call's own thread for a turn: at most `threads` calls work at once.
 
+        `end_turn` must follow once it has returned.
+
         Args:
-            timeout_s: longest wait in seconds.
+            timeout_s: longest wait in seconds, at most an hour; 0 or less does not wait.
 
         Raises:
             DeadlineError: the turn did not come in time.
@@ -234,11 +241,13 @@ class Lane:
             )
 
     def end_turn(self) -> None:
-        """Let the next call work."""
+        """Let the next call work; once for each turn that `take_turn` gave."""
         self._turns.release()
 
     def waiting(self) -> int:
-        """Return the number of calls that have a place and no thread yet."""
+        """Return how many calls have a place beyond the number of threads, at least 0; they wait,
+        except watches, which need no thread.
+        """
         return max(0, self._occupied - self.size.threads)
 
     def occupied(self) -> int:
@@ -246,7 +255,9 @@ class Lane:
         return self._occupied
 
     def close(self) -> None:
-        """Stop the threads once they are idle; work that waits for a thread is dropped."""
+        """Stop the threads once they are idle; work that waits for a thread is dropped. Returns at
+        once, and running work goes on.
+        """
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
@@ -254,12 +265,14 @@ class Lanes:
     """Hold all lanes of a gateway."""
 
     def __init__(self, max_calls: int, *, shared: bool, plain: bool = False) -> None:
-        """Start the lanes.
+        """Start the lanes, each with one thread; `close` stops them.
 
         Args:
-            max_calls: places for unary calls, of each weight.
-            shared: callers can be told apart by tokens.
-            plain: each stream holds a thread, also a watch.
+            max_calls: places for unary calls, of each weight: light, heavy and slow.
+            shared: callers can be told apart by tokens. Otherwise only the lane `public` limits
+                callers, by their address.
+            plain: each stream holds a thread, also a watch, so that lanes of streams have as many
+                places as threads.
         """
         calls = Size(_THREADS, max_calls)
         sizes = {
@@ -277,7 +290,7 @@ class Lanes:
         }
 
     def of(self, method: str, *, streams: bool) -> Lane:
-        """Return a method's lane.
+        """Return a method's lane; an unknown method has `transfers` or `calls`.
 
         A unary call of another method is light until its message says otherwise.
 
@@ -288,15 +301,19 @@ class Lanes:
         return self.all[_LANES.get(method, "transfers" if streams else "calls")]
 
     def heavier(self, lane: Lane) -> Lane:
-        """Return the lane for a call with a large message or an image."""
+        """Return the lane for a call with a large message or an image: `heavy` instead of `calls`;
+        any other lane is returned as it is.
+        """
         return self.all["heavy"] if lane.name == "calls" else lane
 
     def slower(self, lane: Lane) -> Lane:
-        """Return the lane for a search of a slow gallery."""
+        """Return the lane for a search of a slow gallery: `slow` instead of `calls`; any other lane
+        is returned as it is.
+        """
         return self.all["slow"] if lane.name == "calls" else lane
 
     def close(self) -> None:
-        """Stop all lanes."""
+        """Stop all lanes; see Lane.close. Returns at once."""
         for lane in self.all.values():
             lane.close()
 
@@ -322,11 +339,15 @@ def reader(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
     """Wrap a message class's FromString, so that it refuses invalid messages and those of too many
     parts.
 
+    The decoder counts the parts of messages above 20,200 bytes before it decodes them.
+
     Args:
         parse: the class's FromString.
 
     Returns:
-        The decoder; it raises InvalidInputError or TooLargeError.
+        The decoder. It raises InvalidInputError for bytes that are no such message, or that hold a
+        group in what is counted. It raises TooLargeError for more than 10,100 fields, or above 2
+        MiB for more than 500,000 at any depth.
     """
     descriptor: Descriptor = parse.__self__.DESCRIPTOR  # type: ignore[attr-defined]
 
@@ -459,13 +480,14 @@ class OpenStream:
         self, context: StreamContext, confirm: Callable[[], None], longest_s: float, *,
         checks_stop: bool, drained: bool,
     ) -> None:  # fmt: skip
-        """Start to track a stream.
+        """Start to track a stream; nothing ends it until `stop`, `enforce` or a Stalls does.
 
         Args:
             context: the stream's context.
-            confirm: raises once the caller may not continue.
-            longest_s: largest age in seconds.
-            checks_stop: its work checks `active`, so it is asked before it is cancelled.
+            confirm: raises a NobackfillError once the caller may not continue.
+            longest_s: largest age in seconds from now; infinite means no limit.
+            checks_stop: its work checks `active`, so it has 1 s to end by itself; otherwise it is
+                cancelled at once.
             drained: the gateway waits for it when it stops.
         """
         self.context = context
@@ -485,18 +507,23 @@ class OpenStream:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether the stream was asked to end."""
+        """Whether the stream was asked to end; it may still run."""
         return self._stopped is not None
 
     def active(self) -> bool:
-        """Tell whether the stream's work continues."""
+        """Tell whether the stream's work continues: it was not asked to end, and its caller is
+        connected.
+        """
         return self._stopped is None and self.context.is_active()
 
     def check(self) -> None:
         """Check that the caller may continue.
 
+        A stream that was asked to end without a reason passes.
+
         Raises:
-            UnauthenticatedError: its token is no longer valid.
+            UnauthenticatedError: its token was removed, has expired, or has another role or
+                galleries now.
             NobackfillError: the stream was ended with this error.
         """
         self.confirm()
@@ -504,7 +531,11 @@ class OpenStream:
             raise self.reason
 
     def stop(self, reason: NobackfillError | None = None) -> None:
-        """Ask the stream to end, and cancel it if it has not ended after the grace period.
+        """Ask the stream to end; a later call cancels it if it still runs after the grace period.
+
+        The first call records the reason and calls `on_stop` on this thread; the reason of later
+        calls is ignored. The grace period is 1 s, or none if the work does not check. Stalls calls
+        this again every 0.5 s.
 
         Args:
             reason: the error for its caller; None means that it ends without one.
@@ -518,7 +549,10 @@ class OpenStream:
             self.context.cancel()
 
     def enforce(self, refusal: NobackfillError | None) -> None:
-        """Stop the stream if it must end by now.
+        """Stop the stream if it must end by now: it is refused, too old, or was asked to end
+        before; see `stop`.
+
+        An age above the limit sets `is_old`, and the stream ends without an error.
 
         Args:
             refusal: why its caller may not continue; None if it may.
@@ -550,14 +584,25 @@ class Stalls:
         self._thread.start()
 
     def watch(self, stream: OpenStream) -> Callable[[], None]:
-        """Watch a stream; returns the function to call once it has ended."""
+        """Watch a stream; returns the function to call once it has ended. A second call of it does
+        nothing.
+
+        Every 0.5 s a thread checks the caller, the age, and how long the client has let it wait:
+        after 60 s without a sent or read message the stream is cancelled.
+        """
         with self._lock:
             self._streams.setdefault(stream.confirm, set()).add(stream)
         return lambda: self._forget(stream)
 
     def requests(self, requests: Iterator[Any], stream: OpenStream) -> Iterator[Any]:
-        """Yield the client's messages, and check the caller for each; the wait for each is
-        watched.
+        """Yield the client's messages, and check the caller for each; the wait for each is watched.
+
+        It ends when the client ends its stream. Sets and clears `stream.waiting`.
+
+        Raises:
+            UnauthenticatedError: the caller may not continue.
+            NobackfillError: the stream was ended with this error.
+            Exception: whatever `requests` raises, as gRPC does for a cancelled call.
         """
         while True:
             stream.waiting = time.monotonic()
@@ -573,7 +618,13 @@ class Stalls:
     def responses(self, responses: Iterator[Any], stream: OpenStream) -> Iterator[Any]:
         """Yield our messages, and check the caller for each; the client's reading is watched.
 
-        None means that nothing has changed; the work is asked again after POLL_SECONDS.
+        None means that nothing has changed: this sleeps POLL_SECONDS, then asks again, or ends if
+        the stream is not active.
+
+        Raises:
+            UnauthenticatedError: the caller may not continue.
+            NobackfillError: the stream was ended with this error.
+            Exception: whatever `responses` raises.
         """
         for response in responses:
             if response is None:
@@ -589,14 +640,14 @@ class Stalls:
                 stream.waiting = None
 
     def end_all(self) -> None:
-        """End the streams that the gateway does not wait for when it stops."""
+        """Ask the streams to end that the gateway does not wait for when it stops. Waits for none."""
         for _, streams in self._all():
             for stream in streams:
                 if not stream.drained:
                     stream.stop()
 
     def close(self) -> None:
-        """Stop the thread."""
+        """Stop the thread, and wait for it. Streams that are open are watched no more."""
         self._stopping.set()
         self._thread.join()
 
@@ -717,17 +768,19 @@ class Kind:
 
     @property
     def is_watch(self) -> bool:
-        """Whether a call reports changes."""
+        """Whether a call reports changes: its method is one of WATCHES."""
         return self.method in WATCHES
 
     def watch(self, request: Any) -> Iterator[bytes | None]:
-        """Yield the encoded messages of a watch; None if nothing has changed."""
+        """Yield the encoded messages of a watch; None if nothing has changed. Never sleeps; errors
+        of the service's method pass through.
+        """
         for response in self.behavior(request, None):
             yield None if response is None else self.write(response)
 
     @property
     def streams(self) -> bool:
-        """Whether a call may last as long as its client likes."""
+        """Whether a call may last as long as its client likes: one side sends several messages."""
         return self.reads_stream or self.sends_stream
 
 
@@ -745,19 +798,21 @@ class CallAdmission:
     def weigh(self, rpc: "Rpc", message: bytes) -> tuple[Lane, Any]:
         """Choose the lane of a call by its message.
 
-        A large message is decoded later, by the thread that works for it.
+        A large message (above 64 KiB) is decoded later, by the thread that works for it. It counts
+        toward 512 MiB until the call ends.
 
         Args:
             rpc: the call.
             message: its encoded message.
 
         Returns:
-            The lane, and the decoded request or the large message.
+            The lane, and the decoded request or the large message as bytes.
 
         Raises:
-            InvalidInputError: it is no message of the method.
-            TooLargeError: it has too many parts.
-            OverloadedError: too many large messages are being worked on.
+            InvalidInputError: a message that is not large is no message of the method.
+            TooLargeError: a message that is not large has too many parts.
+            OverloadedError: large messages are being worked on, and with this one they would exceed
+                512 MiB. A single one is never refused.
         """
         if len(message) > LARGE:
             self._hold(rpc, len(message))
@@ -768,10 +823,16 @@ class CallAdmission:
         return self.lanes.slower(rpc.lane) if rpc.is_slow(request) else rpc.lane, request
 
     def enter(self, rpc: "Rpc", lane: Lane, peer: bytes | str) -> None:
-        """Take a place in a lane until the call has ended.
+        """Take a place in a lane, without waiting, until the call has ended.
+
+        Args:
+            rpc: the call; its token's name is the caller.
+            lane: the lane.
+            peer: gRPC's address of the client; without a token, it is the caller, less its port.
 
         Raises:
-            OverloadedError: the lane, or the caller's share of it, is full.
+            OverloadedError: the lane, or the caller's share of it, is full, or the free places are
+                for other roles.
         """
         caller = rpc.caller or _address(peer)
         role = rpc.principal.role
@@ -824,26 +885,31 @@ class Rpc:
         self._open: OpenStream | None = None
 
     def seconds(self) -> float:
-        """Return the longest time for its answer in seconds."""
+        """Return the longest time for the answer of a unary call, in seconds from its arrival."""
         return self.kind.max_call_seconds
 
     def accept(self, principal: Principal, confirm: Callable[[], None] | None) -> None:
-        """Accept the caller.
+        """Accept the caller; from now on its share of a lane is that of its token.
 
         Args:
             principal: the caller.
-            confirm: raises once its token is no longer valid; None means that it has no token.
+            confirm: raises once its token is no longer valid; None means that it has no token, and
+                its address is the caller.
         """
         self.principal = principal
         if confirm is not None:
             self.caller, self._confirm = principal.name, confirm
 
     def on_end(self, ending: Callable[[], None]) -> None:
-        """Register a function to call once the call has ended."""
+        """Register a function to call once the call has ended. It must not raise; functions run in
+        the order of registration, on the thread that calls `end`.
+        """
         self._endings.append(ending)
 
     def end(self, code: grpc.StatusCode) -> None:
-        """Count the call, and release what it held."""
+        """Count the call with its duration, release what it held, and export its trace. Call it
+        exactly once.
+        """
         for ending in self._endings:
             ending()
         self.kind.metrics.calls.count(self.kind.method, code, time.monotonic() - self._arrived)
@@ -851,7 +917,9 @@ class Rpc:
             self.trace.end(code, self.request_id)
 
     def is_heavy(self, request: Any) -> bool:
-        """Tell whether a small request needs much work: a model must embed an image."""
+        """Tell whether a small request needs much work: a search for which a model must embed an
+        image. Other requests never do.
+        """
         if isinstance(request, search_pb2.SearchRequest):
             return request.query.HasField("image")
         if isinstance(request, search_pb2.SearchBatchRequest):
@@ -859,7 +927,10 @@ class Rpc:
         return False
 
     def is_slow(self, request: Any) -> bool:
-        """Tell whether a request is a slow search, or a search of a slow gallery."""
+        """Tell whether a request is a slow search, or a search of a slow gallery.
+
+        A search that sets `accuracy` is slow. A request without `query` or `queries` is none.
+        """
         searches = hasattr(request, "query") or hasattr(request, "queries")
         return searches and (request.HasField("accuracy") or self.kind.is_slow(request.gallery))
 
@@ -929,6 +1000,9 @@ class Rpc:
     def open_stream(self, context: StreamContext) -> OpenStream:
         """Start to watch a stream, which must end if it stalls, gets too old or its token is no
         longer valid.
+
+        It is watched until the call ends. Streams of other packages, such as reflection, are
+        cancelled without a grace period. Call it once.
         """
         size = self.lane.size
         # gRPC's own services do not check whether they must end.
@@ -940,9 +1014,12 @@ class Rpc:
         return stream
 
     def message(self, argument: Any) -> Any:
-        """Return a decoded request, once the caller may make it.
+        """Return a decoded request, once the caller may make it. A decoded argument is not decoded
+        again.
 
         Raises:
+            InvalidInputError: the bytes are no message of the method.
+            TooLargeError: the message has too many parts.
             NotPermittedError: the caller's role is not for the gallery.
         """
         request = self.read(argument) if isinstance(argument, bytes) else argument
@@ -1040,16 +1117,19 @@ class Interceptor(grpc.ServerInterceptor):
         *,
         plain: bool = False,
     ) -> None:
-        """Make the lanes.
+        """Make the lanes, and start their threads and the one that ends stalled streams; `close`
+        stops them.
 
         Args:
-            metrics: the gateway's metrics.
-            tokens: the tokens; None accepts everybody.
+            metrics: the gateway's metrics; they export the lanes' numbers from now on.
+            tokens: the tokens; None accepts everybody as an administrator.
             max_calls: most unary calls of each kind at once.
             max_call_seconds: longest time for a unary call.
-            patience_s: longest time for a unary call to send its message.
+            patience_s: longest time in seconds for a unary call to send its message; 20 by default.
             is_slow: tells whether searches of a gallery are slow; these have a lane of their own.
-            immediate_answers: by method, what answers calls on the thread that receives them.
+                By default none is.
+            immediate_answers: by method, what answers calls on the thread that receives them; none
+                by default.
             tracing: takes the spans of calls; None means no traces.
             plain: a plain `grpc.server` serves, not that of loop.py.
         """
@@ -1070,10 +1150,11 @@ class Interceptor(grpc.ServerInterceptor):
         self.count_awaited(lambda: len(self.admission.awaited))
 
     def count_awaited(self, awaited: Callable[[], int]) -> None:
-        """Export the number of calls whose message has not arrived, with the lanes' numbers.
+        """Export the number of calls whose message has not arrived, with the lanes' numbers;
+        replaces what was exported before.
 
         Args:
-            awaited: returns that number.
+            awaited: returns that number; called at each export.
         """
         self.metrics.calls.lanes = {
             "message": (awaited, awaited),
@@ -1085,7 +1166,12 @@ class Interceptor(grpc.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], MaybeHandler],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> MaybeHandler:
-        """Wrap a call; None, and it is counted, if the method is unknown."""
+        """Wrap a call; None, and it is counted, if the method is unknown.
+
+        A call that must be refused is wrapped, too, and gets its error when gRPC answers it. It is
+        refused without a valid token or role, above the token's rate, or while the gateway stops.
+        Sets the request's id for the log of this thread.
+        """
         method = str(handler_call_details.method)
         entry = self._kinds.get(method)
         if entry is None:
@@ -1101,7 +1187,9 @@ class Interceptor(grpc.ServerInterceptor):
     def arrive(self, method: str, metadata: Metadata) -> "Handling | None":
         """Return how a call is handled that may be answered where it arrives.
 
-        Returns None if it is handled as any other call, or refused.
+        Returns None if it is handled as any other call: its method has no immediate answer or was
+        not called before, calls are traced, or this one is refused. A call that is returned was
+        counted for its token's rate.
         """
         entry = self._kinds.get(method)
         if entry is None or entry[0].answer_immediately is None or self._tracing is not None:
@@ -1133,14 +1221,16 @@ class Interceptor(grpc.ServerInterceptor):
         return Handling(handler, rpc, kind.write)
 
     def drain(self) -> None:
-        """Refuse new calls, and end streams that the gateway does not wait for, because it
-        stops.
+        """Refuse new calls with UnavailableError, and end streams that the gateway does not wait
+        for, because it stops. Waits for no call, and cannot be undone.
         """
         self._draining = True
         self.stalls.end_all()
 
     def close(self) -> None:
-        """Stop the threads once their calls have ended."""
+        """Stop the threads once their calls have ended; waits only for the thread that ends stalled
+        streams. Work that waits for a thread is dropped.
+        """
         self.stalls.close()
         self.lanes.close()
 

@@ -28,20 +28,23 @@ class Tracing(Protocol):
         self, method: str, parent: Mapping[str, str], times: tuple[int, int],
         parts: list[tuple[str, int, int]], code: grpc.StatusCode, request_id: str,
     ) -> None:  # fmt: skip
-        """Export one call, without waiting.
+        """Export one call, without waiting; a call that cannot be exported is dropped, and nothing
+        is raised.
 
         Args:
             method: /package.Service/Method.
-            parent: headers of the caller's span.
+            parent: headers of the caller's span; empty without one.
             times: begin and end of the call, nanoseconds since 1970.
-            parts: name, begin and end of each part.
+            parts: name, begin and end of each part, in the order of their ends.
             code: the status of the call.
             request_id: id of the request.
         """
         ...
 
     def close(self) -> None:
-        """Export what is left, if the collector takes it in time."""
+        """Export what is left, if the collector takes it in time; spans that it does not take are
+        lost.
+        """
         ...
 
 
@@ -49,12 +52,12 @@ class CallTrace:
     """Record one call; one thread at a time works for it."""
 
     def __init__(self, tracing: Tracing, method: str, metadata: Mapping[str, Any]) -> None:
-        """Begin when the call has arrived.
+        """Begin when the call has arrived, which is now.
 
         Args:
             tracing: exports the call.
             method: /package.Service/Method.
-            metadata: headers of the call.
+            metadata: headers of the call; only the caller's span is read.
         """
         self._tracing, self._method = tracing, method
         self._parent = {name: metadata[name] for name in _CONTEXT if name in metadata}
@@ -63,12 +66,18 @@ class CallTrace:
         self._parts: list[tuple[str, int, int]] = []
 
     def queued(self) -> None:
-        """Record that a thread has taken the call."""
+        """Record that a thread has taken the call: the part `queue` lasts from its arrival until
+        now. Call it once.
+        """
         self._parts.append(("queue", self._began, time.monotonic_ns()))
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Record the block as a part of the call."""
+        """Record the block as a part of the call, also if it raises; the error passes.
+
+        Args:
+            name: a fixed word that names the part.
+        """
         began = time.monotonic_ns()
         try:
             yield
@@ -76,7 +85,7 @@ class CallTrace:
             self._parts.append((name, began, time.monotonic_ns()))
 
     def end(self, code: grpc.StatusCode, request_id: str) -> None:
-        """Export the call, without waiting.
+        """Export the call and its parts, without waiting; call it once.
 
         Args:
             code: the status of the call.
@@ -92,10 +101,11 @@ def read_tracing(environment: Mapping[str, str]) -> Tracing | None:
     say.
 
     Args:
-        environment: the environment variables.
+        environment: the environment variables; an empty value counts as none.
 
     Returns:
-        None if no traces are asked for.
+        The exporter, which the caller closes; None if no traces are requested, or OTEL_SDK_DISABLED
+        is true or OTEL_TRACES_EXPORTER is none.
 
     Raises:
         ConfigurationError: the exporter is not installed.

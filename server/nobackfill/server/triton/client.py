@@ -43,14 +43,15 @@ class Region:
     """Hold memory that Triton has mapped under `name`."""
 
     def __init__(self, name: str, size: int) -> None:
-        """Create the memory.
+        """Create the memory as a file in /dev/shm that only this user can open; the caller unlinks
+        its `path`.
 
         Args:
             name: its name.
-            size: its size in bytes.
+            size: its size in bytes, at least 1.
 
         Raises:
-            OSError: it cannot be created, or there is no room.
+            OSError: it cannot be created, the name is in use, or there is no room; no file is left.
         """
         self.name = name
         self.size = size
@@ -69,7 +70,12 @@ class Region:
     def hold(
         self, values: NDArray[np.uint8], tensor: pb.ModelInferRequest.InferInputTensor
     ) -> None:
-        """Copy values into the memory, and make a request's tensor refer to it."""
+        """Copy values into the memory, and make a request's tensor refer to it.
+
+        Args:
+            values: at most `size` bytes (ValueError otherwise).
+            tensor: the tensor, which is changed.
+        """
         self._memory[: values.nbytes] = values.reshape(-1)
         tensor.parameters["shared_memory_region"].string_param = self.name
         tensor.parameters["shared_memory_byte_size"].int64_param = values.nbytes
@@ -83,11 +89,11 @@ class SharedMemory:
         stub: Callable[[], GRPCInferenceServiceStub],
         metadata: Sequence[tuple[str, str]],
     ) -> None:
-        """Start without regions.
+        """Start without regions; does not call Triton.
 
         Args:
             stub: returns the stub of the present channel.
-            metadata: metadata of each call.
+            metadata: metadata of each call; empty means none.
         """
         self._stub = stub
         self._metadata = metadata
@@ -103,14 +109,17 @@ class SharedMemory:
     def lend(self, size: int) -> Region | None:
         """Return a region for so many bytes, which the caller alone uses until `give_back`.
 
-        The region is created, and mapped by Triton, if no free one is large enough.
+        If no free one is large enough, a region is created and mapped by Triton: some calls, each
+        of at most 0.6 s. A failure is logged and turns shared memory off for a minute, except while
+        Triton is away.
 
         Args:
             size: number of bytes.
 
         Returns:
-            The region; None if the size is too small or too large, both regions are in use, or
-            shared memory has failed in the last minute. A message then carries the pixels.
+            The region, which may be larger. None below 32 KiB or above 16 MiB, if both regions are
+            in use, or if one cannot be created now or in the last minute. A message then carries
+            the pixels.
         """
         if not _MIN_BYTES <= size <= _MAX_BYTES or time.monotonic() < self._off_until:
             return None
@@ -137,7 +146,9 @@ class SharedMemory:
         return region
 
     def give_back(self, region: Region) -> None:
-        """Let other calls use a region again."""
+        """Let other calls use a region again; one that `forget` has forgotten only gives its name
+        back.
+        """
         with self._lock:
             is_mapped = region in self._lent
             self._lent.discard(region)
@@ -147,7 +158,10 @@ class SharedMemory:
                 self._names.append(region.name)
 
     def forget(self) -> None:
-        """Forget all regions, because Triton has restarted or is another one."""
+        """Forget all regions, because Triton has restarted or is another one; does not call Triton.
+
+        Shared memory that was turned off after a failure is tried again at once.
+        """
         with self._lock:
             self._names += [region.name for region in self._free]
             self._free.clear()
@@ -157,7 +171,8 @@ class SharedMemory:
     def end(self) -> None:
         """Ask Triton to unmap the regions.
 
-        Call it when no call uses them. At Triton's first error it stops, and raises nothing.
+        Call it when no call uses them. At Triton's first error it stops, and raises nothing. Each
+        region takes at most 0.6 s.
         """
         with contextlib.suppress(grpc.RpcError):
             for region in self._free:
@@ -263,13 +278,18 @@ class TritonClient:
         credentials: grpc.ChannelCredentials | None = None,
         token: str | None = None,
     ) -> None:
-        """Open the channel.
+        """Open the channel, without waiting for the server; `close` closes it.
+
+        Pixels go through shared memory if the address is a socket or loopback, without TLS.
 
         Args:
             address: HOST:PORT, or unix:PATH.
             credentials: credentials for TLS; None means without TLS, for sockets of our own and
                 loopback.
             token: sent with every call; None means no token.
+
+        Raises:
+            ValueError: the address is neither.
         """
         self.address = address
         self._credentials = credentials
@@ -283,7 +303,9 @@ class TritonClient:
         self._shared = SharedMemory(lambda: self._stub, self._metadata) if is_local else None
 
     def live(self, timeout_s: float) -> bool:
-        """Tell whether the server answers within `timeout_s` seconds."""
+        """Tell whether the server answers within `timeout_s` seconds that it is live; any gRPC
+        error means False.
+        """
         try:
             return bool(
                 self._stub.ServerLive(
@@ -294,7 +316,9 @@ class TritonClient:
             return False
 
     def model_ready(self, name: str, timeout_s: float) -> bool:
-        """Tell whether version 1 of a model answers within `timeout_s` seconds."""
+        """Tell whether the server answers within `timeout_s` seconds that version 1 of a model is
+        ready; any gRPC error means False.
+        """
         request = pb.ModelReadyRequest(name=name, version=VERSION)
         try:
             answer = self._stub.ModelReady(request, timeout=timeout_s, metadata=self._metadata)
@@ -303,7 +327,7 @@ class TritonClient:
         return bool(answer.ready)
 
     def load(self, name: str, config: str, timeout_s: float) -> None:
-        """Load a model.
+        """Load a model, or load it again; blocks until it is ready.
 
         Args:
             name: the model.
@@ -311,8 +335,9 @@ class TritonClient:
             timeout_s: longest time in seconds.
 
         Raises:
-            VerificationError: Triton refuses the model.
-            UnavailableError: Triton does not answer in time.
+            VerificationError: Triton refuses the model; any error but the next two counts as a
+                refusal.
+            UnavailableError: Triton does not answer, or not in time; the model may be loaded later.
         """
         request = pb.RepositoryModelLoadRequest(model_name=name)
         request.parameters["config"].string_param = config
@@ -347,19 +372,23 @@ class TritonClient:
     def infer(
         self, name: str, inputs: Inputs, output: str, timeout_s: float
     ) -> NDArray[np.float32]:
-        """Run a model.
+        """Run version 1 of a model.
+
+        Large pixels go through shared memory if Triton maps it. If Triton has forgotten the region
+        after a restart, the call is made once more with the pixels in the message.
 
         Args:
             name: the model.
-            inputs: its inputs, n rows each.
+            inputs: its inputs, at least one, n rows each.
             output: name of the output.
-            timeout_s: longest time in seconds.
+            timeout_s: longest time of one call in seconds.
 
         Returns:
-            The output, float32 [n, dim].
+            The output, float32 [n, dim], read-only; its values are not checked.
 
         Raises:
-            UnavailableError: Triton does not answer.
+            UnavailableError: Triton does not answer, refuses the call, as for an unknown model, or
+                the channel was replaced.
             DeadlineError: Triton does not answer in time.
             VerificationError: the output has another shape.
         """
@@ -421,7 +450,9 @@ class TritonClient:
             ) from error
 
     def reconnect(self) -> None:
-        """End all running calls with UnavailableError, and open a new channel."""
+        """End all running calls with UnavailableError, and open a new channel. Regions of shared
+        memory are forgotten; Triton is not called.
+        """
         old = self._channel
         self._connect()
         if self._shared is not None:
@@ -436,22 +467,27 @@ class TritonClient:
         self._stub = GRPCInferenceServiceStub(self._channel)
 
     def close(self) -> None:
-        """Close the channel, and free the shared memory."""
+        """Ask Triton to unmap the shared memory, for at most 0.6 s a region, and close the channel;
+        calls that run end with an error.
+        """
         if self._shared is not None:
             self._shared.end()
         self._channel.close()
 
 
 def remote_client(address: str, ca: Path | None, token_file: Path | None) -> TritonClient:
-    """Make a client of a Triton that the gateway did not start.
+    """Make a client of a Triton that the gateway did not start; does not wait for it.
 
     Args:
-        address: HOST:PORT or grpcs://HOST:PORT.
-        ca: file with the certificate of its authority (PEM); None means those of the system.
-        token_file: file with a token; None means no token.
+        address: HOST:PORT, without TLS, or grpcs://HOST:PORT.
+        ca: file with the certificate of its authority (PEM); None means those of the system. Unused
+            without TLS.
+        token_file: file with a token, without the space around it; None or an empty file means no
+            token.
 
     Raises:
-        ConfigurationError: a file cannot be read.
+        ConfigurationError: a file cannot be read, or is not ASCII.
+        ValueError: the address has another form.
     """
     credentials = grpc.ssl_channel_credentials(_read(ca)) if address.startswith(TLS) else None
     token = _read(token_file)

@@ -56,11 +56,16 @@ _FIELDS = {
 def model_config(repo: Path, name: str) -> str:
     """Read and check the configuration of a published model; Triton prefers it to the file.
 
+    Args:
+        repo: the publication folder.
+        name: Triton's name of the model.
+
     Returns:
-        The configuration as JSON.
+        The configuration as JSON, on one line.
 
     Raises:
-        VerificationError: it cannot be read, or needs more than ONNX.
+        VerificationError: it is missing or cannot be read, is of another model, or needs more than
+            ONNX.
     """
     path = config_path(name)
     config = ModelConfig()
@@ -86,7 +91,11 @@ _CONCURRENT_LOADS = 4
 
 
 def model_names(manifest: Manifest) -> list[str]:
-    """Return Triton's names of a release's models."""
+    """Return Triton's names of a release's models: images, texts and side-information, in this
+    order; empty if it has none.
+
+    A side-information encoder of an older release has the older release's name.
+    """
     names = [embedder_model(manifest.release)] if manifest.embedder.file else []
     if manifest.text_encoder is not None:
         names += text_models(manifest)
@@ -97,12 +106,17 @@ def model_names(manifest: Manifest) -> list[str]:
 
 
 def text_models(manifest: Manifest) -> list[str]:
-    """Return Triton's names of the models that read texts."""
+    """Return Triton's names of the models that read texts: one or two, sorted.
+
+    Raises:
+        NoEncoderError: the release embeds no texts.
+    """
     return sorted({text_model(manifest, role) for role in TEXT_ROLES})
 
 
 def text_model(manifest: Manifest, role: TextRole) -> str:
-    """Return Triton's name of the model that reads texts of a role.
+    """Return Triton's name of the model that reads texts of a role: the query encoder if the
+    release has one and the role is `query`, else the text encoder.
 
     Raises:
         NoEncoderError: the release embeds no texts.
@@ -112,7 +126,13 @@ def text_model(manifest: Manifest, role: TextRole) -> str:
 
 
 def probes(manifest: Manifest, reader: TextReader | None) -> dict[str, Inputs]:
-    """Return the smallest input of each model that embeds, by its name."""
+    """Return the smallest input of each model that embeds, by its name: one black image, and the
+    reader's token inputs for texts.
+
+    Args:
+        manifest: the release.
+        reader: the release's text reader; None leaves its text models out.
+    """
     inputs: dict[str, Inputs] = {}
     if manifest.embedder.file is not None:
         shape = (1, manifest.frame.height, manifest.frame.width, 3)
@@ -125,10 +145,19 @@ def probes(manifest: Manifest, reader: TextReader | None) -> dict[str, Inputs]:
 def load_models(
     client: TritonClient, model_repo: Path, names: Sequence[str]
 ) -> dict[str, NobackfillError]:
-    """Load models concurrently, because each starts an interpreter.
+    """Load models concurrently, four at a time, because each starts an interpreter; a model that is
+    ready is not loaded again.
+
+    Blocks for at most about 120 s for each model. Models that did load stay loaded if others fail.
+
+    Args:
+        client: calls Triton.
+        model_repo: the publication folder.
+        names: Triton's names of the models; empty loads none.
 
     Returns:
-        The error of each model that failed, by its name.
+        The error of each model that failed, by its name: UnavailableError if Triton does not answer
+        in time, VerificationError if it refuses the model or the configuration is not valid.
     """
 
     def load(name: str) -> NobackfillError | None:
@@ -157,7 +186,9 @@ class Starts:
 
     def pause(self) -> float:
         """Return the seconds to wait before another start: 0 after a child that worked, else
-        growing, with jitter.
+        growing to at most 5, with jitter.
+
+        Each call counts a start: it forgets that the child has answered.
         """
         self._failures = 0 if self.has_answered else self._failures + 1
         self.has_answered = False
@@ -221,7 +252,12 @@ class TritonModels:
         self._thread = threading.Thread(target=self._watch, name="triton", daemon=True)
 
     def start(self) -> None:
-        """Start Triton, or look for it; if it does not answer, tries go on in the background."""
+        """Start Triton, or look for it; if it does not answer, tries go on in the background.
+
+        Waits for the first answer, at most 30 s for a child of its own and 5 s for an external
+        Triton. A Triton that does not answer is logged as an error, and nothing is raised. Call it
+        once.
+        """
         self._thread.start()
         # Loaded during the wait, because upgrades run models in this process: the first one would
         # block all calls for 50 ms.
@@ -237,7 +273,14 @@ class TritonModels:
     def load(self, manifest: Manifest) -> None:
         """Load a release, and return once it is ready; do nothing if it is loaded.
 
-        See Models.load.
+        Waits at most 60 s, or as long as the call allows, for Triton to answer. After an error some
+        of its models may be loaded, but the release does not count as loaded.
+
+        Raises:
+            UnavailableError: Triton does not answer, or does not load a model in time.
+            DeadlineError: the call's time is over.
+            VerificationError: Triton refuses a model, or a configuration or tokenizer is not valid.
+            ConfigurationError: the release embeds texts, and the extra `text` is not installed.
         """
         if not self._up.wait(min(_START_S, context.current().remaining())):
             raise UnavailableError(
@@ -253,8 +296,15 @@ class TritonModels:
         log.info("loaded in Triton", release=manifest.release)
 
     def want(self, manifest: Manifest) -> None:
-        """Load a release now, or as soon as the model server is there; never wait for it; see
-        Models.want.
+        """Load a release now, or as soon as the model server is there; never wait for it to answer.
+
+        If Triton answers, this loads the models at once, for at most about 120 s each. A Triton
+        that does not answer in time is logged, and the models are loaded when it answers again.
+
+        Raises:
+            VerificationError: Triton refuses a model, or a configuration or tokenizer is not valid;
+                the release is then not wanted.
+            ConfigurationError: the release embeds texts, and the extra `text` is not installed.
         """
         if self._up.is_set():
             try:
@@ -274,7 +324,11 @@ class TritonModels:
                 self._readers[manifest.release] = reader
 
     def unload(self, release: int) -> None:
-        """Free a release that no caller uses any more; see Models.unload."""
+        """Free a release that no caller uses any more; an unknown release is ignored.
+
+        Models that another loaded release needs stay. A model that Triton does not unload is
+        logged, and tried again every 5 s.
+        """
         with self._lock:
             manifest = self._releases.pop(release, None)
             self._readers.pop(release, None)
@@ -301,7 +355,22 @@ class TritonModels:
                 self._leftover.discard(name)
 
     def embed(self, manifest: Manifest, images: Images) -> Vectors:
-        """Embed images; see Models.embed."""
+        """Embed images.
+
+        Args:
+            manifest: the release.
+            images: uint8 [n, H, W, 3], n at least 1.
+
+        Returns:
+            float32 [n, dim].
+
+        Raises:
+            NoEncoderError: the release embeds no images.
+            UnavailableError: Triton does not answer, has no such model, or is being restarted.
+            DeadlineError: the call's time is over.
+            VerificationError: the output has another shape.
+            UnusableOutputError: some outputs are no vectors of the space; it has their rows.
+        """
         spec = manifest.embedder
         if manifest.embedder.file is None:
             raise manifest.no_images_error()
@@ -309,7 +378,25 @@ class TritonModels:
         return _check_output(vectors, spec.dim, unit=spec.unit)
 
     def texts(self, manifest: Manifest, texts: Sequence[str], role: TextRole) -> Vectors:
-        """Embed texts; see Models.texts."""
+        """Embed texts.
+
+        Args:
+            manifest: the release.
+            texts: at least one text.
+            role: whether they are queries or documents.
+
+        Returns:
+            float32 [n, dim].
+
+        Raises:
+            NoEncoderError: the release embeds no texts.
+            InvalidInputError: the tokenizer refuses a text, or crashes on it
+                (DefectiveTokenizerError).
+            UnavailableError: the release is not loaded, or Triton does not answer.
+            DeadlineError: the call's time is over.
+            VerificationError: the output has another shape.
+            UnusableOutputError: some outputs are no vectors of the space; it has their rows.
+        """
         if manifest.text_encoder is None:
             raise manifest.no_texts_error()
         with self._lock:
@@ -325,7 +412,21 @@ class TritonModels:
         return _check_output(vectors, spec.dim, unit=spec.unit)
 
     def side(self, manifest: Manifest, images: Images) -> Vectors | None:
-        """Compute the side-information of images; see Models.side."""
+        """Compute the side-information of images.
+
+        Args:
+            manifest: the release.
+            images: uint8 [n, H, W, 3], n at least 1.
+
+        Returns:
+            float32 [n, side_dim]; None if the release has no side encoder.
+
+        Raises:
+            UnavailableError: Triton does not answer, or has no such model.
+            DeadlineError: the call's time is over.
+            VerificationError: the output has another shape.
+            UnusableOutputError: some outputs are not finite; it has their rows.
+        """
         if manifest.side_encoder is None:
             return None
         name = side_encoder_model(manifest.side_encoder.origin_release)
@@ -333,11 +434,14 @@ class TritonModels:
         return _check_output(vectors, manifest.side_encoder.dim, unit=False)
 
     def ready(self) -> bool:
-        """Tell whether images can be embedded now; see Models.ready."""
+        """Tell whether images can be embedded now, by the last probe of Triton; does not wait."""
         return self._up.is_set()
 
     def close(self) -> None:
-        """Stop what `start` has started; see Models.close."""
+        """Stop what `start` has started, wait for it, and close the connection; call it once.
+
+        A Triton of its own has about 7 s to end, then it is killed. An external one goes on.
+        """
         self._stopping.set()
         if self._thread.is_alive():
             self._thread.join()

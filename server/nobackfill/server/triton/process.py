@@ -38,11 +38,11 @@ class Misses:
     """Count missed probes since the last answer, except while the child is busy."""
 
     def __init__(self, processor_s: Callable[[], float] | None) -> None:
-        """Start at 0.
+        """Start at 0, as if the last answer came now.
 
         Args:
             processor_s: returns the seconds that the child has used a processor or waited for one;
-                None for a child of somebody else.
+                None for a child of somebody else, which is never busy.
         """
         self._processor_s = processor_s
         self._count = 0
@@ -51,17 +51,17 @@ class Misses:
 
     @property
     def count(self) -> int:
-        """The number of missed probes."""
+        """The number of missed probes since the last answer, less those that are forgiven."""
         return self._count
 
     @property
     def unready(self) -> bool:
-        """Whether calls must be refused."""
+        """Whether calls must be refused: two probes or more were missed."""
         return self._count >= _UNREADY
 
     @property
     def hangs(self) -> bool:
-        """Whether the child must be killed."""
+        """Whether the child must be killed: four probes or more were missed."""
         return self._count >= _HANGS
 
     def clear(self) -> None:
@@ -101,8 +101,9 @@ def group_processor_s(group: int) -> float:
     """Return for how long (seconds) the living processes of a group wanted a processor.
 
     That is the time they ran, and the time their threads waited in a run queue where the kernel
-    counts it: on a loaded machine a process runs little and waits long. Returns 0 on a system
-    without /proc.
+    counts it: on a loaded machine a process runs little and waits long. A process that ends takes
+    its time along, so the sum may fall. Returns 0 for an unknown group, and on a system without
+    /proc.
     """
     total = 0.0
     for stat in Path("/proc").glob("[0-9]*/stat"):
@@ -135,16 +136,17 @@ class TritonProcess:
     """
 
     def __init__(self, venv: Path, model_repo: Path, folder: Path) -> None:
-        """Find the wheel, and prepare the folder.
+        """Find the wheel, and prepare the folder; nothing is started. `stop` closes the descriptor
+        of the folder.
 
         Args:
             venv: virtual environment with the wheel.
             model_repo: publication folder.
-            folder: private folder (mode 0700) for backends, socket and Triton's log.
+            folder: private folder (made with mode 0700) for backends, socket and Triton's log.
 
         Raises:
             UnavailableError: the wheel is not installed.
-            CannotWriteError: the folder cannot be created.
+            CannotWriteError: the folder cannot be created, or not be made private.
         """
         site = _site_packages(venv)
         self._triton = site / "pytriton" / "tritonserver"
@@ -166,17 +168,21 @@ class TritonProcess:
 
     @property
     def address(self) -> str:
-        """The address, through a descriptor of the folder: a socket's path has at most 107
-        bytes.
+        """The address, through a descriptor of the folder: a socket's path has at most 107 bytes.
+        It is not valid after `stop`.
         """
         return f"unix:/proc/{os.getpid()}/fd/{self._descriptor}/{_SOCKET}:{_PORT}"
 
     def start(self) -> None:
-        """Start the child, which answers later.
+        """Start the child, which answers later; a child that runs is killed first.
+
+        Copies the backends into the folder again, empties Triton's log, and removes shared memory
+        that former children and killed gateways have left. Models are loaded only on request.
 
         Raises:
-            UnavailableError: it cannot be started.
-            CannotWriteError: the folder cannot be written.
+            UnavailableError: it cannot be started, the environment's Python does not run, the wheel
+                has no backend for that Python, or the log cannot be written.
+            OSError: the backends cannot be copied into the folder.
         """
         self.kill()
         self._remove_shared_memory()
@@ -210,12 +216,14 @@ class TritonProcess:
             raise UnavailableError(f"tritonserver cannot be started: {error.strerror}") from error
 
     def alive(self) -> bool:
-        """Tell whether the child runs."""
+        """Tell whether the child runs; False before `start`. A child that hangs is alive."""
         return self._process is not None and self._process.poll() is None
 
     def stop(self) -> None:
-        """Ask the child to end, wait for its exit timeout, then kill it; the address ends
-        with it.
+        """Ask the child to end, wait for it at most 7 s, then kill it; the address ends with it.
+
+        Removes its shared memory. A second call does nothing more, and without a child only the
+        folder's descriptor is closed.
         """
         if self._process is not None:
             self._process.terminate()
@@ -228,7 +236,9 @@ class TritonProcess:
             self._descriptor = -1
 
     def kill(self) -> None:
-        """Kill the child and its model processes."""
+        """Kill the child and its model processes, and wait for its end; without a child it does
+        nothing.
+        """
         if self._process is not None:
             if self.alive():
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -238,12 +248,15 @@ class TritonProcess:
 
     def processor_s(self) -> float:
         """Return for how long (seconds) the child and its model processes wanted a processor; 0 if
-        it does not run. See group_processor_s.
+        it was never started or has ended. See group_processor_s.
         """
         return group_processor_s(self._process.pid) if self._process is not None else 0.0
 
     def log_tail(self) -> str:
-        """Return the last error lines of Triton's log, for messages; empty without a log."""
+        """Return the last three error lines of Triton's log, joined by " | ", for messages.
+
+        Without error lines they are its last three lines of any kind; empty without a log.
+        """
         try:
             lines = self.log_path.read_text(errors="replace").splitlines()
         except OSError:
@@ -284,7 +297,9 @@ class TritonProcess:
 
 
 def has_triton(venv: Path) -> bool:
-    """Tell whether the wheel is installed in a virtual environment."""
+    """Tell whether the wheel is installed in a virtual environment; False if there is no such
+    folder. Its version is not checked.
+    """
     return (_site_packages(venv) / "pytriton" / "tritonserver").is_dir()
 
 
@@ -335,14 +350,16 @@ def default_folder() -> Path:
 
 
 def install(folder: Path) -> None:
-    """Create or complete Triton's environment; pip downloads about 400 MB from its index.
+    """Create or complete Triton's environment; pip downloads about 400 MB from its index, and this
+    waits for it.
 
     Args:
-        folder: the folder.
+        folder: the folder; it may exist.
 
     Raises:
         CannotWriteError: no virtual environment can be created there.
-        UnavailableError: pip cannot install the packages.
+        UnavailableError: pip cannot install the packages; the environment is left incomplete, and
+            another call completes it.
     """
     failure = _run(sys.executable, "-m", "venv", folder)
     if failure is not None:
