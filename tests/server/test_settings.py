@@ -64,7 +64,7 @@ def test_a_variable_that_is_no_json_and_a_file_that_is_no_text_are_refused(
     with pytest.raises(ConfigurationError, match="is not TOML"):
         load_settings({}, file)
     monkeypatch.setenv("NOBACKFILL_ITEM_FOLDERS", "/photos")
-    with pytest.raises(ConfigurationError, match="item_folders.*JSON"):
+    with pytest.raises(ConfigurationError, match=r"item_folders.*JSON"):
         load_settings({}, None)
 
 

@@ -270,6 +270,8 @@ def restore(source: Path, data: Path) -> Summary:
 
     After an error, `data` is as it was before.
 
+    The backup is read twice: to check it, and to copy it. Files of the data folder have mode 0600.
+
     Args:
         source: the backup; it is only read.
         data: the data folder: new, or empty except for lost+found. A link is followed. A folder

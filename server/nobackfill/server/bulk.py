@@ -53,7 +53,7 @@ class BulkPlace(Protocol):
 
     def names(self) -> Iterator[str]:
         """Yield every file that is neither hidden nor a system's own, pictures or not, sorted in
-        each folder.
+        each folder; nothing for an empty place.
 
         Raises:
             InvalidInputError: a folder cannot be read; raised when it is reached.
@@ -75,14 +75,15 @@ class BulkPlace(Protocol):
 
 
 def open_place(address: str) -> BulkPlace:
-    """Open a folder or an object store.
+    """Open a folder or an object store; there is nothing to close.
 
     Args:
-        address: a path, or an address that pyarrow knows, such as s3://BUCKET/PREFIX.
+        address: a path, or an address that pyarrow knows, such as s3://BUCKET/PREFIX. `://` makes
+            it one.
 
     Raises:
-        NotFoundError: nothing is there.
-        InvalidInputError: the address is not valid, or has a secret.
+        NotFoundError: nothing is there, or the path is a file.
+        InvalidInputError: the address is not valid, has a secret, or names one object.
         UnavailableError: the store does not answer, or refuses.
         ConfigurationError: pyarrow, of the extra `export`, is not installed.
     """
@@ -107,8 +108,14 @@ class Folder:
         self._root = root
 
     def names(self) -> Iterator[str]:
-        """Yield every file that is neither hidden nor a system's own, pictures or not, sorted in
-        each folder; see BulkPlace.names.
+        """Yield every file below the folder that is neither hidden nor a system's own, pictures or
+        not.
+
+        Names are sorted in each folder, and files come before folders. A link to a folder is named,
+        but not entered. An empty folder gives nothing.
+
+        Raises:
+            InvalidInputError: a folder cannot be read; raised when it is reached.
         """
         for folder, subfolders, files in os.walk(self._root, onerror=_unreadable):
             links = [name for name in subfolders if Path(folder, name).is_symlink()]
@@ -118,7 +125,15 @@ class Folder:
             yield from ((relative / name).as_posix() for name in names)
 
     def read(self, name: str) -> bytes:
-        """Return the bytes of a file; see BulkPlace.read."""
+        """Return the bytes of a file; a link is followed.
+
+        Args:
+            name: a name from `names`.
+
+        Raises:
+            InvalidInputError: it cannot be read, was deleted, is no file, or is too large for a
+                picture.
+        """
         return read_file(self._root / name)
 
 
@@ -174,8 +189,13 @@ class ObjectStore:
         self._prefix = self._root.rstrip("/") + "/"
 
     def names(self) -> Iterator[str]:
-        """Yield every file that is neither hidden nor a system's own, pictures or not, sorted in
-        each folder; see BulkPlace.names.
+        """Return an iterator over every object below the prefix that is neither hidden nor a
+        system's own, pictures or not.
+
+        All names are listed at once, before the first is yielded, and sorted.
+
+        Raises:
+            UnavailableError: the store does not answer, or refuses.
         """
         try:
             infos = self._files.get_file_info(self._fs.FileSelector(self._prefix, recursive=True))
@@ -186,10 +206,13 @@ class ObjectStore:
         return (name for name in names if not any(map(is_clutter, name.split("/"))))
 
     def read(self, name: str) -> bytes:
-        """Return the bytes of an object.
+        """Return the bytes of an object; nothing is decompressed.
+
+        Args:
+            name: a name from `names`.
 
         Raises:
-            InvalidInputError: it cannot be read, or is too large for a picture.
+            InvalidInputError: it cannot be read, was deleted, or is too large for a picture.
             UnavailableError: nothing can be read from the store any more.
         """
         try:
@@ -281,7 +304,9 @@ class FillResult:
 
 
 def models_of(folder: Path, manifest: Manifest) -> dict[str, bytes]:
-    """Read the model files of a release into memory, by their published paths.
+    """Read the model files of a release into memory, by their published paths, as bytes.
+
+    They are the files that embed images, texts and side-information; upgrades are left out.
 
     Args:
         folder: the publication folder.
@@ -394,30 +419,37 @@ def put_batch(work: FillWork, names: Sequence[str]) -> FillResult:
     """Embed pictures of the work's place in this process, and put them into the gallery.
 
     The first call for a work opens its models and a connection to the gateway; they stay open until
-    the first call for another work. Calling it again for the same pictures is safe.
+    the first call for another work. It also sets the variables CREDENTIALS of this process. Calling
+    it again for the same pictures is safe.
 
     Args:
         work: the work.
-        names: names of the pictures.
+        names: names of the pictures; empty stores nothing.
 
     Returns:
         The number of stored items, and the reason of each refused picture.
 
     Raises:
         NotFoundError: the place or the gallery does not exist.
+        NoEncoderError: the gallery's release embeds no images.
         UnavailableError: the place or, for two minutes, the gateway does not answer.
         VerificationError: a model file does not match its signed digest.
+        ConfigurationError: pyarrow is not installed, or a credential cannot be used.
+        NotPermittedError: the token may not write to the gallery.
         NobackfillError: any other error of open_place and Gateway.put_items.
     """
     return _open_batches.of(work, work.key).put(names)
 
 
 def put_texts(work: FillWork, texts: Sequence[pb.PutItem]) -> FillResult:
-    """Embed texts in this process, and put them into the gallery; see put_batch.
+    """Embed texts in this process, as documents, and put them into the gallery.
+
+    Models and the connection are opened and kept as in put_batch. Calling it again for the same
+    texts is safe.
 
     Args:
         work: the work.
-        texts: items with an id and a text; their metadata is stored as well.
+        texts: items with an id and a text; their metadata is stored as well. They are not changed.
 
     Returns:
         The number of stored items, and the reason of each refused text.
@@ -425,6 +457,10 @@ def put_texts(work: FillWork, texts: Sequence[pb.PutItem]) -> FillResult:
     Raises:
         NoEncoderError: the gallery's release embeds no texts.
         TooLargeError: the texts are too large for one call.
+        NotFoundError: the gallery does not exist.
+        UnavailableError: for two minutes, the gateway does not answer.
+        VerificationError: a model file does not match its signed digest.
+        ConfigurationError: the extra `text` is not installed, or a credential cannot be used.
         NobackfillError: any other error of Gateway.put_items.
     """
     return _open_batches.of(work, work.key).read(texts)
@@ -441,22 +477,27 @@ def fill(
     """Put all pictures of a place, or all texts of a JSONL file; the gateway embeds them.
 
     Items that were stored before an error stay. Filling again is safe: an item with the same
-    content stays as it is, and other content replaces it.
+    content stays as it is, and other content replaces it. Files are read one at a time. A file that
+    is no picture, and a line that is not valid, is refused and named; the others go on.
 
     Args:
         gateway: the gateway.
         gallery: name of the gallery.
         place: a folder, an object store, or FILE.jsonl. A picture's id is its path in the place.
-        on_stored: called with the number of durable items so far, after each part.
+        on_stored: called with the number of durable items so far, after each part; its errors end
+            the fill.
 
     Returns:
         The number of stored items, and the reason of each refused picture or line. A line without a
         usable id is named FILE:LINE.
 
     Raises:
-        InvalidInputError: the place has no pictures or texts, or cannot be read.
+        InvalidInputError: the place has no files or texts, or cannot be read.
         NotFoundError: the place or the gallery does not exist.
         UnavailableError: the place or the gateway does not answer.
+        NotPermittedError: the token may not write to the gallery.
+        ItemQuotaError: the galleries of the token hold as many items as it may store.
+        ConfigurationError: the place needs pyarrow, which is not installed.
         NobackfillError: any other error of open_place and Gateway.put_items.
     """
     unsent: dict[str, str] = {}
@@ -473,7 +514,9 @@ def fill(
 
 
 def is_texts(place: str) -> bool:
-    """Tell whether a place is a local file of texts, by its name: it ends with .jsonl."""
+    """Tell whether a place is a local file of texts, by its name alone: it ends with .jsonl, in
+    small letters.
+    """
     return "://" not in place and place.endswith(".jsonl")
 
 
@@ -504,12 +547,14 @@ def fill_by_ray(
     """Put all pictures of a place, or all texts of a JSONL file, embedded on a Ray cluster.
 
     Each node reads pictures of `place` itself, and must reach the gateway by the same address;
-    texts are read here. Items get vectors of the gallery's release only.
+    texts are read here. Items get vectors of the gallery's release only. Items that were stored
+    before an error stay, and filling again is safe. The nodes get the content of this process's
+    credential files.
 
     Args:
-        gateway: the gateway.
+        gateway: the gateway; only its address is used by the nodes.
         gallery: name of the gallery.
-        place: as in `fill`.
+        place: as in `fill`; a relative path counts from this process's folder.
         models: publication folder with the gallery's release; its model files are sent to the
             nodes.
         cluster: address of the Ray cluster HOST:PORT, or auto for the one on this machine.
@@ -520,10 +565,14 @@ def fill_by_ray(
         As `fill`.
 
     Raises:
+        InvalidInputError: the place has no files or texts, or cannot be read.
+        NotFoundError: the place or the gallery does not exist.
         VerificationError: a model's file is missing, or does not match its signed digest.
         ConfigurationError: Ray is not installed, or a credential file cannot be read.
-        UnavailableError: the cluster does not answer, or its workers end again and again.
-        NobackfillError: as `fill`.
+        UnavailableError: the gateway or the cluster does not answer, or its workers end again and
+            again.
+        NotPermittedError: the token may not read or write the gallery.
+        NobackfillError: any other error of put_batch and put_texts.
     """
     join: Callable[[str], Cluster] = load_plugin("workers", "ray")
     release = gateway.get_gallery(gallery).release

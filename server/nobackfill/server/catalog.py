@@ -52,17 +52,20 @@ class OpenPublication:
 def fetch(repo: Path, path: str, offset: int, signed: Callable[[str], bool]) -> OpenPublication:
     """Open a published file.
 
+    If its chunks are not read to the end, closing their iterator closes the file.
+
     Args:
         repo: publication folder.
         path: path in the folder, with forward slashes.
-        offset: first byte to send; the file's size gives no bytes.
-        signed: tells whether signed metadata names a file. Files of metadata need none.
+        offset: first byte to send, 0 or more; the file's size gives no bytes.
+        signed: tells whether signed metadata names a file; not called for files of metadata, which
+            need none.
 
     Raises:
         InvalidInputError: the path is absolute, or leads out of the folder.
-        NotFoundError: the file is not published, is missing, or is a link.
+        NotFoundError: the file is not published, is missing, cannot be read, or is a link.
         OutOfRangeError: the offset is above the file's size.
-        NobackfillError: as `signed`.
+        NobackfillError: as `signed`, such as VerificationError or UnavailableError.
     """
     if not is_plain_path(path):
         raise InvalidInputError(
@@ -181,14 +184,18 @@ class Catalog:
         self.releases = releases
 
     def expiries(self) -> Mapping[str, datetime]:
-        """Return when the metadata of each role expires; empty before the first publication."""
+        """Return when the metadata of each role expires, by the last verified view; empty before
+        the first publication.
+        """
         try:
             return self._trust.expiries() if self._trust is not None else {}
         except NotFoundError:
             return {}
 
     def newest(self) -> int | None:
-        """Return the newest usable release that is not withdrawn; None without one."""
+        """Return the number of the newest usable release that is not withdrawn, by the last
+        verified view; None without one.
+        """
         return max((n for n in self.manifests if self.releases.get(n) is None), default=None)
 
     def usable(self, source: int) -> Mapping[int, Manifest]:
@@ -222,12 +229,15 @@ class Catalog:
     def find(self, release: int) -> Manifest:
         """Return the manifest of a release, also of one that was published a moment ago.
 
-        An unknown release makes the folder be read again.
+        An unknown release makes the folder be read again, which wakes the watchers.
 
         Raises:
-            NotFoundError: it is not published.
-            VerificationError: the publication or its manifest is not valid.
-            NobackfillError: as `refresh`.
+            NotFoundError: it is not published, or nothing is.
+            VerificationError: the publication or its manifest is not valid, has expired, or is
+                older than the last view.
+            UnavailableError: the folder cannot be read.
+            CannotWriteError: the verified metadata cannot be stored.
+            BusyError: another process reads the publication into the same folder.
         """
         if release not in self.manifests:
             self.refresh()
@@ -236,12 +246,15 @@ class Catalog:
     def verified(self, release: int) -> Path:
         """Check each file of a release against its signed digest; returns the publication folder.
 
-        It reads all files of the release, which takes seconds for large models.
+        It reads all files of the release, which takes seconds for large models; a refresh waits
+        meanwhile.
 
         Raises:
             NotFoundError: the release is not published.
-            VerificationError: a file is missing or does not match, or an unsigned file or a link is
-                in the release's folders.
+            VerificationError: a file is missing or does not match, an unsigned file or a link is in
+                the release's folders, or this program cannot use the release (UnfitError).
+            UnavailableError: the folder cannot be read.
+            CannotWriteError: the verified metadata cannot be stored.
         """
         with self._lock:
             if self._trust is None:
@@ -254,10 +267,15 @@ class Catalog:
     def signed(self, path: str) -> bool:
         """Tell whether signed metadata names a file, also one that was published a moment ago.
 
-        An unknown file makes the folder be read again.
+        An unknown file makes the folder be read again. Whether the file exists is not checked.
 
         Raises:
-            NobackfillError: as `refresh`.
+            NotFoundError: nothing is published.
+            VerificationError: the publication is not valid, has expired, or is older than the last
+                view.
+            UnavailableError: the folder cannot be read.
+            CannotWriteError: the verified metadata cannot be stored.
+            BusyError: another process reads the publication into the same folder.
         """
         if self._is_signed(path):
             return True
@@ -265,7 +283,19 @@ class Catalog:
         return self._is_signed(path)
 
     def fetch(self, path: str, offset: int) -> OpenPublication:
-        """Open a published file; see `fetch` for arguments and errors."""
+        """Open a published file, also one that was published a moment ago.
+
+        Args:
+            path: path in the publication folder, with forward slashes.
+            offset: first byte to send, 0 or more; the file's size gives no bytes.
+
+        Raises:
+            InvalidInputError: the path is absolute, or leads out of the folder.
+            NotFoundError: the file is not published, is missing, or is a link.
+            OutOfRangeError: the offset is above the file's size.
+            NobackfillError: the file was unknown, and the folder cannot be read again; see
+                `signed`.
+        """
         return fetch(self._repo, path, offset, self.signed)
 
     def _is_signed(self, path: str) -> bool:
@@ -281,6 +311,9 @@ class Catalog:
         """Look for changes of the folder every second in a thread, until `close`; call it once.
 
         A publication that cannot be used is logged, and tried again at each look.
+
+        A folder that is missing or unchanged is not read. Only a new timestamp.json counts as a
+        change.
         """
         self._thread = threading.Thread(target=self._follow, name="catalog", daemon=True)
         self._thread.start()
@@ -316,14 +349,14 @@ class Catalog:
 
 
 def open_catalog(repo: Path, state_dir: Path, root: Path | None, metrics: Metrics) -> Catalog:
-    """Open the catalog of a publication, and read it once.
+    """Open the catalog of a publication, and read it once; `watch` follows later changes.
 
     If nothing is published yet, or the publication is not valid but an earlier one was, that is
     logged, and the catalog is returned.
 
     Args:
-        repo: publication folder.
-        state_dir: folder for verified metadata.
+        repo: publication folder; it may be missing.
+        state_dir: folder for verified metadata; it is created.
         root: file with the first root metadata to trust; None trusts the folder's own at first use.
         metrics: counts unexpected errors.
 
@@ -333,6 +366,7 @@ def open_catalog(repo: Path, state_dir: Path, root: Path | None, metrics: Metric
             metadata is damaged or began with another root.
         UnavailableError: the folder cannot be read.
         CannotWriteError: the verified metadata cannot be stored.
+        BusyError: another process reads the publication into the same folder.
     """
     try:
         root_bytes = None if root is None else root.read_bytes()
@@ -366,7 +400,7 @@ class ChangeCounter:
 
     @property
     def count(self) -> int:
-        """The number of changes so far."""
+        """The number of changes so far; read without a lock."""
         return self._count
 
     def notify(self) -> None:
@@ -381,12 +415,13 @@ class ChangeCounter:
         """Wait until there is a change, or the time is over.
 
         Args:
-            known_count: the count that the caller knows.
+            known_count: the count that the caller knows; another present count returns at once.
             timeout_s: longest wait in seconds.
-            is_gone: ends the wait when it returns True; asked at each change only.
+            is_gone: ends the wait when it returns True; called at once and at each change, under
+                the counter's lock. By default it never ends it.
 
         Returns:
-            The present count; equal to `known_count` if the time is over.
+            The present count; equal to `known_count` if the time is over or the caller is gone.
         """
         with self._condition:
             self._condition.wait_for(lambda: self._count != known_count or is_gone(), timeout_s)

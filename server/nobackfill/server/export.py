@@ -49,21 +49,28 @@ def export(
 ) -> Exported:  # fmt: skip
     """Write vectors of one snapshot into a new folder, which exists only once it is complete.
 
-    Others may write to the gallery meanwhile; their changes are not in the files. An item without
-    a vector of a release has no row in that release's file.
+    Others may write to the gallery meanwhile; their changes are not in the files. An item without a
+    vector of a release has no row in that release's file. Rows are in the order in which items were
+    first put. After an error nothing is left but new parent folders.
 
     Args:
         store: the gallery's store.
         out: the folder to create; its parents are created as well.
-        releases: numbers of the releases to export; empty means all that the gallery has.
+        releases: numbers of the releases to export; empty means all that the gallery has. Repeated
+            ones count once.
         native: only vectors that the space's own model computed, at a put or by re-embedding.
         side: also write side-information, where a space has some.
-        window: items read at once; each window becomes a row group.
+        window: items read at once, at least 1; each window becomes a row group.
+
+    Returns:
+        The numbers of items and of rows; an empty gallery gives files without rows.
 
     Raises:
         AlreadyExistsError: the folder exists.
         NotFoundError: the gallery has no vectors of a release, or was deleted.
         CannotWriteError: the files cannot be written.
+        BusyError: the store is locked.
+        VerificationError: the gallery is damaged.
         UnavailableError: the database does not answer.
     """
     if out.exists():

@@ -32,7 +32,8 @@ class NewsSource(Protocol):
     """Wait for news of other gateways; News implements it."""
 
     def wait(self, seconds: float) -> None:
-        """Wait until there is news, or the time is over.
+        """Wait until there is news, or the time is over; both return None. News that came since the
+        last call ends the wait at once.
 
         Args:
             seconds: the longest wait.
@@ -67,10 +68,15 @@ class Following:
         self._cleanup = ThreadPoolExecutor(1, "settling")
 
     def start(self, news: NewsSource) -> None:
-        """Follow the store from now on.
+        """Follow the store from now on, in two threads; call it once.
+
+        From now on GatewayState.catch_up makes this gateway follow at once. Each second it takes
+        over an activation without a leader, and stops its own if the lead is lost. A store that
+        does not answer is logged, and tried again.
 
         Args:
-            news: tells when another gateway has committed.
+            news: tells when another gateway has committed; one thread waits for it, at most 0.5 s
+                at a time.
         """
         self._state.follow = self.catch_up
         self._threads = [
@@ -81,7 +87,9 @@ class Following:
             thread.start()
 
     def close(self) -> None:
-        """Stop following; returns once the threads have ended."""
+        """Stop following; returns once both threads have ended. Plans that still drain are not
+        waited for, and their models stay.
+        """
         self._stopping.set()
         for thread in self._threads:
             thread.join()
@@ -91,10 +99,13 @@ class Following:
         """Open galleries that other gateways created, close those that they deleted, and make plans
         by the store's present state.
 
-        A gallery that this gateway cannot follow yet keeps its plan; the log has the reason.
+        A gallery that this gateway cannot follow yet keeps its plan; the log has the reason, and
+        the next call tries again. Calls wait for each other. Models that plans need are loaded and
+        checked. Replaced plans are freed later, on another thread.
 
         Raises:
             UnavailableError: the store does not answer.
+            BusyError: the database is busy.
             VerificationError: a new gallery is damaged, or one of its models fails its check.
         """
         with self._lock:

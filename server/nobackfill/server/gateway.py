@@ -98,16 +98,22 @@ class GatewayServer:
         self.console_address = ""
 
     def start(self) -> None:
-        """Start all parts; returns once calls are answered.
+        """Start all parts; returns once calls are answered. Call it once.
 
         On an error everything is stopped again. A Triton that does not start is waited for in the
-        background; calls that do not need it are answered.
+        background; calls that do not need it are answered. An unfinished activation is resumed, and
+        without an active release the first one is activated later by itself. Raises the process's
+        limit of open files.
 
         Raises:
             BusyError: the data folder, the database or an address is in use.
-            ConfigurationError: a setting does not work here.
-            VerificationError: the data or the publication is damaged.
-            UnavailableError: the database does not answer, or the venv has no Triton.
+            ConfigurationError: a setting does not work here, an extra or a file is missing, or the
+                publication folder does not exist.
+            PreconditionError: the galleries of the data folder were moved to another store.
+            NotFoundError: a release that the state needs is not published.
+            VerificationError: the data or the publication is damaged, or a newer version wrote it.
+            UnavailableError: the database does not answer, the publication folder cannot be read,
+                or the venv has no Triton.
             CannotWriteError: the data folder cannot be written.
         """
         with ExitStack() as closing:
@@ -115,7 +121,12 @@ class GatewayServer:
             self._closing = closing.pop_all()
 
     def stop(self) -> None:
-        """Let calls end, then stop all parts."""
+        """Let calls end, then stop all parts; a second call, or one before `start`, does nothing
+        but log.
+
+        Blocks for `drain_seconds` at most until calls end or are cancelled, and then until the
+        threads have ended. An activation is interrupted, and resumed at the next start.
+        """
         log.info("draining")
         self._closing.close()
         log.info("stopped")
@@ -124,17 +135,20 @@ class GatewayServer:
         self, models: Models, metrics: Metrics, storage: Storage,
         workers: "ByWorkers | None" = None,
     ) -> None:  # fmt: skip
-        """Make the parts; only the publication and the state are opened.
+        """Make the parts; only the publication and the state are opened. Call it once, before
+        `load`.
 
         Args:
             models: runs models.
-            metrics: the gateway's metrics.
-            storage: the open store.
+            metrics: the gateway's metrics; galleries and canaries are added to them.
+            storage: the open store; the caller closes it.
             workers: computes upgrades in other processes; None means in a thread.
 
         Raises:
             VerificationError: the publication is damaged.
             ConfigurationError: the root metadata cannot be read.
+            UnavailableError: the publication folder cannot be read.
+            BusyError: another process reads the publication into the same data folder.
             CannotWriteError: the data folder cannot be written.
         """
         repo, data = self._settings.model_repo, self._settings.data
@@ -168,10 +182,15 @@ class GatewayServer:
         """Open the galleries with their indexes, and load the models; the model server starts
         meanwhile.
 
+        Without a shared database, a gallery that an aborted activation left with another release is
+        returned to the active one. A gallery that cannot be opened is set aside.
+
         Raises:
+            NotFoundError: a release that the state needs is not published.
             VerificationError: no gallery can be served, or a model's file does not match its
                 digest.
-            UnavailableError: the model server or the database does not answer.
+            UnavailableError: the database does not answer, or the publication folder cannot be
+                read.
             CannotWriteError: the data folder cannot be written.
         """
         with ThreadPoolExecutor(1, "models") as pool:

@@ -18,7 +18,9 @@ _CORES_PER_ARENA = 4
 
 
 def max_arenas() -> int:
-    """Return the most arenas for this process, by its number of cores."""
+    """Return the most arenas of malloc for this process: one for each four cores that it may use,
+    at least 2.
+    """
     return max(_MIN_ARENAS, cores() // _CORES_PER_ARENA)
 
 
@@ -51,7 +53,11 @@ _MAX_CONNECTIONS = 4096
 
 
 def raise_limit() -> None:
-    """Raise this process's soft limit of open files towards the hard limit."""
+    """Raise this process's soft limit of open files to 65,536, or to the hard limit if that is
+    lower.
+
+    A higher limit stays. It raises nothing for a process that may not go further.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     target = _TARGET_FILES if hard == resource.RLIM_INFINITY else min(_TARGET_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < target:
@@ -59,12 +65,16 @@ def raise_limit() -> None:
 
 
 def open_galleries() -> int:
-    """Return how many galleries may be open at once."""
+    """Return how many galleries may be open at once, 8 to 512, by the present soft limit of open
+    files: 16 files each, after 1024 for everything else.
+    """
     return max(_MIN_GALLERIES, min(_MAX_GALLERIES, (_limit() - _OTHER_FILES) // _FILES_PER_GALLERY))
 
 
 def open_connections() -> int:
-    """Return how many connections may be open: at most half of the open files."""
+    """Return how many connections may be open: at most half of the present soft limit of open
+    files, and at most 4096.
+    """
     return min(_MAX_CONNECTIONS, _limit() // 2)
 
 

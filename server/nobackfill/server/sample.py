@@ -87,6 +87,8 @@ class Sample:
 def write_sample(folder: Path, release: int) -> Sample:
     """Write release 1 and the pictures into a folder, or publish release 2 there.
 
+    It takes seconds and needs no network. After an error, files may be left in the folder.
+
     Args:
         folder: The folder, created if it is missing. `model_repo`, `model_repo.keys` and `photos`
             are created in it.

@@ -55,11 +55,17 @@ class Serving:
         self._followed: set[int] = set()
 
     def start_models(self) -> None:
-        """Start the model server, and load the models that are needed whatever the galleries are.
+        """Start the model server, and load the models of the releases that the state needs: active,
+        previous and being activated.
+
+        A model server that does not answer yet is logged; it loads the models later.
 
         Raises:
-            VerificationError: a model's file does not match its signed digest.
-            UnavailableError: the model server does not start.
+            NotFoundError: a needed release is not published.
+            VerificationError: a file of a needed release does not match its signed digest, or
+                cannot be loaded.
+            UnavailableError: the publication folder cannot be read.
+            ConfigurationError: a release embeds texts, and the extra `text` is not installed.
         """
         self._models.start()
         self._load_models()
@@ -68,9 +74,15 @@ class Serving:
         """Plan all galleries at the start, load their models, and delete the spaces of retired
         releases.
 
+        A gallery that cannot be planned is set aside. In a shared database it keeps its plan, and
+        no space is deleted here.
+
         Raises:
-            VerificationError: a model's file does not match its signed digest.
-            UnavailableError: the model server or the database does not answer.
+            NotFoundError: a needed release is not published.
+            VerificationError: a model's file does not match its signed digest, or cannot be loaded.
+            UnavailableError: the database does not answer, or the publication folder cannot be
+                read.
+            ConfigurationError: a release embeds texts, and the extra `text` is not installed.
         """
         self.replan()
         self._load_models()
@@ -84,31 +96,37 @@ class Serving:
             self._loaded.add(release)
 
     def prepare(self, release: int) -> None:
-        """Load the models of a release that is about to answer.
+        """Load the models of a release that is about to answer, without checking them.
 
         A model server that is away loads them when it returns.
 
         Raises:
             UnavailableError: the models cannot be loaded.
             NotFoundError: the release is not published any more.
-            VerificationError: a model's file does not match its signed digest.
+            VerificationError: a model's file does not match its signed digest, or cannot be loaded.
+            DeadlineError: the call's time is over.
+            ConfigurationError: the release embeds texts, and the extra `text` is not installed.
         """
         load = self._models.load if self._models.ready() else self._models.want
         load(self._catalog.manifest(release))
 
     def activate(self, manifest: Manifest, old_space_seconds: int) -> None:
-        """Record that a release answers, and when queries of the old space end.
+        """Record that a release answers, and when queries of the old space end; plans follow by
+        `replan`.
 
         The old space is that of the release that answered before; the first release has none. If
-        the release answers already, nothing changes.
+        the release answers already, nothing changes. An earlier failure of the release is
+        forgotten.
 
         Args:
             manifest: the release.
             old_space_seconds: how long queries of the old space are answered from now on; 0 means
-                without an end.
+                without an end, also if one was announced.
 
         Raises:
+            NotFoundError: the release that answered before is not published any more.
             CannotWriteError: the state cannot be written.
+            BusyError: the database is busy.
             UnavailableError: the database does not answer.
         """
 
@@ -131,13 +149,18 @@ class Serving:
         self._state.revise(answering)
 
     def return_to(self, release: int) -> None:
-        """Record that an earlier release answers again.
+        """Record that an earlier release answers again, and the time of this rollback; plans follow
+        by `replan`.
+
+        Queries of its space have no end from now on.
 
         Args:
-            release: the latest of the previous releases.
+            release: the latest of the previous releases; this is not checked.
 
         Raises:
+            NotFoundError: the release is not published any more.
             CannotWriteError: the state cannot be written.
+            BusyError: the database is busy.
             UnavailableError: the database does not answer.
         """
         # Queries of the active release have no end.
@@ -152,15 +175,17 @@ class Serving:
         )
 
     def replan(self) -> list[Plan]:
-        """Make every gallery's plan again.
+        """Make every gallery's plan again, and announce the served release.
 
-        A gallery that cannot be read is set aside; in a shared database it keeps its plan instead.
+        A gallery that cannot be read is set aside; in a shared database it keeps its plan instead,
+        which is logged.
 
         Returns:
             The replaced plans, for `settle`.
 
         Raises:
             UnavailableError: the database does not answer; this is not the gallery's fault.
+                Galleries before it have new plans.
         """
         old = []
         for hosted in self._galleries.all():
@@ -189,44 +214,55 @@ class Serving:
         self._catalog.changed.notify()
 
     def replan_one(self, hosted: Hosted, check: Callable[[Plan], None] = lambda plan: None) -> Plan:
-        """Make one gallery's plan again.
+        """Make one gallery's plan again; another plan that is being made is waited for.
 
         Args:
             hosted: the gallery.
-            check: called with the new plan before it is used; it may raise to refuse the plan.
+            check: called with the new plan before it is used; it may raise to refuse the plan. By
+                default none is refused.
 
         Returns:
-            The replaced plan.
+            The replaced plan; the new one if it is the first.
 
         Raises:
             ConfigurationError: the gallery has a space of a release that is not published here.
+            NotFoundError: the gallery was deleted.
+            VerificationError: the gallery is damaged.
+            UnavailableError: the database does not answer.
+            NobackfillError: whatever `check` raises; the old plan stays.
         """
         with self._planning:
             return self._galleries.replan(hosted, check)
 
     def settle(self, old: list[Plan]) -> None:
-        """Wait until no call uses old plans, then free what no plan needs.
+        """Wait until no call uses old plans, at most 120 s each, then free what no plan needs.
 
-        Frees views and models, and deletes the spaces of retired releases.
+        Frees views and models, and deletes the spaces of retired releases. If a call still uses an
+        old plan, nothing is freed, which is logged.
 
         Args:
-            old: replaced plans.
+            old: replaced plans; empty waits for none.
 
         Raises:
             UnavailableError: the database does not answer.
+            BusyError: the database is busy.
         """
         if self.free_unused(old):
             self._state.catch_up()
             self.drop_unused(self._state.current.retired)
 
     def free_unused(self, old: list[Plan]) -> bool:
-        """Wait until no call uses old plans, then free views and models of this process.
+        """Wait until no call uses old plans, at most 120 s each, then free views and models of this
+        process.
+
+        The caller must not use a plan itself.
 
         Args:
-            old: replaced plans.
+            old: replaced plans; empty waits for none.
 
         Returns:
-            False if a call still uses one of the plans after the time limit; then nothing is freed.
+            False if a call still uses one of the plans after the time limit; then nothing is freed,
+            and the log says so.
         """
         check_lock_order(Level.PLAN)
         for plan in old:
@@ -244,19 +280,21 @@ class Serving:
         return True
 
     def follow(self, hosted: Hosted, check: Callable[[Path, Manifest, Models], None]) -> Plan:
-        """Make a gallery's plan again after another gateway changed something.
+        """Make a gallery's plan again after another gateway changed something; its models are
+        loaded first.
 
         Args:
             hosted: the gallery.
             check: raises if the models of a release, just loaded here, do not answer as published.
 
         Returns:
-            The replaced plan.
+            The replaced plan; the new one if it is the first.
 
         Raises:
             ConfigurationError: the gallery has a space of a release that is not published here.
-            VerificationError: a model fails its check.
-            UnavailableError: the model server does not answer.
+            NotFoundError: the gallery was deleted.
+            VerificationError: a file does not match its digest, or a model fails its check.
+            UnavailableError: the model server stops answering, or the database does not answer.
         """
         return self.replan_one(hosted, lambda plan: self.load_for(plan.models(), check))
 
@@ -291,12 +329,14 @@ class Serving:
             self._followed.add(manifest.release)
 
     def drop_unused(self, releases: Collection[int] | None = None) -> None:
-        """Delete stored spaces that no plan uses, with their vectors; active spaces stay.
+        """Delete stored spaces that no plan uses, with their vectors; active spaces stay. Raises
+        nothing.
 
-        A space that cannot be deleted is logged; the next start, or `gateway retire`, tries again.
+        A space that cannot be deleted is logged, and the rest of its gallery is skipped; the next
+        start, or `gateway retire`, tries again.
 
         Args:
-            releases: delete only spaces of these releases; None means all.
+            releases: delete only spaces of these releases; None means all, empty none.
         """
         for hosted in self._galleries.all():
             try:

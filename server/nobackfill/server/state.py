@@ -115,7 +115,7 @@ class State(_StrictState):
 
 
 def read_state(content: bytes | str, place: str, writer: object = None) -> State:
-    """Parse a saved state.
+    """Parse a saved state; fields that are missing have their defaults.
 
     Args:
         content: the state as JSON.
@@ -149,9 +149,10 @@ def read_state(content: bytes | str, place: str, writer: object = None) -> State
 
 
 def clear_resumes(state: State) -> Mapping[str, object]:
-    """Return the change of a state that clears its count of resumes; empty without an activation.
+    """Return the change of a state that clears its count of resumes, for `GatewayState.revise`;
+    empty without an activation.
 
-    A later crash is then not blamed on the models.
+    A later crash is then not blamed on the models. The state itself is not changed.
     """
     record = state.activation
     return {} if record is None else {"activation": record.model_copy(update={"resumed": 0})}
@@ -180,7 +181,7 @@ class Lead:
         return False
 
     def close(self) -> None:
-        """Give up the lead; a second call does nothing."""
+        """Give up the lead, so that another gateway may take it; a second call does nothing."""
 
 
 class GatewayState(ABC):
@@ -200,7 +201,8 @@ class GatewayState(ABC):
         self.follow: Callable[[], None] = lambda: None
 
     def active(self) -> int:
-        """Return the release that answers.
+        """Return the number of the release that answers, by the latest state that this gateway
+        knows.
 
         Raises:
             PreconditionError: no release was ever activated.
@@ -215,50 +217,61 @@ class GatewayState(ABC):
     def change(self, **values: object) -> State:
         """Replace some fields of the state, durably; `current` then has them.
 
+        Values that are there already write nothing.
+
         Args:
-            values: new value by the name of a field of State.
+            values: new value by the name of a field of State; other names and wrong types raise
+                pydantic's ValidationError.
 
         Returns:
             The new state.
 
         Raises:
             CannotWriteError: the state cannot be written; it is unchanged.
+            BusyError: the database is busy; the state is unchanged.
             UnavailableError: the database does not answer; the state is unchanged.
         """
         return self.revise(lambda _current: values)
 
     @abstractmethod
     def revise(self, values_of: Callable[[State], Mapping[str, object]]) -> State:
-        """Replace fields by values that depend on the present state, atomically and durably.
+        """Replace fields by values that depend on the present state, atomically and durably;
+        `current` then has them.
 
         Args:
-            values_of: computes the new values from the state; it may be called more than once.
+            values_of: computes the new values, by the name of a field of State, from the state;
+                empty changes nothing. It may be called more than once, and must not call the state.
+                Its errors pass through.
 
         Returns:
             The new state.
 
         Raises:
             CannotWriteError: the state cannot be written; it is unchanged.
+            BusyError: the database is busy; the state is unchanged.
             UnavailableError: the database does not answer; the state is unchanged.
         """
 
     def catch_up(self) -> None:
-        """Make this gateway plan by the last commit of any gateway.
+        """Make this gateway plan by the last commit of any gateway; see Following.catch_up.
 
         Does nothing if the state is not shared, or the gateway does not follow others yet.
 
         Raises:
+            BusyError: the database is busy.
             UnavailableError: the database does not answer.
+            VerificationError: a new gallery is damaged, or one of its models fails its check.
         """
         self.follow()
 
     def look(self) -> Mapping[str, tuple[int, int]]:
-        """Read the state again.
+        """Read the state again; `current` then has it. Without a shared state it does nothing.
 
         Returns:
             Number and epoch of each gallery by name; empty if the state is not shared.
 
         Raises:
+            BusyError: the database is busy.
             UnavailableError: the database does not answer.
         """
         return {}
@@ -293,10 +306,14 @@ class GatewayState(ABC):
         return Lead()
 
     def depose(self) -> None:
-        """Forget the activation under way, and end the lead of the gateway that runs it.
+        """Forget the activation under way, and end the lead of the gateway that runs it; without
+        one nothing changes.
+
+        In one process, the thread that runs the activation is not stopped.
 
         Raises:
             CannotWriteError: the state cannot be written.
+            BusyError: the database is busy.
             UnavailableError: the database does not answer.
         """
         if self.current.activation is not None:
@@ -305,7 +322,7 @@ class GatewayState(ABC):
     def exclusive(self, seconds: float) -> AbstractContextManager[None]:
         """Keep other gateways from activating, rolling back or retiring a release during a block.
 
-        It keeps them from creating a gallery, too.
+        It keeps them from creating a gallery, too. Without a shared state it does nothing.
 
         Args:
             seconds: longest time to wait for another gateway; at least 1 ms is waited.
@@ -317,22 +334,33 @@ class GatewayState(ABC):
         return nullcontext()
 
     def job(self, gallery: str) -> str | None:
-        """Return the saved record of a gallery's last upgrade.
+        """Return the saved record of a gallery's last upgrade, of any gateway.
+
+        Args:
+            gallery: name of the gallery.
 
         Returns:
-            The record as JSON; None without one, or if the state is not shared.
+            The record as JSON; None without one, for an unknown gallery, or if the state is not
+            shared.
 
         Raises:
+            BusyError: the database is busy.
             UnavailableError: the database does not answer.
         """
         return None
 
     def keep_job(self, gallery: str, job: str | None) -> None:  # noqa: B027 - optional: only shared states save it
-        """Save the record of a gallery's upgrade for other gateways; None deletes it.
+        """Save the record of a gallery's upgrade for other gateways, in place of an earlier one;
+        None deletes it.
 
         Does nothing if the state is not shared.
 
+        Args:
+            gallery: name of the gallery.
+            job: the record as JSON; None deletes it.
+
         Raises:
+            BusyError: the database is busy.
             UnavailableError: the database does not answer.
             CannotWriteError: the database cannot write.
         """
@@ -394,13 +422,14 @@ class StateFile(GatewayState):
     """Keep the state of one gateway in a file that is replaced atomically."""
 
     def __init__(self, path: Path) -> None:
-        """Read the state.
+        """Read the state; nothing is written, and the file is not locked.
 
         Args:
-            path: the file; a missing one means an empty state.
+            path: the file; a missing one means an empty state. Its folder need not exist before the
+                first change.
 
         Raises:
-            VerificationError: the file is damaged or cannot be read.
+            VerificationError: the file is damaged, cannot be read, or a newer version wrote it.
         """
         self._path = path
         try:
@@ -432,8 +461,13 @@ class StateFile(GatewayState):
             durable.append_bytes(self._deeds, line, 0o600)
 
     def deeds(self) -> list[Deed]:
-        """Return the latest entries of the audit, at most MOST_DEEDS, latest last; see
-        GatewayState.deeds.
+        """Return the latest entries of the audit, at most MOST_DEEDS, latest last; empty without a
+        file.
+
+        An entry that a kill or a full disk has cut is left out.
+
+        Raises:
+            OSError: the file cannot be read.
         """
         if not self._deeds.exists():
             return []
@@ -447,8 +481,22 @@ class StateFile(GatewayState):
         return deeds[::-1]
 
     def revise(self, values_of: Callable[[State], Mapping[str, object]]) -> State:
-        """Replace fields by values that depend on the present state, atomically and durably; see
-        GatewayState.revise.
+        """Replace fields by values that depend on the present state, atomically and durably;
+        `current` then has them.
+
+        Changes of several threads wait for each other. Values that are there already write nothing.
+        While an activation is under way, some space is reserved, so that its end can be recorded on
+        a full disk.
+
+        Args:
+            values_of: computes the new values from the state; called once, under the lock. Its
+                errors pass through.
+
+        Returns:
+            The new state.
+
+        Raises:
+            CannotWriteError: the state cannot be written; it is unchanged.
         """
         with self._lock:
             new = State.model_validate({**dict(self.current), **values_of(self.current)})

@@ -37,13 +37,21 @@ _MOVED = "moved.json"
 
 
 def storage_of(settings: Settings) -> "Storage":
-    """Open the store of a gateway that has locked its data folder.
+    """Open the store of a gateway that has locked its data folder; the caller closes it.
 
-    A folder that does not exist is created, and so are the tables of a database.
+    A folder that does not exist is created, and so are the tables of a database. An older database
+    is converted. Other gateways may share a database; a folder other than the data folder is
+    locked.
 
     Raises:
         PreconditionError: `gateway data move` has moved the folder's galleries elsewhere.
-        NobackfillError: as Storage.
+        BusyError: another process uses the folder, or uses the database alone.
+        ConfigurationError: the address has another form, leads to another machine without TLS,
+            names an unknown engine, or an extra is missing.
+        UnavailableError: the database does not answer.
+        VerificationError: the state is damaged, a newer version wrote it, or a restore did not
+            finish.
+        CannotWriteError: the folder cannot be created.
     """
     store = settings.store.get_secret_value() if settings.store is not None else SQLITE
     folder = folder_of(store, settings.data)
@@ -59,11 +67,12 @@ def storage_of(settings: Settings) -> "Storage":
 
 
 def folder_of(store: str, data: Path) -> Path | None:
-    """Return the folder of a store; None for a database.
+    """Return the folder of a store; None for a database, and for any other address. The folder need
+    not exist.
 
     Args:
         store: address of the store.
-        data: the gateway's data folder, for a store without a folder.
+        data: the gateway's data folder, for the store `sqlite:` without a folder.
     """
     if not store.startswith(SQLITE):
         return None
@@ -131,13 +140,13 @@ def split_store(store: str) -> tuple[str, str | None]:
 def need_store(store: str) -> None:
     """Check that the folder of a store exists, before opening it would create it.
 
-    If it is a database, only the form of the address is checked.
+    If it is a database, only the form of the address is checked. Nothing is written or locked.
 
     Args:
         store: address of the store, as in the settings.
 
     Raises:
-        NotFoundError: no gateway has served from the folder.
+        NotFoundError: no gateway has served from the folder: it has no state.json.
         ConfigurationError: the address has another form.
     """
     if store.startswith(SQLITE):
@@ -268,5 +277,7 @@ class Storage:
         closing.callback(self.news.close)
 
     def close(self) -> None:
-        """Close the store; a second call does nothing."""
+        """Close the store, its connections and its locks; a second call does nothing. Galleries
+        that were opened from it are closed by their own.
+        """
         self._closing.close()

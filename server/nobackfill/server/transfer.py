@@ -64,7 +64,9 @@ class Transferred:
 
 
 def specs_of(source: GalleryStore) -> list[SpaceSpec]:
-    """Return the spaces for a new target: earlier active ones, then the active one."""
+    """Return the spaces for a new target: earlier active ones in the order of their activation,
+    then the active one. Spaces of an unfinished upgrade are left out.
+    """
     infos = [info for info in source.spaces() if info.state != "staging"]
     return [info.spec for info in sorted(infos, key=lambda info: info.activated)]
 
@@ -81,13 +83,15 @@ def transfer(source: GalleryStore, target: GalleryStore) -> Transferred:
         target: the target, which no gateway serves.
 
     Returns:
-        The numbers of items; `alike` also compares a sample of vectors.
+        The numbers of items; `alike` compares spaces and counts, and the vectors of 200 random
+        items.
 
     Raises:
         BusyError: a store is locked; run it again.
         UnavailableError: a store does not answer.
         CannotWriteError: the target cannot be written.
-        NotFoundError: the source was deleted.
+        NotFoundError: a gallery was deleted.
+        VerificationError: a gallery is damaged.
     """
     result = Transferred()
     _copy_spaces(source, target)
@@ -220,7 +224,7 @@ def blobs_of(vault: Path) -> dict[Path, int]:
 
 
 def vaults_of(source: Path | None, target: Path | None) -> tuple[Path, Path] | None:
-    """Return the vaults of two data folders.
+    """Return the vaults of two data folders, source first; neither need exist.
 
     Returns None if there is nothing to copy: both are one folder, or the target has no folder and
     the source's vault is empty.
@@ -260,16 +264,21 @@ def vaults_of(source: Path | None, target: Path | None) -> tuple[Path, Path] | N
 def transfer_vault(source: Path, target: Path) -> Transferred:
     """Make a vault equal to another; the digest of each copied blob is checked.
 
-    Blobs of the target that the source lacks are deleted. Unfinished uploads are left out; devices
-    upload them again. Running it again after an error is safe.
+    A blob of the same name and size counts as equal, and is not read. Blobs of the target that the
+    source lacks are deleted. Unfinished uploads are left out; devices upload them again. Running it
+    again after an error is safe.
 
     Args:
         source: folder of the source, which a gateway may serve; a missing one has no blobs.
-        target: folder of the target, which no gateway serves; it is created.
+        target: folder of the target, which no gateway serves; it is created with the first blob.
+
+    Returns:
+        The numbers of blobs; `alike` compares names and sizes.
 
     Raises:
-        VerificationError: a blob is damaged.
+        VerificationError: a blob is damaged; those before it are copied.
         CannotWriteError: the target cannot be written.
+        OSError: a file of the source cannot be read.
     """
     result = Transferred()
     source_blobs, target_blobs = blobs_of(source), blobs_of(target)
@@ -308,8 +317,8 @@ def transfer_all(
 ) -> tuple[dict[str, Transferred], Transferred | None]:
     """Copy every gallery, and the vault, to another store.
 
-    Galleries of the target that the source lacks are deleted. The source stays as it is. Running
-    it again after an error, or before the last run, is safe.
+    Galleries of the target that the source lacks are deleted. The source stays as it is. Running it
+    again after an error, or before the last run, is safe. Earlier copies stay then.
 
     Args:
         source: the source.
@@ -322,9 +331,11 @@ def transfer_all(
         The report of each gallery by name, and that of the vault; None without one.
 
     Raises:
-        PreconditionError: no gateway has served from the source, or an activation is under way.
+        PreconditionError: the source has no active release, or an activation is under way.
         AlreadyExistsError: a gateway has served from the target.
-        VerificationError: a blob is damaged; or, after the last run, the stores are not equal.
+        VerificationError: a gallery or a blob is damaged; or, after the last run, the stores are
+            not equal, and no state is written.
+        NotFoundError: a gallery was deleted meanwhile.
         BusyError: a store is locked; run it again.
         UnavailableError: a store does not answer.
         CannotWriteError: the target cannot be written.

@@ -61,10 +61,10 @@ class VaultBlobs:
     """
 
     def __init__(self, folder: Path, quota: int) -> None:
-        """Create the folder, if it is missing.
+        """Create the folder with mode 0700, if it is missing; nothing is read.
 
         Args:
-            folder: the folder of the vault.
+            folder: the folder of the vault; one process writes to it.
             quota: largest cost of one owner's files, in bytes.
 
         Raises:
@@ -162,11 +162,14 @@ class VaultBlobs:
         return blob, chunks()
 
     def delete(self, owner: str, blob_id: str) -> None:
-        """Delete a blob, or an unfinished upload, durably.
+        """Delete a blob, or an unfinished upload, durably; its bytes no longer count for the quota.
+
+        An id that is not valid counts as unknown. A reader that has the blob open reads it to the
+        end.
 
         Raises:
             NotFoundError: the owner has neither, or it was deleted before.
-            BusyError: another call writes the blob.
+            BusyError: another call writes or deletes the blob.
             CannotWriteError: it cannot be deleted.
         """
         with self._exclusive(owner, blob_id):
@@ -183,7 +186,7 @@ class VaultBlobs:
                 self._used[owner] -= freed
 
     def list_page(self, owner: str, last_id: str) -> list[Blob]:
-        """Return the next blobs by id, at most PAGE.
+        """Return the next blobs by id, at most PAGE (1000).
 
         Args:
             owner: the owner.
@@ -191,6 +194,7 @@ class VaultBlobs:
 
         Returns:
             Complete blobs by rising id; empty after the last one, and for an unknown owner.
+            Unfinished uploads are left out.
 
         Raises:
             InvalidInputError: `last_id` is not an id.

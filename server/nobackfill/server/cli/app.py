@@ -32,7 +32,7 @@ verification, 66 not found, 69 no gateway answers, 73 cannot write or exists alr
 
 
 def examples(*lines: str) -> str:
-    """Format command lines as the section `Examples` of a command's help.
+    """Format command lines as the section `Examples` of a command's help, in their order.
 
     Args:
         lines: complete command lines, each without a line break.
@@ -107,6 +107,8 @@ HEALING: Mapping[str, float] = {
 def settings_option(defaults: Mapping[str, float]) -> Any:
     """Make the option --settings, whose help lists the keys and their defaults.
 
+    The option is not required.
+
     Args:
         defaults: default value by key.
     """
@@ -170,10 +172,14 @@ def tuning(file: Path | None, defaults: Mapping[str, float]) -> dict[str, float]
 
 @contextlib.contextmanager
 def exit_codes() -> Iterator[None]:
-    """Print an error as one sentence on stderr, and exit with its code.
+    """Print an error of the block as one sentence on stderr, and exit with its code; other errors
+    pass.
+
+    It silences gRPC's own log lines, unless GRPC_VERBOSITY is set.
 
     Raises:
-        typer.Exit: the block raised a NobackfillError (its exit code) or was interrupted (130).
+        typer.Exit: the block raised a NobackfillError (its exit code), lacks a module of the extra
+            `server` (78), or was interrupted (130).
     """
     # gRPC's core prints lines of its own; the errors carry the same information.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
@@ -188,12 +194,14 @@ def exit_codes() -> Iterator[None]:
 
 
 def show(as_json: bool, result: dict[str, Any], rows: list[list[str]]) -> None:
-    """Print a result as JSON or as a table.
+    """Print a result on stdout, as JSON or as a table.
+
+    Characters that a terminal would obey are escaped in the table. Long cells are folded.
 
     Args:
-        as_json: print `result` as one JSON object, and no table.
+        as_json: print `result` as one JSON object on one line, and no table.
         result: the object for JSON.
-        rows: the table's cells; the first row holds the headings.
+        rows: the table's cells; the first row, which must be there, holds the headings.
     """
     if as_json:
         typer.echo(json.dumps(result))

@@ -215,7 +215,11 @@ def _running_canary(gateway: Gateway, number: int) -> pb.Canary:
 
 
 def line(answer: pb.WatchCanaryResponse) -> str:
-    """Describe a canary in one line: its state, the counts of both releases, and the evidence."""
+    """Describe a canary in one line: its state, the counts of both releases, and the evidence.
+
+    Without a canary since the gateway started it says so. The gateway's message is at the end, and
+    not escaped.
+    """
     if not answer.release:
         return "no canary since the gateway started"
     state = pb.CanaryState.Name(answer.state).removeprefix("CANARY_STATE_").lower()

@@ -6,5 +6,7 @@ from nobackfill.server.cli.app import app
 
 
 def main() -> None:
-    """Run the command that the arguments name."""
+    """Run the command that the arguments of this process name; it ends the process with the
+    command's exit code.
+    """
     app()

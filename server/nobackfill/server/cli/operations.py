@@ -31,7 +31,11 @@ from nobackfill.wire.gateway import ROLLOUTS, Gateway
 
 
 def healing_line(healing: upgrade_pb2.Healing) -> str:
-    """Describe in one line how many items of a gallery are re-embedded, and what that has cost."""
+    """Describe in one line how many items of a gallery are re-embedded, and what that has cost.
+
+    It says `counting items` while the share is not known. The last failure is at the end, if there
+    is one; it is not escaped.
+    """
     share = "counting items"
     if healing.HasField("carried"):
         native = healing.items - healing.carried
@@ -53,12 +57,15 @@ _PHASE = release_pb2.Phase.Name
 def connect(server: str) -> Iterator[Gateway]:
     """Connect to a gateway for the length of a block.
 
+    Credentials come from the variables NOBACKFILL_*_FILE.
+
     Args:
         server: one address, or several with commas, of which the first that answers is used. One
             address is first called by the block, and its calls are not retried.
 
     Raises:
         UnavailableError: none of several gateways answers.
+        NotPermittedError: several are named, and the one that answers refuses the token.
         ConfigurationError: the address has another form, or a credential file cannot be used.
     """
     several = "," in server
@@ -165,12 +172,15 @@ def report(
     *,
     canary: bool = False,
 ) -> None:
-    """Print the progress of an activation to stderr, and its last event to stdout.
+    """Print the progress of an activation to stderr, and its last event to stdout; blocks until it
+    ends.
+
+    Errors of the call pass through, also when the activation fails.
 
     Args:
         number: the release that is activated.
-        events: the answers of the call ActivateRelease.
-        as_json: print the last event as JSON.
+        events: the answers of the call ActivateRelease, read to the end.
+        as_json: print the last event as JSON, not as a table.
         canary: return once a canary has begun, not only when the activation ends.
     """
     event = pb.ActivateReleaseResponse()
@@ -211,7 +221,12 @@ def rollback(
 
 
 def show_rollback(answer: pb.RollbackReleaseResponse, as_json: bool) -> None:
-    """Print what a rollback has done or would do; a table shows the first 20 lost items."""
+    """Print on stdout what a rollback has done or would do; a table shows the first 20 lost items.
+
+    Args:
+        answer: the gateway's answer.
+        as_json: print the whole answer as JSON.
+    """
     rows = [["release", "done", "items not found there"]]
     rows.append([str(answer.number), "yes" if answer.done else "no", str(answer.lost_items)])
     rows += [["", "", f"{lost.gallery}: {lost.id}"] for lost in answer.lost[:20]]
@@ -313,7 +328,10 @@ def watch(
 
 
 def progress(job: upgrade_pb2.UpgradeProgress) -> str:
-    """Describe an upgrade in one line: state, items done, and the rate and time left if known."""
+    """Describe an upgrade in one line: state, items done, and the rate and time left if known.
+
+    The gateway's message is at the end, and not escaped.
+    """
     text = f"{_word(upgrade_pb2.UpgradeState.Name(job.state))} {job.done}/{job.total}"
     if job.items_per_second > 0:
         text += f" {job.items_per_second:.0f} items/s, {job.remaining.seconds} s left"
@@ -333,6 +351,9 @@ def _subgroup(group: upgrade_pb2.Subgroup) -> str:
 def plain(message: Message) -> dict[str, Any]:
     """Convert a message to JSON types, with the protocol's field names and with zero values
     present.
+
+    Enums become names, integers of 64 bits text, bytes base64. A submessage that is not set is left
+    out.
     """
     return MessageToDict(
         message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True

@@ -411,7 +411,7 @@ class InProcessModels:
         self.load(manifest)
 
     def unload(self, release: int) -> None:
-        """Free the models of a release that no caller uses any more; an unknown release is ignored."""
+        """Free the models of a release that no caller uses any more; ignore an unknown release."""
         with self._lock:
             self._loaded.pop(release, None)
 
@@ -553,10 +553,19 @@ class Batcher(Generic[Query, Answer]):
         self._waiting: deque[_Entry[Query, Answer]] = deque()
 
     def __call__(self, query: Query) -> Answer:
-        """Answer a query.
+        """Answer a query, on this thread or on that of the batch's leader.
+
+        It waits while as many batches run as may run at once.
+
+        Args:
+            query: the query; it may be run although its caller has given up.
+
+        Returns:
+            The answer to this query.
 
         Raises:
             DeadlineError: the call's time is over while the query waits.
+            Exception: the error of `run`, for every query of the batch.
         """
         entry: _Entry[Query, Answer] = _Entry(query)
         with self._lock:
@@ -1015,7 +1024,7 @@ class ImageQueue(Generic[Owner]):
         self._answer([(waiting, None)])
 
     def begin(self) -> None:
-        """Wake a thread, which wakes the next one if there is more. Without images it does nothing."""
+        """Wake a thread, which wakes the next one if there is more. Without images, do nothing."""
         with self._changed:
             self._changed.notify()
 

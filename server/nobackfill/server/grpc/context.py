@@ -494,7 +494,7 @@ class Call:
 
     @property
     def name(self) -> str:
-        """The name of the caller's token; empty without tokens, and for a method that needs none."""
+        """The name of the caller's token; empty without tokens, or if the method needs none."""
         return "" if self.principal is LOCAL else self.principal.name
 
     def check(self) -> None:

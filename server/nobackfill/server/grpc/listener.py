@@ -220,8 +220,8 @@ class Certificates:
         """Return when the files' certificates expire, under `server` and `client_ca`, as far as
         they can be read now.
 
-        Of several certificates in a file the first to expire counts. A file that cannot be read is
-        left out.
+        If a file has several certificates, the first to expire counts. A file that cannot be read
+        is left out.
         """
         files = {"server": self._cert, "client_ca": self._client_ca}
         expiries = {}

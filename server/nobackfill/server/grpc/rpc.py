@@ -640,7 +640,7 @@ class Stalls:
                 stream.waiting = None
 
     def end_all(self) -> None:
-        """Ask the streams to end that the gateway does not wait for when it stops. Waits for none."""
+        """Ask the streams to end that the gateway does not wait for when it stops; do not wait."""
         for _, streams in self._all():
             for stream in streams:
                 if not stream.drained:
