@@ -71,6 +71,14 @@ def test_an_identical_image_keeps_its_metadata_unless_it_gets_another(setting: S
     assert item.metadata["path"] == str(image)
 
 
+def test_an_empty_id_is_refused(setting: Setting) -> None:
+    with Device(setting.gallery) as device:
+        count = device.count()
+        with pytest.raises(InvalidInputError, match="ids of 1 to 256 characters"):
+            device.put({"": setting.images[0]})
+        assert device.count() == count
+
+
 def test_what_is_no_image_is_named_and_the_others_go_on(setting: Setting, tmp_path: Path) -> None:
     folder = tmp_path / "odd"
     good = blocks.write_pngs(folder, 2, seed=5)

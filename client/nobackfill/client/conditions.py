@@ -31,6 +31,9 @@ _INTEGER = re.compile(r"-?[0-9]{1,19}")
 def read(conditions: Sequence[str]) -> All:
     """Parse conditions into a filter; an item must pass every condition.
 
+    The key of a condition is all before its first sign; it may contain spaces. An empty value is an
+    empty text. Dates and times without an offset are UTC.
+
     Args:
         conditions: each KEY=VALUE, KEY!=VALUE, KEY>VALUE (or <, >=, <=) or 'KEY exists'. Values are
             parsed as `value_of` does; after an inequality also as dates and times.
@@ -76,6 +79,9 @@ def value_of(text: str) -> Scalar:
 
     Integers beyond 64 bits and numbers that are not finite stay text, because they would lose
     digits. So do numbers with a leading zero or plus, such as a postcode. Never raises.
+
+    Returns:
+        A flag, an integer of 64 bits, a finite float, or the unchanged text.
     """
     if text in ("true", "false"):
         return text == "true"

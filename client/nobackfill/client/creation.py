@@ -27,7 +27,11 @@ def init(
     """Make an empty gallery file that follows a publication; the file appears as the last step.
 
     Verifies the metadata, downloads the encoders of the newest release that includes this device,
-    and tries them. Files that lie there from a failed try are removed first.
+    and tries them. Files that lie there from a failed try are removed first. Downloads of a failed
+    try stay, and are continued.
+
+    Creates the folder of models, and with it the folder of the gallery if it is missing. Holds a
+    lock during the call. Only the token and certificate in the environment are used for a gateway.
 
     Args:
         path: the gallery file to make.
@@ -44,12 +48,14 @@ def init(
     Raises:
         InvalidInputError: the path is not UTF-8.
         AlreadyExistsError: a file exists at `path`, or files of an earlier gallery.
-        ConfigurationError: `source` has an unknown form, or its folder does not exist.
+        ConfigurationError: `source` has an unknown form, or its folder does not exist; or the token
+            or certificate for a gateway cannot be read.
         NotFoundError: the source has published no release.
-        VerificationError: the publication fails verification, or a model fails its trial.
+        VerificationError: the publication fails verification, a model fails its trial, also because
+            it needs the extra `text`, or this program can use no release (UnfitError).
         NotPermittedError: the gateway refuses the token.
         UnavailableError: the source does not answer.
-        BusyError: another process makes this gallery.
+        BusyError: another process makes this gallery. This does not wait.
         CannotWriteError: the disk is full or read-only.
     """
     try:

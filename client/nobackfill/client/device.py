@@ -47,21 +47,30 @@ class Device(GalleryFile):
 
         Downloads the models of the newest release that includes this device.
 
+        Also creates a file of 2 MiB next to the gallery, from which `gc` takes space on a full
+        disk. After an error there is no gallery; downloads stay, and the next call continues them.
+
         Args:
             path: the gallery file to make.
             source: a gateway (grpc://HOST:PORT, grpcs:// with TLS), a static host (https://…) or a
                 publication folder.
             root: the publisher's root metadata, 1.root.json, received by another way than `source`.
 
+        Returns:
+            The open gallery, which the caller closes.
+
         Raises:
             InvalidInputError: `path` is not UTF-8.
             AlreadyExistsError: a file exists at `path`, or files of an earlier gallery.
             NotFoundError: the source has published no release.
-            VerificationError: the publication is not signed by `root`, or a model fails its trial.
+            VerificationError: the publication is not signed by `root`, a model fails its trial,
+                also because it needs the extra `text`, or this program can use no release
+                (UnfitError).
             NotPermittedError: the gateway refuses the token.
             UnavailableError: the source does not answer.
-            ConfigurationError: `root` cannot be read, or `source` has an unknown form.
-            BusyError: another process makes this gallery.
+            ConfigurationError: `root` cannot be read, `source` has an unknown form or names a
+                missing folder, or the token or certificate for the gateway cannot be read.
+            BusyError: another process makes this gallery. This does not wait.
             CannotWriteError: the disk is full or read-only.
         """
         from nobackfill.client import creation
@@ -81,7 +90,9 @@ class Device(GalleryFile):
     ) -> Mapping[str, str]:
         """Store images by id; they are durable when this returns.
 
-        An existing id is replaced unless its content is identical.
+        An existing id is replaced unless its content is identical. Equal images under two ids are
+        two items. Images are also embedded for the release that a rollback would return to. Each
+        batch of 32 is durable before the next begins.
 
         Args:
             images: a path or encoded bytes (JPEG, PNG, WebP) by id; none: nothing is done. An item
@@ -93,11 +104,13 @@ class Device(GalleryFile):
             The reason by id for every image that was refused; empty if all were stored.
 
         Raises:
-            InvalidInputError: an id or metadata is not valid; earlier images may stay stored.
+            InvalidInputError: an id is empty or longer than 256 characters, or metadata is not
+                valid. Earlier batches stay stored.
             NoEncoderError: the release embeds no images.
             VerificationError: a file is damaged.
             BusyError: another process holds the gallery file.
             CannotWriteError: the disk is full or read-only.
+            NotFoundError: the active release is not installed, or the gallery was closed.
         """
         from nobackfill.client import photos
 
@@ -111,7 +124,8 @@ class Device(GalleryFile):
         """Store the vectors of texts by id; they are durable when this returns.
 
         The texts themselves are not stored. An existing id is replaced unless its text is
-        identical.
+        identical. Texts are also embedded for the release that a rollback would return to, if it
+        embeds texts. Each batch of 32 is durable before the next begins.
 
         Args:
             texts: texts of at most 64 KiB by id; none: nothing is done.
@@ -119,7 +133,8 @@ class Device(GalleryFile):
                 ignored. An identical text without metadata here keeps its own. None: none.
 
         Returns:
-            The reason by id for every text that was refused; empty if all were stored.
+            The reason by id for every text that was refused, also for an id or metadata that is not
+            valid; empty if all were stored.
 
         Raises:
             NoEncoderError: the release embeds no texts.
@@ -127,6 +142,7 @@ class Device(GalleryFile):
             VerificationError: a file is damaged.
             BusyError: another process holds the gallery file.
             CannotWriteError: the disk is full or read-only.
+            NotFoundError: the active release is not installed, or the gallery was closed.
         """
         from nobackfill.client import notes
 
@@ -136,13 +152,16 @@ class Device(GalleryFile):
         """Store image files, and those below folders, by their content, as `edge-client add` does.
 
         Images that the gallery holds already are skipped; one whose file has moved gets its new
-        path, and keeps its other metadata. The files stay in place.
+        path, and keeps its other metadata. The files stay in place. A new item's id is the first 16
+        hex digits of the SHA-256 of its image. Folders are searched at any depth, and links in them
+        are not followed. Each batch of 32 images is durable before the next begins.
 
         Args:
             paths: files and folders; none: nothing is done.
 
         Returns:
-            The paths that were added, refused and skipped.
+            The paths that were added and skipped, the refused ones with reasons, and the number of
+            duplicates.
 
         Raises:
             InvalidInputError: a path does not exist or cannot be read, or there are more than
@@ -151,6 +170,7 @@ class Device(GalleryFile):
             VerificationError: a file of the gallery is damaged.
             BusyError: another process holds the gallery file.
             CannotWriteError: the disk is full or read-only.
+            NotFoundError: the active release is not installed, or the gallery was closed.
         """
         from nobackfill.client import photos
 
@@ -167,26 +187,30 @@ class Device(GalleryFile):
     ) -> Answer[Hit]:
         """Return the items nearest to an image, a text or an embedding, by exact search.
 
-        Give exactly one of the three. Each call reads the vectors of the gallery; for many queries,
-        open a nobackfill.client.search.Search once.
+        Give exactly one of the three. Equal distances are ordered as the items were stored. Each
+        call reads the vectors of the gallery; for many queries, open a
+        nobackfill.client.search.Search once.
 
         Args:
-            image: a path or encoded bytes.
-            text: a text to embed as a query.
+            image: a path or encoded bytes (JPEG, PNG, WebP).
+            text: a text of at most 64 KiB to embed as a query.
             embeddings: vectors by space id; the vector of the active space is used.
             k: the number of hits, 1 to 1000.
-            where: a filter, or values by key that every hit must have; None: all items.
+            where: a filter, or values by key that every hit must have; None or empty: all items.
 
         Returns:
             The hits, nearest first; fewer than `k` if fewer items pass `where`.
 
         Raises:
-            InvalidInputError: not exactly one query, or a query, `k` or filter that is not valid.
+            InvalidInputError: not exactly one query, or a query that cannot be read or embedded, or
+                a `k` or filter that is not valid.
             NoEncoderError: the release has no encoder for this kind of query.
             ConfigurationError: the extra `text` is not installed.
             IncompatibleSpaceError: `embeddings` has no vector of the active space.
             VerificationError: a file is damaged.
             BusyError: another process holds the gallery file.
+            NotFoundError: the active release is not installed, or the gallery was closed.
+            CannotWriteError: the file cannot be opened, or the disk fails.
         """
         from nobackfill.client.search import Search
 
@@ -207,10 +231,14 @@ class Device(GalleryFile):
         Args:
             id: the item's id; a path is no id.
 
+        Returns:
+            The item; its origin and uncertainty are None if it has no vector in the active space.
+
         Raises:
-            NotFoundError: there is no such item.
+            NotFoundError: there is no such item, or the gallery was closed.
             VerificationError: the gallery file is damaged.
             BusyError: another process holds the gallery file.
+            CannotWriteError: the file cannot be opened, or the disk fails.
         """
         row = self.store.get(id)
         item = None if row is None else self.store.items([row.label], self._space())[0]
@@ -226,15 +254,23 @@ class Device(GalleryFile):
     ) -> Iterator[Item]:
         """Yield items, oldest first, read in pages of 500.
 
+        Nothing is read before the first item, so errors are raised there or later. Items that are
+        added during the iteration may come too.
+
         Args:
-            where: a filter, or values by key that every item must have; None: all items. It is
-                evaluated at the start.
-            least_certain: only items whose vector was migrated, the least certain first.
+            where: a filter, or values by key that every item must have; None or empty: all items.
+                It is evaluated at the start.
+            least_certain: only items whose vector has an uncertainty, because it was migrated; the
+                least certain first.
 
         Raises:
             InvalidInputError: the filter is not valid.
             VerificationError: the gallery file is damaged.
             BusyError: another process holds the gallery file.
+            IncompatibleSpaceError: the space that was active at the start was dropped during the
+                iteration.
+            CannotWriteError: the file cannot be opened, or the disk fails.
+            NotFoundError: the gallery was closed.
         """
         from nobackfill.gallery.listing import read_items_page
 
@@ -257,12 +293,18 @@ class Device(GalleryFile):
         """Count the items.
 
         Args:
-            where: a filter, or values by key that every counted item must have; None: all items.
+            where: a filter, or values by key that every counted item must have; None or empty: all
+                items.
+
+        Returns:
+            The number of items, with or without a vector in the active space.
 
         Raises:
             InvalidInputError: the filter is not valid.
             VerificationError: the gallery file is damaged.
             BusyError: another process holds the gallery file.
+            CannotWriteError: the file cannot be opened, or the disk fails.
+            NotFoundError: the gallery was closed.
         """
         passing = self._passing(where)
         return self.store.count() if passing is None else len(passing)
@@ -270,7 +312,9 @@ class Device(GalleryFile):
     def delete(self, ids: Sequence[str]) -> int:
         """Delete items by id; the next push deletes their ciphertext in the vault.
 
-        The image files stay. Unknown ids are ignored.
+        The image files stay. Unknown ids are ignored, and an id that is given twice counts once.
+        Vectors, thumbnails and unsent ciphertext are deleted too. After an error, the call can be
+        repeated.
 
         Returns:
             The number of ids that existed.
@@ -279,6 +323,7 @@ class Device(GalleryFile):
             VerificationError: the gallery file is damaged.
             BusyError: another process holds the gallery file.
             CannotWriteError: the disk is full or read-only.
+            NotFoundError: the gallery was closed.
         """
         from nobackfill.client.maintenance import delete
 
@@ -290,26 +335,37 @@ class Device(GalleryFile):
         Raises:
             VerificationError: the gallery file is damaged.
             BusyError: another process holds the gallery file.
+            CannotWriteError: the file cannot be opened, or the disk fails.
+            NotFoundError: the gallery was closed.
         """
         return Status(self.store.count(), self.store.active().spec.release)
 
     def sync(self, *, backfill: int = 0) -> "SyncReport":
         """Upgrade the gallery to the newest release that it can follow, without the images.
 
+        Blocks until it is complete: it downloads, tries the models in a child process, migrates,
+        and then activates. Searches use the old release until then. A killed or failed sync is
+        continued by the next one. A sync that finds nothing newer for a week drops the previous
+        release.
+
         Args:
             backfill: how many of the least certain items to re-embed from their files or the vault;
-                0: none.
+                0 or less: none.
 
         Returns:
             A report. If no newer release can be followed, its `state` is "behind", and nothing is
             raised.
 
         Raises:
-            BusyError: another sync runs, or other commands keep changing the gallery.
-            ConfigurationError: the stored source does not exist any more.
+            BusyError: another sync runs (this does not wait), another command changes the gallery
+                for more than 60 seconds, or other commands keep changing the gallery.
+            ConfigurationError: the stored source does not exist any more, the token or certificate
+                of the gateway cannot be read, or the extra `text`, which the release needs, is not
+                installed.
             VerificationError: the publication fails verification, and nothing was changed; or a
                 file of the gallery is damaged.
-            NotFoundError: nothing is published at the source.
+            NotFoundError: nothing is published at the source, or it lacks a release that the
+                gallery uses; or the gallery was closed.
             NoEncoderError: `backfill` is not 0, and the release embeds no images.
             NotPermittedError: the gateway refuses the token.
             UnavailableError: the source does not answer; finished downloads stay.
@@ -322,11 +378,15 @@ class Device(GalleryFile):
     def rollback(self) -> Status:
         """Return to the previous release, and hold the present one back: later syncs skip it.
 
+        No vector is computed, and the present release's vectors stay for a later sync. Only
+        `edge-client sync --retry` tries it again.
+
         Returns:
             The number of items, and the release that is active now.
 
         Raises:
-            NotFoundError: there is no previous release to return to.
+            NotFoundError: there is no previous release to return to: there was no upgrade yet, or
+                it was confirmed; or the gallery was closed.
             PreconditionError: some items have no vector in the previous space.
             VerificationError: the gallery file is damaged.
             BusyError: a sync is writing vectors, or another process holds the gallery file.

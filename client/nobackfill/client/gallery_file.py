@@ -116,7 +116,7 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
 
 
 def is_gateway(address: str) -> bool:
-    """Return whether an address begins with grpc:// or grpcs://. Checks no more."""
+    """Return whether an address begins with grpc:// or grpcs://, in lower case. Checks no more."""
     return address.startswith(("grpc://", "grpcs://"))
 
 
@@ -126,6 +126,9 @@ def sidecar(gallery: Path, suffix: str) -> Path:
     Args:
         gallery: the gallery file.
         suffix: the text after its name and a dot, such as "models".
+
+    Returns:
+        The path, in the gallery's folder. It is relative if `gallery` is.
     """
     return gallery.with_name(f"{gallery.name}.{suffix}")
 
@@ -145,10 +148,14 @@ class GalleryFile:
     def __init__(self, path: str | Path) -> None:
         """Open a gallery file; after an unclean end, check its pages first.
 
+        Its files for SQLite (-wal, -shm, .lock) are created next to it. The caller closes the
+        gallery.
+
         Raises:
             NotFoundError: there is no file at `path`.
             VerificationError: the file is damaged, is no gallery, or has a newer format.
             BusyError: another process has the file for itself.
+            CannotWriteError: the file cannot be read, or the disk has no room for SQLite's files.
         """
         path = Path(path)
         if not path.is_file():
@@ -169,6 +176,8 @@ class GalleryFile:
     def close(self) -> None:
         """Close the file, once no thread reads or writes; a second call does nothing.
 
+        Later calls that read or write raise NotFoundError.
+
         Raises:
             BusyError: a statement of another thread does not end.
         """
@@ -179,6 +188,8 @@ class GalleryFile:
     def sync_lock(self) -> AbstractContextManager[None]:
         """Lock the use of the source, for any length of time.
 
+        The lock is taken when the `with` block begins, and the end of the process frees it.
+
         Raises:
             BusyError: another sync has the lock; this does not wait.
             CannotWriteError: the lock file cannot be created.
@@ -188,6 +199,8 @@ class GalleryFile:
     def vault_lock(self) -> AbstractContextManager[None]:
         """Lock the use of the vault, for any length of time.
 
+        The lock is taken when the `with` block begins, and the end of the process frees it.
+
         Raises:
             BusyError: another push or pull has the lock; this does not wait.
             CannotWriteError: the lock file cannot be created.
@@ -196,6 +209,9 @@ class GalleryFile:
 
     def change_lock(self, timeout_s: float = 0.0) -> AbstractContextManager[None]:
         """Lock the change of spaces and releases; never wait for the network under this lock.
+
+        The lock is taken when the `with` block begins, and the end of the process frees it. It is
+        not reentrant: a second call in the same thread waits for the first.
 
         Args:
             timeout_s: how long to wait for the lock, in seconds; 0 does not wait.
@@ -210,12 +226,15 @@ class GalleryFile:
         """Return a value of the gallery's state.
 
         Args:
-            key: one of the keys that the docstring of this module lists.
-            default: returned if the state has no such key.
+            key: a key of the state; the docstring of this module lists them. The values of other
+                keys are not checked.
+            default: returned if the state has no such key, or None there.
 
         Raises:
             DamagedError: the value has the wrong form, or the gallery file is damaged.
             BusyError: another process holds the gallery file.
+            CannotWriteError: the file cannot be opened, or the disk fails.
+            NotFoundError: the gallery was closed.
         """
         value = self.store.state_get(key)
         if value is not None and key in _KINDS and not _KINDS[key](value):
@@ -226,15 +245,21 @@ class GalleryFile:
         """Return the verified view of this gallery's publication, as it was when last fetched.
 
         The first root and the newest versions are read from the gallery file. A damaged or lost
-        models folder therefore costs downloads, but no security.
+        models folder therefore costs downloads, but no security. Nothing is fetched. A file of
+        trusted metadata that fails its checks is deleted, and the view begins again from the root.
 
         Args:
             fetcher: fetches files of the source.
             base_url: the base URL in front of the published paths.
 
         Raises:
-            VerificationError: the gallery's state is damaged, or is newer than the metadata.
+            VerificationError: the gallery's state is damaged, or its root metadata is not validly
+                signed. Metadata that is older than the gallery's versions is refused later, by
+                `refresh`.
             BusyError: another process holds the gallery file.
+            CannotWriteError: the file of trusted metadata cannot be deleted, or the gallery cannot
+                be opened.
+            NotFoundError: the gallery was closed.
         """
         from nobackfill.release.trust.trust import Trust, VersionFloor
 
@@ -252,11 +277,16 @@ class GalleryFile:
     def manifest(self, release: int) -> "Manifest":
         """Return the manifest of an installed release.
 
+        Args:
+            release: the number of the release.
+
         Raises:
-            NotFoundError: the release is not installed.
-            VerificationError: the file was changed or cannot be read, or the gallery is damaged.
+            NotFoundError: the release is not installed, or the gallery was closed.
+            VerificationError: the file is missing, was changed or cannot be read, or the gallery is
+                damaged.
             UnfitError: this program cannot use the release.
             BusyError: another process holds the gallery file.
+            CannotWriteError: the file cannot be opened, or the disk fails.
         """
         from nobackfill.release.manifest import parse_manifest
 
@@ -265,10 +295,17 @@ class GalleryFile:
     def manifest_text(self, release: int) -> bytes:
         """Return the manifest of an installed release, byte for byte as it was verified.
 
+        The file is read and compared with its stored SHA-256 at each call.
+
+        Args:
+            release: the number of the release.
+
         Raises:
-            NotFoundError: the release is not installed.
-            VerificationError: the file was changed or cannot be read, or the gallery is damaged.
+            NotFoundError: the release is not installed, or the gallery was closed.
+            VerificationError: the file is missing, was changed or cannot be read, or the gallery is
+                damaged.
             BusyError: another process holds the gallery file.
+            CannotWriteError: the file cannot be opened, or the disk fails.
         """
         digest = self.state("installed", {}).get(str(release))
         path = self.models / manifest_path(release)
@@ -288,11 +325,12 @@ class GalleryFile:
         """Return the manifest of the active release.
 
         Raises:
-            NotFoundError: the release is not installed.
-            VerificationError: the manifest was changed or cannot be read, or the gallery is damaged
-                or does not have exactly one active space.
+            NotFoundError: the release is not installed, or the gallery was closed.
+            VerificationError: the manifest is missing, was changed or cannot be read, or the
+                gallery is damaged or does not have exactly one active space.
             UnfitError: this program cannot use the release.
             BusyError: another process holds the gallery file.
+            CannotWriteError: the file cannot be opened, or the disk fails.
         """
         return self.manifest(self.store.active().spec.release)
 
@@ -305,6 +343,8 @@ class GalleryFile:
         Raises:
             DamagedError: the gallery file is damaged.
             BusyError: another process holds the gallery file.
+            CannotWriteError: the file cannot be opened, or the disk fails.
+            NotFoundError: the gallery was closed.
         """
         space_id = self.state("return_to")
         return next((one for one in self.store.spaces() if one.spec.space == space_id), None)
@@ -321,7 +361,8 @@ def keep_reserve(gallery: Path) -> None:
     """Create the reserve file of a gallery, RESERVE_BYTES long.
 
     Does nothing if the disk has less than four times as much room, or if the file cannot be
-    written: a later command tries again.
+    written: a later command tries again. An existing reserve is completed to that length. A part of
+    the file may stay if the disk is full.
     """
     path = sidecar(gallery, "reserve")
     with contextlib.suppress(OSError):
@@ -336,7 +377,8 @@ def keep_reserve(gallery: Path) -> None:
 def free_reserve(gallery: Path) -> None:
     """Delete the reserve file of a gallery if the disk has less room than RESERVE_BYTES.
 
-    Does nothing if there is no such file, or if it cannot be deleted.
+    Does nothing if there is no such file, or if it cannot be deleted. The next `keep_reserve`
+    creates it again.
     """
     with contextlib.suppress(OSError):
         if not has_free_bytes(gallery.parent, RESERVE_BYTES):

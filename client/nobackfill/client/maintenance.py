@@ -42,17 +42,19 @@ def remove(device: GalleryFile, names: Sequence[str]) -> dict[str, Any]:
     """Remove items from every space, from the file's free pages and from its log.
 
     Ciphertext in the outbox is deleted at once, ciphertext in the vault at the next push. The image
-    files stay.
+    files stay. Thumbnails are deleted too.
 
     Args:
         device: the gallery.
-        names: ids, or paths; a path stands for every item that was added from it.
+        names: ids, or paths; a path stands for every item that was added from it. An id is tried
+            first; none: nothing is removed.
 
     Returns:
         `removed`: how many items; `left_in_vault`: for how many the vault still holds ciphertext.
 
     Raises:
-        NotFoundError: a name is neither an id nor a path; nothing was removed.
+        NotFoundError: a name is neither an id nor a path; nothing was removed; or the gallery was
+            closed.
         DamagedError: the gallery file is damaged.
         BusyError: another process holds the gallery file.
         CannotWriteError: the disk is full or read-only.
@@ -66,11 +68,13 @@ def delete(device: GalleryFile, ids: Sequence[str]) -> tuple[int, int]:
     """Remove items by id from every space, from the file's free pages and from its log.
 
     Ciphertext in the outbox is deleted at once, ciphertext in the vault at the next push. The image
-    files stay.
+    files stay. Thumbnails are deleted too. After an error, the call can be repeated; ciphertext may
+    be gone already.
 
     Args:
         device: the gallery.
-        ids: ids; unknown ones are ignored.
+        ids: ids; unknown ones are ignored. An id that is given twice counts once in the first
+            count.
 
     Returns:
         How many items existed, and for how many the vault still holds ciphertext.
@@ -79,6 +83,7 @@ def delete(device: GalleryFile, ids: Sequence[str]) -> tuple[int, int]:
         DamagedError: the gallery file is damaged.
         BusyError: another process holds the gallery file.
         CannotWriteError: the disk is full or read-only.
+        NotFoundError: the gallery was closed.
     """
     queue = VaultQueue(device.store)
     outbox = sidecar(device.path, "outbox")
@@ -116,18 +121,23 @@ def _find(device: GalleryFile, name: str) -> list[str]:
 def describe(device: GalleryFile, names: Sequence[str], notes: Metadata) -> int:
     """Set metadata of items; their other metadata and their vectors stay.
 
+    Batches of 4,096 items are written one after another; after an error, earlier ones stay.
+
     Args:
         device: the gallery.
-        names: ids, or paths; a path stands for every item that was added from it.
-        notes: the metadata to set, by key; existing values of these keys are replaced.
+        names: ids, or paths; a path stands for every item that was added from it. An id is tried
+            first; none: nothing is changed.
+        notes: the metadata to set, by key; existing values of these keys are replaced. Empty:
+            nothing changes, and the items count all the same.
 
     Returns:
         The number of items that were written.
 
     Raises:
-        NotFoundError: a name is neither an id nor a path; nothing was changed.
+        NotFoundError: a name is neither an id nor a path; nothing was changed; or the gallery was
+            closed.
         InvalidInputError: a key is path, folder or name, which locate the file; or a key or value
-            is not valid.
+            is not valid, or an item's metadata would become too large.
         DamagedError: the gallery file is damaged.
         BusyError: another process holds the gallery file.
         CannotWriteError: the disk is full or read-only.
@@ -159,12 +169,16 @@ def collect(device: GalleryFile) -> dict[str, Any]:
     possible afterwards. Gives free pages back to the file system, unless another process holds the
     gallery file.
 
+    This does not wait for a sync. After an error, a part is deleted; run it again.
+
     Returns:
-        `dropped`: earlier releases whose space was dropped; `freed_bytes`.
+        `dropped`: earlier releases whose space was dropped. `freed_bytes`: the difference on disk,
+        negative if files grew meanwhile.
 
     Raises:
-        BusyError: a sync is writing vectors, or another process holds the gallery file.
-        NotFoundError: the release of a space is not installed.
+        BusyError: a sync is writing vectors, or another `gc` or rollback runs, or another process
+            holds the gallery file.
+        NotFoundError: the release of a space is not installed, or the gallery was closed.
         VerificationError: a manifest or the gallery file is damaged.
         CannotWriteError: the disk is full or read-only.
     """
@@ -201,7 +215,8 @@ def _compact(device: GalleryFile) -> None:
 def verify(device: GalleryFile) -> dict[str, Any]:
     """Check the file's pages, every vector, the models' digests, keys, ciphertext and the vault.
 
-    Reads everything and changes nothing. Problems are reported, not raised.
+    Reads everything and changes nothing. Problems are reported, not raised. The vault is asked for
+    its list of blobs, for at most 5 seconds a page.
 
     Returns:
         `items`, `vectors`: counts, None if the file is damaged. `problems`: sentences with advice;
@@ -209,8 +224,11 @@ def verify(device: GalleryFile) -> dict[str, Any]:
         vault is no problem of the gallery.
 
     Raises:
-        BusyError: another process holds the gallery file.
+        BusyError: another process holds the gallery file, before or between the checks.
         DamagedError: the gallery's state or a row of its vault table is damaged.
+        CannotWriteError: the file cannot be opened, or the disk fails.
+        OSError: a model file or ciphertext cannot be read.
+        NotFoundError: the gallery was closed.
     """
     problems: list[str] = []
     vectors = 0
@@ -307,11 +325,13 @@ def rescue(path: Path, to: Path) -> dict[str, Any]:
 
     The damaged gallery is not changed. Its models, key and outbox are copied. Vault rows are copied
     with their items; blobs of lost items stay in the vault, for `pull --unknown`. The new file
-    appears as the last step.
+    appears as the last step. After an error there is no file at `to`, but copied files may lie next
+    to it.
 
     Args:
         path: the damaged gallery.
-        to: the file to make; its folder is made if it is missing.
+        to: the file to make; its folder is made if it is missing. Copies of other files overwrite
+            those of the same name.
 
     Returns:
         The object that `edge-client rescue --json` prints: counts of saved `items` and `vectors`,
@@ -321,7 +341,7 @@ def rescue(path: Path, to: Path) -> dict[str, Any]:
     Raises:
         NotFoundError: there is no file at `path`.
         AlreadyExistsError: a file exists at `to`, or files of an earlier gallery.
-        DamagedError: nothing can be saved.
+        DamagedError: nothing can be saved, because the tables that list the spaces cannot be read.
         BusyError: another process holds the gallery file.
         CannotWriteError: the disk is full or read-only.
     """

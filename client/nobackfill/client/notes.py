@@ -35,15 +35,17 @@ def add(device: GalleryFile, texts: Iterable[TextLine]) -> AddTextsReport:
     """Store texts by id; an existing id is replaced. Only the vectors are stored, not the texts.
 
     Each batch of 32 is durable before the next begins. An unchanged text without metadata keeps the
-    metadata that it has. If a batch has several texts with one id, the last one is stored.
+    metadata that it has. If a batch has several texts with one id, the last one is stored. Texts
+    are also embedded for the release that a rollback would return to, if it embeds texts.
 
     Args:
         device: the gallery.
-        texts: ids, texts and metadata; errors of this iterable pass through.
+        texts: ids, texts and metadata; none: nothing is opened or stored. Errors of this iterable
+            pass through, and earlier batches stay.
 
     Returns:
-        The ids that were stored, and those that were refused. A text that cannot be embedded does
-        not affect the others.
+        The ids that were stored, and those that were refused. A text that cannot be embedded, or
+        has an id or metadata that is not valid, does not affect the others.
 
     Raises:
         NoEncoderError: the active release embeds no texts.
@@ -51,6 +53,7 @@ def add(device: GalleryFile, texts: Iterable[TextLine]) -> AddTextsReport:
         VerificationError: a model file or the gallery file is damaged.
         BusyError: another process holds the gallery file.
         CannotWriteError: the disk is full or read-only.
+        NotFoundError: the release of a space is not installed, or the gallery was closed.
     """
     report, encoders = AddTextsReport(), _Encoders(device)
     remaining = iter(texts)
@@ -64,6 +67,8 @@ def put(
 ) -> dict[str, str]:
     """Store texts by id; an existing id is replaced unless its text is identical.
 
+    Each batch of 32 is durable before the next begins. The texts themselves are not stored.
+
     Args:
         device: the gallery.
         texts: texts of at most 64 KiB by id; none: nothing is done.
@@ -71,7 +76,8 @@ def put(
             here keeps its own. None: none.
 
     Returns:
-        The reason by id for every text that was refused; empty if all were stored.
+        The reason by id for every text that was refused, because it, its id or its metadata is not
+        valid; empty if all were stored.
 
     Raises:
         NoEncoderError: the active release embeds no texts.
@@ -79,6 +85,7 @@ def put(
         VerificationError: a model file or the gallery file is damaged.
         BusyError: another process holds the gallery file.
         CannotWriteError: the disk is full or read-only.
+        NotFoundError: the release of a space is not installed, or the gallery was closed.
     """
     notes = metadata or {}
     lines = (TextLine(name, text, notes.get(name, {})) for name, text in texts.items())
@@ -87,6 +94,8 @@ def put(
 
 def embed(device: GalleryFile, manifest: Manifest, texts: Sequence[str], role: TextRole) -> Vectors:
     """Embed one or more texts with the text encoder of a release; stores nothing.
+
+    Opens the model at each call.
 
     Args:
         device: the gallery, whose folder holds the model.
@@ -100,8 +109,10 @@ def embed(device: GalleryFile, manifest: Manifest, texts: Sequence[str], role: T
     Raises:
         NoEncoderError: the release embeds no texts.
         ConfigurationError: the extra `text` is not installed.
-        InvalidInputError: a text is empty, too long, or has no vector.
+        InvalidInputError: a text is empty, longer than 64 KiB (TooLargeError), or has no vector. No
+            vector is returned then.
         VerificationError: a model file is damaged.
+        ValueError: `texts` is empty.
     """
     model = open_text_encoder(device.models, manifest, count_cores())
     try:

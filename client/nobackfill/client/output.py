@@ -27,9 +27,15 @@ class Output:
     def result(self, answer: Mapping[str, object], *lines: str) -> None:
         """Print the result on stdout: with `json` as one JSON object, else as lines.
 
+        With `json`, the lines are ignored; otherwise the object is.
+
         Args:
             answer: the object; its values must be valid in JSON.
             lines: the lines for people; control characters are made visible.
+
+        Raises:
+            TypeError: with `json`, a value cannot be written as JSON.
+            OSError: stdout cannot be written, such as BrokenPipeError.
         """
         if self.json:
             print(json.dumps(answer))
@@ -38,11 +44,18 @@ class Output:
             print(escape_hidden(line))
 
     def note(self, line: str) -> None:
-        """Print a remark on stderr, in both forms; control characters are made visible."""
+        """Print a remark on stderr, in both forms; control characters are made visible.
+
+        Raises:
+            OSError: stderr cannot be written.
+        """
         print(escape_hidden(line), file=sys.stderr)
 
     def reasons(self, reasons: Mapping[str, str]) -> None:
         """Print one remark on stderr for each reason, with the names that it applies to.
+
+        Notes come in the order in which each reason first occurs. A note lists three names, and
+        counts the others.
 
         Args:
             reasons: the reason by name; empty prints nothing.
@@ -56,6 +69,8 @@ class Output:
     @contextmanager
     def progress(self, what: str) -> Iterator[Advance]:
         """Show a progress bar for the block, if `bars` is set and stderr is a terminal.
+
+        Otherwise the yielded function does nothing. The bar disappears at the end of the block.
 
         Args:
             what: the text before the bar.
@@ -76,7 +91,10 @@ class Output:
 
 
 def size(count: float) -> str:
-    """Format a number of bytes in powers of 1,000: '512 B', '1.5 MB'."""
+    """Format a number of bytes in powers of 1,000: '512 B', '1.5 MB'.
+
+    Counts of 1,000 GB and more stay in GB. Whole bytes have no decimal place, other units one.
+    """
     for unit in ("B", "kB", "MB"):
         if count < 1000:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"

@@ -46,12 +46,18 @@ class ImageScan:
 def find_images(paths: Sequence[Path], gallery: Path | None = None) -> ImageScan:
     """Find the given files, and the files with an image suffix below the given folders.
 
-    Links to folders are not followed, unless they are given. Contents are not read. A folder that
-    cannot be read is listed in `files`, so that reading it gives the reason.
+    Links to folders are not followed, unless they are given. Contents are not read. Hidden files
+    and folders, those of a system, thumbnails of galleries and files of `gallery` are skipped. A
+    folder below a given one that cannot be read is listed in `files`, so that reading it gives the
+    reason.
 
     Args:
-        paths: files and folders; a given file may have any suffix.
+        paths: files and folders; a given file may have any suffix; none: no files.
         gallery: skip the files of this gallery; None: no such gallery.
+
+    Returns:
+        The files in the order of `paths`, each folder's sorted by name before its subfolders. Files
+        with another suffix, and links to folders, are in `refusals`.
 
     Raises:
         InvalidInputError: a path does not exist or cannot be read, or there are more than
@@ -119,11 +125,14 @@ def _is_own(folder: str, name: str, gallery: Path | None) -> bool:
 def read_image(path: Path) -> tuple[bytes, str]:
     """Read an image file; its content is not decoded.
 
+    Reads at most 32 MiB.
+
     Returns:
         Its bytes, and their SHA-256 as 64 hex digits.
 
     Raises:
-        InvalidInputError: the path is no regular file, too large, unreadable, or not UTF-8.
+        InvalidInputError: the path is missing, no regular file, larger than 32 MiB, unreadable, or
+            not UTF-8. The message lacks the path.
     """
     try:
         str(path).encode("utf-8")
@@ -136,12 +145,14 @@ def read_image(path: Path) -> tuple[bytes, str]:
 def local_image(item: StoredItem) -> bytes | None:
     """Read the file that an item was added from, if it still has the same content.
 
+    The content is compared by its SHA-256. Never raises.
+
     Args:
         item: an item with the metadata `path` and the SHA-256 of its image.
 
     Returns:
-        The encoded image. None if the file is gone, unreadable or changed, or if the item was not
-        added from a file.
+        The encoded image. None if the file is gone, unreadable or changed, larger than 32 MiB, or
+        if the item was not added from a file or has no digest.
     """
     try:
         data = read_file(Path(str(item.metadata.get("path", ""))))
@@ -160,6 +171,8 @@ class Encoder:
     def __init__(self, models: Path, manifest: "Manifest", *, side: bool = True) -> None:
         """Open the models of a release.
 
+        Each model file is read and compared with its digest.
+
         Args:
             models: the folder of the installed files.
             manifest: the release.
@@ -177,6 +190,8 @@ class Encoder:
     def pixels(self, image: bytes) -> Pixels:
         """Decode an image, scaled and cropped to the size that the embedder reads.
 
+        Orientation by EXIF is applied.
+
         Args:
             image: JPEG, PNG or WebP; HEIC and AVIF with the extra heic.
 
@@ -184,7 +199,8 @@ class Encoder:
             uint8 [height, width, 3], RGB.
 
         Raises:
-            InvalidInputError: the bytes are no such image, or the image is too large.
+            InvalidInputError: the bytes are no such image, damaged or animated, more than 32 MiB,
+                or have too many pixels.
         """
         return decode_image(image, *self.manifest.frame)
 
@@ -198,7 +214,9 @@ class Encoder:
             float32 [n, dim].
 
         Raises:
-            UnusableOutputError: the model returned no vector for some images.
+            UnusableOutputError: the model returned no usable vector (zero or not finite) for some
+                images; `rows` names them. No vector is returned then.
+            ValueError: `pixels` is empty, or images differ in shape.
         """
         return self._embedder.run(np.stack(pixels))
 
@@ -213,7 +231,9 @@ class Encoder:
             None if no side-information encoder was opened.
 
         Raises:
-            UnusableOutputError: a model returned no vector for some images.
+            UnusableOutputError: a model returned no usable vector (zero or not finite) for some
+                images; `rows` names them. No vector is returned then.
+            ValueError: `pixels` is empty, or images differ in shape.
         """
         side = None if self._side is None else self._side.run(np.stack(pixels))
         return NewVectors(self.manifest.space, self.embed(pixels), side, "native")
@@ -257,10 +277,12 @@ class PhotoSource:
     @property
     def name(self) -> str:
         """Return the image's name in reports: the id, else the path."""
-        return self.id or str(self.image)
+        return str(self.image) if self.id is None else self.id
 
     def read(self) -> tuple[bytes, str]:
         """Read the image, from its file if it has one.
+
+        Nothing is decoded, and bytes of any length and content are returned as they are.
 
         Returns:
             The encoded bytes, and their SHA-256 as 64 hex digits.
@@ -274,7 +296,10 @@ class PhotoSource:
 
     @property
     def metadata(self) -> Metadata | None:
-        """Return `notes`, and for a file also path, folder and name; None if there are neither."""
+        """Return `notes`, and for a file also path, folder and name; None if there are neither.
+
+        The file's own keys replace those of `notes`. Bytes have only `notes`.
+        """
         path = self.image
         if isinstance(path, bytes):
             return self.notes
@@ -299,11 +324,14 @@ class Photo:
     @property
     def id(self) -> str:
         """Return the item's id: the one of the source, else the head of the digest."""
-        return self.source.id or item_id(self.sha256)
+        return item_id(self.sha256) if self.source.id is None else self.source.id
 
 
 def item_id(sha256: str) -> str:
-    """Return the id of an image: the first 16 of the 64 hex digits of its SHA-256."""
+    """Return the id of an image: the first 16 of the 64 hex digits of its SHA-256.
+
+    The text is not checked.
+    """
     return sha256[:16]
 
 
@@ -311,7 +339,9 @@ def add(device: GalleryFile, paths: Sequence[Path], notes: Metadata, advance: Ad
     """Add image files, and those below folders, that the gallery does not hold yet.
 
     Each batch of 32 is durable before the next begins. After a kill, add the same files again to
-    continue. An image whose file has moved gets its new path and `notes`; its other metadata stays.
+    continue. Images are also embedded for the release that a rollback would return to. An image
+    whose file has moved gets its new path and `notes`; its other metadata stays. Two equal images
+    in one call are one item.
 
     Args:
         device: the gallery.
@@ -321,15 +351,17 @@ def add(device: GalleryFile, paths: Sequence[Path], notes: Metadata, advance: Ad
 
     Returns:
         The paths that were stored, refused or skipped. An image that cannot be read or embedded
-        does not affect the others.
+        does not affect the others. `added` is in the order of the search for files.
 
     Raises:
         InvalidInputError: a path does not exist or cannot be read, there are more than MOST_FILES
-            images, or `notes` are not valid.
+            images, or `notes` are not valid. Nothing was added if a path is the reason; earlier
+            batches stay otherwise.
         NoEncoderError: the active release embeds no images.
         VerificationError: a model file or the gallery file is damaged.
         BusyError: another process holds the gallery file.
         CannotWriteError: the disk is full or read-only.
+        NotFoundError: the release of a space is not installed, or the gallery was closed.
     """
     scan = find_images(paths, device.path)
     report = _store_all(device, [PhotoSource(path, notes) for path in scan.files], advance)
@@ -345,7 +377,8 @@ def put(
 ) -> dict[str, str]:
     """Store images by id; an existing id is replaced unless its content is identical.
 
-    Each batch of 32 is durable before the next begins.
+    Each batch of 32 is durable before the next begins. Images are also embedded for the release
+    that a rollback would return to. Equal images under two ids are two items.
 
     Args:
         device: the gallery.
@@ -357,11 +390,13 @@ def put(
         The reason by id for every image that cannot be read or embedded; empty if all were stored.
 
     Raises:
-        InvalidInputError: an id or metadata is not valid; earlier batches stay stored.
+        InvalidInputError: an id is empty or longer than 256 characters, or metadata is not valid;
+            earlier batches stay stored.
         NoEncoderError: the active release embeds no images.
         VerificationError: a model file or the gallery file is damaged.
         BusyError: another process holds the gallery file.
         CannotWriteError: the disk is full or read-only.
+        NotFoundError: the release of a space is not installed, or the gallery was closed.
     """
     notes = metadata or {}
     sources = [PhotoSource(image, notes.get(name), name) for name, image in images.items()]

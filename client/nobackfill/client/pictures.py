@@ -43,6 +43,10 @@ class Thumbnails:
     def of(self, item: StoredItem) -> bytes | None:
         """Return an item's thumbnail; make and cache it if there is none yet.
 
+        A cached thumbnail is returned without a look at the original. If the cache cannot be
+        written, the picture is returned all the same. Blocks while as many threads as there are
+        cores decode.
+
         Returns:
             A JPEG whose longer side has at most SIDE pixels. None if no thumbnail is cached, and
             the original file is gone, changed or cannot be decoded.
@@ -63,6 +67,8 @@ class Thumbnails:
     def large(self, item: StoredItem) -> bytes | None:
         """Return a large picture of an item, made from its original; it is not cached.
 
+        Blocks while as many threads as there are cores decode. A smaller original keeps its size.
+
         Returns:
             A JPEG whose longer side has at most LARGE_SIDE pixels. None if the original file is
             gone, changed or cannot be decoded.
@@ -73,7 +79,7 @@ class Thumbnails:
         """Delete the thumbnails of items by label; labels without a thumbnail are ignored.
 
         Raises:
-            CannotWriteError: a file cannot be deleted.
+            CannotWriteError: a file cannot be deleted; earlier ones are gone.
         """
         for label in labels:
             remove_tree(self._folder / f"{label}.jpg")
@@ -81,13 +87,18 @@ class Thumbnails:
     def sweep(self, store: Store) -> None:
         """Delete all files in the folder of thumbnails that belong to no item of the gallery.
 
+        Without such a folder, nothing happens. Temporary files of pages that are being shown are
+        deleted too.
+
         Args:
             store: the items of the same gallery.
 
         Raises:
             DamagedError: the gallery file is damaged.
             BusyError: another process holds the gallery file.
-            CannotWriteError: a file cannot be deleted.
+            CannotWriteError: a file cannot be deleted, and earlier ones are gone; or the gallery
+                cannot be opened.
+            NotFoundError: the gallery was closed.
         """
         paths = sorted(self._folder.iterdir()) if self._folder.is_dir() else []
         labels = [int(path.stem) if path.stem.isdecimal() else 0 for path in paths]
@@ -131,18 +142,21 @@ _FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
 def write_sheet(device: GalleryFile, answers: Sequence[DeviceAnswer], target: Path) -> None:
     """Draw searches into one picture: a row per answer, with the query and its first five hits.
 
-    An image that is missing or cannot be decoded is a grey tile. An existing file is replaced.
+    An image that is missing or cannot be decoded is a grey tile. An existing file is replaced. The
+    file gets mode 0600, and appears as the last step.
 
     Args:
         device: the gallery.
-        answers: one or more answers.
+        answers: one or more answers; the first five hits of each are drawn.
         target: the picture file to write; its suffix is .png, .jpg, .jpeg or .webp.
 
     Raises:
         InvalidInputError: `target` has another suffix.
         DamagedError: the gallery file is damaged.
         BusyError: another process holds the gallery file.
-        CannotWriteError: the file cannot be written.
+        CannotWriteError: the picture or the gallery's files cannot be written.
+        OSError: the picture has more pixels than its format allows, such as many answers in a WebP.
+        NotFoundError: the gallery was closed.
     """
     kind = _FORMATS.get(target.suffix.lower())
     if kind is None:

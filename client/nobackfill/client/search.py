@@ -53,11 +53,19 @@ class DeviceHit(answers.Hit):
 
     @property
     def path(self) -> str:
-        """Return the metadata `path`; empty if the item was not added from a file."""
+        """Return the metadata `path`; empty if the item was not added from a file.
+
+        The file may have been moved, changed or deleted since.
+        """
         return str(self.metadata.get("path", ""))
 
     def as_json(self) -> dict[str, Any]:
-        """Return the hit as in `edge-client search --json`, without its metadata."""
+        """Return the hit as in `edge-client search --json`, without its metadata.
+
+        Returns:
+            id, path, distance, score (a probability, or None without calibration), release, origin
+            and beyond_calibration.
+        """
         return {
             "id": self.id,
             "path": self.path,
@@ -80,7 +88,11 @@ class DeviceAnswer(answers.Answer[DeviceHit]):
     query: str = ""
 
     def as_json(self) -> dict[str, Any]:
-        """Return the answer as in `edge-client search --json`."""
+        """Return the answer as in `edge-client search --json`.
+
+        Returns:
+            query, release, space, and hits as `DeviceHit.as_json` returns them.
+        """
         hits = [hit.as_json() for hit in self.hits]
         return {"query": self.query, "release": self.release, "space": self.space, "hits": hits}
 
@@ -103,17 +115,22 @@ class Search:
     ) -> None:
         """Read all vectors of a space.
 
+        The vectors stay in memory: 4 bytes for each dimension of each item. If items lack a vector,
+        all pages of the file are checked first, which takes as long as reading it.
+
         Args:
             device: the gallery; it must stay open.
-            where: a filter, or values by key that every hit must have; empty: all items.
+            where: a filter, or values by key that every hit must have; empty: all items. It is
+                evaluated now, and later changes of metadata have no effect.
             spec: a space of the gallery; None: the active one.
 
         Raises:
             InvalidInputError: the filter is not valid.
             IncompatibleSpaceError: the gallery does not hold the space `spec`.
-            NotFoundError: the release of the space is not installed.
+            NotFoundError: the release of the space is not installed, or the gallery was closed.
             VerificationError: the gallery file, a vector or the manifest is damaged.
             BusyError: another process holds the gallery file.
+            CannotWriteError: the file cannot be opened, or the disk fails.
         """
         self._device = device
         self.spec, labels, vectors = self._load(spec)
@@ -133,6 +150,8 @@ class Search:
     def among(self, where: Mapping[str, Scalar] | Filter) -> Self:
         """Return a search of the same vectors with another filter, without reading them again.
 
+        Items whose metadata was changed since are judged by the present metadata.
+
         Args:
             where: a filter, or values by key that every hit must have; empty: all items. It is
                 evaluated now.
@@ -141,6 +160,8 @@ class Search:
             InvalidInputError: the filter is not valid.
             DamagedError: the gallery file is damaged.
             BusyError: another process holds the gallery file.
+            CannotWriteError: the file cannot be opened, or the disk fails.
+            NotFoundError: the gallery was closed.
         """
         other = copy.copy(self)
         other._passing = self._filter(where)
@@ -172,18 +193,29 @@ class Search:
     def by_images(self, images: Sequence[Path | bytes], k: int) -> list[DeviceAnswer]:
         """Return the items nearest to each of one or more images.
 
+        Opens the model at each call, and embeds 64 images at a time. Hits are nearest first; equal
+        distances are ordered as the items were stored.
+
         Args:
-            images: paths or encoded bytes.
-            k: the number of hits of each, 1 to 1000.
+            images: one or more paths or encoded bytes (JPEG, PNG, WebP; HEIC and AVIF with the
+                extra heic).
+            k: the largest number of hits of each, 1 to 1000; it is checked after the images are
+                embedded.
 
         Returns:
-            One answer for each image, in order.
+            One answer for each image, in order; it has fewer than `k` hits if fewer items pass, and
+            none in an empty gallery.
 
         Raises:
-            InvalidInputError: an image cannot be read or embedded, or `k` is out of range.
+            InvalidInputError: an image cannot be read or embedded, and the message names the first
+                one; or `k` is out of range.
             NoEncoderError: the release embeds no images.
             VerificationError: the model or the gallery file is damaged.
             BusyError: another process holds the gallery file.
+            ValueError: `images` is empty.
+            NotFoundError: the release was removed since, or the gallery was closed.
+            IncompatibleSpaceError: the searched space was dropped since.
+            CannotWriteError: the gallery file cannot be opened, or the disk fails.
         """
         from nobackfill.images import decode_file, decode_image
         from nobackfill.release.image_model import ImageModel
@@ -209,20 +241,27 @@ class Search:
     def by_texts(self, texts: Sequence[str], k: int) -> list[DeviceAnswer]:
         """Return the items nearest to each of one or more texts.
 
+        Opens the model at each call. Hits are nearest first; equal distances are ordered as the
+        items were stored.
+
         Args:
-            texts: queries of at most 64 KiB.
+            texts: one or more queries of 1 byte to 64 KiB.
             k: the number of hits of each, 1 to 1000.
 
         Returns:
-            One answer for each text, in order.
+            One answer for each text, in order; it has fewer than `k` hits if fewer items pass, and
+            none in an empty gallery.
 
         Raises:
             NoEncoderError: the release embeds no texts.
             ConfigurationError: the extra `text` is not installed.
-            InvalidInputError: a text is empty or cannot be embedded, or `k` is out of range.
-            NotFoundError: the release is not installed.
+            InvalidInputError: a text is empty, too long (TooLargeError) or cannot be embedded, or
+                `k` is out of range.
+            NotFoundError: the release is not installed, or the gallery was closed.
             VerificationError: the model, the manifest or the gallery file is damaged.
             BusyError: another process holds the gallery file.
+            IncompatibleSpaceError: the searched space was dropped since.
+            CannotWriteError: the file cannot be opened, or the disk fails.
         """
         from nobackfill.client import notes
 
@@ -232,16 +271,23 @@ class Search:
     def by_embedding(self, embeddings: Mapping[str, Sequence[float]], k: int) -> DeviceAnswer:
         """Return the items nearest to an embedding of the searched space.
 
+        Hits are nearest first; equal distances are ordered as the items were stored.
+
         Args:
-            embeddings: vectors [dim] by space id; the one of the searched space is used.
+            embeddings: vectors [dim] by space id; the one of the searched space is used, others are
+                ignored.
             k: the number of hits, 1 to 1000.
 
         Raises:
-            IncompatibleSpaceError: `embeddings` has no vector of the searched space.
+            IncompatibleSpaceError: `embeddings` has no vector of the searched space, or the space
+                was dropped since.
             InvalidInputError: the vector has another size or norm, or is not finite, or `k` is out
                 of range.
             DamagedError: the gallery file is damaged.
             BusyError: another process holds the gallery file.
+            ValueError: the vector has values that are no numbers.
+            CannotWriteError: the file cannot be opened, or the disk fails.
+            NotFoundError: the gallery was closed.
         """
         embedding = embeddings.get(self.spec.space)
         if embedding is None:
@@ -256,16 +302,21 @@ class Search:
     def by_id(self, item_id: str, k: int) -> DeviceAnswer:
         """Return the items nearest to an item of the gallery, without that item itself.
 
+        Hits are nearest first; equal distances are ordered as the items were stored. The item's
+        present vector is used, also if the item was added after this snapshot.
+
         Args:
             item_id: the item's id.
             k: the number of hits, 1 to 1000.
 
         Raises:
-            NotFoundError: there is no such item, or it has no vector in the searched space.
+            NotFoundError: there is no such item, or it has no vector in the searched space; or the
+                gallery was closed.
             InvalidInputError: `k` is out of range.
             IncompatibleSpaceError: the searched space was dropped since.
             DamagedError: the gallery file is damaged.
             BusyError: another process holds the gallery file.
+            CannotWriteError: the file cannot be opened, or the disk fails.
         """
         item = self._device.store.get(item_id)
         vector = None if item is None else self._device.store.vector(item.label, self.spec.space)

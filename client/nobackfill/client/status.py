@@ -17,7 +17,11 @@ _LEAST_CERTAIN = 10
 def status(device: GalleryFile) -> dict[str, Any]:
     """Report the content of a gallery, its spaces, its vault and what it holds back.
 
-    Counts items, and reads no vector.
+    Counts items, and reads no vector. Counts of different rows may be of different moments if
+    another process writes. Reads the key file, but connects to no vault.
+
+    Args:
+        device: the open gallery.
 
     Returns:
         The object that `edge-client status --json` prints. `rollback_to` is None if no rollback is
@@ -26,6 +30,9 @@ def status(device: GalleryFile) -> dict[str, Any]:
     Raises:
         DamagedError: the gallery file is damaged.
         BusyError: another process holds the gallery file.
+        IncompatibleSpaceError: another process dropped a space during the call.
+        CannotWriteError: the file cannot be opened, or the disk fails.
+        NotFoundError: the gallery was closed.
     """
     active = device.store.active()
     previous = device.previous()
@@ -72,7 +79,14 @@ def _space(device: GalleryFile, space: SpaceInfo) -> dict[str, Any]:
 
 
 def disk_bytes(device: GalleryFile) -> int:
-    """Return the bytes of a gallery's file and of all files whose names begin with its name."""
+    """Return the bytes of a gallery's file and of all files whose names begin with its name.
+
+    These are also files that only happen to have such a name, and files in such folders at any
+    depth.
+
+    Raises:
+        OSError: a file or folder disappears or cannot be read during the call.
+    """
     names = device.path.parent.glob(f"{device.path.name}*")
     files = (p for name in names for p in ([name] if name.is_file() else name.rglob("*")))
     return sum(path.stat().st_size for path in files if path.is_file())

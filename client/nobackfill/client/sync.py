@@ -83,7 +83,8 @@ def normalised_source(source: str) -> str:
     """Return the address of a publication in the form that galleries store.
 
     Args:
-        source: a gateway (grpc(s)://HOST:PORT), a static host (http(s)://…) or an existing folder.
+        source: a gateway (grpc(s)://HOST:PORT), a static host (http(s)://…) or an existing folder;
+            empty: the current folder.
 
     Returns:
         The absolute path of a folder, with links resolved; any other address unchanged. Nothing is
@@ -115,6 +116,7 @@ def open_source(source: str) -> Iterator[tuple[Fetcher, str]]:
 
     Raises:
         ConfigurationError: the address of the gateway, or its token or certificate, is not valid.
+            Nothing is fetched yet, so a source that does not answer raises no error here.
     """
     if not is_gateway(source):
         yield fetcher_for(source)
@@ -141,17 +143,18 @@ class GatewayFetcher:
         """Yield the bytes of a published file, in pieces.
 
         Each stream has a deadline of SILENCE_SECONDS. A stream that delivered bytes before its
-        deadline is resumed where it ended.
+        deadline is resumed where it ended. An error may follow pieces that were yielded.
 
         Args:
             url: `base_url` + published path.
-            offset: the first byte, from 0.
+            offset: the first byte, from 0; at the end of the file nothing is yielded.
 
         Raises:
             NotPermittedError: the gateway refuses the call.
             DownloadHTTPError: no such file (404), or `offset` lies past its end (416).
-            SlowRetrievalError: no byte came before a deadline.
-            DownloadError: the download failed otherwise.
+            SlowRetrievalError: no byte came within SILENCE_SECONDS.
+            DownloadError: the download failed otherwise, such as a gateway that does not answer or
+                is busy.
         """
         path = url.removeprefix(self.base_url)
         position = offset
@@ -213,7 +216,9 @@ class SyncPlan:
         """List the published files that the plan needs, each once.
 
         Returns:
-            The target's encoders and probes, and the upgrades with the probes of their releases.
+            The target's encoders and probes, and the upgrades with the probes of their releases, in
+            this order. With `int8`, an upgrade that was published quantised counts by that file
+            alone.
         """
         files = {file.path: file for file in embedding_files(self.target)}
         for leg in self.legs:
@@ -227,7 +232,7 @@ class SyncPlan:
         """Return the mean share of new/new mAP that the routes preserve, weighted by items.
 
         Returns:
-            0 to 1, as the publisher measured it. None if the gallery is empty, or a route with
+            0 to 1, as the publisher measured it. None if no items are expected, or a route with
             items was not measured.
         """
         legs = [leg for leg in self.legs if leg.items]
@@ -239,12 +244,17 @@ class SyncPlan:
 
 
 def embedding_files(manifest: Manifest) -> list[PublishedFile]:
-    """List the published files of a release's encoders and of its golden probes."""
+    """List the published files of a release's encoders and of its golden probes.
+
+    Returns:
+        The probes come last. Upgrades are not among them. A release without a model has only its
+        probes.
+    """
     return [*manifest.embedding_files(), manifest.probes.file]
 
 
 def make_plan(device: GalleryFile, trust: Trust, target: int, *, int8: bool) -> SyncPlan | None:
-    """Plan how the gallery reaches a release from its active space; changes nothing.
+    """Plan how the gallery reaches a release from its active space; changes nothing in the gallery.
 
     Original vectors, where the gallery stores them, come first if their direct route is expected to
     preserve more quality than the chain that the active vectors have passed.
@@ -256,14 +266,18 @@ def make_plan(device: GalleryFile, trust: Trust, target: int, *, int8: bool) -> 
         int8: use quantised upgrades where they are published.
 
     Returns:
-        The plan, or None if no route leads to `target`.
+        The plan; its last leg starts from the active space. None if no route leads to `target`,
+        also where `target` is older than the active release.
 
     Raises:
-        NotFoundError: `target` is withdrawn, unfit or not published.
-        VerificationError: a manifest or the gallery file is damaged.
+        NotFoundError: `target` is withdrawn, unfit, shares its space with an older release, or is
+            not published; or the publication was never fetched; or the gallery was closed.
+        VerificationError: a manifest or the gallery file is damaged, or the source sends another
+            file than was signed.
         UnavailableError: the source does not answer.
         BusyError: another process holds the gallery file.
         CannotWriteError: a manifest cannot be written.
+        NotPermittedError: the gateway refuses the token.
     """
     manifests = dict(trust.manifests())
     active = device.store.active()
@@ -325,7 +339,7 @@ def estimate_seconds(plan: SyncPlan) -> float:
     the work for one item.
 
     Returns:
-        Seconds, 0 for a plan without items.
+        Seconds, 0 for a plan without items. They differ from call to call.
     """
     rate = _multiply_accumulates_a_second()
     total = 0.0
@@ -355,6 +369,9 @@ def missing_files(models: Path, files: Iterable[PublishedFile]) -> list[Publishe
         models: the folder.
         files: the files that it should hold.
 
+    Returns:
+        The files in the order of `files`; empty if none is missing. A link is followed.
+
     Raises:
         OSError: a file cannot be read.
     """
@@ -372,7 +389,8 @@ def download_files(
 ) -> int:
     """Download those of the given files that `models` lacks or holds damaged.
 
-    Each file is durable and verified when it appears. An interrupted download is resumed later.
+    Each file is durable and verified when it appears. Files that are complete before an error stay.
+    An interrupted download is resumed later.
 
     Args:
         models: the folder of the downloaded files.
@@ -381,13 +399,16 @@ def download_files(
         output: where to write progress.
 
     Returns:
-        The bytes that were missing, 0 if no file was.
+        The bytes of the files that were missing, 0 if no file was. A resumed download counts as a
+        whole.
 
     Raises:
         VerificationError: a file differs from its signed digest.
         NotFoundError: a file is not published.
         UnavailableError: the source does not answer.
         CannotWriteError: the disk is full or read-only.
+        NotPermittedError: the gateway refuses the token.
+        OSError: a file in `models` cannot be read.
     """
     to_download = missing_files(models, files)
     total = sum(file.length for file in to_download)
@@ -405,17 +426,22 @@ def try_plan(device: GalleryFile, plan: SyncPlan) -> None:
 
     The gallery remembers which files passed the trial of this program version, because a trial
     takes longer than the other steps of a small sync. Such files only run their golden probes, in
-    this process.
+    this process. What was remembered of other program versions is replaced.
 
     Args:
         device: the gallery; the digests of the files that passed are added to its state.
         plan: the plan; its files must be downloaded.
 
     Raises:
-        UnfitError: a model fails; the error gives the reason. Nothing is remembered then.
+        UnfitError: a model fails, or needs the extra `text`, which is not installed; the error
+            gives the reason. Nothing is remembered then.
         DamagedError: the gallery file is damaged.
         BusyError: another process holds the gallery file.
         CannotWriteError: the disk is full or read-only.
+        ConfigurationError: the models passed a trial before, and the extra `text`, which they need,
+            is not installed any more.
+        OSError: a child process cannot be started.
+        NotFoundError: the gallery was closed.
     """
     version_of_trial = f"nobackfill {version('nobackfill')}, {CHUNK} rows"
     passed_files = set(device.state("tried", {}).get(version_of_trial, []))
@@ -450,7 +476,8 @@ def check_models(
     """Check the encoders of one release, and its upgrades from some earlier releases.
 
     Loads each model in a child process with limits of memory and time, and compares its outputs
-    with the release's golden probes.
+    with the release's golden probes. With `trial_passed`, there are no limits. Nothing is
+    remembered.
 
     Args:
         models: the folder of the downloaded files.
@@ -459,7 +486,8 @@ def check_models(
         trial_passed: the same files passed a trial before; run only the probes, in this process.
 
     Raises:
-        UnfitError: a file is missing or damaged, or a model fails its trial or its probes.
+        UnfitError: a file is missing or damaged, or a model fails its trial or its probes, or it
+            needs the extra `text`, which is not installed. The message begins with the release.
         ConfigurationError: `trial_passed`, and the extra `text`, which the release needs, is not
             installed any more.
     """
@@ -478,7 +506,7 @@ def manifest_digest(trust: Trust, release: int) -> str:
         release: the number of the release.
 
     Raises:
-        NotFoundError: the release is not published.
+        NotFoundError: the release is not published, or the publication was never fetched.
     """
     return trust.signed_entry(manifest_path(release)).hashes["sha256"]
 
@@ -487,16 +515,19 @@ def tidy_models(device: GalleryFile) -> int:
     """Remove downloaded models that no space of the gallery uses, and unfinished downloads.
 
     Upgrades are needed only while they run. Nothing is removed while the gallery has a staging
-    space, because the next sync continues it.
+    space, because the next sync continues it. Empty folders are removed too. Manifests and trusted
+    metadata stay. Call it under the sync lock, or files of a running download disappear.
 
     Returns:
         The bytes that were freed.
 
     Raises:
-        NotFoundError: the release of a space is not installed.
+        NotFoundError: the release of a space is not installed, or the gallery was closed.
         VerificationError: a manifest or the gallery file is damaged.
         BusyError: another process holds the gallery file.
-        CannotWriteError: a file cannot be removed.
+        CannotWriteError: a file cannot be removed; earlier ones are gone. Or the gallery cannot be
+            opened.
+        OSError: a folder cannot be read.
     """
     spaces = device.store.spaces()
     if any(space.state == "staging" for space in spaces):
@@ -523,7 +554,8 @@ def re_embed(device: GalleryFile, manifest: Manifest, budget: int, output: Outpu
     """Re-embed the items that need it most, from their images, in a release's space.
 
     Items without a vector in that space come first, then migrated ones by falling uncertainty. See
-    `re_embed_items` for the images, and for items whose image is missing.
+    `re_embed_items` for the images, and for items whose image is missing. Each batch of 32 is
+    durable before the next begins.
 
     Args:
         device: the gallery.
@@ -540,6 +572,7 @@ def re_embed(device: GalleryFile, manifest: Manifest, budget: int, output: Outpu
         VerificationError: a model file or the gallery file is damaged.
         BusyError: another process holds the gallery file.
         CannotWriteError: the disk is full or read-only.
+        NotFoundError: the gallery was closed.
     """
     if budget <= 0:
         return 0
@@ -562,7 +595,8 @@ def re_embed_items(
 
     An image comes from its file if the file is unchanged, else from the vault. An item keeps its
     vector if its image is missing or cannot be embedded; a note gives the reason. Each batch is
-    durable before the next begins.
+    durable before the next begins. The models are opened also if `items` is empty. An item whose
+    vault cannot be read is left as it is, and the vault is not asked again.
 
     Args:
         device: the gallery.
@@ -571,14 +605,17 @@ def re_embed_items(
         output: where to write progress and notes.
 
     Returns:
-        The number of items that got a new vector.
+        The number of items that got a new vector; its origin is "re-embedded", whatever vector was
+        there.
 
     Raises:
         IncompatibleSpaceError: the gallery does not have the space.
         NoEncoderError: the release embeds no images.
-        VerificationError: a model file or the gallery file is damaged.
+        VerificationError: a model file or the gallery file is damaged. A vault that returns wrong
+            bytes only causes a note.
         BusyError: another process holds the gallery file.
         CannotWriteError: the disk is full or read-only.
+        NotFoundError: the gallery was closed.
     """
     encoder = Encoder(device.models, manifest)
     count = 0
@@ -678,10 +715,14 @@ def migrate(
     Vectors that earlier runs wrote are reused, and images added during the run are migrated too.
     Staging spaces of other releases are dropped first.
 
+    The target's space becomes active in one transaction, unless items stay behind. The caller holds
+    the change lock. After another error than the first two below, the vectors that were written
+    stay for the next run.
+
     Args:
         device: the gallery.
         plan: the plan; its files must be downloaded.
-        budget: the most items to re-embed from their images, as `re_embed`.
+        budget: the most items to re-embed from their images, as `re_embed`; 0: none.
         state: values for the gallery's state, written in the transaction of the flip.
         output: where to write progress and notes.
 
@@ -693,6 +734,7 @@ def migrate(
         VerificationError: a model file or the gallery file is damaged.
         BusyError: another process holds the gallery file.
         CannotWriteError: the disk is full or read-only.
+        NotFoundError: the gallery was closed.
     """
     target = SpaceSpec.of(plan.target)
     for space in device.store.spaces():
@@ -765,23 +807,26 @@ def remember(
 ) -> float | None:
     """Record in the gallery how the sync to a release went, for `report`.
 
+    The previous record is replaced.
+
     Args:
         device: the gallery.
         release: the release that the sync tried.
         failure: the reason why the sync changed nothing, or "none".
-        seconds: the duration of the upgrade.
+        seconds: the duration of the upgrade; it is stored in milliseconds.
         spaces: the space before the upgrade and the one after it, between which to measure the
             share of preserved nearest neighbours; None: do not measure it.
 
     Returns:
         The share of preserved nearest neighbours, 0 to 1, over up to 1,000 random items that both
-        spaces hold. None if it was not measured or there are too few items.
+        spaces hold. None if it was not measured, or if at most 10 items are in both spaces.
 
     Raises:
         IncompatibleSpaceError: the gallery does not have one of `spaces`.
         DamagedError: the gallery file is damaged.
         BusyError: another process holds the gallery file.
         CannotWriteError: the disk is full or read-only.
+        NotFoundError: the gallery was closed.
     """
     share = None
     if spaces is not None:
@@ -803,6 +848,9 @@ def remember(
 def send_report(device: GalleryFile, to: str | None) -> dict[str, Any]:
     """Send the summary of the last sync to a gateway, once. It contains no vector and no id.
 
+    It also waits for the gateway, at most 30 seconds, with retries. A repeated call sends the same
+    summary again.
+
     Args:
         device: the gallery.
         to: the gateway, grpc(s)://HOST:PORT; None sends nothing.
@@ -812,12 +860,15 @@ def send_report(device: GalleryFile, to: str | None) -> dict[str, Any]:
         `neighbours_kept` (0 to 1 or None) and `failure`.
 
     Raises:
-        NotFoundError: no sync to another release was tried yet.
+        NotFoundError: no sync to another release was tried yet, or the gallery was closed.
         DamagedError: the gallery file is damaged.
-        ConfigurationError: `to` is not the address of a gateway.
+        ConfigurationError: `to` is not the address of a gateway, or the token or certificate cannot
+            be read.
         UnavailableError: the gateway does not answer.
         NotPermittedError: the gateway refuses the call.
         BusyError: another process holds the gallery file, or the gateway has too much work.
+        InvalidInputError: the gateway refuses the summary.
+        CannotWriteError: the file cannot be opened, or the disk fails.
     """
     summary: dict[str, Any] | None = device.state("last_sync")
     if summary is None:
@@ -855,8 +906,9 @@ def return_to(device: GalleryFile, state: dict[str, Any]) -> int:
         The release that is active now.
 
     Raises:
-        NotFoundError: there is no previous space; a later sync or `gc` confirmed the upgrade.
-        PreconditionError: some items have no vector in the previous space.
+        NotFoundError: there is no previous space; a later sync or `gc` confirmed the upgrade; or
+            the gallery was closed.
+        PreconditionError: some items have no vector in the previous space; nothing was changed.
         DamagedError: the gallery file is damaged.
         BusyError: another process holds the gallery file.
         CannotWriteError: the disk is full or read-only.
@@ -875,14 +927,14 @@ def roll_back(device: GalleryFile) -> tuple[int, int]:
     """Return to the previous release, and hold the present one back on this device.
 
     Later syncs skip the present release until they are told to retry. A sync that waits for its
-    source continues from the previous release.
+    source continues from the previous release. This does not wait for a sync that writes vectors.
 
     Returns:
         The release that was active, and the release that is active now.
 
     Raises:
-        NotFoundError: there is no previous space.
-        PreconditionError: some items have no vector in the previous space.
+        NotFoundError: there is no previous space, or the gallery was closed.
+        PreconditionError: some items have no vector in the previous space; nothing was changed.
         BusyError: a sync is writing vectors, or another process holds the gallery file.
         DamagedError: the gallery file is damaged.
         CannotWriteError: the disk is full or read-only.
@@ -906,9 +958,15 @@ def hold_back(device: GalleryFile, release: int, reason: str, digest: str | None
         digest: SHA-256 of its manifest: a release that is published again under the same number,
             with another manifest, is tried. None: only a retry tries it.
 
+    Returns:
+        The whole values of `held_back` and `held_digests`; other releases in them stay. An earlier
+        reason of this release is replaced.
+
     Raises:
         DamagedError: the gallery file is damaged.
         BusyError: another process holds the gallery file.
+        CannotWriteError: the file cannot be opened, or the disk fails.
+        NotFoundError: the gallery was closed.
     """
     digests = {**device.state("held_digests", {}), str(release): digest}
     return {
@@ -921,7 +979,7 @@ def confirm(device: GalleryFile, spare: str | None = None) -> list[int]:
     """Drop the spaces that only a rollback needs.
 
     In a gallery that stores originals (`--keep-original`), spaces with vectors that were embedded
-    from images stay.
+    from images stay. Staging spaces and the active one stay.
 
     Args:
         device: the gallery; the caller holds its change lock.
@@ -929,12 +987,13 @@ def confirm(device: GalleryFile, spare: str | None = None) -> list[int]:
             afterwards.
 
     Returns:
-        The releases of the dropped spaces.
+        The releases of the dropped spaces, oldest space first.
 
     Raises:
         DamagedError: the gallery file is damaged.
         BusyError: another process holds the gallery file.
         CannotWriteError: the disk is full or read-only.
+        NotFoundError: the gallery was closed.
     """
     if spare is None:
         device.store.update_state({"return_to": None})
@@ -1018,7 +1077,11 @@ class SyncReport:
     notes: list[str] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
-        """Return all fields, for --json."""
+        """Return all fields, for --json.
+
+        Returns:
+            The fields by name, copied.
+        """
         return asdict(self)
 
 
@@ -1029,6 +1092,11 @@ def sync(device: GalleryFile, options: SyncOptions, output: Output) -> SyncRepor
     trial or an upgrade is held back, and the next older one is tried. If the active release was
     withdrawn and no newer one can be followed, the sync returns to the previous release. If a
     rollback or gc runs while the sync waits for its source, the sync restarts from the result.
+    Blocks until it is complete. It downloads, tries each model in a child process, and writes.
+
+    The metadata versions and lasting options are stored before the first candidate is tried. With
+    `dry_run`, only metadata and manifests are downloaded. A sync that finds nothing newer downloads
+    missing files, re-embeds as requested, and confirms a release that has served for a week.
 
     Args:
         device: the gallery.
@@ -1040,9 +1108,12 @@ def sync(device: GalleryFile, options: SyncOptions, output: Output) -> SyncRepor
         release, and "behind" if none of the newer ones can be followed.
 
     Raises:
-        BusyError: another sync runs, other commands keep changing the gallery, or another process
-            holds the gallery file.
-        ConfigurationError: the source has an unknown form, or its folder does not exist.
+        BusyError: another sync runs (this does not wait), another command holds the change lock for
+            60 seconds, other commands keep changing the gallery, or another process holds the
+            gallery file.
+        ConfigurationError: the source has an unknown form, or its folder does not exist; the token
+            or certificate of a gateway cannot be read; or the extra `text`, which a tried release
+            needs, is not installed any more.
         VerificationError: the publication fails verification, and nothing was changed; or a file
             of the gallery is damaged.
         UnfitError: this program cannot use a release that a space of the gallery belongs to.
@@ -1052,6 +1123,7 @@ def sync(device: GalleryFile, options: SyncOptions, output: Output) -> SyncRepor
         NotPermittedError: the gateway refuses the token.
         UnavailableError: the source does not answer; finished downloads stay.
         CannotWriteError: the disk is full or read-only.
+        OSError: a file of the models folder cannot be read.
     """
     source = normalised_source(options.source) if options.source else device.state("source")
     with device.sync_lock(), open_source(source) as (fetcher, base_url):
@@ -1304,7 +1376,14 @@ class _Sync:
 
 
 def sentence(report: SyncReport) -> str:
-    """Describe in one line what a sync did or would do."""
+    """Describe in one line what a sync did or would do.
+
+    Returns:
+        The line, without a newline and without `notes`.
+
+    Raises:
+        KeyError: the report's state is none of the five.
+    """
     line = {
         "upgraded": f"{report.items} items now in release {report.release}'s space "
         f"(from {report.from_release}, {report.upgrade_seconds:.1f} s)",

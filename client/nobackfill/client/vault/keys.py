@@ -31,8 +31,12 @@ MAGIC = b"age-encryption.org/v1\n"
 def new_identity(path: Path) -> Identity:
     """Read a secret key; generate and write it first, with mode 0600, if the file does not exist.
 
+    Args:
+        path: the file of the key; its folder must exist.
+
     Raises:
-        ConfigurationError: the file holds no key, or other users may read it.
+        ConfigurationError: the existing file cannot be read, holds no key, or may be read by other
+            users. It is never replaced.
         CannotWriteError: the file cannot be written.
     """
     if path.exists():
@@ -47,8 +51,8 @@ def read_identity(path: Path) -> Identity:
     """Read a secret key in the form that `age-keygen` writes; the first key of the file counts.
 
     Raises:
-        ConfigurationError: the file is missing, holds no key, or other users may read it. The error
-            does not quote the key.
+        ConfigurationError: the file is missing, unreadable or no ASCII text, holds no key, or other
+            users may read it. The error does not quote the key.
     """
     try:
         mode = path.stat().st_mode
@@ -73,7 +77,7 @@ def read_recipient(text: str) -> Recipient:
     """Parse a public key, age1...; blanks around it are ignored.
 
     Raises:
-        ConfigurationError: the text is no such key.
+        ConfigurationError: the text is no such key; the error quotes it.
     """
     try:
         return Recipient.from_str(text.strip())
@@ -85,11 +89,14 @@ def encrypt(plain: bytes, recipients: Sequence[Recipient]) -> bytes:
     """Encrypt bytes in the age format, so that each recipient alone can decrypt them.
 
     Args:
-        plain: the plaintext.
+        plain: the plaintext; it may be empty.
         recipients: one or more public keys.
 
     Returns:
         The ciphertext; its bytes differ at every call.
+
+    Raises:
+        pyrage.EncryptError: `recipients` is empty.
     """
     return bytes(pyrage.encrypt(plain, list(recipients)))
 
@@ -105,8 +112,9 @@ def decrypt(source: Path, identities: Sequence[Identity]) -> bytes:
         The plaintext.
 
     Raises:
-        VerificationError: the file is damaged, truncated, or encrypted to other keys.
-        OSError: the file cannot be read.
+        VerificationError: the file is no age file, damaged, truncated, or encrypted to other keys;
+            also without any identity.
+        OSError: the file is missing or cannot be read.
     """
     try:
         return bytes(pyrage.decrypt(source.read_bytes(), list(identities)))
@@ -121,9 +129,12 @@ def own_identity(device: GalleryFile) -> Identity:
     """Return the secret key that decrypts what this gallery pushed, from its identity file.
 
     Raises:
-        ConfigurationError: the key file is missing or unreadable, or holds another key.
+        ConfigurationError: the key file is missing or unreadable, or holds another key than the
+            gallery's state names. Before the first push, any key is accepted.
         DamagedError: the gallery file is damaged.
         BusyError: another process holds the gallery file.
+        CannotWriteError: the file cannot be opened, or the disk fails.
+        NotFoundError: the gallery was closed.
     """
     path = sidecar(device.path, "identity")
     public = device.state("identity")
@@ -153,6 +164,8 @@ def key_problem(device: GalleryFile) -> str | None:
     Raises:
         DamagedError: the gallery file is damaged.
         BusyError: another process holds the gallery file.
+        CannotWriteError: the file cannot be opened, or the disk fails.
+        NotFoundError: the gallery was closed.
     """
     if device.state("identity") is None and not VaultQueue(device.store).entries():
         return None
@@ -166,18 +179,24 @@ def key_problem(device: GalleryFile) -> str | None:
 def identity_for_push(device: GalleryFile, queue: VaultQueue, new_key: bool) -> Identity:
     """Return the secret key to encrypt with, and store its public key in the gallery.
 
-    The first push generates it.
+    The first push generates it. The gallery's file is written also if the key is the same. Rows of
+    versions without a key column get this key, unless `new_key` is set.
 
     Args:
         device: the gallery.
         queue: its table of images in the vault.
         new_key: use the key in the identity file, whichever it is; generate it if there is none.
 
+    Returns:
+        The secret key.
+
     Raises:
-        ConfigurationError: images were pushed, and the key that opens them is missing.
+        ConfigurationError: images were pushed, and the key that opens them is missing; or the
+            identity file holds no key, or other users may read it.
         DamagedError: the gallery file is damaged.
         BusyError: another process holds the gallery file.
         CannotWriteError: the disk is full or read-only.
+        NotFoundError: the gallery was closed.
     """
     path = sidecar(device.path, "identity")
     first = device.state("identity") is None and not queue.entries()

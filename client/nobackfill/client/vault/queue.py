@@ -77,7 +77,7 @@ class VaultQueue:
         self._store = store
 
     def entries(self, state: State | None = None, item: str | None = None) -> list[VaultEntry]:
-        """Return rows ordered by item, the latest of an item last.
+        """Return rows ordered by item, the latest of an item last. Nothing is written.
 
         Args:
             state: only rows in this state; None: any state.
@@ -89,6 +89,8 @@ class VaultQueue:
         Raises:
             DamagedError: a row holds a value that this program never writes.
             BusyError: another process holds the gallery file.
+            CannotWriteError: the file cannot be opened, or the disk fails.
+            NotFoundError: the gallery was closed.
         """
         with self._store.read_snapshot() as connection:
             columns = {name for (name,) in connection.execute(_COLUMNS)}
@@ -105,9 +107,14 @@ class VaultQueue:
     def obsolete(self) -> list[VaultEntry]:
         """Return the rows whose blobs are to delete in the vault: removing, or without an item.
 
+        Returns:
+            The rows, ordered by item; empty if nothing was ever pushed.
+
         Raises:
             DamagedError: the gallery file is damaged.
             BusyError: another process holds the gallery file.
+            CannotWriteError: the file cannot be opened, or the disk fails.
+            NotFoundError: the gallery was closed.
         """
         with self._store.read_snapshot() as connection:
             items = {item for (item,) in connection.execute("SELECT id FROM items")}
@@ -116,9 +123,14 @@ class VaultQueue:
     def of(self, item: str) -> VaultEntry | None:
         """Return the latest row of an item that is not being removed; None if there is none.
 
+        Args:
+            item: id of the item.
+
         Raises:
             DamagedError: the gallery file is damaged.
             BusyError: another process holds the gallery file.
+            CannotWriteError: the file cannot be opened, or the disk fails.
+            NotFoundError: the gallery was closed.
         """
         rows = [entry for entry in self.entries(item=item) if entry.state != "removing"]
         return rows[-1] if rows else None
@@ -128,9 +140,14 @@ class VaultQueue:
 
         Creates the table, or adds the columns that an older version lacks.
 
+        Args:
+            entry: the row to insert, with any state.
+
         Raises:
             BusyError: another process holds the gallery file.
-            CannotWriteError: the disk is full or read-only, or the blob has a row already.
+            CannotWriteError: the disk is full or read-only.
+            DamagedError: the gallery file is damaged, or the blob has a row already.
+            NotFoundError: the gallery was closed.
         """
         with self._store.transaction() as connection:
             _prepare(connection)
@@ -152,6 +169,9 @@ class VaultQueue:
         Raises:
             BusyError: another process holds the gallery file.
             CannotWriteError: the disk is full or read-only.
+            DamagedError: the gallery file is damaged, or has no such table; or `state` is another
+                text.
+            NotFoundError: the gallery was closed.
         """
         with self._store.transaction() as connection:
             connection.execute("UPDATE vault SET state = ? WHERE blob = ?", (state, blob))
@@ -159,9 +179,14 @@ class VaultQueue:
     def settle(self, entry: VaultEntry) -> None:
         """Mark a blob's row as stored, and the rows of all other blobs of its item as removing.
 
+        An unknown blob is not inserted, but the others are marked all the same. Both happen in one
+        transaction.
+
         Raises:
             BusyError: another process holds the gallery file.
             CannotWriteError: the disk is full or read-only.
+            DamagedError: the gallery file is damaged, or has no such table.
+            NotFoundError: the gallery was closed.
         """
         with self._store.transaction() as connection:
             connection.execute("UPDATE vault SET state = 'stored' WHERE blob = ?", (entry.blob,))
@@ -179,6 +204,7 @@ class VaultQueue:
             VerificationError: the gallery file is damaged.
             BusyError: another process holds the gallery file.
             CannotWriteError: the disk is full or read-only.
+            NotFoundError: the gallery was closed.
         """
         with self._store.transaction() as connection:
             _prepare(connection)
@@ -187,9 +213,13 @@ class VaultQueue:
     def forget(self, blob: str) -> None:
         """Delete the row of a blob; call this after the vault has deleted the blob.
 
+        An unknown blob is ignored.
+
         Raises:
             BusyError: another process holds the gallery file.
             CannotWriteError: the disk is full or read-only.
+            DamagedError: the gallery file is damaged, or has no such table.
+            NotFoundError: the gallery was closed.
         """
         with self._store.transaction() as connection:
             connection.execute("DELETE FROM vault WHERE blob = ?", (blob,))

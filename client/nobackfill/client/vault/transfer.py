@@ -62,7 +62,12 @@ class PushReport:
     lost_copies: list[str] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the report as in `edge-client push --json`."""
+        """Return the report as in `edge-client push --json`.
+
+        Returns:
+            The counts and lists, under the keys pushed, bytes_sent, removed, held, skipped,
+            unreadable and lost.
+        """
         return {
             "pushed": self.pushed, "bytes_sent": self.bytes_sent, "removed": self.removed,
             "held": self.duplicates, "skipped": self.missing_files,
@@ -84,6 +89,9 @@ def push(
     The first push makes the gallery's key. After a kill, the next push sends the sealed ciphertext
     and repeats at most one chunk.
 
+    Images are sent one after another, each from its file in memory. Those that were sent before an
+    error stay in the vault. Blocks for as long as the transfer takes.
+
     Args:
         device: the gallery.
         recipients: public keys age1... that can decrypt what is pushed from now on, in addition to
@@ -95,17 +103,22 @@ def push(
             lost key opens.
 
     Returns:
-        Counts, and the items that could not be pushed; their files are missing.
+        Counts, and the items that could not be pushed, because their files are missing or changed.
 
     Raises:
         ConfigurationError: a key is missing or malformed, the address is no gateway, or another
             vault than the stored one lacks pushed images.
-        UnavailableError: the vault does not answer.
+        UnavailableError: the vault does not answer, or an upload makes no progress, also because
+            the gateway's disk is full.
         NotPermittedError: the gateway refuses the token.
         QuotaExceededError: the vault holds as many bytes as it may.
         VerificationError: the vault lists malformed blobs, or the gallery file is damaged.
-        BusyError: another push or pull runs, or another process holds the gallery file.
-        CannotWriteError: a disk is full or read-only, here or at the gateway.
+        BusyError: another push or pull runs (this does not wait), or another process holds the
+            gallery file.
+        CannotWriteError: the disk is full or read-only.
+        InvalidInputError: the vault refuses a ciphertext, also as too large (TooLargeError).
+        AlreadyExistsError: the vault holds another blob under the random id.
+        NotFoundError: the gallery was closed.
     """
     all_recipients = [*device.state("recipients", []), *recipients]
     keys = [read_recipient(text) for text in dict.fromkeys(all_recipients)]
@@ -241,7 +254,11 @@ class PullReport:
     failed: dict[str, str] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the report as in `edge-client pull --json`."""
+        """Return the report as in `edge-client pull --json`.
+
+        Returns:
+            The lists and the count, under the keys restored, held and failed.
+        """
         return {"restored": self.restored, "held": self.duplicates, "failed": self.failed}
 
 
@@ -273,11 +290,20 @@ class VaultReader:
         self.close()
 
     def close(self) -> None:
-        """Close the connection, if there is one."""
+        """Close the connection, if there is one.
+
+        A later read connects again. A second call does nothing.
+        """
         self._open.close()
 
     def image(self, item_id: str) -> bytes | None:
         """Download and decrypt the image that an item was made from.
+
+        Takes no lock; the ciphertext lies in the folder inbox during the call.
+
+        Args:
+            item_id: the item's id; an unknown one gives None, unless a removed item's image is
+                still in the vault.
 
         Returns:
             The encoded image. None if it was not pushed, or if the pushed image is not the present
@@ -286,8 +312,9 @@ class VaultReader:
         Raises:
             VerificationError: the vault returns other bytes than were pushed, or the gallery file
                 is damaged.
-            NotFoundError: the vault has lost the blob.
-            ConfigurationError: the key or the vault's address is missing or malformed.
+            NotFoundError: the vault has lost the blob, or the gallery was closed.
+            ConfigurationError: the key or the vault's address is missing or malformed, or the token
+                or certificate cannot be read.
             NotPermittedError: the gateway refuses the token.
             UnavailableError: the vault does not answer.
             BusyError: another process holds the gallery file.
@@ -301,12 +328,22 @@ class VaultReader:
     def decrypt_entry(self, entry: VaultEntry) -> bytes:
         """Download and decrypt the image of a row, and compare it with its digest.
 
+        Args:
+            entry: a row of the gallery's table.
+
         Returns:
             The encoded image.
 
         Raises:
-            VerificationError: the vault returns other bytes than were pushed.
-            NobackfillError: as `fetch`.
+            VerificationError: the vault returns other bytes than were pushed, another key encrypted
+                them, or the gallery file is damaged.
+            NotFoundError: the vault has lost the blob, or the gallery was closed.
+            ConfigurationError: the key or the vault's address is missing or malformed, or the token
+                or certificate cannot be read.
+            NotPermittedError: the gateway refuses the token.
+            UnavailableError: the vault does not answer, or the download makes no progress.
+            BusyError: another process holds the gallery file.
+            CannotWriteError: the disk is full or read-only.
         """
         blob = vault_pb2.Blob(id=entry.blob, size=entry.size, sha256=entry.blob_sha256)
         image = self.fetch(blob)
@@ -321,10 +358,13 @@ class VaultReader:
 
         Raises:
             VerificationError: the vault's list is malformed, or the gallery file is damaged.
-            ConfigurationError: the vault's address is no gateway.
+            ConfigurationError: the vault's address is no gateway, or the token or certificate
+                cannot be read.
             NotPermittedError: the gateway refuses the token.
             UnavailableError: the vault does not answer.
             BusyError: another process holds the gallery file.
+            CannotWriteError: the file cannot be opened, or the disk fails.
+            NotFoundError: the gallery was closed.
         """
         own_blobs = {entry.blob for entry in self.queue.entries()}
         return [blob for blob in list_blobs(self._connect()) if blob.id not in own_blobs]
@@ -332,16 +372,25 @@ class VaultReader:
     def fetch(self, blob: vault_pb2.Blob) -> bytes:
         """Download a blob and decrypt it in memory; no plaintext is written.
 
+        The ciphertext is deleted afterwards. An interrupted download stays, and the next call
+        continues it.
+
         Args:
             blob: id, size and digest of the ciphertext.
 
+        Returns:
+            The plaintext.
+
         Raises:
-            NotFoundError: the vault does not hold the blob.
-            VerificationError: the bytes differ from the digest, or another key encrypted them.
-            ConfigurationError: the key or the vault's address is missing or malformed.
+            NotFoundError: the vault does not hold the blob, or the gallery was closed.
+            VerificationError: `blob` is malformed, the bytes differ from the digest, another key
+                encrypted them, or the gallery file is damaged.
+            ConfigurationError: the key or the vault's address is missing or malformed, or the token
+                or certificate cannot be read.
             NotPermittedError: the gateway refuses the token.
-            UnavailableError: the vault does not answer.
+            UnavailableError: the vault does not answer, or the download makes no progress.
             CannotWriteError: the disk is full or read-only.
+            BusyError: another process holds the gallery file.
         """
         durable.make_dir(self._inbox, 0o700)
         # The vault's ids are untrusted, so they are not used as file names.
@@ -375,24 +424,32 @@ def pull(
     """Restore images from the vault into a folder, and compare each with its digest.
 
     A failed image is reported and does not affect the others. Existing files are never replaced. A
-    file gets the name that it had, or one made of its digest if that name is in use.
+    file gets the name that it had, or one made of its digest if that name is in use. Files get mode
+    0600. Images that were restored before an error stay.
 
     Args:
         device: the gallery.
-        items: ids of items; empty: all images that the gallery pushed.
+        items: ids of items; empty: all images that the gallery pushed, in the order of their ids.
         folder: where to write the images; made if it is missing.
         identity: an age key file to use instead of the gallery's own; None: the own one.
         unknown: also restore blobs without a row in this gallery, named by their digest; for
             example after the loss of a device.
         output: where to write progress and notes.
 
+    Returns:
+        The paths of the files that were written, how many the folder held already, and the
+        failures.
+
     Raises:
-        NotFoundError: the gallery has pushed no image of one of `items`.
-        ConfigurationError: the key or the vault's address is missing or malformed.
+        NotFoundError: the gallery has pushed no image of one of `items`; nothing was restored; or
+            the gallery was closed.
+        ConfigurationError: the key or the vault's address is missing or malformed, or the token or
+            certificate cannot be read.
         VerificationError: the vault's list is malformed, or the gallery file is damaged.
         NotPermittedError: the gateway refuses the token.
         UnavailableError: the vault does not answer.
-        BusyError: another push or pull runs, or another process holds the gallery file.
+        BusyError: another push or pull runs (this does not wait), or another process holds the
+            gallery file.
         CannotWriteError: the disk is full or read-only.
     """
     report = PullReport()

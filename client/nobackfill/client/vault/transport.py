@@ -36,6 +36,9 @@ _HEX = re.compile(r"[0-9a-f]{64}")
 def upload_blob(gateway: Gateway, blob: vault_pb2.Blob, source: Path) -> int:
     """Upload a file of ciphertext to the vault; continue after the bytes that it holds already.
 
+    Each attempt lasts at most 30 seconds. After an error, the vault holds the bytes that it
+    received.
+
     Args:
         gateway: the vault's gateway.
         blob: id, size and digest of the ciphertext.
@@ -45,13 +48,16 @@ def upload_blob(gateway: Gateway, blob: vault_pb2.Blob, source: Path) -> int:
         The bytes that had to be sent; 0 if the vault held all.
 
     Raises:
-        UnavailableError: the upload made no progress in five attempts.
+        UnavailableError: the upload made no progress in five attempts, also because the gateway's
+            disk is full or another upload of the blob runs; or the gateway does not answer.
         NotPermittedError: the gateway refuses the token.
         QuotaExceededError: the vault holds as many bytes as it may.
         AlreadyExistsError: the vault holds another blob under this id.
         InvalidInputError: the file is no age ciphertext, or differs from `blob`.
         CannotWriteError: the gateway's disk is full.
         OSError: the file cannot be read.
+        TooLargeError: the ciphertext is larger than the vault accepts.
+        CannotWriteError, BusyError: the gateway cannot tell how many bytes it holds.
     """
     position = first = gateway.received_bytes(blob)
     standstills = 0
@@ -77,19 +83,23 @@ def upload_blob(gateway: Gateway, blob: vault_pb2.Blob, source: Path) -> int:
 def download_blob(gateway: Gateway, blob: vault_pb2.Blob, target: Path) -> None:
     """Download a blob of ciphertext; the file appears only when it is complete and verified.
 
-    TARGET.part holds the bytes of an interrupted download, and the next call continues it.
+    TARGET.part holds the bytes of an interrupted download, and the next call continues it. Each
+    attempt lasts at most 30 seconds. A file that differs from the digest is deleted with its bytes,
+    so the next call begins anew.
 
     Args:
         gateway: the vault's gateway.
         blob: id, size and digest of the ciphertext.
-        target: the file to write; an existing one is replaced.
+        target: the file to write, with mode 0600; an existing one is replaced. Its folder must
+            exist.
 
     Raises:
         NotFoundError: the vault does not hold the blob.
         VerificationError: `blob` is malformed, or the bytes have another size or digest.
         NotPermittedError: the gateway refuses the token.
-        UnavailableError: the download made no progress in five attempts.
-        CannotWriteError: the disk is full or read-only.
+        UnavailableError: the download made no progress in five attempts, also because the local
+            disk is full during it.
+        CannotWriteError: the complete file cannot be renamed or synced.
     """
     check_blob(blob, gateway.address)
     part = target.with_name(f"{target.name}.part")
@@ -137,6 +147,11 @@ def _download(gateway: Gateway, blob: vault_pb2.Blob, position: int, part: Path)
 def list_blobs(gateway: Gateway) -> list[vault_pb2.Blob]:
     """List every blob of the vault, ordered by id; the vault is not trusted.
 
+    Reads all pages, each with the connection's time limit; nothing of them is stored.
+
+    Returns:
+        The blobs; at most about a million. Empty if the vault is.
+
     Raises:
         VerificationError: an id, digest or size is malformed, or the list is unordered or endless.
         NotPermittedError: the gateway refuses the token.
@@ -174,12 +189,15 @@ def _chunks(source: Path, offset: int) -> Iterator[bytes]:
 def check_blob(blob: vault_pb2.Blob, where: str) -> None:
     """Check that a blob's id and digest are 64 hex digits, and its size is possible.
 
+    Nothing is fetched.
+
     Args:
         blob: a blob as an untrusted vault describes it.
         where: the vault's address, for the error.
 
     Raises:
-        VerificationError: one of them is malformed.
+        VerificationError: one of them is malformed: another id or digest than 64 lower-case
+            hex digits, or a size outside 1 to LARGEST_BLOB.
     """
     if not (_HEX.fullmatch(blob.id) and _HEX.fullmatch(blob.sha256)):
         raise VerificationError(
@@ -196,14 +214,18 @@ def check_blob(blob: vault_pb2.Blob, where: str) -> None:
 def vault_address(device: GalleryFile, where: str | None = None) -> str:
     """Return the address of a gallery's vault.
 
+    Nothing is connected, and the address is not stored.
+
     Args:
         device: the gallery.
         where: the address to use; None or empty: that of the last push, else the gallery's source.
 
     Raises:
-        ConfigurationError: the address is no gateway.
+        ConfigurationError: the address does not begin with grpc:// or grpcs://.
         DamagedError: the gallery file is damaged.
         BusyError: another process holds the gallery file.
+        CannotWriteError: the file cannot be opened, or the disk fails.
+        NotFoundError: the gallery was closed.
     """
     address = str(where or device.state("vault") or device.state("source"))
     if not is_gateway(address):
@@ -219,7 +241,8 @@ def check_vault(device: GalleryFile, queue: VaultQueue, gateway: Gateway, addres
 
     The stored vault may have lost blobs, for example after a restored backup. A vault at another
     address must hold every pushed blob: otherwise blobs of removed images would stay in the old
-    vault for ever.
+    vault for ever. Nothing is written. If the gallery has stored blobs, only those are looked for
+    in a new vault; else those that are to be removed.
 
     Args:
         device: the gallery.
@@ -228,7 +251,7 @@ def check_vault(device: GalleryFile, queue: VaultQueue, gateway: Gateway, addres
         address: the address of that gateway.
 
     Returns:
-        The ids of the vault's blobs.
+        The ids of the vault's blobs, also of those that other galleries pushed.
 
     Raises:
         ConfigurationError: a new vault lacks pushed blobs.
@@ -236,6 +259,8 @@ def check_vault(device: GalleryFile, queue: VaultQueue, gateway: Gateway, addres
         NotPermittedError: the gateway refuses the token.
         UnavailableError: the vault does not answer.
         BusyError: another process holds the gallery file.
+        CannotWriteError: the file cannot be opened, or the disk fails.
+        NotFoundError: the gallery was closed.
     """
     listed = {blob.id for blob in list_blobs(gateway)}
     stored_address = device.state("vault")
@@ -255,6 +280,9 @@ def check_vault(device: GalleryFile, queue: VaultQueue, gateway: Gateway, addres
 def vault_problem(device: GalleryFile) -> str | None:
     """Describe how many pushed images the vault lacks.
 
+    Args:
+        device: the gallery.
+
     Returns:
         A sentence with advice. None if the vault holds all, or none was pushed.
 
@@ -264,6 +292,8 @@ def vault_problem(device: GalleryFile) -> str | None:
         NotPermittedError: the gateway refuses the token.
         UnavailableError: the vault does not answer within 5 seconds.
         BusyError: another process holds the gallery file.
+        CannotWriteError: the file cannot be opened, or the disk fails.
+        NotFoundError: the gallery was closed.
     """
     pushed = VaultQueue(device.store).entries("stored")
     address = device.state("vault")
