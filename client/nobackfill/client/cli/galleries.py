@@ -22,13 +22,20 @@ if TYPE_CHECKING:
 def add_texts(arguments: Namespace) -> None:
     """Add the texts of a JSON Lines file, and print a report.
 
+    Refused lines and texts are printed on stderr, with reasons. Earlier batches stay after an
+    error.
+
     Args:
         arguments: `texts` is the file, and `gallery` the gallery. With `json`, the report is JSON.
 
     Raises:
         SystemExit: some lines or texts were refused, and the others were added; the code is 65.
-        NotFoundError: the file cannot be read.
-        NobackfillError: as nobackfill.client.notes.add.
+        NotFoundError: the file or the gallery cannot be found or read.
+        NoEncoderError: the active release embeds no texts.
+        ConfigurationError: the extra `text` is not installed.
+        VerificationError: a model file or the gallery file is damaged.
+        BusyError: another process holds the gallery file.
+        CannotWriteError: the disk is full or read-only.
     """
     from nobackfill.client.device import Device
     from nobackfill.client.notes import add
@@ -53,6 +60,15 @@ def init(arguments: Namespace) -> None:
     """Make an empty gallery that follows the releases of SOURCE.
 
     Downloads and tries the models of the newest release. An existing file is not replaced.
+
+    Args:
+        arguments: the parsed words: gallery, root (None: show the fingerprint and ask on stdin),
+            source and json.
+
+    Raises:
+        ConfigurationError: the root metadata is not confirmed or cannot be read, or the source has
+            an unknown form.
+        NobackfillError: as nobackfill.client.creation.init.
     """
     from nobackfill.client.creation import init as make
     from nobackfill.client.gallery_file import keep_reserve
@@ -93,6 +109,15 @@ def add(arguments: Namespace) -> None:
     Images that the gallery holds are skipped. A text replaces the one with the same id. The gallery
     stores vectors, not the images and texts. Refused files and texts are listed with a reason; the
     exit code is then 65.
+
+    Args:
+        arguments: the parsed words: gallery, images, texts, note and json; `refuse` ends the
+            process with a usage error.
+
+    Raises:
+        SystemExit: code 2 if neither or both of images and texts are given; 65 if some files or
+            texts were refused, and the others were added.
+        NobackfillError: as nobackfill.client.photos.add, or `add_texts`.
     """
     images, notes, texts = arguments.images, dict(arguments.note or ()), arguments.texts
     if bool(images) == (texts is not None) or (texts is not None and notes):
@@ -133,7 +158,18 @@ def add(arguments: Namespace) -> None:
 
 
 def search(arguments: Namespace) -> None:
-    """Search, exactly and offline, for the items nearest to images, a text or an item."""
+    """Search, exactly and offline, for the items nearest to images, a text or an item.
+
+    Args:
+        arguments: the parsed words: gallery, images, item, text, k, where, sheet and json; `refuse`
+            ends the process with a usage error. With `sheet`, a picture of the hits is written.
+
+    Raises:
+        SystemExit: code 2 if not exactly one kind of query is given, or a condition cannot be
+            parsed.
+        NobackfillError: as the methods of nobackfill.client.search.Search and
+            nobackfill.client.pictures.write_sheet.
+    """
     images, item, text = arguments.images, arguments.item, arguments.text
     if bool(images) + (item is not None) + (text is not None) != 1:
         arguments.refuse("expected exactly one of images, --text and --id")
@@ -182,7 +218,17 @@ def _table(answer: "DeviceAnswer", with_query: bool) -> list[str]:
 
 
 def list_items(arguments: Namespace) -> None:
-    """List the items with their metadata, oldest first."""
+    """List the items with their metadata, oldest first.
+
+    Args:
+        arguments: the parsed words: gallery, after (a label; items after it), limit and json. If
+            more items follow, a note on stderr names the next page.
+
+    Raises:
+        NotFoundError: there is no gallery.
+        VerificationError: the gallery file is damaged.
+        BusyError: another process holds the gallery file.
+    """
     from nobackfill.client.device import Device
 
     with Device(arguments.gallery) as device:
@@ -204,6 +250,12 @@ def remove(arguments: Namespace) -> None:
     """Remove items from the gallery for good; the next push removes them from the vault.
 
     The image files stay.
+
+    Args:
+        arguments: the parsed words: gallery, items (ids or paths) and json.
+
+    Raises:
+        NobackfillError: as nobackfill.client.maintenance.remove.
     """
     from nobackfill.client.device import Device
     from nobackfill.client.maintenance import remove as forget
@@ -217,7 +269,15 @@ def remove(arguments: Namespace) -> None:
 
 
 def set_metadata(arguments: Namespace) -> None:
-    """Set metadata of items; their other metadata stays."""
+    """Set metadata of items; their other metadata stays.
+
+    Args:
+        arguments: the parsed words: gallery, items (ids or paths), note (pairs of key and value;
+            the last one of a key counts) and json.
+
+    Raises:
+        NobackfillError: as nobackfill.client.maintenance.describe.
+    """
     from nobackfill.client.device import Device
     from nobackfill.client.maintenance import describe
 
@@ -230,6 +290,14 @@ def gc(arguments: Namespace) -> None:
     """Confirm the active release, and delete the vectors and models that only a rollback needs.
 
     No rollback is possible afterwards. Free space of the file goes back to the file system.
+
+    Args:
+        arguments: the parsed words: gallery and json. The reserve file is freed first on a full
+            disk, and made again at the end.
+
+    Raises:
+        NobackfillError: as nobackfill.client.maintenance.collect; or NotFoundError, without a
+            gallery.
     """
     from nobackfill.client.device import Device
     from nobackfill.client.gallery_file import free_reserve, keep_reserve
@@ -246,6 +314,14 @@ def verify(arguments: Namespace) -> None:
     """Check the file, every vector, the models, the keys and the vault.
 
     Nothing is changed. The exit code is 65 if something is damaged or missing.
+
+    Args:
+        arguments: the parsed words: gallery and json. Notes on the vault go to stderr.
+
+    Raises:
+        SystemExit: something is damaged or missing; the code is 65.
+        NobackfillError: as nobackfill.client.maintenance.verify; or NotFoundError, without a
+            gallery.
     """
     from nobackfill.client.device import Device
     from nobackfill.client.maintenance import verify as check
@@ -262,7 +338,14 @@ def verify(arguments: Namespace) -> None:
 
 
 def status(arguments: Namespace) -> None:
-    """Show the number of items, the active release, disk use and the least certain items."""
+    """Show the number of items, the active release, disk use and the least certain items.
+
+    Args:
+        arguments: the parsed words: gallery and json.
+
+    Raises:
+        NobackfillError: as nobackfill.client.status.status; or NotFoundError, without a gallery.
+    """
     from nobackfill.client.device import Device
     from nobackfill.client.status import status as look
 
@@ -292,6 +375,14 @@ def rescue(arguments: Namespace) -> None:
     """Save every intact row of a damaged gallery to a new file.
 
     The exit code is 65 if some rows were lost.
+
+    Args:
+        arguments: the parsed words: gallery (the damaged one), to and json. Counts of lost rows go
+            to stderr.
+
+    Raises:
+        SystemExit: some rows were lost; the code is 65.
+        NobackfillError: as nobackfill.client.maintenance.rescue.
     """
     from nobackfill.client.maintenance import rescue as save
 
@@ -317,6 +408,17 @@ def browse(arguments: Namespace) -> None:
     """Search, sync and compare in a browser on this device, until Ctrl-C.
 
     Needs the extra `web`. Prints the address of the pages, which contains a secret.
+
+    Args:
+        arguments: the parsed words: gallery, port (0: a free one), show and json. With `show`, a
+            browser is opened by a temporary page file, which is deleted at the end.
+
+    Raises:
+        ConfigurationError: the extra `web` is not installed, or the port cannot be used.
+        NotFoundError: there is no gallery.
+        VerificationError: the gallery file is damaged.
+        BusyError: another process holds the gallery file.
+        KeyboardInterrupt: always, in the end.
     """
     import threading
 
@@ -362,6 +464,10 @@ def pair(text: str) -> "tuple[str, Scalar]":
     """Convert a word KEY=VALUE of the command line to a key and its value.
 
     Numbers, true and false are parsed as in JSON; any other value, also an empty one, is a text.
+
+    Returns:
+        The key, and a flag, an integer of 64 bits, a finite float or a text. Only the first "="
+        separates.
 
     Raises:
         ArgumentTypeError: the word has no "=", or nothing before it.

@@ -42,7 +42,13 @@ _NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQ
 
 
 def main() -> None:
-    """Run `edge-client` with the words of this process, and exit with the command's code."""
+    """Run `edge-client` with the words of this process, and exit with the command's code.
+
+    A process that searches runs without Python's garbage collector.
+
+    Raises:
+        SystemExit: always, with the exit code.
+    """
     # A search makes no garbage worth collecting before it ends.
     if "search" in sys.argv[1:4]:
         gc.disable()
@@ -52,10 +58,16 @@ def main() -> None:
 def run_line(line: Sequence[str] | None = None) -> NoReturn:
     """Run a command line of `edge-client` and exit with its code.
 
-    An error is printed as one sentence on stderr. Without words, the help is printed.
+    An error is printed as one sentence on stderr. Sets GRPC_VERBOSITY for this process unless it is
+    set. Without words, the help is printed on stderr, and the code is 2. An interrupt gives 130,
+    and a closed stdout 1.
 
     Args:
         line: the words after the program's name; None: those of this process.
+
+    Raises:
+        SystemExit: always, with code 0, or that of the error's class.
+        OSError: the operating system refuses something else than a name, a permission or space.
     """
     with _refusing():
         if "_ARGCOMPLETE" in os.environ:
@@ -77,10 +89,12 @@ def edge_client(words: Sequence[str] = ()) -> Parser:
 
     Args:
         words: the words of the command line. The parser has only the commands among them, if there
-            are any, so that a search does not wait for the options of other commands.
+            are any, so that a search does not wait for the options of other commands. Without
+            words, it has all.
 
     Returns:
-        A parser. A namespace that it returns has `run`, the function of the command.
+        A parser. A namespace that it returns has `run`, the function of the command, and `refuse`,
+        which ends the process with a usage error. $NOBACKFILL_GALLERY is the default of `gallery`.
     """
     parser = Parser(
         prog="edge-client",
@@ -115,7 +129,8 @@ def edge_client(words: Sequence[str] = ()) -> Parser:
         command, options = every[name]
         text = command.__doc__ or ""
         story, text = (" ".join(part.split()) for part in (text.partition("\n\n")[0], text))
-        one = commands.add_parser(name, help=story, description=text)
+        # Only programmers read the sections after the story.
+        one = commands.add_parser(name, help=story, description=text.partition(" Args: ")[0])
         options(one)
         one.add_argument(
             "--json",

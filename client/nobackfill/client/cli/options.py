@@ -27,7 +27,7 @@ class Parser(argparse.ArgumentParser):
 
         Args:
             closing: the last text of its help, printed without wrapping; empty: none.
-            options: arguments of argparse.ArgumentParser.
+            options: arguments of argparse.ArgumentParser, except allow_abbrev and formatter_class.
         """
         super().__init__(**options, allow_abbrev=False, formatter_class=_Help)
         self.closing = closing
@@ -36,6 +36,10 @@ class Parser(argparse.ArgumentParser):
         """Add an option or argument, as argparse does; append its default to its help.
 
         "[required]" is appended to a required one. A default of None or False adds nothing.
+
+        Raises:
+            KeyError: a default needs to be appended, or the option is required, and it has no help.
+            ValueError: as argparse, for options that contradict each other.
         """
         default = options.get("default")
         # Zero is a default too, although it equals False.
@@ -47,12 +51,21 @@ class Parser(argparse.ArgumentParser):
         return super().add_argument(*names, **options)
 
     def format_help(self) -> str:
-        """Return the text of --help, which ends with the closing text."""
+        """Return the text of --help, which ends with the closing text.
+
+        Lines are as wide as $COLUMNS or the terminal, else 78 columns.
+        """
         text = super().format_help().replace("usage:", "Usage:", 1)
         return f"{text}\n{self.closing}" if self.closing else text
 
     def error(self, message: str) -> NoReturn:
-        """Print an error as one sentence on stderr and end the process with exit code 2."""
+        """Print an error as one sentence on stderr and end the process with exit code 2.
+
+        Control characters in it are made visible.
+
+        Raises:
+            SystemExit: always, with code 2.
+        """
         self.exit(2, escape_hidden(f"{self.prog}: {message}; see `{self.prog} --help`") + "\n")
 
 
@@ -67,7 +80,13 @@ class Command(Parser):
         self._inside = False
 
     def add_argument(self, *names: str, **options: Any) -> argparse.Action:
-        """Add an option or argument; show a positional argument in the usage line too."""
+        """Add an option or argument; show a positional argument in the usage line too, in brackets
+        where it may be missing.
+
+        Raises:
+            KeyError: a default needs to be appended, or the option is required, and it has no help.
+            ValueError: as argparse, for options that contradict each other.
+        """
         added = super().add_argument(*names, **options)
         if not added.option_strings:
             name = str(added.metavar)
@@ -86,6 +105,9 @@ class Command(Parser):
 
         Returns:
             The namespace with the values, and the words that are not known.
+
+        Raises:
+            SystemExit: a word cannot be used, with code 2; or --help was printed, with code 0.
         """
         if self._inside or not self.intermixed:
             return super().parse_known_args(args, namespace)
@@ -123,6 +145,9 @@ def no_options(command: Command) -> None:
 def named_path(text: str) -> Path:
     """Convert a word of the command line to a path.
 
+    Returns:
+        The path as it was written, relative or absolute. Whether it exists is not checked.
+
     Raises:
         ArgumentTypeError: the word is empty; it would mean the current folder.
     """
@@ -134,9 +159,11 @@ def named_path(text: str) -> Path:
 def integer(least: int, most: int) -> Callable[[str], int]:
     """Make a converter of words of the command line to integers in a range.
 
+    Blanks around a number, a sign and underscores between digits are accepted, as `int` does.
+
     Args:
-        least: the smallest value.
-        most: the largest value.
+        least: the smallest value, included.
+        most: the largest value, included.
 
     Returns:
         A function of a word. It raises ArgumentTypeError if the word is no integer of this range.

@@ -12,6 +12,14 @@ def sync(arguments: Namespace) -> None:
 
     Downloads are verified first. Searches use the old release until the upgrade is complete. After
     an interruption, run it again to continue.
+
+    Args:
+        arguments: the parsed words: gallery, source and json, and the options of
+            nobackfill.client.sync.SyncOptions; `now` is its join_early. Notes go to stderr. The
+            reserve file is made again at the end.
+
+    Raises:
+        NobackfillError: as nobackfill.client.sync.sync; or NotFoundError, without a gallery.
     """
     from nobackfill.client.device import Device
     from nobackfill.client.gallery_file import keep_reserve
@@ -40,6 +48,12 @@ def report(arguments: Namespace) -> None:
     """Send a summary of the last sync to a gateway: five numbers, no vector, no id.
 
     Nothing is sent unless you run this command.
+
+    Args:
+        arguments: the parsed words: gallery, to (None: nothing is sent, only printed) and json.
+
+    Raises:
+        NobackfillError: as nobackfill.client.sync.send_report; or NotFoundError, without a gallery.
     """
     from nobackfill.client.device import Device
     from nobackfill.client.sync import send_report as send
@@ -58,6 +72,12 @@ def rollback(arguments: Namespace) -> None:
 
     It stays available until `gc`, or until a sync a week later finds nothing newer. Later syncs
     skip the release that was left, unless you pass --retry.
+
+    Args:
+        arguments: the parsed words: gallery and json.
+
+    Raises:
+        NobackfillError: as nobackfill.client.sync.roll_back; or NotFoundError, without a gallery.
     """
     from nobackfill.client.device import Device
     from nobackfill.client.sync import roll_back
@@ -75,6 +95,14 @@ def push(arguments: Namespace) -> None:
     """Encrypt images on this device, and back them up to the vault of a gateway.
 
     The vault sees ciphertext alone. Images that it holds already are not sent again.
+
+    Args:
+        arguments: the parsed words: gallery, recipient (None: none), vault (None: the stored one),
+            new_key and json. Notes on items that were not pushed go to stderr.
+
+    Raises:
+        NobackfillError: as nobackfill.client.vault.transfer.push; or NotFoundError, without a
+            gallery.
     """
     from nobackfill.client.device import Device
     from nobackfill.client.vault.transfer import push as upload
@@ -113,6 +141,14 @@ def pull(arguments: Namespace) -> None:
     """Restore images from the vault, and compare each with the image that was added.
 
     The exit code is 65 if an image could not be restored.
+
+    Args:
+        arguments: the parsed words: gallery, items (empty: all), to, identity, unknown and json.
+
+    Raises:
+        SystemExit: an image could not be restored; the code is 65.
+        NobackfillError: as nobackfill.client.vault.transfer.pull; or NotFoundError, without a
+            gallery.
     """
     from nobackfill.client.device import Device
     from nobackfill.client.vault.transfer import pull as restore
