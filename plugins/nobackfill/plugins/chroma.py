@@ -79,19 +79,27 @@ class ChromaServer:
         """Do nothing: requests of other threads continue in the parent."""
 
     def after_fork(self, child: bool) -> None:
-        """Open new connections in a child process, because connections must not be shared."""
+        """Open new connections in a child process, because connections must not be shared.
+
+        The parent's connections stay open there. In the parent, nothing happens.
+        """
         if child:
             self._http = _pool()
 
     def collection(self, name: str) -> dict[str, Any]:
         """Return the server's description of a collection: name, id, dimension, metadata and more.
 
+        A missing collection costs a second request.
+
         Args:
             name: the collection's name.
 
         Raises:
             NotFoundError: there is no such collection; the error lists up to four others.
-            UnavailableError, NotPermittedError, BusyError, InvalidInputError: as `send`.
+            UnavailableError: the server does not answer within a minute.
+            NotPermittedError: the server refuses the token.
+            BusyError: the server has too many requests.
+            InvalidInputError: the server refuses the request otherwise, or its answer is not JSON.
         """
         try:
             description: dict[str, Any] = self.send("GET", f"/{_part(name)}", name)
@@ -112,33 +120,50 @@ class ChromaServer:
 
         Raises:
             AlreadyExistsError: the name is in use.
-            UnavailableError, NotPermittedError, BusyError, InvalidInputError: as `send`.
+            NotFoundError: there is no such tenant or database.
+            UnavailableError: the server does not answer within a minute.
+            NotPermittedError: the server refuses the token.
+            BusyError: the server has too many requests.
+            InvalidInputError: the server refuses the request otherwise, or its answer is not JSON.
         """
         self.send("POST", "", name, body)
 
     def drop(self, name: str) -> None:
         """Delete a collection with its items.
 
+        Args:
+            name: the collection's name.
+
         Raises:
             NotFoundError: there is no such collection.
-            UnavailableError, NotPermittedError, BusyError, InvalidInputError: as `send`.
+            UnavailableError: the server does not answer within a minute.
+            NotPermittedError: the server refuses the token.
+            BusyError: the server has too many requests.
+            InvalidInputError: the server refuses the request otherwise, or its answer is not JSON.
         """
         self.send("DELETE", f"/{_part(name)}", name)
 
     def send(self, method: str, path: str, name: str, body: Mapping[str, Any] | None = None) -> Any:
         """Send a request and return the decoded JSON answer; None for an empty one.
 
+        Redirects are not followed and requests are not repeated. The token is read from the
+        environment at each request.
+
         Args:
             method: the HTTP method.
-            path: the path below the database's collections.
+            path: the path below the database's collections; the caller has quoted it.
             name: the collection's name in error messages.
             body: the JSON body; None: none.
 
         Raises:
-            UnavailableError: the server does not answer within a minute, or answers with a status
-                that means so.
-            NotFoundError, NotPermittedError, BusyError, AlreadyExistsError: by the HTTP status.
-            InvalidInputError: any other refusal, or an answer that is not JSON.
+            UnavailableError: the server does not answer within a minute, or answers with the status
+                500, 502, 503 or 504.
+            InvalidInputError: any other status of 300 or more, or an answer that is not JSON.
+            NotFoundError: the status is 404.
+            NotPermittedError: the status is 401 or 403.
+            BusyError: the status is 429.
+            AlreadyExistsError: the status is 409.
+            ValueError, TypeError: the body cannot be written as JSON.
         """
         token = os.environ.get(KEY)
         headers = {"x-chroma-token": token, "Authorization": f"Bearer {token}"} if token else {}
@@ -192,6 +217,8 @@ _MARK = "nobackfill_"
 def open_collection(place: str, collection: str, vector: str | None) -> CopiedSource:
     """Open a collection of a Chroma server as a source of vectors.
 
+    Asks the server for the collection. The caller closes the source.
+
     Args:
         place: https://HOST:PORT (http:// on this machine), with /TENANT/DATABASE unless they are
             the defaults.
@@ -199,11 +226,13 @@ def open_collection(place: str, collection: str, vector: str | None) -> CopiedSo
         vector: must be None, because a collection has one vector per item.
 
     Raises:
-        InvalidInputError: `vector` is given, or the place is a folder.
+        InvalidInputError: `vector` is given, the place is a folder or names a tenant without a
+            database, or the server refuses the request otherwise.
         NotFoundError: there is no such collection.
         ConfigurationError: the address has another form.
         UnavailableError: the server does not answer.
         NotPermittedError: the server refuses the token.
+        BusyError: the server has too many requests.
     """
     if vector is not None:
         raise InvalidInputError(
@@ -229,9 +258,11 @@ class ChromaStore:
         """Open a collection.
 
         Raises:
-            NotFoundError: there is no such collection.
-            NobackfillError: any other failure of the call, such as UnavailableError (no answer)
-                or NotPermittedError.
+            NotFoundError: there is no such collection; the error names others.
+            UnavailableError: the server does not answer within a minute.
+            NotPermittedError: the server refuses the token.
+            BusyError: the server has too many requests.
+            InvalidInputError: the server refuses the request otherwise, or its answer is not JSON.
         """
         return ChromaCollection(self._server, self._server.collection(name))
 
@@ -239,8 +270,10 @@ class ChromaStore:
         """Return whether there is a collection of this name.
 
         Raises:
-            NobackfillError: any failure of the call, such as UnavailableError (no answer)
-                or NotPermittedError.
+            UnavailableError: the server does not answer within a minute.
+            NotPermittedError: the server refuses the token.
+            BusyError: the server has too many requests.
+            InvalidInputError: the server refuses the request otherwise, or its answer is not JSON.
         """
         try:
             self._server.collection(name)
@@ -252,15 +285,20 @@ class ChromaStore:
         """Create an empty collection for other vectors of the items of an existing one.
 
         Args:
-            target: name of the new collection; its dimension comes with the first items.
+            target: name of the new collection; its other fields are ignored. The dimension comes
+                with the first items.
             like: the existing collection, whose metadata and index settings are copied.
-            facts: facts to record in the same step.
+            facts: facts to record in the metadata in the same step, with the prefix nobackfill_.
+                They replace metadata of that name.
 
         Raises:
             AlreadyExistsError: the name is in use.
             TypeError: `like` is no ChromaCollection.
-            NobackfillError: any other failure of the call, such as UnavailableError (no answer)
-                or NotPermittedError.
+            UnavailableError: the server does not answer within a minute.
+            NotPermittedError: the server refuses the token.
+            BusyError: the server has too many requests.
+            NotFoundError: there is no such tenant or database.
+            InvalidInputError: the server refuses the request otherwise, or its answer is not JSON.
         """
         if not isinstance(like, ChromaCollection):
             raise TypeError(like)
@@ -276,13 +314,19 @@ class ChromaStore:
 
         Raises:
             NotFoundError: there is no such collection.
-            NobackfillError: any other failure of the call, such as UnavailableError (no answer)
-                or NotPermittedError.
+            UnavailableError: the server does not answer within a minute.
+            NotPermittedError: the server refuses the token.
+            BusyError: the server has too many requests.
+            InvalidInputError: the server refuses the request otherwise, or its answer is not JSON.
         """
         self._server.drop(name)
 
     def steps(self, old: Collection, new: Collection) -> list[str]:
-        """Return the steps by which the owner flips, as sentences and calls; sends nothing."""
+        """Return the steps by which the owner flips, as sentences and calls; sends nothing.
+
+        Returns:
+            Four sentences and calls, in order.
+        """
         return [
             "stop all writers, or let every writer put to both collections, to the new one by the "
             "new model; then carry once more, because items of the last sweep are missing",
@@ -338,12 +382,17 @@ class ChromaCollection:
     def facts(self) -> Facts:
         """Return the collection's name, dimension, metric and model, and the names of other values.
 
-        The names are those of the first item; none if the collection is empty.
+        The names are those of the first item; none if the collection is empty. The dimension is as
+        it was when the collection was opened, and None if it never had an item. The metric is None
+        if the server names none.
 
         Raises:
-            InvalidInputError: searches use a metric that nobackfill does not support.
-            NobackfillError: any other failure of the call, such as UnavailableError (no answer)
-                or NotPermittedError.
+            InvalidInputError: searches use a metric that nobackfill does not support, or the server
+                refuses the request otherwise.
+            UnavailableError: the server does not answer within a minute.
+            NotPermittedError: the server refuses the token.
+            BusyError: the server has too many requests.
+            NotFoundError: the collection was dropped.
         """
         space = next((str(one.get("space") or "") for one in self.index.values()), "")
         some = self._get({"limit": 1, "include": ["documents", "metadatas", "uris"]})
@@ -355,20 +404,31 @@ class ChromaCollection:
         """Count the items.
 
         Raises:
-            NobackfillError: any failure of the call, such as UnavailableError (no answer)
-                or NotPermittedError.
+            UnavailableError: the server does not answer within a minute.
+            NotPermittedError: the server refuses the token.
+            BusyError: the server has too many requests.
+            NotFoundError: the collection was dropped.
+            InvalidInputError: the server refuses the request otherwise, or its answer is not JSON.
         """
         return int(self._request("GET", "/count"))
 
     def windows(self, rows: int) -> Iterator[Window]:
-        """Divide all ids into windows of `rows` items, and list the ids again.
+        """Divide all ids into windows of `rows` items, and list the ids again at the first one, in
+        one request. Ids are in the order of their text.
 
         The last window has no upper end, so that it includes later items. An empty collection gives
-        one window.
+        one window. Items that are added before the last window's lower end are missed until the
+        next sweep.
+
+        Args:
+            rows: the size of a window, at least 1; all but the last have exactly this many ids.
 
         Raises:
-            NobackfillError: any failure of the call, such as UnavailableError (no answer)
-                or NotPermittedError.
+            UnavailableError: the server does not answer within a minute.
+            NotPermittedError: the server refuses the token.
+            BusyError: the server has too many requests.
+            NotFoundError: the collection was dropped.
+            InvalidInputError: the server refuses the request otherwise, or its answer is not JSON.
         """
         ids = self._list_ids()
         lower = None
@@ -379,21 +439,38 @@ class ChromaCollection:
         yield Window(lower)
 
     def records(self, window: Window) -> list[Record]:
-        """Read the items of a window, ordered by id.
+        """Read the items of a window, ordered by id, in requests of 500.
+
+        Args:
+            window: ids above `lower` and up to `upper`. Without `lower`, all ids are listed again;
+                other windows use the last listing.
+
+        Returns:
+            The items; their documents and URIs are among the values. Values that are None are left
+            out. A deleted item is left out, and an item without a vector has an empty one.
 
         Raises:
-            InvalidInputError: an item has a metadata key called document or uri.
-            NobackfillError: any other failure of the call, such as UnavailableError (no answer)
-                or NotPermittedError.
+            InvalidInputError: an item has a metadata key called document or uri, or the server
+                refuses the request otherwise.
+            UnavailableError: the server does not answer within a minute.
+            NotPermittedError: the server refuses the token.
+            BusyError: the server has too many requests.
+            NotFoundError: the collection was dropped.
         """
         return self._read(self._ids_in(window), ["embeddings", "documents", "metadatas", "uris"])
 
     def digests(self, window: Window) -> dict[Any, str]:
         """Read the digests of a copy's items by id; "" for an item that a writer put.
 
+        Args:
+            window: ids above `lower` and up to `upper`, as `records` reads it.
+
         Raises:
-            NobackfillError: any failure of the call, such as UnavailableError (no answer)
-                or NotPermittedError.
+            UnavailableError: the server does not answer within a minute.
+            NotPermittedError: the server refuses the token.
+            BusyError: the server has too many requests.
+            NotFoundError: the collection was dropped.
+            InvalidInputError: the server refuses the request otherwise, or its answer is not JSON.
         """
         ids = self._ids_in(window)
         digests: dict[Any, str] = {}
@@ -407,22 +484,36 @@ class ChromaCollection:
     def existing_keys(self, keys: Sequence[Any]) -> Some[Any]:
         """Return those of the given ids that exist.
 
+        Args:
+            keys: ids; none: no request is sent.
+
+        Returns:
+            A set of ids.
+
         Raises:
-            NobackfillError: any failure of the call, such as UnavailableError (no answer)
-                or NotPermittedError.
+            UnavailableError: the server does not answer within a minute.
+            NotPermittedError: the server refuses the token.
+            BusyError: the server has too many requests.
+            NotFoundError: the collection was dropped.
+            InvalidInputError: the server refuses the request otherwise, or its answer is not JSON.
         """
         return {one.key for one in self._read(list(keys), [])}
 
     def put(self, records: Sequence[Record], vectors: Vectors) -> None:
-        """Insert or replace items with new vectors, in requests of 500.
+        """Insert or replace items with new vectors, in requests of 500. Earlier requests stay after
+        an error. The ids join the listing of the present sweep.
 
         Args:
-            records: n items; their documents, URIs, metadata and digests are stored.
+            records: n items; none: nothing is sent. Their documents, URIs, metadata and digests are
+                stored.
             vectors: float32 [n, dim], in place of their own.
 
         Raises:
-            NobackfillError: any failure of the call, such as UnavailableError (no answer)
-                or NotPermittedError.
+            UnavailableError: the server does not answer within a minute.
+            NotPermittedError: the server refuses the token.
+            BusyError: the server has too many requests.
+            NotFoundError: the collection was dropped.
+            InvalidInputError: the server refuses the request otherwise, or its answer is not JSON.
         """
         for first in range(0, len(records), _PAGE):
             some = records[first : first + _PAGE]
@@ -441,11 +532,15 @@ class ChromaCollection:
             self._note(str(one.key) for one in some)
 
     def remove(self, keys: Sequence[Any]) -> None:
-        """Delete items by id; unknown ids are ignored.
+        """Delete items by id; unknown ids are ignored. They go in requests of 500, and earlier ones
+        stay after an error.
 
         Raises:
-            NobackfillError: any failure of the call, such as UnavailableError (no answer)
-                or NotPermittedError.
+            UnavailableError: the server does not answer within a minute.
+            NotPermittedError: the server refuses the token.
+            BusyError: the server has too many requests.
+            NotFoundError: the collection was dropped.
+            InvalidInputError: the server refuses the request otherwise, or its answer is not JSON.
         """
         for first in range(0, len(keys), _PAGE):
             self._request("POST", "/delete", {"ids": list(keys[first : first + _PAGE])})
@@ -453,25 +548,36 @@ class ChromaCollection:
     def lookup(self, ids: Sequence[str]) -> list[Record]:
         """Read items by id, ordered by id; unknown ids are left out.
 
+        Args:
+            ids: ids; none: no request is sent.
+
         Raises:
-            NobackfillError: any failure of the call, such as UnavailableError (no answer)
-                or NotPermittedError.
+            UnavailableError: the server does not answer within a minute.
+            NotPermittedError: the server refuses the token.
+            BusyError: the server has too many requests.
+            NotFoundError: the collection was dropped.
+            InvalidInputError: the server refuses the request otherwise, or its answer is not JSON.
         """
         return self._read(ids, ["embeddings", "documents", "metadatas", "uris"])
 
     def nearest(self, vector: Vectors, count: int) -> list[str]:
         """Search the ids nearest to a vector, nearest first.
 
+        The server may search approximately, by the collection's metric.
+
         Args:
             vector: float32 [dim].
-            count: the most ids to return.
+            count: the most ids to return, at least 1.
 
         Returns:
             Ids; empty if the collection never had an item.
 
         Raises:
-            NobackfillError: any failure of the call, such as UnavailableError (no answer)
-                or NotPermittedError.
+            UnavailableError: the server does not answer within a minute.
+            NotPermittedError: the server refuses the token.
+            BusyError: the server has too many requests.
+            NotFoundError: the collection was dropped.
+            InvalidInputError: the server refuses the request otherwise, or its answer is not JSON.
         """
         if self._dim is None:
             return []

@@ -74,8 +74,10 @@ class LanceSource:
         key: Column of unique keys, text or integers; None for `id`.
 
     Raises:
-        NotFoundError: There is no such folder or table.
-        InvalidInputError: The table has no such column, or one of a type that is not migrated.
+        NotFoundError: There is no such folder or table; the error lists tables.
+        InvalidInputError: The place is a server or an object store; the table has no such column,
+            or one of a type that is not migrated; or LanceDB refuses the folder.
+        BusyError: Others write the table at this moment.
     """
 
     def __init__(
@@ -131,7 +133,11 @@ class LanceSource:
 
     @property
     def table(self) -> Any:
-        """The table of LanceDB. Raises ConfigurationError in a forked process."""
+        """Return the table of LanceDB, which sees what others have committed.
+
+        Raises:
+            ConfigurationError: The process was forked after the table was opened.
+        """
         if os.getpid() != self._process:
             raise ConfigurationError(
                 f"{self._name}: LanceDB was opened before this process was forked, and does not "
@@ -141,13 +147,19 @@ class LanceSource:
 
     @property
     def schema(self) -> Any:
-        """The present schema of the table."""
+        """Return the present schema of the table.
+
+        Raises:
+            InvalidInputError: LanceDB refuses this, also because a file cannot be read.
+            BusyError: Others write the table at this moment.
+            ConfigurationError: The process was forked after the table was opened.
+        """
         with _translate_errors(self._name):
             return self.table.schema
 
     @property
     def flip_name(self) -> str:
-        """The column that a flip renames."""
+        """Return the column that a flip renames: that of the source's vectors."""
         return self.vector
 
     def _is_new(self, name: str, schema: Any) -> bool:
@@ -156,11 +168,13 @@ class LanceSource:
 
     def facts(self) -> Facts:
         """Return name, dimension, metric and model of the old vectors, and the names of other
-        columns.
+        columns. The model is None if nobody recorded it.
 
         Raises:
-            InvalidInputError: The indexes have different metrics, or one that is not supported.
+            InvalidInputError: The indexes have different metrics, or one that is not supported; or
+                LanceDB refuses this.
             BusyError: Others write the table at this moment.
+            ConfigurationError: The process was forked after the table was opened.
         """
         schema = self.schema
         others = tuple(name for name in schema.names if name not in (self.key, self.vector))
@@ -186,11 +200,14 @@ class LanceSource:
         ]
 
     def metric(self) -> SearchMetric | None:
-        """Return the metric of the vector column's indexes; None if it has no index.
+        """Return the metric of the vector column's indexes; None if it has no index, or LanceDB
+        does not tell it.
 
         Raises:
-            InvalidInputError: its indexes have different metrics, or one that is not supported.
-            BusyError, ConfigurationError: as `vector_indexes`.
+            InvalidInputError: its indexes have different metrics, or one that is not supported; or
+                LanceDB refuses this.
+            BusyError: Others write the table at this moment.
+            ConfigurationError: The process was forked after the table was opened.
         """
         metrics = {metric for _, _, metric in self.vector_indexes()}
         if len(metrics) > 1:
@@ -204,15 +221,22 @@ class LanceSource:
         """Count the rows that have an old vector.
 
         Raises:
-            InvalidInputError, BusyError: The table cannot be read.
+            InvalidInputError: LanceDB refuses this, also because a file cannot be read.
+            BusyError: Others write the table at this moment.
+            ConfigurationError: The process was forked after the table was opened.
         """
         return self.count_vectors(self.vector)
 
     def count_vectors(self, column: str) -> int:
         """Count the rows with a value in a column; 0 if the table has no such column.
 
+        Args:
+            column: Any column, also one that holds no vectors.
+
         Raises:
-            InvalidInputError, BusyError: The table cannot be read.
+            InvalidInputError: The name has a backtick, or LanceDB refuses this.
+            BusyError: Others write the table at this moment.
+            ConfigurationError: The process was forked after the table was opened.
         """
         if column not in self.schema.names:
             return 0
@@ -223,11 +247,15 @@ class LanceSource:
         """Divide all keys into windows of `rows` rows; all keys are read at the first window.
 
         The last window has no upper end, so that it includes later rows. An empty table gives one
-        window.
+        window. Rows that are added before the last window's lower end lie in the earlier windows.
+
+        Args:
+            rows: The size of a window, at least 1; all but the last have exactly this many rows.
 
         Raises:
-            InvalidInputError: A row has no key, or two rows have the same.
+            InvalidInputError: A row has no key, or two rows have the same; or LanceDB refuses this.
             BusyError: Others write the table at this moment.
+            ConfigurationError: The process was forked after the table was opened.
         """
         keys = self.select([self.key], None)[self.key].to_pylist()
         if None in keys:
@@ -256,9 +284,14 @@ class LanceSource:
             columns: Names of columns; a repeated one is read once.
             where: A condition of SQL; None for all rows. Never build it from a caller's text.
 
+        Returns:
+            The table; its rows are in any order.
+
         Raises:
-            InvalidInputError: LanceDB refuses the columns or the condition.
+            InvalidInputError: LanceDB refuses the columns or the condition, or LanceDB refuses
+                this.
             BusyError: Others write the table at this moment.
+            ConfigurationError: The process was forked after the table was opened.
         """
         with _translate_errors(self._name):
             query = self.table.search().select(list(dict.fromkeys(columns)))
@@ -276,8 +309,10 @@ class LanceSource:
             A table of Arrow with the key, `column` and `columns`.
 
         Raises:
-            InvalidInputError: There is no such column.
+            InvalidInputError: There is no such column, a name has a backtick, or LanceDB refuses
+                this.
             BusyError: Others write the table at this moment.
+            ConfigurationError: The process was forked after the table was opened.
         """
         bounds = [(">", window.lower), ("<=", window.upper)]
         conditions = [f"{_quoted(column)} IS NOT NULL"] + [
@@ -291,8 +326,12 @@ class LanceSource:
     def read(self, window: Window) -> Rows:
         """Read the old vectors of a window, by increasing key; rows without one are left out.
 
+        Keys are above the window's lower end and up to its upper one. NaN passes.
+
         Raises:
-            InvalidInputError, BusyError: The table cannot be read.
+            InvalidInputError: LanceDB refuses this, also because a file cannot be read.
+            BusyError: Others write the table at this moment.
+            ConfigurationError: The process was forked after the table was opened.
         """
         return self.rows(self.read_window(window, self.vector), self.vector)
 
@@ -300,6 +339,14 @@ class LanceSource:
         """Convert rows of Arrow to Rows, with the vectors of a column, float32 [n, dim].
 
         No row may lack the vector.
+
+        Args:
+            result: The rows, with the key and the column.
+            column: The column of vectors.
+
+        Raises:
+            KeyError: `result` lacks the key or the column.
+            ValueError: A row lacks the vector.
         """
         keys = result[self.key].to_pylist()
         dim = _dim(result.schema.field(column)) or 0
@@ -308,9 +355,13 @@ class LanceSource:
     def column(self, window: Window, name: str) -> ColumnValues:
         """Read another column of a window as text, without the rows where it is empty.
 
+        Texts come by increasing key; an empty text counts as empty.
+
         Raises:
-            InvalidInputError: There is no such column, or the table cannot be read.
+            InvalidInputError: There is no such column, or the table cannot be read; or LanceDB
+                refuses this.
             BusyError: Others write the table at this moment.
+            ConfigurationError: The process was forked after the table was opened.
         """
         self._check_column(name)
         result = self.read_window(window, name)
@@ -325,14 +376,19 @@ class LanceSource:
     def nearest(self, vector: Vectors, count: int, new_name: str | None = None) -> list[str]:
         """Search the ids nearest to a vector, nearest first.
 
+        The metric of the old vectors' indexes is used, else cosine. With an index, the search is
+        approximate.
+
         Args:
             vector: float32 [dim].
-            count: The most ids to return.
+            count: The most ids to return, at least 1.
             new_name: Column of new vectors to search; None for the old ones.
 
         Raises:
-            InvalidInputError: There is no such column, or another dimension.
+            InvalidInputError: There is no such column, `vector` has another dimension, or the
+                indexes have different metrics; or LanceDB refuses this.
             BusyError: Others write the table at this moment.
+            ConfigurationError: The process was forked after the table was opened.
         """
         column = new_name or self.vector
         self._check_column(column)
@@ -356,17 +412,28 @@ class LanceSource:
     def lookup(self, ids: Sequence[str]) -> Rows:
         """Read old vectors by id, in any order; unknown ids, and rows without one, are left out.
 
+        Args:
+            ids: Keys as text; a repeated one counts once, and a text that is no integer matches no
+                integer key.
+
         Raises:
-            InvalidInputError, BusyError: The table cannot be read.
+            InvalidInputError: LanceDB refuses this, also because a file cannot be read.
+            BusyError: Others write the table at this moment.
+            ConfigurationError: The process was forked after the table was opened.
         """
         return self.rows(self._looked_up(ids, self.vector), self.vector)
 
     def texts(self, ids: Sequence[str], column: str) -> dict[str, str]:
         """Read another column as text by id, without the rows where it is empty.
 
+        Args:
+            ids: Keys as text; unknown ones are left out.
+
         Raises:
-            InvalidInputError: There is no such column, or the table cannot be read.
+            InvalidInputError: There is no such column, or the table cannot be read; or LanceDB
+                refuses this.
             BusyError: Others write the table at this moment.
+            ConfigurationError: The process was forked after the table was opened.
         """
         self._check_column(column)
         result = _texts(self._looked_up(ids, column), self.key, column)
@@ -383,10 +450,12 @@ class LanceSource:
         """Return sentences about what prevents a flip to `target`; empty if nothing does.
 
         They are a column of an earlier flip, embedding functions of the table, and indexes that
-        cannot be built again. Writes nothing.
+        cannot be built again. Writes nothing. After the flip to `target`, there are none.
 
         Raises:
-            InvalidInputError, BusyError: The table cannot be read.
+            InvalidInputError: LanceDB refuses this, also because a file cannot be read.
+            BusyError: Others write the table at this moment.
+            ConfigurationError: The process was forked after the table was opened.
         """
         schema, sentences = self.schema, []
         if self._flipped(target, schema):
@@ -421,13 +490,19 @@ class LanceSource:
     def open_target(self, target: Target) -> "NewLanceColumn":
         """Add the columns of the new vectors and their digests, or open those of this map.
 
+        Columns are added in one version of the table, with the values' type of the old column.
+        Existing columns of this map are not changed, and their dimension is not checked. Also opens
+        the vectors that the table has flipped to, if the source is opened on the old ones.
+
         Args:
             target: The column's name and dimension, and the digest of the map.
 
         Raises:
-            AlreadyExistsError: Another column has the name.
-            InvalidInputError: The source's column holds the vectors of this map already.
+            AlreadyExistsError: Another column has the name, or the name is empty.
+            InvalidInputError: The source's column holds the vectors of this map already, or LanceDB
+                refuses this.
             BusyError: Others write the table at this moment.
+            ConfigurationError: The process was forked after the table was opened.
         """
         schema, name = self.schema, target.name
         flipped = self._flipped(target, schema)
@@ -458,7 +533,9 @@ class LanceSource:
             False if no map made a column of this name, or the table has flipped to it.
 
         Raises:
-            InvalidInputError, BusyError: The table cannot be written.
+            InvalidInputError: LanceDB refuses this, also because a file cannot be written.
+            BusyError: Others write the table at this moment.
+            ConfigurationError: The process was forked after the table was opened.
         """
         schema = self.schema
         if name not in schema.names or not self._is_new(name, schema):
@@ -470,8 +547,12 @@ class LanceSource:
     def name_model(self, model: str) -> None:
         """Record the model of the old vectors in the column's metadata, by its fingerprint.
 
+        The other facts in the column's metadata stay.
+
         Raises:
-            InvalidInputError, BusyError: The table cannot be written.
+            InvalidInputError: LanceDB refuses this, also because a file cannot be written.
+            BusyError: Others write the table at this moment.
+            ConfigurationError: The process was forked after the table was opened.
         """
         mark = _mark(self.schema, self.vector) | {"model": model}
         with _translate_errors(self._name):
@@ -481,10 +562,12 @@ class LanceSource:
     def migration_lock(self) -> AbstractContextManager[Callable[[], None]]:
         """Keep other migrations of the table out, by a lock file in the folder of the database.
 
-        Yields a function that does nothing: a lock file is not lost.
+        Yields a function that does nothing: a lock file is not lost. The lock file lies in the
+        folder of the database and is removed at the end. The call waits at most 3 s for it.
 
         Raises:
             BusyError: Another migration of the table runs.
+            CannotWriteError: The lock file cannot be created.
         """
         path = Path(self._folder).resolve() / f".{self._name}-nobackfill.lock"
         return lock_by_file(path, self._name)
@@ -494,7 +577,9 @@ class LanceSource:
         after the flip.
 
         Raises:
-            InvalidInputError, BusyError: The table cannot be read.
+            InvalidInputError: LanceDB refuses this, also because a file cannot be read.
+            BusyError: Others write the table at this moment.
+            ConfigurationError: The process was forked after the table was opened.
         """
         schema = self.schema
         if column not in schema.names or not self._is_new(column, schema):
@@ -506,7 +591,9 @@ class LanceSource:
         there.
 
         Raises:
-            InvalidInputError, BusyError: The table cannot be read.
+            InvalidInputError: LanceDB refuses this, also because a file cannot be read.
+            BusyError: Others write the table at this moment.
+            ConfigurationError: The process was forked after the table was opened.
         """
         facts = _mark(self.schema, self.vector)
         return None if facts.get("to") == self.vector else facts.get("map")
@@ -519,7 +606,9 @@ class LanceSource:
             mark: Digest of the map of the new vectors.
 
         Raises:
-            InvalidInputError, BusyError: The table cannot be read.
+            InvalidInputError: LanceDB refuses this, also because a file cannot be read.
+            BusyError: Others write the table at this moment.
+            ConfigurationError: The process was forked after the table was opened.
         """
         old_exists = name_before(self.vector) in self.schema.names
         if self.flip_mark() != mark:
@@ -528,6 +617,10 @@ class LanceSource:
 
     def flip_back(self, to: str, *, lose: bool = False) -> int:
         """Give the old vectors their name back, and drop the new ones.
+
+        A row counts as written if its new vector differs from the one that a migration made, or if
+        it has no old vector. Rows without any vector do not count. Names change in one version of
+        the table, after written rows lost their old vector.
 
         Args:
             to: Ignored: the column's metadata has the former name.
@@ -539,8 +632,9 @@ class LanceSource:
         Raises:
             NotFoundError: There are no old vectors.
             InvalidInputError: Rows were written since the flip, and `lose` is False; nothing is
-                changed.
+                changed; or LanceDB refuses this.
             BusyError: Others write the table at this moment.
+            ConfigurationError: The process was forked after the table was opened.
         """
         old = name_before(self.vector)
         schema = self.schema
@@ -577,7 +671,9 @@ class LanceSource:
 
         Raises:
             NotFoundError: There are no old vectors.
-            InvalidInputError, BusyError: The table cannot be written.
+            InvalidInputError: LanceDB refuses this, also because a file cannot be written.
+            BusyError: Others write the table at this moment.
+            ConfigurationError: The process was forked after the table was opened.
         """
         schema, old = self.schema, name_before(self.vector)
         if old not in schema.names:
@@ -591,8 +687,14 @@ class LanceSource:
     def empty(self, keys: Sequence[Any], *columns: str) -> None:
         """Set columns of rows to null, in statements of 1000 keys each; unknown keys are ignored.
 
+        Args:
+            keys: Keys of the column `key`; none: nothing is written.
+            columns: Names of columns.
+
         Raises:
-            InvalidInputError, BusyError: Earlier statements stay.
+            InvalidInputError: LanceDB refuses this; earlier statements stay.
+            BusyError: Others write the table at this moment; earlier statements stay.
+            ConfigurationError: The process was forked after the table was opened.
         """
         for first in range(0, len(keys), _PAGE):
             some = ", ".join(map(_literal, keys[first : first + _PAGE]))
@@ -609,7 +711,9 @@ class LanceSource:
             rows: A table of Arrow with the key and the columns; rows with unknown keys are ignored.
 
         Raises:
-            InvalidInputError, BusyError: Nothing was written.
+            InvalidInputError: LanceDB refuses this; nothing was written.
+            BusyError: Others write the table at this moment; nothing was written.
+            ConfigurationError: The process was forked after the table was opened.
         """
         with _translate_errors(self._name):
             self.table.merge_insert(self.key).when_matched_update_all().execute(rows)
@@ -628,10 +732,14 @@ class NewLanceColumn:
     def pending(self, window: Window) -> Rows:
         """Read the rows without a new vector, and clear new vectors that are stale.
 
-        After the flip, nothing is cleared.
+        After the flip, nothing is cleared. Rows come by increasing key. A new vector is stale if
+        the old vector or the content column has changed; a row that lost its old vector loses its
+        new one. New vectors of writers without a digest are left alone.
 
         Raises:
-            InvalidInputError, BusyError: The table cannot be read or written.
+            InvalidInputError: LanceDB refuses this, also because a file cannot be written.
+            BusyError: Others write the table at this moment.
+            ConfigurationError: The process was forked after the table was opened.
         """
         return self._pending(window, self._source.vector, self._target.name)
 
@@ -670,7 +778,19 @@ class NewLanceColumn:
 
     def write(self, rows: Rows, vectors: Vectors) -> None:
         """Write new vectors with their digests. A row that changed since it was read is written
-        too: its digest shows that it is pending."""
+        too: its digest shows that it is pending.
+
+        All are written in one version of the table, or none.
+
+        Args:
+            rows: n rows, as `pending` returned them; a deleted one is ignored.
+            vectors: float32 [n, dim].
+
+        Raises:
+            InvalidInputError: The vectors have another shape, or LanceDB refuses this.
+            BusyError: Others write the table at this moment.
+            ConfigurationError: The process was forked after the table was opened.
+        """
         name, schema = self._target.name, self._source.schema
         kind = schema.field(name).type
         values = pa.array(np.ascontiguousarray(vectors).ravel()).cast(kind.value_type)
@@ -689,8 +809,12 @@ class NewLanceColumn:
     def read(self, window: Window) -> Rows:
         """Read the new vectors that were computed here, not those that a writer put.
 
+        Rows come by increasing key.
+
         Raises:
-            InvalidInputError, BusyError: The table cannot be read.
+            InvalidInputError: LanceDB refuses this, also because a file cannot be read.
+            BusyError: Others write the table at this moment.
+            ConfigurationError: The process was forked after the table was opened.
         """
         result = self._source.read_window(window, self._target.name, [self._digests])
         return self._source.rows(result.filter(result[self._digests].is_valid()), self._target.name)
@@ -698,20 +822,30 @@ class NewLanceColumn:
     def count(self) -> int:
         """Count the rows that have a new vector.
 
+        Returns:
+            The number of rows, also those that a writer filled.
+
         Raises:
-            InvalidInputError, BusyError: The table cannot be read.
+            InvalidInputError: LanceDB refuses this, also because a file cannot be read.
+            BusyError: Others write the table at this moment.
+            ConfigurationError: The process was forked after the table was opened.
         """
         return self._source.count_vectors(self._target.name)
 
     def prepare_flip(self) -> AbstractContextManager[None]:
         """Build the indexes that the new vectors lack, one for each index of the old ones.
 
+        Indexes are built at the call, not in the block, and it may take long. Those that exist
+        under the name are not built again.
+
         Returns:
             A context that does nothing: no lock is held until the flip.
 
         Raises:
-            InvalidInputError: An obstacle prevents the flip, or LanceDB refuses an index.
+            InvalidInputError: An obstacle prevents the flip, or LanceDB refuses an index; or
+                LanceDB refuses this.
             BusyError: Others write the table at this moment.
+            ConfigurationError: The process was forked after the table was opened.
         """
         if obstacles := self._source.obstacles(self._target):
             raise InvalidInputError(
@@ -731,9 +865,12 @@ class NewLanceColumn:
     def flip(self) -> Iterator[None]:
         """Flip after the block, in one version of the table. Undo it if others wrote meanwhile.
 
+        The table is not locked during the block. If the block raises, nothing is flipped.
+
         Raises:
             BusyError: Others wrote rows at the moment of the flip; it did not take place.
-            InvalidInputError: LanceDB refuses the change.
+            InvalidInputError: LanceDB refuses the change, or LanceDB refuses this.
+            ConfigurationError: The process was forked after the table was opened.
         """
         yield
         source, vector, new = self._source, self._source.vector, self._target.name
@@ -777,8 +914,12 @@ class NewLanceColumn:
     def finish(self) -> list[str]:
         """Return the owner's steps to the flip, as sentences and calls; empty after the flip.
 
+        Nothing is written. Indexes that LanceDB cannot build again are left out.
+
         Raises:
-            InvalidInputError, BusyError: The indexes cannot be listed.
+            InvalidInputError: LanceDB refuses this, also because a file cannot be read.
+            BusyError: Others write the table at this moment.
+            ConfigurationError: The process was forked after the table was opened.
         """
         if self.flipped:
             return []

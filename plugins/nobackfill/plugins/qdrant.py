@@ -65,10 +65,13 @@ class Clients:
     def own(self) -> QdrantClient:
         """Return the client of this process; open it at the first use.
 
+        Threads of one process share it. After a fork, the child opens its own.
+
         Raises:
             NotFoundError: the folder does not exist.
             ConfigurationError: the address has another form.
             BusyError: another process has opened the folder.
+            InvalidInputError: the folder cannot be read.
         """
         process = os.getpid()
         if process not in self._by_process:
@@ -97,6 +100,10 @@ def open_client(place: str) -> QdrantClient:
 
     Args:
         place: https://HOST:PORT (http:// on this machine), or a folder.
+
+    Returns:
+        The client. Of one folder, all calls of this process get the same client; it is closed when
+        no object uses it.
 
     Raises:
         NotFoundError: the folder does not exist.
@@ -131,6 +138,9 @@ def _folder(path: Path) -> QdrantClient:
 def point_id(name: str) -> int | str | None:
     """Convert a text to a point's id.
 
+    Args:
+        name: the text of an id.
+
     Returns:
         An integer for decimal digits without leading zeros, or a UUID in its usual lower-case form;
         None if no point can have this id.
@@ -148,6 +158,9 @@ def key_order(key: Any) -> tuple[bool, Any]:
 
     Args:
         key: an id, an integer or a UUID.
+
+    Raises:
+        ValueError: `key` is neither an integer nor a UUID.
     """
     return (False, key) if isinstance(key, int) else (True, uuid.UUID(str(key)).int)
 
@@ -259,6 +272,9 @@ class QdrantSource:
     def facts(self) -> Facts:
         """Return the name, dimension, metric and model of the vectors.
 
+        Nothing is read from the server: the facts are as they were when the source was opened. The
+        model is None unless the vector was named and came from a map.
+
         Raises:
             InvalidInputError: searches use a metric that nobackfill does not support.
         """
@@ -270,8 +286,11 @@ class QdrantSource:
         """Count the points that have the vector.
 
         Raises:
-            NobackfillError: any failure of the call, such as UnavailableError (no answer)
-                or NotPermittedError.
+            UnavailableError: the server does not answer within a minute.
+            NotPermittedError: the server refuses the key.
+            BusyError: the server has too many requests, or another process has opened the folder.
+            NotFoundError: the collection or the folder was deleted.
+            InvalidInputError: Qdrant refuses the request otherwise.
         """
         return self.count_vectors(self.vector)
 
@@ -279,11 +298,20 @@ class QdrantSource:
         """Divide all ids into windows of `rows` points.
 
         The last window has no upper end, so that it includes new points. An empty collection gives
-        one window.
+        one window. Each window is asked for when it is taken. Numbers come before UUIDs.
+
+        Args:
+            rows: the size of a window, at least 1.
+
+        Yields:
+            Windows whose `lower` is included and whose `upper` is not; both are ids.
 
         Raises:
-            NobackfillError: any failure of the call, such as UnavailableError (no answer)
-                or NotPermittedError.
+            UnavailableError: the server does not answer within a minute.
+            NotPermittedError: the server refuses the key.
+            BusyError: the server has too many requests, or another process has opened the folder.
+            NotFoundError: the collection or the folder was deleted.
+            InvalidInputError: Qdrant refuses the request otherwise.
         """
         lower = None
         while True:
@@ -300,18 +328,33 @@ class QdrantSource:
     def read(self, window: Window) -> Rows:
         """Read the vectors of a window, by increasing id.
 
+        Points without the vector are left out. With the metric cosine, vectors have the norm 1.
+        They are read in pages of 500.
+
         Raises:
-            NobackfillError: any failure of the call, such as UnavailableError (no answer)
-                or NotPermittedError.
+            UnavailableError: the server does not answer within a minute.
+            NotPermittedError: the server refuses the key.
+            BusyError: the server has too many requests, or another process has opened the folder.
+            NotFoundError: the collection or the folder was deleted.
+            InvalidInputError: Qdrant refuses the request, or vectors differ in dimension.
         """
         return self.rows(self.vector, window)
 
     def column(self, window: Window, name: str) -> ColumnValues:
         """Read a payload field of a window as text, without the points where it is empty.
 
+        An unknown field gives no values. Points come by increasing id.
+
+        Args:
+            name: the field, in Qdrant's syntax of paths for the request; only a top-level key gives
+                values.
+
         Raises:
-            NobackfillError: any failure of the call, such as UnavailableError (no answer)
-                or NotPermittedError.
+            UnavailableError: the server does not answer within a minute.
+            NotPermittedError: the server refuses the key.
+            BusyError: the server has too many requests, or another process has opened the folder.
+            NotFoundError: the collection or the folder was deleted.
+            InvalidInputError: Qdrant refuses the request otherwise.
         """
         points = self._points(window, payload=[name])
         values = [(point.id, (point.payload or {}).get(name)) for point in points]
@@ -321,14 +364,20 @@ class QdrantSource:
     def nearest(self, vector: Vectors, count: int, new_name: str | None = None) -> list[str]:
         """Search the ids nearest to a vector, nearest first.
 
+        The collection's own metric is used, and a server may search approximately.
+
         Args:
             vector: float32 [dim].
-            count: the most ids to return.
+            count: the most ids to return, at least 1.
             new_name: the name of new vectors to search; None: the old ones.
 
         Raises:
-            NobackfillError: any failure of the call, such as UnavailableError (no answer)
-                or NotPermittedError.
+            NotFoundError: the collection was deleted.
+            InvalidInputError: there are no vectors of this name, `vector` has another dimension, or
+                Qdrant refuses the request otherwise.
+            UnavailableError: the server does not answer within a minute.
+            NotPermittedError: the server refuses the key.
+            BusyError: the server has too many requests, or another process has opened the folder.
         """
         with translated_errors(self._name):
             response = self._client.query_points(
@@ -341,15 +390,19 @@ class QdrantSource:
         """Read vectors by id.
 
         Args:
-            ids: ids as text; unknown ones, and points without the vector, are left out.
+            ids: ids as text; texts that are no ids, unknown ones, and points without the vector,
+                are left out. None: no points.
             vector: the name of the vector; None: the old one.
 
         Returns:
             Points in any order, each once, with float32 [n, dim].
 
         Raises:
-            NobackfillError: any failure of the call, such as UnavailableError (no answer)
-                or NotPermittedError.
+            UnavailableError: the server does not answer within a minute.
+            NotPermittedError: the server refuses the key.
+            BusyError: the server has too many requests, or another process has opened the folder.
+            NotFoundError: the collection or the folder was deleted.
+            InvalidInputError: Qdrant refuses the request otherwise.
         """
         name = self.vector if vector is None else vector
         with translated_errors(self._name):
@@ -362,9 +415,14 @@ class QdrantSource:
     def texts(self, ids: Sequence[str], column: str) -> dict[str, str]:
         """Read a payload field by id as text, without the points where it is empty.
 
+        Texts that are no ids, unknown ids and unknown fields are left out.
+
         Raises:
-            NobackfillError: any failure of the call, such as UnavailableError (no answer)
-                or NotPermittedError.
+            UnavailableError: the server does not answer within a minute.
+            NotPermittedError: the server refuses the key.
+            BusyError: the server has too many requests, or another process has opened the folder.
+            NotFoundError: the collection or the folder was deleted.
+            InvalidInputError: Qdrant refuses the request otherwise.
         """
         with translated_errors(self._name):
             points = self._client.retrieve(
@@ -381,16 +439,21 @@ class QdrantSource:
     def open_target(self, target: Target) -> "NewNamedVectors":
         """Create the new named vector, or open it if this map created it before.
 
-        It gets the metric, storage and index settings of the old one.
+        It gets the metric, storage and index settings of the old one. The mark is written before
+        the vector, so that a killed call can be repeated. An existing vector of this map is not
+        changed, and its dimension is not checked.
 
         Args:
             target: its name and dimension, and the digest of the map.
 
         Raises:
             AlreadyExistsError: another vector has the name, or the name is empty.
-            InvalidInputError: the old vector has no name; Qdrant then refuses named ones.
-            NobackfillError: any other failure of the call, such as UnavailableError (no answer)
-                or NotPermittedError.
+            InvalidInputError: the old vector has no name; Qdrant then refuses named ones; or Qdrant
+                refuses the request otherwise.
+            UnavailableError: the server does not answer within a minute.
+            NotPermittedError: the server refuses the key.
+            BusyError: the server has too many requests, or another process has opened the folder.
+            NotFoundError: the collection or the folder was deleted.
         """
         vectors, marks = self._config()
         if self.vector == "":
@@ -430,12 +493,17 @@ class QdrantSource:
     def rollback(self, name: str) -> bool:
         """Remove the new vectors of a name.
 
+        The vectors go first, then the mark.
+
         Returns:
             False if no map created them, or if the collection has flipped to them.
 
         Raises:
-            NobackfillError: any failure of the call, such as UnavailableError (no answer)
-                or NotPermittedError.
+            UnavailableError: the server does not answer within a minute.
+            NotPermittedError: the server refuses the key.
+            BusyError: the server has too many requests, or another process has opened the folder.
+            NotFoundError: the collection or the folder was deleted.
+            InvalidInputError: Qdrant refuses the request otherwise.
         """
         marks = self._config()[1]
         # A flipped collection searches these vectors, so they must stay.
@@ -453,8 +521,12 @@ class QdrantSource:
             name: the name of the new vectors, which `open_target` has created.
 
         Raises:
-            NobackfillError: any failure of the call, such as UnavailableError (no answer)
-                or NotPermittedError.
+            KeyError: there is no mark or no vector of this name.
+            UnavailableError: the server does not answer within a minute.
+            NotPermittedError: the server refuses the key.
+            BusyError: the server has too many requests, or another process has opened the folder.
+            NotFoundError: the collection or the folder was deleted.
+            InvalidInputError: Qdrant refuses the request otherwise.
         """
         with translated_errors(self._name):
             self._set_mark(name, {**self._config()[1][name], "flipped": "true"})
@@ -468,9 +540,15 @@ class QdrantSource:
     def count_vectors(self, vector: str) -> int:
         """Count the points that have a vector of this name, exactly.
 
+        Returns:
+            The number of points; 0 for an unknown name.
+
         Raises:
-            NobackfillError: any failure of the call, such as UnavailableError (no answer)
-                or NotPermittedError.
+            UnavailableError: the server does not answer within a minute.
+            NotPermittedError: the server refuses the key.
+            BusyError: the server has too many requests, or another process has opened the folder.
+            NotFoundError: the collection or the folder was deleted.
+            InvalidInputError: Qdrant refuses the request otherwise.
         """
         has = models.Filter(must=[models.HasVectorCondition(has_vector=vector)])
         with translated_errors(self._name):
@@ -479,17 +557,23 @@ class QdrantSource:
     def rows(self, vector: str, window: Window, missing: str | None = None) -> Rows:
         """Read the vectors of one name in a window.
 
+        Points without the vector are left out. With the metric cosine, vectors are scaled to the
+        norm 1. They are read in pages of 500.
+
         Args:
             vector: the name of the vectors.
-            window: the range of ids.
+            window: the range of ids, `lower` included and `upper` not.
             missing: leave out points that have a vector of this name; None: read all.
 
         Returns:
             Points by increasing id, with float32 [n, dim].
 
         Raises:
-            NobackfillError: any failure of the call, such as UnavailableError (no answer)
-                or NotPermittedError.
+            UnavailableError: the server does not answer within a minute.
+            NotPermittedError: the server refuses the key.
+            BusyError: the server has too many requests, or another process has opened the folder.
+            NotFoundError: the collection or the folder was deleted.
+            InvalidInputError: Qdrant refuses the request, or vectors differ in dimension.
         """
         none = None
         if missing is not None:
@@ -555,24 +639,33 @@ class NewNamedVectors:
     def pending(self, window: Window) -> Rows:
         """Read the old vectors of the points in a window that have no new one.
 
+        They come by increasing id. A stale new vector is not noticed.
+
         Raises:
-            NobackfillError: any failure of the call, such as UnavailableError (no answer)
-                or NotPermittedError.
+            UnavailableError: the server does not answer within a minute.
+            NotPermittedError: the server refuses the key.
+            BusyError: the server has too many requests, or another process has opened the folder.
+            NotFoundError: the collection or the folder was deleted.
+            InvalidInputError: Qdrant refuses the request otherwise.
         """
         return self._source.rows(self._source.vector, window, missing=self._target.name)
 
     def write(self, rows: Rows, vectors: Vectors) -> None:
         """Write new vectors of points, except of those whose old vector has changed.
 
-        A vector that a writer put in the meantime stays. A point that was deleted is left out.
+        It goes in requests of 500, and earlier ones stay after an error. A vector that a writer put
+        in the meantime stays. If the old vector changes during the write, the new one is deleted
+        again. A point that was deleted is left out.
 
         Args:
             rows: n points, as `pending` returned them.
             vectors: float32 [n, dim].
 
         Raises:
-            NobackfillError: any failure of the call, such as UnavailableError (no answer)
-                or NotPermittedError.
+            UnavailableError: the server does not answer within a minute.
+            NotPermittedError: the server refuses the key.
+            BusyError: the server has too many requests, or another process has opened the folder.
+            InvalidInputError: Qdrant refuses the request otherwise.
         """
         for first in range(0, len(rows), _PAGE):
             part = slice(first, first + _PAGE)
@@ -625,11 +718,16 @@ class NewNamedVectors:
     def flip(self) -> Iterator[None]:
         """Record the flip at the start of the block; Qdrant has no lock.
 
-        From now on, a new vector that the map does not compute counts as its writer's.
+        From now on, a new vector that the map does not compute counts as its writer's. It is
+        recorded also if the block raises an error.
 
         Raises:
-            NobackfillError: any failure of the call, such as UnavailableError (no answer)
-                or NotPermittedError.
+            UnavailableError: the server does not answer within a minute.
+            NotPermittedError: the server refuses the key.
+            BusyError: the server has too many requests, or another process has opened the folder.
+            NotFoundError: the collection or the folder was deleted.
+            InvalidInputError: Qdrant refuses the request otherwise.
+            KeyError: the new vectors were removed meanwhile.
         """
         self._source.note_flip(self._target.name)
         self.flipped = True
@@ -645,9 +743,14 @@ class NewNamedVectors:
     def read(self, window: Window) -> Rows:
         """Read the new vectors of a window, by increasing id.
 
+        Also those that writers put. Points without one are left out.
+
         Raises:
-            NobackfillError: any failure of the call, such as UnavailableError (no answer)
-                or NotPermittedError.
+            UnavailableError: the server does not answer within a minute.
+            NotPermittedError: the server refuses the key.
+            BusyError: the server has too many requests, or another process has opened the folder.
+            NotFoundError: the collection or the folder was deleted.
+            InvalidInputError: Qdrant refuses the request otherwise.
         """
         return self._source.rows(self._target.name, window)
 
@@ -655,13 +758,19 @@ class NewNamedVectors:
         """Count the points that have a new vector.
 
         Raises:
-            NobackfillError: any failure of the call, such as UnavailableError (no answer)
-                or NotPermittedError.
+            UnavailableError: the server does not answer within a minute.
+            NotPermittedError: the server refuses the key.
+            BusyError: the server has too many requests, or another process has opened the folder.
+            NotFoundError: the collection or the folder was deleted.
+            InvalidInputError: Qdrant refuses the request otherwise.
         """
         return self._source.count_vectors(self._target.name)
 
     def finish(self) -> list[str]:
-        """Return the owner's steps to the flip, as sentences; empty after the flip."""
+        """Return the owner's steps to the flip, as sentences; empty after the flip.
+
+        Nothing is read or written.
+        """
         if self.flipped:
             return []
         return [

@@ -111,19 +111,19 @@ class VecColumn:
 
     @property
     def floats(self) -> bool:
-        """Whether vec0 stores float32: it reads no further than `float`, also in float16."""
+        """Return whether vec0 stores float32: it reads no further than `float`, also in float16."""
         return self.role == "vector" and self.type.startswith(("float", "f32"))
 
     @property
     def size(self) -> int:
-        """Bytes of a vector."""
+        """Return the bytes of a vector in its column; 0 for a column of another role."""
         if self.floats:
             return 4 * self.dim
         return self.dim // 8 if self.type == "bit" else self.dim
 
     @property
     def placeholder(self) -> str:
-        """The expression that inserts a value of this column."""
+        """Return the SQL expression that inserts a value of this column."""
         if self.role != "vector" or self.floats:
             return "?"
         return "vec_bit(?)" if self.type == "bit" else "vec_int8(?)"
@@ -139,7 +139,15 @@ class VecRow:
     values: Mapping[str, Any]
 
     def digest(self, vector: Vectors | None = None, content: object = None) -> str:
-        """Return a digest of the row, with another vector in place of its own."""
+        """Return a digest of the row, with another vector in place of its own.
+
+        Args:
+            vector: float32 [dim] in place of the row's own; None: its own.
+            content: A further value that the vector is computed from; None: none.
+
+        Returns:
+            32 hex digits; the key and the rowid do not count.
+        """
         values = json.dumps(self.values, sort_keys=True, default=repr).encode()
         whole = (self.vector if vector is None else vector).tobytes() + values
         text = b"" if content is None else str(content).encode()
@@ -150,7 +158,11 @@ _INHERITED: list[object] = []
 
 
 class VecDatabase:
-    """A file of SQLite with sqlite-vec. Each thread of each process has its own connection."""
+    """A file of SQLite with sqlite-vec. Each thread of each process has its own connection.
+
+    Raises:
+        NotFoundError: There is no such file. It is not opened or checked otherwise.
+    """
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -160,7 +172,14 @@ class VecDatabase:
 
     @property
     def connection(self) -> Any:
-        """The connection of this thread. Raises our errors for those of SQLite."""
+        """Return the connection of this thread and process; open it at the first use.
+
+        A connection of the parent process is kept unused after a fork. Nobody closes it explicitly.
+
+        Raises:
+            BusyError: Others hold the file for longer than 10 s.
+            InvalidInputError: SQLite cannot open the file, or cannot load sqlite-vec.
+        """
         if getattr(self._local, "process", None) != os.getpid():
             # Closed in a forked process, a connection would end its parent's transaction.
             _INHERITED.append(getattr(self._local, "connection", None))
@@ -171,6 +190,10 @@ class VecDatabase:
 
     def all(self, query: str, *values: object) -> list[Any]:
         """Run a statement and return all its rows; empty for one without rows.
+
+        Args:
+            query: One statement of SQL; outside a transaction it commits at once.
+            values: Its parameters.
 
         Raises:
             BusyError: Others hold the file for longer than 10 s.
@@ -183,6 +206,8 @@ class VecDatabase:
     def many(self, statement: str, rows: Iterable[Sequence[object]]) -> None:
         """Run a statement for each row of values; no rows run nothing.
 
+        Outside a transaction each row may commit by itself, and earlier ones stay after an error.
+
         Raises:
             BusyError: Others hold the file for longer than 10 s.
             ConfigurationError: The file is read-only.
@@ -194,6 +219,8 @@ class VecDatabase:
     @contextmanager
     def transaction(self, kind: str = "IMMEDIATE") -> Iterator[None]:
         """Run one transaction; a block inside another one joins it. Roll back on any error.
+
+        Joined blocks commit with the outer one, whatever `kind` they name.
 
         Args:
             kind: IMMEDIATE excludes other writers; DEFERRED reads one snapshot.
@@ -224,17 +251,41 @@ class VecDatabase:
 
     @property
     def version(self) -> int:
-        """A number that changes when another connection commits."""
+        """Return a number that changes when another connection commits.
+
+        Raises:
+            BusyError: Others hold the file for longer than 10 s.
+            InvalidInputError: Any other error of SQLite, such as a damaged file or a dropped table.
+        """
         return int(self.all("PRAGMA data_version")[0][0])
 
     def tables(self) -> dict[str, str]:
-        """Return the definitions of tables by name."""
+        """Return the definitions of tables by name.
+
+        Returns:
+            All tables, also virtual ones and those behind them; the definition of an internal one
+            may be None.
+
+        Raises:
+            BusyError: Others hold the file for longer than 10 s.
+            InvalidInputError: Any other error of SQLite, such as a damaged file or a dropped table.
+        """
         return dict(self.all("SELECT name, sql FROM sqlite_master WHERE type = 'table'"))
 
     def rename(self, old: str, new: str) -> None:
         """Rename a vec0 table with the tables behind it, which vec0 itself forgets.
 
-        Triggers and views keep the old name.
+        Triggers and views keep the old name. Nothing happens if there is no such table. Call it in
+        a transaction, because it runs several statements.
+
+        Args:
+            old: The table's name.
+            new: The new name; no table may have it.
+
+        Raises:
+            BusyError: Others hold the file for longer than 10 s.
+            ConfigurationError: The file is read-only.
+            InvalidInputError: Any other error of SQLite, such as a full disk or a dropped table.
         """
         # Without it, SQLite writes the new name into triggers and views.
         before = self.all("PRAGMA legacy_alter_table")[0][0]
@@ -246,7 +297,15 @@ class VecDatabase:
         self.all(f"PRAGMA legacy_alter_table = {int(before)}")
 
     def facts(self, name: str) -> dict[str, str]:
-        """Return what is noted about a table: `map`, `model`, `of`, `flipped`; {} for nothing."""
+        """Return what is noted about a table: `map`, `model`, `of`, `flipped`; {} for nothing.
+
+        Args:
+            name: The table's name; it need not exist.
+
+        Raises:
+            BusyError: Others hold the file for longer than 10 s.
+            InvalidInputError: Any other error of SQLite, such as a damaged file or a dropped table.
+        """
         if "nobackfill_copies" not in self.tables():
             return {}
         result = self.all("SELECT facts FROM nobackfill_copies WHERE name = ?", name)
@@ -257,6 +316,14 @@ class VecDatabase:
 
         Facts with the value None or "" are left out. The tables for it are created if they are
         missing. Call it in a transaction.
+
+        Args:
+            name: The table's name; it need not exist.
+
+        Raises:
+            BusyError: Others hold the file for longer than 10 s.
+            ConfigurationError: The file is read-only.
+            InvalidInputError: Any other error of SQLite, such as a full disk or a dropped table.
         """
         for statement in filter(None, map(str.strip, _OURS.split(";"))):
             self.all(statement)
@@ -275,7 +342,9 @@ class VecTable:
 
     Raises:
         NotFoundError: There is no such table.
-        InvalidInputError: The table is no vec0 table, or has a column that is not understood.
+        InvalidInputError: The table is no vec0 table, or has a column that is not understood; or
+            SQLite reports another error.
+        BusyError: Others hold the file for longer than 10 s.
     """
 
     def __init__(self, database: VecDatabase, name: str, vector: str | None = None) -> None:
@@ -316,7 +385,11 @@ class VecTable:
         ]
 
     def shadow(self, end: str) -> str:
-        """Return the quoted name of a table behind this one."""
+        """Return the quoted name of a table behind this one.
+
+        Args:
+            end: The end of its name, such as "rowids"; its existence is not checked.
+        """
         return _quoted(f"{self.name}_{end}")
 
     @property
@@ -328,19 +401,34 @@ class VecTable:
         """Count the rows.
 
         Raises:
-            BusyError, InvalidInputError: The file cannot be read.
+            BusyError: Others hold the file for longer than 10 s.
+            InvalidInputError: Any other error of SQLite, such as a damaged file or a dropped table.
         """
         return int(self.database.all(f"SELECT count(*) FROM {self.shadow('rowids')}")[0][0])
 
     def definition(self, name: str, dim: int) -> str:
-        """Return the statement that creates a table like this one for other vectors."""
+        """Return the statement that creates a table like this one for other vectors.
+
+        Args:
+            name: The new table's name.
+            dim: The dimension of the vectors that replace the source's; other vector columns stay
+                as they are.
+        """
         metric = f" distance_metric={self.vector.metric}" if self.vector.metric else ""
         vector = f"{self.vector.name} float[{dim}]{metric}"
         parts = [vector if one == self.vector else one.definition for one in self.columns]
         return f"CREATE VIRTUAL TABLE {_quoted(name)} USING vec0({', '.join(parts)})"
 
     def places(self, window: Window) -> list[int]:
-        """Return the rowids of a window, in order."""
+        """Return the rowids of a window, in order.
+
+        Args:
+            window: The rowids above its lower end and up to its upper one; None: no bound.
+
+        Raises:
+            BusyError: Others hold the file for longer than 10 s.
+            InvalidInputError: Any other error of SQLite, such as a damaged file or a dropped table.
+        """
         bounds = [(">", window.lower), ("<=", window.upper)]
         given = [(sign, bound) for sign, bound in bounds if bound is not None]
         where = " AND ".join(["true", *(f"rowid {sign} ?" for sign, _ in given)])
@@ -351,7 +439,15 @@ class VecTable:
         return [place for (place,) in result]
 
     def existing(self, keys: Sequence[Any]) -> dict[Any, int]:
-        """Return the rowids of keys that exist, by key."""
+        """Return the rowids of keys that exist, by key.
+
+        Args:
+            keys: Keys in the table's own type; unknown ones are left out.
+
+        Raises:
+            BusyError: Others hold the file for longer than 10 s.
+            InvalidInputError: Any other error of SQLite, such as a damaged file or a dropped table.
+        """
         column = "id" if self.textual else "rowid"
         query = (
             f"SELECT {column}, rowid FROM {self.shadow('rowids')} "
@@ -360,15 +456,30 @@ class VecTable:
         return dict(self.database.all(query, json.dumps(list(keys))))
 
     def places_of(self, keys: Sequence[Any]) -> list[int]:
-        """Return the rowids of keys that exist, in order."""
+        """Return the rowids of keys that exist, in order.
+
+        Args:
+            keys: Keys in the table's own type; unknown ones are left out.
+
+        Raises:
+            BusyError: Others hold the file for longer than 10 s.
+            InvalidInputError: Any other error of SQLite, such as a damaged file or a dropped table.
+        """
         return sorted(self.existing(keys).values())
 
     def rows(self, places: Sequence[int], *, values: bool = True) -> list[VecRow]:
         """Read rows by rowid, in their order; those that are gone are left out.
 
+        Rows come by increasing rowid, whatever the order of `places`. Vectors are read from vec0's
+        chunks. Without a transaction, others may write between the statements.
+
         Args:
             places: Rowids, in order.
             values: Whether to read the other columns, too.
+
+        Raises:
+            BusyError: Others hold the file for longer than 10 s.
+            InvalidInputError: Any other error of SQLite, such as a damaged file or a dropped table.
         """
         listed = self.database.all(
             f"SELECT rowid, id, chunk_id, chunk_offset FROM {self.shadow('rowids')} "
@@ -417,12 +528,15 @@ class VecTable:
     def texts(self, places: Sequence[int], column: str) -> dict[Any, str]:
         """Read a column as text by key, without the rows where it is empty.
 
+        Empty texts count as empty. The order is arbitrary.
+
         Args:
             places: Rowids.
             column: A column of this table, or TABLE.COLUMN of an ordinary table whose key is ours.
 
         Raises:
-            InvalidInputError: There is no such column.
+            InvalidInputError: There is no such table or column, or SQLite reports another error.
+            BusyError: Others hold the file for longer than 10 s.
         """
         key = "r.id" if self.textual else "r.rowid"
         if column in self.values:
@@ -448,8 +562,9 @@ class VecTable:
         """Delete rows by key; unknown keys are ignored.
 
         Raises:
-            BusyError, ConfigurationError, InvalidInputError: The file is locked, read-only or
-                damaged.
+            BusyError: Others hold the file for longer than 10 s.
+            ConfigurationError: The file is read-only.
+            InvalidInputError: Any other error of SQLite, such as a full disk or a dropped table.
         """
         self.database.many(
             f"DELETE FROM {self.quoted} WHERE {_quoted(self.key)} = ?", [(one,) for one in keys]
@@ -458,9 +573,14 @@ class VecTable:
     def insert(self, rows: Sequence[VecRow], vectors: Vectors) -> None:
         """Insert rows with vectors, float32 [n, dim], in place of their own.
 
+        Outside a transaction, earlier rows stay after an error.
+
         Raises:
-            InvalidInputError: A key exists already, or a vector has another dimension.
-            BusyError, ConfigurationError: The file is locked or read-only.
+            InvalidInputError: A key exists already, or a vector has another dimension; or SQLite
+                reports another error.
+            KeyError: A row lacks one of the table's columns.
+            BusyError: Others hold the file for longer than 10 s.
+            ConfigurationError: The file is read-only.
         """
         others = [one for one in self.columns if one.role not in ("option", "key")]
         names = ", ".join([_quoted(self.key), *(_quoted(one.name) for one in others)])
@@ -483,6 +603,12 @@ class SqliteVecSource:
 
     The constructor takes a file, the name of a table, and a column of vectors; None means the only
     one of floats. Its errors are those of VecTable.
+
+    Raises:
+        NotFoundError: There is no such file or table.
+        InvalidInputError: The table is no vec0 table, has a column that is not understood, or no
+            such column of floats.
+        BusyError: Others hold the file for longer than 10 s.
     """
 
     def __init__(self, path: str, table: str, vector: str | None = None) -> None:
@@ -492,15 +618,19 @@ class SqliteVecSource:
 
     @property
     def flip_name(self) -> str:
-        """The table that a flip renames."""
+        """Return the table that a flip renames: the source's own."""
         return self._table.name
 
     def facts(self) -> Facts:
         """Return name, dimension, metric and model of the old vectors, and the names of other
         columns.
 
+        The metric is squared_l2 unless the column declares one. The model is None if nobody
+        recorded it.
+
         Raises:
-            BusyError, InvalidInputError: The file cannot be read.
+            BusyError: Others hold the file for longer than 10 s.
+            InvalidInputError: Any other error of SQLite, such as a damaged file or a dropped table.
         """
         table = self._table
         metric = _METRICS[table.vector.metric or "l2"]
@@ -512,7 +642,8 @@ class SqliteVecSource:
         """Count the rows; each has a vector.
 
         Raises:
-            BusyError, InvalidInputError: The file cannot be read.
+            BusyError: Others hold the file for longer than 10 s.
+            InvalidInputError: Any other error of SQLite, such as a damaged file or a dropped table.
         """
         return self._table.count()
 
@@ -522,8 +653,15 @@ class SqliteVecSource:
         The last window has no upper end, so that it includes later rows. An empty table gives one
         window.
 
+        Args:
+            rows: The size of a window, at least 1; all but the last have about this many rows.
+
+        Yields:
+            Windows of rowids, the upper end included. Each is found when it is taken.
+
         Raises:
-            BusyError, InvalidInputError: The file cannot be read.
+            BusyError: Others hold the file for longer than 10 s.
+            InvalidInputError: Any other error of SQLite, such as a damaged file or a dropped table.
         """
         lower: int | None = None
         while True:
@@ -542,8 +680,12 @@ class SqliteVecSource:
     def read(self, window: Window) -> Rows:
         """Read the vectors of a window, by increasing rowid.
 
+        Rowids are above the window's lower end and up to its upper one. All are of one snapshot.
+        NaN passes.
+
         Raises:
-            BusyError, InvalidInputError: The file cannot be read.
+            BusyError: Others hold the file for longer than 10 s.
+            InvalidInputError: Any other error of SQLite, such as a damaged file or a dropped table.
         """
         with self._database.transaction("DEFERRED"):
             rows = self._table.rows(self._table.places(window), values=False)
@@ -557,7 +699,8 @@ class SqliteVecSource:
             name: A column of this table, or TABLE.COLUMN of an ordinary table with the same keys.
 
         Raises:
-            InvalidInputError: There is no such column, or the file cannot be read.
+            InvalidInputError: There is no such column, or the file cannot be read; or SQLite
+                reports another error.
             BusyError: Others hold the file for longer than 10 s.
         """
         with self._database.transaction("DEFERRED"):
@@ -567,6 +710,8 @@ class SqliteVecSource:
     def nearest(self, vector: Vectors, count: int, new_name: str | None = None) -> list[str]:
         """Search the ids nearest to a vector, nearest first.
 
+        The search is exact, by the column's metric.
+
         Args:
             vector: float32 [dim].
             count: The most ids to return; vec0 returns at most 4096.
@@ -574,7 +719,8 @@ class SqliteVecSource:
 
         Raises:
             NotFoundError: There is no table `new_name`.
-            InvalidInputError: Another dimension, or the file cannot be read.
+            InvalidInputError: `vector` has another dimension, `new_name` is no vec0 table, or
+                SQLite reports another error.
             BusyError: Others hold the file for longer than 10 s.
         """
         table = self._table
@@ -591,8 +737,12 @@ class SqliteVecSource:
     def lookup(self, ids: Sequence[str]) -> Rows:
         """Read old vectors by id, by increasing rowid; unknown ids are left out.
 
+        Args:
+            ids: Keys as text; a text that is no integer of up to 18 digits matches no integer key.
+
         Raises:
-            BusyError, InvalidInputError: The file cannot be read.
+            BusyError: Others hold the file for longer than 10 s.
+            InvalidInputError: Any other error of SQLite, such as a damaged file or a dropped table.
         """
         with self._database.transaction("DEFERRED"):
             rows = self._table.rows(self._table.places_of(self._keys(ids)), values=False)
@@ -611,7 +761,8 @@ class SqliteVecSource:
             column: A column of this table, or TABLE.COLUMN of an ordinary table with the same keys.
 
         Raises:
-            InvalidInputError: There is no such column, or the file cannot be read.
+            InvalidInputError: There is no such column, or the file cannot be read; or SQLite
+                reports another error.
             BusyError: Others hold the file for longer than 10 s.
         """
         with self._database.transaction("DEFERRED"):
@@ -624,8 +775,12 @@ class SqliteVecSource:
     def warnings(self, to: str) -> list[str]:
         """Return a sentence about triggers that name this table; empty if there are none.
 
+        Args:
+            to: Ignored.
+
         Raises:
-            BusyError, InvalidInputError: The file cannot be read.
+            BusyError: Others hold the file for longer than 10 s.
+            InvalidInputError: Any other error of SQLite, such as a damaged file or a dropped table.
         """
         writers = [
             name
@@ -648,8 +803,12 @@ class SqliteVecSource:
 
         Writes nothing.
 
+        Args:
+            target: Ignored.
+
         Raises:
-            BusyError, InvalidInputError: The file cannot be read.
+            BusyError: Others hold the file for longer than 10 s.
+            InvalidInputError: Any other error of SQLite, such as a damaged file or a dropped table.
         """
         before = name_before(self._table.name)
         if before in self._database.tables():
@@ -659,13 +818,16 @@ class SqliteVecSource:
     def open_target(self, target: Target) -> "NewVecTable":
         """Create the table of the new vectors, or open it if this map created it before.
 
+        All is created in one transaction. An existing table of this map is not changed, and its
+        dimension is not checked.
+
         Args:
             target: The table's name and dimension, and the digest of the map.
 
         Raises:
             AlreadyExistsError: Another table has the name.
             InvalidInputError: The name is not allowed, or this table holds the vectors of this map
-                already.
+                already; or SQLite reports another error.
             ConfigurationError: The file is read-only.
             BusyError: Others hold the file for longer than 10 s.
         """
@@ -698,11 +860,15 @@ class SqliteVecSource:
     def rollback(self, name: str) -> bool:
         """Drop a table of new vectors that was not flipped to, with its digests.
 
+        All is removed in one transaction.
+
         Returns:
             False if no map made a table of this name, or the file has flipped to it.
 
         Raises:
-            BusyError, ConfigurationError, InvalidInputError: The file cannot be written.
+            BusyError: Others hold the file for longer than 10 s.
+            ConfigurationError: The file is read-only.
+            InvalidInputError: Any other error of SQLite, such as a full disk or a dropped table.
         """
         database = self._database
         with database.transaction():
@@ -723,7 +889,8 @@ class SqliteVecSource:
         """Count the rows of a table of new vectors; 0 if there is no such table.
 
         Raises:
-            BusyError, InvalidInputError: The file cannot be read, or the table is no vec0 table.
+            BusyError: Others hold the file for longer than 10 s.
+            InvalidInputError: Any other error of SQLite, such as a damaged file or a dropped table.
         """
         if column not in self._database.tables():
             return 0
@@ -732,8 +899,13 @@ class SqliteVecSource:
     def name_model(self, model: str) -> None:
         """Record the model of the old vectors, by its fingerprint.
 
+        Args:
+            model: Fingerprint of the model; empty removes it.
+
         Raises:
-            BusyError, ConfigurationError, InvalidInputError: The file cannot be written.
+            BusyError: Others hold the file for longer than 10 s.
+            ConfigurationError: The file is read-only.
+            InvalidInputError: Any other error of SQLite, such as a full disk or a dropped table.
         """
         with self._database.transaction():
             facts = self._database.facts(self._table.name)
@@ -742,10 +914,12 @@ class SqliteVecSource:
     def migration_lock(self) -> AbstractContextManager[Callable[[], None]]:
         """Keep other migrations out, by a lock file next to the database: SQLite has one writer.
 
-        Yields a function that does nothing: a lock file is not lost.
+        Yields a function that does nothing: a lock file is not lost. The lock file lies next to the
+        database and is removed at the end. The call waits at most 3 s for it.
 
         Raises:
             BusyError: Another migration in the same file runs.
+            CannotWriteError: The lock file cannot be created.
         """
         path = Path(self._database.path).resolve()
         return lock_by_file(path.with_name(f"{path.name}-nobackfill.lock"), self._table.name)
@@ -754,8 +928,12 @@ class SqliteVecSource:
         """Return the digest of the map whose vectors a table holds; None for any other table, and
         after the flip.
 
+        Args:
+            column: Name of the table.
+
         Raises:
-            BusyError, InvalidInputError: The file cannot be read.
+            BusyError: Others hold the file for longer than 10 s.
+            InvalidInputError: Any other error of SQLite, such as a damaged file or a dropped table.
         """
         facts = self._database.facts(column)
         if column not in self._database.tables() or "flipped" in facts:
@@ -767,7 +945,8 @@ class SqliteVecSource:
         there.
 
         Raises:
-            BusyError, InvalidInputError: The file cannot be read.
+            BusyError: Others hold the file for longer than 10 s.
+            InvalidInputError: Any other error of SQLite, such as a damaged file or a dropped table.
         """
         facts = self._database.facts(self._table.name)
         return facts.get("map") if "flipped" in facts else None
@@ -780,7 +959,8 @@ class SqliteVecSource:
             mark: Digest of the map of the new vectors.
 
         Raises:
-            BusyError, InvalidInputError: The file cannot be read.
+            BusyError: Others hold the file for longer than 10 s.
+            InvalidInputError: Any other error of SQLite, such as a damaged file or a dropped table.
         """
         old_exists = self._before() in self._database.tables()
         if self.flip_mark() != mark:
@@ -793,6 +973,9 @@ class SqliteVecSource:
     def flip_back(self, to: str, *, lose: bool = False) -> int:
         """Give the old vectors their name back, and drop the new ones, in one transaction.
 
+        A row counts as written if it is not as the migration made it, or has no old row. A row that
+        was deleted since the flip loses its old vector, too, and is not counted.
+
         Args:
             to: Ignored: the file records the former name.
             lose: Go on where rows were written since the flip: they lose their only vector.
@@ -803,8 +986,9 @@ class SqliteVecSource:
         Raises:
             NotFoundError: There are no old vectors.
             InvalidInputError: Rows were written since the flip, and `lose` is False; nothing is
-                changed.
-            BusyError, ConfigurationError: The file cannot be written.
+                changed; or SQLite reports another error.
+            BusyError: Others hold the file for longer than 10 s.
+            ConfigurationError: The file is read-only.
         """
         database, table = self._database, self._table
         with database.transaction():
@@ -846,9 +1030,13 @@ class SqliteVecSource:
     def drop_old(self) -> None:
         """Drop the old vectors and the digests after a flip; the flip cannot be undone then.
 
+        All is removed in one transaction.
+
         Raises:
             NotFoundError: There are no old vectors.
-            BusyError, ConfigurationError, InvalidInputError: The file cannot be written.
+            BusyError: Others hold the file for longer than 10 s.
+            ConfigurationError: The file is read-only.
+            InvalidInputError: Any other error of SQLite, such as a full disk or a dropped table.
         """
         database, name = self._database, self._table.name
         with database.transaction():
@@ -883,8 +1071,16 @@ class NewVecTable:
     def pending(self, window: Window) -> Rows:
         """Remove the new vectors of deleted and changed rows; then read the rows without one.
 
+        Rows come by increasing rowid. A row that a writer put into the new table counts as having a
+        vector. The removal is a transaction of its own.
+
+        Args:
+            window: Rowids above its lower end and up to its upper one.
+
         Raises:
-            InvalidInputError, BusyError, ConfigurationError: The file cannot be read or written.
+            BusyError: Others hold the file for longer than 10 s.
+            ConfigurationError: The file is read-only.
+            InvalidInputError: Any other error of SQLite, such as a full disk or a dropped table.
         """
         pending_rows: list[VecRow] = []
         digests: list[str] = []
@@ -954,6 +1150,10 @@ class NewVecTable:
 
         Raises:
             BusyError, ConfigurationError, InvalidInputError: Nothing was written.
+            BusyError: Others hold the file for longer than 10 s; nothing was written.
+            ConfigurationError: The file is read-only; nothing was written.
+            InvalidInputError: A vector has another dimension, or SQLite reports another error;
+                nothing was written.
         """
         given = [one for one in rows.keys if isinstance(one, VecRow)]
         seen = [str(one) for one in rows.versions]
@@ -987,8 +1187,11 @@ class NewVecTable:
     def read(self, window: Window) -> Rows:
         """Read the new vectors that were computed here, not those that a writer put.
 
+        Rows come by their key.
+
         Raises:
-            BusyError, InvalidInputError: The file cannot be read.
+            BusyError: Others hold the file for longer than 10 s.
+            InvalidInputError: Any other error of SQLite, such as a damaged file or a dropped table.
         """
         with self._database.transaction("DEFERRED"):
             keys = list(self._noted(window))
@@ -999,8 +1202,12 @@ class NewVecTable:
     def count(self) -> int:
         """Count the rows that have a new vector.
 
+        Returns:
+            The number of rows, also those that a writer put.
+
         Raises:
-            BusyError, InvalidInputError: The file cannot be read.
+            BusyError: Others hold the file for longer than 10 s.
+            InvalidInputError: Any other error of SQLite, such as a damaged file or a dropped table.
         """
         return self._copy.count()
 
@@ -1012,10 +1219,13 @@ class NewVecTable:
     def flip(self) -> Iterator[None]:
         """Exclude other writers for the block; then swap the names in the same transaction.
 
+        If the block raises, its writes and the flip are undone.
+
         Raises:
-            InvalidInputError: Rows have no new vector, or the table of an earlier flip exists; the
-                names stay.
-            BusyError, ConfigurationError: The file is locked or read-only.
+            InvalidInputError: Rows that the last `pending` returned have no new vector, or the
+                table of an earlier flip exists; the names stay; or SQLite reports another error.
+            BusyError: Others hold the file for longer than 10 s.
+            ConfigurationError: The file is read-only.
         """
         name, new = self._source.name, self._copy.name
         before, database = name_before(self._source.name), self._database
@@ -1135,7 +1345,7 @@ def translate_errors(name: str) -> Iterator[None]:
         name: The file, for the messages.
 
     Raises:
-        BusyError: Others hold the file.
+        BusyError: Others hold the file for longer than the connection waits.
         ConfigurationError: The file is read-only.
         InvalidInputError: Any other error of SQLite.
     """
