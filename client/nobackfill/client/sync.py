@@ -426,7 +426,7 @@ def try_plan(device: GalleryFile, plan: SyncPlan) -> None:
 
     The gallery remembers which files passed the trial of this program version, because a trial
     takes longer than the other steps of a small sync. Such files only run their golden probes, in
-    this process. What was remembered of other program versions is replaced.
+    this process. Results of other program versions are forgotten.
 
     Args:
         device: the gallery; the digests of the files that passed are added to its state.

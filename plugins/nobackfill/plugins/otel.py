@@ -37,11 +37,16 @@ def open_tracing(environment: Mapping[str, str]) -> "OtelTracing":
 
     Args:
         environment: OTEL_TRACES_EXPORTER names the exporter; empty or otlp: OTLP, by the protocol
-            of OTEL_EXPORTER_OTLP_TRACES_PROTOCOL or OTEL_EXPORTER_OTLP_PROTOCOL, by default grpc.
-            The exporter itself reads its other variables from the process's environment.
+            of OTEL_EXPORTER_OTLP_TRACES_PROTOCOL or OTEL_EXPORTER_OTLP_PROTOCOL, by default grpc;
+            another protocol counts as an exporter's name. The exporter itself reads its other
+            variables from the process's environment.
+
+    Returns:
+        The tracing, which the caller closes. The exporter's name is logged.
 
     Raises:
         ConfigurationError: the exporter is not installed.
+        Exception: any error of the exporter's constructor.
     """
     name = environment.get(_EXPORTER) or "otlp"
     if name == "otlp":
@@ -68,6 +73,8 @@ class OtelTracing:
     def __init__(self, exporter: Any) -> None:
         """Start the thread that sends spans in batches.
 
+        The thread runs until `close`.
+
         Args:
             exporter: a SpanExporter of OpenTelemetry. The service is nobackfill-gateway unless
                 OTEL_SERVICE_NAME names it.
@@ -84,6 +91,8 @@ class OtelTracing:
         parts: list[tuple[str, int, int]], code: grpc.StatusCode, request_id: str,
     ) -> None:  # fmt: skip
         """Queue the spans of one call; they are sent later.
+
+        Never blocks: if the queue is full, spans are dropped. After `close`, nothing is sent.
 
         Args:
             method: the full name, /PACKAGE.SERVICE/METHOD.
@@ -109,7 +118,10 @@ class OtelTracing:
         span.end(times[1])
 
     def close(self) -> None:
-        """Send the last spans, for at most 3 s; log a warning if the collector does not answer."""
+        """Send the last spans, for at most 3 s; log a warning if the collector does not answer.
+
+        A second call does nothing.
+        """
         # OpenTelemetry alone would try for half a minute.
         end = DaemonThreads(1, "traces").submit(self._provider.shutdown)
         if not wait([end], _CLOSE_S).done:

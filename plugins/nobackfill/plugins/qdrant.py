@@ -102,8 +102,8 @@ def open_client(place: str) -> QdrantClient:
         place: https://HOST:PORT (http:// on this machine), or a folder.
 
     Returns:
-        The client. Of one folder, all calls of this process get the same client; it is closed when
-        no object uses it.
+        The client. All calls of this process get the same client of a folder; it is closed when no
+        object uses it.
 
     Raises:
         NotFoundError: the folder does not exist.

@@ -89,7 +89,7 @@ def push(
     The first push makes the gallery's key. After a kill, the next push sends the sealed ciphertext
     and repeats at most one chunk.
 
-    Images are sent one after another, each from its file in memory. Those that were sent before an
+    Images are sent one after another, each from its file in memory. Images that were sent before an
     error stay in the vault. Blocks for as long as the transfer takes.
 
     Args:

@@ -32,7 +32,12 @@ class HaystackDocumentStore:
         text_key: Key of the metadata that holds the text.
 
     Raises:
-        NobackfillError: As `GalleryTexts` does.
+        NotFoundError: No such gallery, or it has no vectors of this release.
+        NotPermittedError: The gateway refuses the token.
+        BusyError: The gateway has too much work.
+        UnavailableError: The gateway does not answer within the connection's seconds.
+        ConfigurationError: The address has another form, or the token or certificate cannot be
+            read.
     """
 
     def __init__(
@@ -46,30 +51,69 @@ class HaystackDocumentStore:
         self.texts = GalleryTexts(self._gateway, gallery, release=release, text_key=text_key)
 
     def close(self) -> None:
-        """Close the connection."""
+        """Close the connection.
+
+        Later calls raise ValueError.
+        """
         self._gateway.close()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what a saved pipeline holds of the store: its arguments."""
+        """Return what a saved pipeline holds of the store: its arguments.
+
+        Returns:
+            The class's name and its arguments; no token and no documents.
+        """
         data: dict[str, Any] = default_to_dict(self, **self._settings)
         return data
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "HaystackDocumentStore":
-        """Open a store that a pipeline saved."""
+        """Open a store that a pipeline saved.
+
+        It connects to the gateway.
+
+        Args:
+            data: The result of `to_dict`.
+
+        Raises:
+            DeserializationError: The data are of another class.
+            ConfigurationError: The address has another form, or the token or certificate cannot be
+                read.
+            NotFoundError: No such gallery, or it has no vectors of this release.
+            NotPermittedError: The gateway refuses the token.
+            BusyError: The gateway has too much work.
+            UnavailableError: The gateway does not answer within the connection's seconds.
+        """
         store: HaystackDocumentStore = default_from_dict(cls, data)
         return store
 
     def count_documents(self) -> int:
-        """Return the number of items in the gallery."""
+        """Return the number of items in the gallery.
+
+        Items without a text count too.
+
+        Raises:
+            NotFoundError: No such gallery.
+            NotPermittedError: The gateway refuses the token.
+            BusyError: The gateway has too much work.
+            UnavailableError: The gateway does not answer within the connection's seconds.
+        """
         return self.texts.gateway.status(self.texts.gallery).items
 
     def filter_documents(self, filters: dict[str, Any] | None = None) -> list[Document]:
         """Return the documents that pass, in the order in which they were stored.
 
+        Items without a text are among them.
+
+        Args:
+            filters: Filters of Haystack; None or empty: all documents.
+
         Raises:
             FilterError: A gateway does not have such a filter.
-            NobackfillError: As `Gateway.list` does.
+            NotFoundError: No such gallery.
+            NotPermittedError: The gateway refuses the token.
+            BusyError: The gateway has too much work.
+            UnavailableError: The gateway does not answer within the connection's seconds.
         """
         return [_document(one) for one in self.texts.items(to_filter(filters))]
 
@@ -77,6 +121,9 @@ class HaystackDocumentStore:
         self, documents: list[Document], policy: DuplicatePolicy = DuplicatePolicy.NONE
     ) -> int:
         """Store documents, and return how many.
+
+        A text None becomes an empty one. With SKIP, only the documents that were stored count. An
+        empty list stores nothing.
 
         Args:
             documents: The documents.
@@ -87,8 +134,12 @@ class HaystackDocumentStore:
             ValueError: Another type than a list of documents.
             DuplicateDocumentError: An id exists already, with FAIL; no document is stored.
             InvalidInputError: A document has content other than a text, or no embedding although
-                the store has a `release`; none is stored. Or as `GalleryTexts.put` does.
-            NobackfillError: Any other failure of the call.
+                the store has a `release`: none is stored. Or metadata that a gateway does not
+                store, or the gateway refused texts; it stored the others.
+            NotFoundError: No such gallery.
+            NotPermittedError: The gateway refuses the token.
+            BusyError: The gateway has too much work.
+            UnavailableError: The gateway does not answer within the connection's seconds.
         """
         if not isinstance(documents, list) or any(
             not isinstance(one, Document) for one in documents
@@ -115,11 +166,29 @@ class HaystackDocumentStore:
         return len(documents)
 
     def delete_documents(self, document_ids: list[str]) -> None:
-        """Delete documents; unknown ids are ignored."""
+        """Delete documents; unknown ids are ignored.
+
+        An empty list deletes nothing. Items without a text are deleted too.
+
+        Raises:
+            NotFoundError: No such gallery.
+            NotPermittedError: The gateway refuses the token.
+            BusyError: The gateway has too much work.
+            UnavailableError: The gateway does not answer within the connection's seconds.
+        """
         self.texts.delete(document_ids)
 
     def delete_all_documents(self) -> None:
-        """Delete every item with a text."""
+        """Delete every item with a text.
+
+        Other items stay.
+
+        Raises:
+            NotFoundError: No such gallery.
+            NotPermittedError: The gateway refuses the token.
+            BusyError: The gateway has too much work.
+            UnavailableError: The gateway does not answer within the connection's seconds.
+        """
         self.texts.delete()
 
 
@@ -146,15 +215,21 @@ class HaystackRetriever:
         """Return the nearest documents as `documents`, nearest first, with scores of 0 to 1.
 
         Args:
-            query: The text to search for.
+            query: The text to search for; None with a `query_embedding`. With a `release`, it is
+                ignored in favour of the embedding.
             query_embedding: The vector to search for, by the embedder of the store's `release`.
-            filters: Filters of Haystack.
-            top_k: The most documents; None for the number of the retriever.
+            filters: Filters of Haystack; None or empty: all documents.
+            top_k: The most documents, 1 to 1000; None or 0 for the number of the retriever.
 
         Raises:
             FilterError: A gateway does not have such a filter.
-            InvalidInputError: `Dual` got a vector or a filter, or no query.
-            NobackfillError: As the search does.
+            InvalidInputError: `Dual` got a vector or a filter, or no query; or the store got no
+                query of the kind that it needs, or an invalid `top_k`.
+            PreconditionError: The gallery cannot answer now, such as NoEncoderError.
+            NotFoundError: No such gallery.
+            NotPermittedError: The gateway refuses the token.
+            BusyError: The gateway has too much work.
+            UnavailableError: The gateway does not answer within the connection's seconds.
         """
         store, k = self.document_store, top_k or self.top_k
         texts = store.texts if isinstance(store, HaystackDocumentStore) else store
@@ -173,7 +248,8 @@ def _document(one: StoredText, score: float | None = None) -> Document:
 
 
 def to_filter(filters: Mapping[str, Any] | None) -> Filter | None:
-    """Return Haystack's filters as a filter of a gateway; None without any.
+    """Return Haystack's filters as a filter of a gateway; None without any. A NOT of several
+    conditions passes items that fail at least one.
 
     Raises:
         FilterError: A key is missing, a field is no metadata, or an operator or a value that a

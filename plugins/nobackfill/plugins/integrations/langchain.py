@@ -35,7 +35,11 @@ class LangChainVectorStore(VectorStore):  # type: ignore[misc]
         text_key: Key of the metadata that holds the text.
 
     Raises:
-        NobackfillError: As `GalleryTexts` does.
+        InvalidInputError: `embedding` without `release`.
+        NotFoundError: No such gallery, or it has no vectors of this release.
+        NotPermittedError: The gateway refuses the token.
+        BusyError: The gateway has too much work.
+        UnavailableError: The gateway does not answer within the connection's seconds.
     """
 
     def __init__(
@@ -53,7 +57,7 @@ class LangChainVectorStore(VectorStore):  # type: ignore[misc]
 
     @property
     def embeddings(self) -> Embeddings | None:
-        """The embedder; None where the gateway embeds."""
+        """Return the embedder; None where the gateway embeds."""
         return self._embedding
 
     @classmethod
@@ -66,7 +70,24 @@ class LangChainVectorStore(VectorStore):  # type: ignore[misc]
         ids: list[str] | None = None,
         **settings: Any,
     ) -> "LangChainVectorStore":
-        """Open a store with the arguments of the class in `settings`, and add texts to it."""
+        """Open a store with the arguments of the class in `settings`, and add texts to it.
+
+        Args:
+            texts: The texts; an empty list stores nothing.
+            embedding: The embedder of `release`; None: the gateway embeds.
+            metadatas: Metadata of each text; None: none.
+            ids: Ids of the texts; None: random ones.
+            settings: The other arguments of the class, with `gateway` and `gallery`.
+
+        Raises:
+            TypeError: An argument of the class is missing or unknown.
+            ValueError: The numbers of texts, metadatas and ids differ.
+            InvalidInputError: As `add_texts`, or `embedding` without `release`.
+            NotFoundError: No such gallery.
+            NotPermittedError: The gateway refuses the token.
+            BusyError: The gateway has too much work.
+            UnavailableError: The gateway does not answer within the connection's seconds.
+        """
         store = cls(embedding=embedding, **settings)
         store.add_texts(texts, metadatas, ids=ids)
         return store
@@ -81,9 +102,22 @@ class LangChainVectorStore(VectorStore):  # type: ignore[misc]
     ) -> list[str]:
         """Store texts, and return their ids; a missing id becomes a random one.
 
+        Texts are durable when this returns. An existing id is replaced.
+
+        Args:
+            texts: The texts; none: nothing is stored.
+            metadatas: Metadata of each text; None or empty: none.
+            ids: Ids of the texts; None or empty: random ones.
+
         Raises:
             ValueError: The numbers of texts, metadatas and ids differ.
-            NobackfillError: As `GalleryTexts.put` does.
+            InvalidInputError: A value of the metadata is not one that a gateway stores: nothing is
+                stored. Or the gateway refused texts, and stored the others.
+            Exception: Any error of the embedder; nothing is stored.
+            NotFoundError: No such gallery.
+            NotPermittedError: The gateway refuses the token.
+            BusyError: The gateway has too much work.
+            UnavailableError: The gateway does not answer within the connection's seconds.
         """
         bodies = list(texts)
         names = [name or str(uuid.uuid4()) for name in ids or [None] * len(bodies)]
@@ -97,24 +131,72 @@ class LangChainVectorStore(VectorStore):  # type: ignore[misc]
         return names
 
     def delete(self, ids: list[str] | None = None, **_: Any) -> bool:
-        """Delete documents; unknown ids are ignored, and None deletes all that has a text."""
+        """Delete documents; unknown ids are ignored, and None deletes all that has a text.
+
+        Returns:
+            True, whatever was deleted. An empty list deletes nothing.
+
+        Raises:
+            NotFoundError: No such gallery.
+            NotPermittedError: The gateway refuses the token.
+            BusyError: The gateway has too much work.
+            UnavailableError: The gateway does not answer within the connection's seconds.
+        """
         self.texts.delete(ids)
         return True
 
     def get_by_ids(self, ids: Sequence[str], /) -> list[Document]:
-        """Return documents in the order of their ids; unknown ids are left out."""
+        """Return documents in the order of their ids; unknown ids are left out.
+
+        Each id costs a call. An id that is given twice counts once.
+
+        Raises:
+            NotFoundError: No such gallery.
+            NotPermittedError: The gateway refuses the token.
+            BusyError: The gateway has too much work.
+            UnavailableError: The gateway does not answer within the connection's seconds.
+        """
         return [_document(one) for one in self.texts.get(ids)]
 
     def similarity_search(
         self, query: str, k: int = 4, filter: Where | None = None, **_: Any
     ) -> list[Document]:
-        """Return the k nearest documents, nearest first."""
+        """Return the k nearest documents, nearest first.
+
+        Args:
+            k: The most documents, 1 to 1000; fewer if no more pass.
+            filter: A filter, or values that metadata must equal; None: all documents.
+
+        Raises:
+            InvalidInputError: The query, the filter or `k` is not valid, or the store has a
+                `release` and no embedder.
+            PreconditionError: The gallery cannot answer now, such as NoEncoderError.
+            Exception: Any error of the embedder.
+            NotFoundError: No such gallery.
+            NotPermittedError: The gateway refuses the token.
+            BusyError: The gateway has too much work.
+            UnavailableError: The gateway does not answer within the connection's seconds.
+        """
         return [_document(one) for one in self.texts.search(query, k, where=filter)]
 
     def similarity_search_by_vector(
         self, embedding: list[float], k: int = 4, filter: Where | None = None, **_: Any
     ) -> list[Document]:
-        """Return the k documents nearest to a vector of `release`, nearest first."""
+        """Return the k documents nearest to a vector of `release`, nearest first.
+
+        Args:
+            k: The most documents, 1 to 1000; fewer if no more pass.
+            filter: A filter, or values that metadata must equal; None: all documents.
+
+        Raises:
+            InvalidInputError: The vector, the filter or `k` is not valid, or the store has no
+                `release`.
+            PreconditionError: The gallery cannot answer now.
+            NotFoundError: No such gallery.
+            NotPermittedError: The gateway refuses the token.
+            BusyError: The gateway has too much work.
+            UnavailableError: The gateway does not answer within the connection's seconds.
+        """
         return [
             _document(one) for one in self.texts.search(None, k, vector=embedding, where=filter)
         ]
@@ -122,7 +204,22 @@ class LangChainVectorStore(VectorStore):  # type: ignore[misc]
     def similarity_search_with_score(
         self, query: str, k: int = 4, filter: Where | None = None, **_: Any
     ) -> list[tuple[Document, float]]:
-        """Return the k nearest documents with their distances; smaller is nearer."""
+        """Return the k nearest documents with their distances; smaller is nearer.
+
+        Args:
+            k: The most documents, 1 to 1000; fewer if no more pass.
+            filter: A filter, or values that metadata must equal; None: all documents.
+
+        Raises:
+            InvalidInputError: The query, the filter or `k` is not valid, or the store has a
+                `release` and no embedder.
+            PreconditionError: The gallery cannot answer now, such as NoEncoderError.
+            Exception: Any error of the embedder.
+            NotFoundError: No such gallery.
+            NotPermittedError: The gateway refuses the token.
+            BusyError: The gateway has too much work.
+            UnavailableError: The gateway does not answer within the connection's seconds.
+        """
         hits = self.texts.search(query, k, where=filter)
         return [(_document(one), one.distance) for one in hits]
 

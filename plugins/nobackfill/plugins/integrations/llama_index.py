@@ -53,7 +53,10 @@ class LlamaIndexVectorStore(BasePydanticVectorStore):  # type: ignore[misc]
         text_key: Key of the metadata that holds the text.
 
     Raises:
-        NobackfillError: As `GalleryTexts` does.
+        NotFoundError: No such gallery, or it has no vectors of this release.
+        NotPermittedError: The gateway refuses the token.
+        BusyError: The gateway has too much work.
+        UnavailableError: The gateway does not answer within the connection's seconds.
     """
 
     stores_text: bool = True
@@ -78,14 +81,22 @@ class LlamaIndexVectorStore(BasePydanticVectorStore):  # type: ignore[misc]
 
     @property
     def client(self) -> Gateway:
-        """The connection."""
+        """Return the connection, which the caller of the class closes."""
         return self._texts.gateway
 
     def add(self, nodes: Sequence[BaseNode], **_: Any) -> list[str]:
         """Store nodes, and return their ids.
 
+        Nodes are durable when this returns. No nodes store nothing.
+
         Raises:
-            NobackfillError: As `GalleryTexts.put` does.
+            ValueError: The store has a `release`, and a node has no embedding.
+            InvalidInputError: A value of the metadata is not one that a gateway stores: nothing is
+                stored. Or the gateway refused nodes, and stored the others.
+            NotFoundError: No such gallery.
+            NotPermittedError: The gateway refuses the token.
+            BusyError: The gateway has too much work.
+            UnavailableError: The gateway does not answer within the connection's seconds.
         """
         rows = []
         for node in nodes:
@@ -97,7 +108,17 @@ class LlamaIndexVectorStore(BasePydanticVectorStore):  # type: ignore[misc]
         return [node.node_id for node in nodes]
 
     def delete(self, ref_doc_id: str, **_: Any) -> None:
-        """Delete all nodes of a document; an unknown one is ignored."""
+        """Delete all nodes of a document; an unknown one is ignored.
+
+        Args:
+            ref_doc_id: The document's id.
+
+        Raises:
+            NotFoundError: No such gallery.
+            NotPermittedError: The gateway refuses the token.
+            BusyError: The gateway has too much work.
+            UnavailableError: The gateway does not answer within the connection's seconds.
+        """
         self._texts.delete(where=OneOf("ref_doc_id", (ref_doc_id,)))
 
     def delete_nodes(
@@ -106,13 +127,35 @@ class LlamaIndexVectorStore(BasePydanticVectorStore):  # type: ignore[misc]
         filters: MetadataFilters | None = None,
         **_: Any,
     ) -> None:
-        """Delete the nodes that have these ids and pass the filters; without both, none."""
+        """Delete the nodes that have these ids and pass the filters; without both, none.
+
+        Args:
+            node_ids: Ids; an empty list matches no node. None: any id.
+            filters: Filters of LlamaIndex; None or empty: all nodes.
+
+        Raises:
+            InvalidInputError: More than 10,000 ids, or an operator or a value that a gateway does
+                not have.
+            NotFoundError: No such gallery.
+            NotPermittedError: The gateway refuses the token.
+            BusyError: The gateway has too much work.
+            UnavailableError: The gateway does not answer within the connection's seconds.
+        """
         where = _every([_ids(_NODE_ID, node_ids), to_filter(filters)])
         if where is not None:
             self._texts.delete(where=where)
 
     def clear(self) -> None:
-        """Delete every item with a text."""
+        """Delete every item with a text.
+
+        Other items stay.
+
+        Raises:
+            NotFoundError: No such gallery.
+            NotPermittedError: The gateway refuses the token.
+            BusyError: The gateway has too much work.
+            UnavailableError: The gateway does not answer within the connection's seconds.
+        """
         self._texts.delete()
 
     def get_nodes(
@@ -120,8 +163,20 @@ class LlamaIndexVectorStore(BasePydanticVectorStore):  # type: ignore[misc]
     ) -> list[BaseNode]:
         """Return the nodes that have these ids and pass the filters; without both, every node.
 
+        They come in the order in which they were stored. Items that LlamaIndex did not store become
+        text nodes.
+
+        Args:
+            node_ids: Ids; an empty list matches no node. None: any id.
+            filters: Filters of LlamaIndex; None or empty: all nodes.
+
         Raises:
-            NobackfillError: As `Gateway.list` does.
+            InvalidInputError: More than 10,000 ids, or an operator or a value that a gateway does
+                not have.
+            NotFoundError: No such gallery.
+            NotPermittedError: The gateway refuses the token.
+            BusyError: The gateway has too much work.
+            UnavailableError: The gateway does not answer within the connection's seconds.
         """
         where = _every([_ids(_NODE_ID, node_ids), to_filter(filters)])
         return [_node(one) for one in self._texts.items(where)]
@@ -129,10 +184,17 @@ class LlamaIndexVectorStore(BasePydanticVectorStore):  # type: ignore[misc]
     def query(self, query: VectorStoreQuery, **_: Any) -> VectorStoreQueryResult:
         """Return the nearest nodes, nearest first, with similarities of 0 to 1.
 
+        Empty lists of ids or documents restrict nothing.
+
         Raises:
-            InvalidInputError: Another mode than the default one, or an operator that a gateway does
-                not have.
-            NobackfillError: As `GalleryTexts.search` does.
+            InvalidInputError: Another mode than the default one, an operator that a gateway does
+                not have, no query of the kind that the store needs, or a number of nodes outside 1
+                to 1000.
+            PreconditionError: The gallery cannot answer now, such as NoEncoderError.
+            NotFoundError: No such gallery.
+            NotPermittedError: The gateway refuses the token.
+            BusyError: The gateway has too much work.
+            UnavailableError: The gateway does not answer within the connection's seconds.
         """
         if query.mode != VectorStoreQueryMode.DEFAULT:
             raise InvalidInputError(
@@ -156,11 +218,19 @@ class LlamaIndexVectorStore(BasePydanticVectorStore):  # type: ignore[misc]
         )
 
     async def async_add(self, nodes: Sequence[BaseNode], **_: Any) -> list[str]:
-        """Store nodes on a thread, as `add` does."""
+        """Store nodes on a thread, as `add` does.
+
+        Raises:
+            NobackfillError, ValueError: As `add` does.
+        """
         return await asyncio.to_thread(self.add, nodes)
 
     async def adelete(self, ref_doc_id: str, **_: Any) -> None:
-        """Delete all nodes of a document on a thread, as `delete` does."""
+        """Delete all nodes of a document on a thread, as `delete` does.
+
+        Raises:
+            NobackfillError: As `delete` does.
+        """
         await asyncio.to_thread(self.delete, ref_doc_id)
 
     async def adelete_nodes(
@@ -169,21 +239,37 @@ class LlamaIndexVectorStore(BasePydanticVectorStore):  # type: ignore[misc]
         filters: MetadataFilters | None = None,
         **_: Any,
     ) -> None:
-        """Delete nodes on a thread, as `delete_nodes` does."""
+        """Delete nodes on a thread, as `delete_nodes` does.
+
+        Raises:
+            NobackfillError: As `delete_nodes` does.
+        """
         await asyncio.to_thread(self.delete_nodes, node_ids, filters)
 
     async def aclear(self) -> None:
-        """Delete every item with a text on a thread."""
+        """Delete every item with a text on a thread.
+
+        Raises:
+            NobackfillError: As `clear` does.
+        """
         await asyncio.to_thread(self.clear)
 
     async def aget_nodes(
         self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None
     ) -> list[BaseNode]:
-        """Return nodes from a thread, as `get_nodes` does."""
+        """Return nodes from a thread, as `get_nodes` does.
+
+        Raises:
+            NobackfillError: As `get_nodes` does.
+        """
         return await asyncio.to_thread(self.get_nodes, node_ids, filters)
 
     async def aquery(self, query: VectorStoreQuery, **_: Any) -> VectorStoreQueryResult:
-        """Search on a thread, as `query` does."""
+        """Search on a thread, as `query` does.
+
+        Raises:
+            NobackfillError: As `query` does.
+        """
         return await asyncio.to_thread(self.query, query)
 
 
@@ -225,6 +311,9 @@ def _every(filters: Sequence[Filter | None]) -> Filter | None:
 
 def to_filter(filters: MetadataFilters | None) -> Filter | None:
     """Return LlamaIndex's filters as a filter of a gateway; None without any.
+
+    An empty group inside passes all items. A NOT of several conditions passes items that fail all
+    of them.
 
     Raises:
         InvalidInputError: An operator that a gateway does not have, such as text_match, or a value

@@ -69,7 +69,18 @@ class TextSearch(Protocol):
     """A search by text that a retriever can use."""
 
     def search(self, query: str, k: int) -> list[StoredText]:
-        """Return the k nearest texts, nearest first."""
+        """Return the k nearest texts, nearest first.
+
+        Args:
+            query: The text to search for.
+            k: The most hits, at least 1.
+
+        Returns:
+            Fewer than `k` if there are no more.
+
+        Raises:
+            NobackfillError: The search fails; the implementation says how.
+        """
 
 
 class DualTexts:
@@ -97,7 +108,12 @@ class DualTexts:
             k: The most hits, 1 to 100.
 
         Raises:
-            NobackfillError: As `Dual.search` does.
+            InvalidInputError: `k` is out of range, an embedder gives vectors of another dimension,
+                or there is no such column.
+            UnavailableError, BusyError, NotPermittedError: The store does not answer, is busy, or
+                refuses the user.
+            NotFoundError: The new vectors do not exist.
+            Exception: Any error of the embedders.
         """
         old, new = (np.asarray(embed(query), np.float32) for embed in (self._old, self._new))
         hits = self._dual.search(old, new, k).hits
@@ -125,7 +141,9 @@ class GalleryTexts:
     Raises:
         InvalidInputError: `embed` without `release`.
         NotFoundError: No such gallery, or it has no vectors of this release.
-        NobackfillError: Any other failure of the call.
+        NotPermittedError: The gateway refuses the token.
+        BusyError: The gateway has too much work.
+        UnavailableError: The gateway does not answer within the connection's seconds.
     """
 
     def __init__(
@@ -157,14 +175,21 @@ class GalleryTexts:
     ) -> None:
         """Store texts, which replace those of the same ids; they are durable when this returns.
 
+        Many texts go in several calls; after an error, those of earlier calls stay.
+
         Args:
             texts: The texts; an empty list stores nothing.
             vectors: A vector for each text; None where the gateway embeds.
 
         Raises:
-            InvalidInputError: A value of the metadata is not one that a gateway stores, the vectors
-                do not belong to the texts, or the gateway refused texts; the others are stored.
-            NobackfillError: Any other failure of the call.
+            InvalidInputError: A value of the metadata is not one that a gateway stores, or the
+                vectors do not belong to the texts: nothing is stored. Or the gateway refused texts,
+                and stored the others.
+            ValueError: A vector has values that are no numbers.
+            NotFoundError: No such gallery.
+            NotPermittedError: The gateway refuses the token.
+            BusyError: The gateway has too much work.
+            UnavailableError: The gateway does not answer within the connection's seconds.
         """
         if (vectors is None) != (self._space is None) or len(vectors or texts) != len(texts):
             choice = "no vectors: the gateway embeds" if self._space is None else "one for each"
@@ -210,9 +235,18 @@ class GalleryTexts:
     def get(self, ids: Sequence[str]) -> list[StoredText]:
         """Return the items with these ids, in this order; unknown ids are left out.
 
+        Each id costs a call. An id that is given twice counts once. An item without a text has an
+        empty one.
+
+        Args:
+            ids: Ids; none: no call is made.
+
         Raises:
             NotFoundError: No such gallery.
-            NobackfillError: Any other failure of the call.
+            InvalidInputError: The gateway sends metadata that this version cannot read.
+            NotPermittedError: The gateway refuses the token.
+            BusyError: The gateway has too much work.
+            UnavailableError: The gateway does not answer within the connection's seconds.
         """
         found = []
         gallery_exists = False
@@ -229,7 +263,21 @@ class GalleryTexts:
         return found
 
     def items(self, where: Filter | None = None) -> Iterator[StoredText]:
-        """Yield the items that pass a filter, in the order in which they were stored."""
+        """Yield the items that pass a filter, in the order in which they were stored.
+
+        Items are read page by page, and errors are raised then. An item without a text has an empty
+        one.
+
+        Args:
+            where: The filter; None: all items.
+
+        Raises:
+            InvalidInputError: The filter is not valid.
+            NotFoundError: No such gallery.
+            NotPermittedError: The gateway refuses the token.
+            BusyError: The gateway has too much work.
+            UnavailableError: The gateway does not answer within the connection's seconds.
+        """
         for item in self.gateway.list(self.gallery, where=where):
             yield self._to_text(item.id, item.metadata)
 
@@ -238,7 +286,8 @@ class GalleryTexts:
 
         Args:
             ids: Unknown ids are ignored; an empty list deletes nothing.
-            where: A filter, where `ids` is None; None deletes every item with a text.
+            where: A filter, where `ids` is None, and ignored otherwise; None deletes every item
+                with a text.
 
         Raises:
             NotFoundError: No such gallery.
@@ -261,17 +310,25 @@ class GalleryTexts:
     ) -> list[StoredText]:
         """Return the k nearest items, nearest first.
 
+        An item without a text has an empty one. Equal distances are ordered as the items were
+        stored.
+
         Args:
             query: The text to search for; None with a `vector`.
-            k: The most hits, 1 to 1000.
+            k: The most hits, 1 to 1000; fewer if no more items pass.
             vector: The query's vector by the embedder of `release`; None where `query` is given.
-            where: Values that metadata must equal, or a filter.
+            where: Values that metadata must equal, or a filter; None: all items.
 
         Raises:
             InvalidInputError: A vector without `release`, a text with `release` and without
-                `embed`, or an invalid filter or `k`.
+                `embed`, neither of both, or an invalid filter or `k`.
             NotFoundError: No such gallery.
-            NobackfillError: As `Gateway.search` does.
+            PreconditionError: The gallery cannot answer now: its release embeds no texts
+                (NoEncoderError), or its vectors are in several spaces (NeedsImageError).
+            Exception: Any error of `embed`.
+            NotPermittedError: The gateway refuses the token.
+            BusyError: The gateway has too much work.
+            UnavailableError: The gateway does not answer within the connection's seconds.
         """
         if vector is None and query is not None and self._embed is not None:
             vector = self._embed(query)
@@ -321,8 +378,9 @@ def compare(key: str, comparison: str, value: object) -> Filter:
         key: Key of the metadata.
         comparison: ==, !=, >, >=, <, <=, in or `not in`. With !=, and `not in`, items without the
             key pass.
-        value: A text, number or flag; a list of them for in and `not in`; None is a missing key.
-            The order of texts is that of dates and times in RFC 3339.
+        value: A text, number or flag; a list of them for in and `not in`, where an empty list
+            passes no item, and all; None is a missing key. The order of texts is that of dates and
+            times in RFC 3339.
 
     Raises:
         InvalidInputError: Another operator, or a value that it cannot compare with.

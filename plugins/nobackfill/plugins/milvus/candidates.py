@@ -61,6 +61,9 @@ class Candidates:
     ) -> list[Any] | None:  # fmt: skip
         """Return candidates of a query that pass a filter, with their vectors, in any order.
 
+        Rows of the journal are always included, so `limit` is no upper bound. A large space counts
+        as large for this object's life.
+
         Args:
             connection: a snapshot of the database.
             table: the table of the space.
@@ -71,11 +74,13 @@ class Candidates:
 
         Returns:
             Rows of label and vector: at least `limit`, or all that pass. None if the caller must
-            compare all rows itself: the space is small, few items pass, too many labels are
-            pending, or Milvus has lost the collection.
+            compare all rows itself: the space is small, few items pass, more than 5,000 labels are
+            pending, or Milvus has lost the collection or no search gave enough.
 
         Raises:
-            UnavailableError: Milvus or the database does not answer.
+            UnavailableError: Milvus does not answer, although the collection is loaded or its state
+                cannot be read.
+            psycopg.Error: a statement fails; `Database.read` translates it.
         """
         if not self._is_large(connection, table):
             return None
@@ -195,6 +200,8 @@ def too_many_pending(database: Database, schema: str, info: SpaceInfo) -> bool:
 
     Raises:
         UnavailableError: the database does not answer.
+        BusyError: a statement took too long, or no connection was free (OverloadedError).
+        NotFoundError: the gallery was deleted.
     """
     labels = database.read(lambda one: journal.pending_labels(one, schema, info.number, SMALL))
     return len(labels) > SMALL

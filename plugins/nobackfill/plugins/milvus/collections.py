@@ -43,12 +43,16 @@ class Collections:
     def __init__(self, address: str) -> None:
         """Connect to a Milvus server.
 
+        Sets the log level of pymilvus in this process to CRITICAL. The port is 19530 if the address
+        names none.
+
         Args:
             address: milvus+http://HOST:PORT or milvus+https://USER:PASSWORD@HOST:PORT.
 
         Raises:
             ConfigurationError: the address has another form, or names another machine without TLS.
-            UnavailableError: Milvus does not answer.
+                The error does not quote it.
+            UnavailableError: Milvus does not answer within 10 s, or refuses the user.
         """
         # pymilvus would log every failed call with the address.
         logging.getLogger("pymilvus").setLevel(logging.CRITICAL)
@@ -77,7 +81,7 @@ class Collections:
         """Return the names of all collections of the server.
 
         Raises:
-            UnavailableError: Milvus does not answer, or refuses the call.
+            UnavailableError: Milvus does not answer within 10 s, or refuses the call.
         """
         return list(_call(lambda: self._client.list_collections(timeout=_TIMEOUT_S)))
 
@@ -85,7 +89,7 @@ class Collections:
         """Return whether there is a collection of this name.
 
         Raises:
-            UnavailableError: Milvus does not answer, or refuses the call.
+            UnavailableError: Milvus does not answer within 10 s, or refuses the call.
         """
         return bool(_call(lambda: self._client.has_collection(name, timeout=_TIMEOUT_S)))
 
@@ -95,7 +99,7 @@ class Collections:
         False if it does not exist, and for a while after Milvus restarts.
 
         Raises:
-            UnavailableError: Milvus does not answer, or refuses the call.
+            UnavailableError: Milvus does not answer within 10 s, or refuses the call.
         """
         if not self.exists(name):
             return False
@@ -106,14 +110,15 @@ class Collections:
         """Create, index and load a collection for the vectors of a space.
 
         An existing collection gets only the steps that it lacks, in case a process was killed while
-        it created the collection.
+        it created the collection. Its dimension and metric are not compared with the space's.
 
         Args:
             name: the collection.
             spec: the space: dimension and metric.
 
         Raises:
-            UnavailableError: Milvus does not answer, or refuses the call.
+            UnavailableError: Milvus does not answer within 10 s, or refuses a call; a part of the
+                steps may be complete.
         """
 
         def create() -> None:
@@ -143,7 +148,7 @@ class Collections:
         """Delete a collection with its rows; nothing happens if there is none.
 
         Raises:
-            UnavailableError: Milvus does not answer, or refuses the call.
+            UnavailableError: Milvus does not answer within 10 s, or refuses the call.
         """
         _call(lambda: self._client.drop_collection(name, timeout=_TIMEOUT_S))
 
@@ -158,13 +163,14 @@ class Collections:
             name: the collection.
             labels: int64 [n].
             vectors: float32 [n, dim].
-            columns: n columns for filters.
+            columns: n columns for filters, as `columns_of` returns them.
 
         Returns:
             The timestamp of the last write by Milvus' clock; 0 for no labels.
 
         Raises:
-            UnavailableError: Milvus does not answer, or refuses the call.
+            UnavailableError: Milvus does not answer within 10 s, or refuses a call, also where
+                there is no such collection.
         """
         moment = 0
         for start in range(0, len(labels), _AT_ONCE):
@@ -186,10 +192,11 @@ class Collections:
     def delete(self, name: str, labels: Labels) -> None:
         """Delete rows by label, int64 [n]; labels without a row are ignored.
 
-        No labels are no call.
+        No labels are no call. They go in calls of 2,000, and earlier ones stay after an error.
 
         Raises:
-            UnavailableError: Milvus does not answer, or refuses the call.
+            UnavailableError: Milvus does not answer within 10 s, or refuses a call, also where
+                there is no such collection.
         """
         for start in range(0, len(labels), _AT_ONCE):
             part = labels[start : start + _AT_ONCE].tolist()
@@ -204,7 +211,8 @@ class Collections:
         rows and compares them one by one.
 
         Raises:
-            UnavailableError: Milvus does not answer, or refuses the call.
+            UnavailableError: Milvus does not answer within 60 s, or refuses the call, also where
+                there is no such collection.
         """
         _call(lambda: self._client.flush(name, timeout=_SEAL_S))
 
@@ -214,7 +222,8 @@ class Collections:
         Rows that are not sealed yet do not count. False if the collection has no index.
 
         Raises:
-            UnavailableError: Milvus does not answer, or refuses the call.
+            UnavailableError: Milvus does not answer within 10 s, or refuses the call, also where
+                there is no such collection.
         """
         state = _call(lambda: self._client.describe_index(name, "embedding", timeout=_TIMEOUT_S))
         return state is not None and not int(state["pending_index_rows"])
@@ -223,7 +232,8 @@ class Collections:
         """Count the rows of a collection, those of the last write included.
 
         Raises:
-            UnavailableError: Milvus does not answer, or refuses the call.
+            UnavailableError: Milvus does not answer within 10 s, or refuses the call, also where
+                the collection is missing or not loaded.
         """
         rows = _call(
             lambda: self._client.query(
@@ -243,7 +253,7 @@ class Collections:
 
         Args:
             name: the collection.
-            expression: a Milvus expression.
+            expression: a Milvus expression; empty: all rows.
             most: the largest number of labels, 1 to 16,383.
             since: a timestamp that `upsert` returned: rows written until then are visible. None:
                 all rows written before the call are visible.
@@ -252,7 +262,8 @@ class Collections:
             The labels in any order; None if there are more than `most`.
 
         Raises:
-            UnavailableError: Milvus does not answer, or refuses the call.
+            UnavailableError: Milvus does not answer within 10 s, or refuses the call, also where
+                the collection is missing or not loaded.
         """
         rows = _call(
             lambda: self._client.query(
@@ -268,7 +279,8 @@ class Collections:
     ) -> list[int]:  # fmt: skip
         """Return the labels of about the nearest rows, nearest first.
 
-        Fewer than `limit` if fewer rows pass, or if the graph search ends early.
+        Fewer than `limit` if fewer rows pass, or if the graph search ends early. Without `since`,
+        all earlier writes are visible. Distances are not returned.
 
         Args:
             name: the collection.
@@ -282,7 +294,8 @@ class Collections:
                 Milvus waits for a tick of its clock.
 
         Raises:
-            UnavailableError: Milvus does not answer, or refuses the call.
+            UnavailableError: Milvus does not answer within 10 s, or refuses the call, also where
+                the collection is missing or not loaded.
         """
         hits = _call(
             lambda: self._client.search(

@@ -44,6 +44,9 @@ def hash_texts(*parts: str) -> int:
 
     Args:
         parts: texts without NUL, because NUL separates them.
+
+    Raises:
+        UnicodeEncodeError: a text has half a surrogate pair.
     """
     # Long texts are rarely repeated, and their cache would fill the memory.
     return _cached_hash(*parts) if sum(map(len, parts)) <= _SHORT else _hash(*parts)
@@ -58,27 +61,47 @@ _cached_hash = lru_cache(1 << 16)(_hash)
 
 
 def key_token(key: str) -> int:
-    """Return the hash of the fact that a key has texts; keys are stored in the order of it."""
+    """Return the hash of the fact that a key has texts; keys are stored in the order of it.
+
+    Raises:
+        UnicodeEncodeError: the key has half a surrogate pair.
+    """
     return hash_texts("key", key)
 
 
 def text_token(key: str, text: str) -> int:
-    """Return the hash of the fact that a key has a text."""
+    """Return the hash of the fact that a key has a text.
+
+    Raises:
+        UnicodeEncodeError: the key or the text has half a surrogate pair.
+    """
     return hash_texts("text", key, text)
 
 
 def flag_token(key: str, flag: bool) -> int:
-    """Return the hash of the fact that a key has a flag."""
+    """Return the hash of the fact that a key has a flag.
+
+    Raises:
+        UnicodeEncodeError: the key has half a surrogate pair.
+    """
     return hash_texts("flag", key, str(flag))
 
 
 def number_token(key: str) -> int:
-    """Return the hash that stands before each number of a key."""
+    """Return the hash that stands before each number of a key.
+
+    Raises:
+        UnicodeEncodeError: the key has half a surrogate pair.
+    """
     return hash_texts("number", key)
 
 
 def time_token(key: str) -> int:
-    """Return the hash that stands before each time of a key, in microseconds since 1970."""
+    """Return the hash that stands before each time of a key, in microseconds since 1970.
+
+    Raises:
+        UnicodeEncodeError: the key has half a surrogate pair.
+    """
     return hash_texts("time", key)
 
 
@@ -88,10 +111,10 @@ def possible_columns(hashed: int, width: int) -> Sequence[int]:
 
     Args:
         hashed: the hash.
-        width: the number of columns, FACTS or NUMBERS.
+        width: the number of columns, FACTS or NUMBERS; at least 3.
 
     Returns:
-        Three different numbers, each 0 to width - 1.
+        Three different numbers, each 0 to width - 1. The list is cached: do not change it.
     """
     free = list(range(width))
     columns = []
@@ -112,7 +135,11 @@ def columns_of(facets: Mapping[str, Mapping[str, Sequence[Any]]]) -> Columns:
             microseconds since 1970.
 
     Returns:
-        Every column by name; 0 where it is empty.
+        Every column by name; 0 where it is empty. Without facets, `upto` is 2**63 - 1 and all
+        others are empty. Equal values take one column.
+
+    Raises:
+        UnicodeEncodeError: a key or text has half a surrogate pair.
     """
     facts, numbers = _Row(FACTS), _Row(NUMBERS)
     upto = _ALL
@@ -178,7 +205,8 @@ def database_id(database: Database) -> str:
 
     Raises:
         UnavailableError: the database does not answer.
-        NotPermittedError: the role may not call pg_control_system().
+        ConfigurationError: the role may not call pg_control_system().
+        BusyError: a statement took too long, or no connection was free (OverloadedError).
     """
     query = (
         "SELECT system_identifier || '/' || (SELECT oid FROM pg_database WHERE datname ="
@@ -189,7 +217,11 @@ def database_id(database: Database) -> str:
 
 
 def collection_prefix(database: str) -> str:
-    """Return the prefix of the names of all collections of a database, from its id."""
+    """Return the prefix of the names of all collections of a database, from its id.
+
+    Args:
+        database: the id, from `database_id`.
+    """
     return f"{_OURS}{database}_"
 
 

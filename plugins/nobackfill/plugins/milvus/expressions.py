@@ -50,8 +50,12 @@ def expression_of(filtered: Filter) -> str:
 
     It may also be true for other items, which the database then leaves out.
 
+    Args:
+        filtered: a filter that `check_filter` accepts.
+
     Returns:
-        The expression; EVERYTHING, an empty text, if it is longer than 32,768 characters.
+        The expression; EVERYTHING, an empty text, if it is longer than 32,768 characters or every
+        item passes. A filter that no item passes gives "id < 0".
     """
     text = _translate(filtered, wide=True)
     return text if len(text) <= _MOST_CHARACTERS else EVERYTHING

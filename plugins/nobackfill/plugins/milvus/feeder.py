@@ -63,13 +63,18 @@ class Feeder:
         self._thread = threading.Thread(target=self._run, name="milvus", daemon=True)
 
     def start(self) -> None:
-        """Start the thread. A second call raises RuntimeError."""
+        """Start the thread, which logs its errors and tries again every 2 s.
+
+        Raises:
+            RuntimeError: it was started before.
+        """
         self._thread.start()
 
     def close(self) -> None:
         """Stop the thread after its present call to Milvus, which has a deadline.
 
-        A second call, or one without `start`, does nothing.
+        A second call, or one without `start`, does nothing. It may block for a minute, which is the
+        longest deadline of a call.
         """
         self._stopping.set()
         self._wake_event.set()
@@ -91,10 +96,12 @@ class Feeder:
 
         Returns:
             How many labels are no longer pending, with those of dropped spaces, which are not sent.
-            0 if none is pending, or another gateway feeds the gallery.
+            0 if none is pending, or another gateway feeds the gallery. It creates and loads missing
+            collections. A collection that was lost makes all vectors of its space pending again.
 
         Raises:
-            UnavailableError: Milvus or the database does not answer; the labels stay pending.
+            UnavailableError: Milvus or the database does not answer; the labels stay pending,
+                though Milvus may have some already.
             NotFoundError: the gallery was deleted.
             BusyError: the database could not lock the rows in time, or refuses writes.
             CannotWriteError: the database cannot write.
@@ -117,7 +124,7 @@ class Feeder:
         """Wait until Milvus has the vectors of a space and a graph of them; feed them if necessary.
 
         Milvus can answer before, but without a graph it compares vectors one by one. Pending labels
-        that a search compares by itself are allowed.
+        that a search compares by itself are allowed. It has no end of its own while Milvus answers.
 
         Args:
             schema: the gallery's schema.
@@ -129,6 +136,7 @@ class Feeder:
             BusyError: the database could not lock the rows for ten minutes.
             NotFoundError: the gallery was deleted meanwhile.
             CannotWriteError: the database cannot write.
+            Exception: any error of `check_stop`.
         """
         name = collection_name(self._database_id, schema, info.number)
         sealed, last_answer = False, time.monotonic()

@@ -43,7 +43,7 @@ class MilvusGallery(PostgresqlGallery):
     def __init__(self, database: Database, number: int) -> None:
         """Open a gallery; start its journal if it is missing or lacks a space.
 
-        All vectors of such a space are then pending.
+        All vectors of such a space are then pending. A started journal is logged.
 
         Args:
             database: the database.
@@ -66,9 +66,14 @@ class MilvusGallery(PostgresqlGallery):
 
         Each put would extend that graph.
 
+        Args:
+            gallery: the new gallery; an existing journal stays as it is.
+
         Raises:
             UnavailableError: the database does not answer.
             BusyError: the gallery's rows are locked for too long.
+            CannotWriteError: the database is full or read-only.
+            NotFoundError: the gallery was deleted.
         """
 
         def work(connection: Connection) -> None:
@@ -84,10 +89,16 @@ class MilvusGallery(PostgresqlGallery):
     def add_staging_space(self, spec: SpaceSpec) -> None:
         """Add a staging space and its journal, unless the space exists.
 
+        It waits until no other transaction writes to the gallery. All is one transaction. Listeners
+        are called.
+
         Raises:
-            InvalidInputError: it exists with another dimension, metric or side space.
+            InvalidInputError: it exists with another release, dimension, metric, norm or side
+                space, or has too many dimensions for pgvector.
             UnavailableError: the database does not answer.
             BusyError: the gallery's rows are locked for too long.
+            CannotWriteError: the database is full or read-only.
+            NotFoundError: the gallery was deleted.
         """
 
         def work(connection: Connection) -> None:
@@ -106,7 +117,8 @@ def wait_for_milvus(
 
     Then the items of the space are checked, so that the flip checks only later ones. Spaces of at
     most 5,000 vectors need no Milvus and return at once. The wait has no end of its own: if recall
-    stays low, it is logged and measured again, with new probes.
+    stays low, it is logged and measured again, with new probes. Errors of Milvus and busy databases
+    are logged, and tried again after a pause of 0.5 to 60 s.
 
     Args:
         gallery: the gallery.
@@ -117,7 +129,10 @@ def wait_for_milvus(
 
     Raises:
         IncompatibleSpaceError: the gallery does not have the space any more.
-        UnavailableError: Milvus or the database does not answer.
+        UnavailableError: the database does not answer at the start.
+        BusyError: the database is busy at the start.
+        NotFoundError: the gallery was deleted.
+        Exception: any error of `check_stop`.
     """
     if gallery.count(info.spec.space) <= limits.SMALL:
         return
@@ -190,7 +205,8 @@ class HostedInMilvus(HostedInDatabase):
     def make_ready(self, space: str, check_stop: Callable[[], None]) -> None:
         """Wait until Milvus has a space with a graph of it, and finds nearly all true neighbours.
 
-        A space of at most 5,000 vectors is ready at once.
+        A space of at most 5,000 vectors is ready at once. Blocks for as long as this takes; without
+        `check_stop`, a low recall lasts for ever.
 
         Args:
             space: id of the space.
@@ -198,7 +214,12 @@ class HostedInMilvus(HostedInDatabase):
 
         Raises:
             IncompatibleSpaceError: the gallery does not have the space.
-            UnavailableError: Milvus or the database does not answer for ten minutes.
+            UnavailableError: Milvus or the database does not answer for ten minutes, or the
+                database does not answer at the start.
+            BusyError: the database is busy at the start, or for ten minutes.
+            NotFoundError: the gallery was deleted.
+            CannotWriteError: the database is full or read-only.
+            Exception: any error of `check_stop`.
         """
         info = self._gallery.space(space)
         self._gallery.look_ahead(space)
@@ -229,10 +250,14 @@ class InMilvus(DatabaseHome):
     def open(self, name: str) -> Hosted:
         """Open a gallery by its name; start its journal if it has none.
 
+        Returns:
+            The hosted gallery, which wakes the feeder at each change.
+
         Raises:
             NotFoundError: there is no such gallery.
             UnavailableError: the database does not answer.
             BusyError: its journal is missing, and the gallery's rows are locked for too long.
+            CannotWriteError: its journal is missing, and the database is full or read-only.
         """
         plain = self._galleries.open(name)
         gallery = MilvusGallery(plain.database, plain.number)
@@ -241,7 +266,8 @@ class InMilvus(DatabaseHome):
     def create(self, name: str, specs: Sequence[SpaceSpec], state: Mapping[str, Any]) -> None:
         """Create an empty gallery with a journal.
 
-        If the process ends in between, the gallery has no journal; `open` then starts it.
+        If the process ends in between, the gallery has no journal; `open` then starts it. The call
+        returns before Milvus knows the gallery.
 
         Args:
             name: its name.
@@ -251,6 +277,10 @@ class InMilvus(DatabaseHome):
         Raises:
             AlreadyExistsError: the name is in use.
             UnavailableError: the database does not answer.
+            InvalidInputError: a space has too many dimensions for pgvector.
+            BusyError: the rows are locked for too long, no connection was free (OverloadedError),
+                or writes are refused.
+            CannotWriteError: the database is full or read-only.
         """
         MilvusGallery.begin_journal(self._galleries.create(name, specs, state))
 
@@ -261,7 +291,8 @@ def open_home(
 ) -> Iterator[InMilvus]:
     """Search the vectors of a database's galleries in Milvus, until the block ends.
 
-    The database stays open; the caller closes it.
+    The database stays open; the caller closes it. At the end of the block, the thread and the
+    connection to Milvus are stopped.
 
     Args:
         address: Milvus, as Collections takes it.
@@ -270,8 +301,10 @@ def open_home(
         feeds: start a thread that sends changes to Milvus; another process must do it otherwise.
 
     Raises:
-        ConfigurationError: the address has another form.
-        UnavailableError: Milvus does not answer.
+        ConfigurationError: the address has another form, names another machine without TLS, or the
+            database's user may not call pg_control_system().
+        UnavailableError: Milvus or the database does not answer.
+        BusyError: the database is busy.
     """
     with closing(Collections(address)) as collections:
         home = InMilvus(database, scratch, collections)

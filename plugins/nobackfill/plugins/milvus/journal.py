@@ -57,14 +57,14 @@ _TRIGGER = (
 def begin_journal(connection: Connection, schema: str) -> None:
     """Start the journal of a gallery, with all its vectors pending.
 
-    Spaces that have a journal already stay as they are.
+    Spaces that have a journal already stay as they are. The caller commits.
 
     Args:
         connection: in a transaction, which waits until no other one writes to the gallery.
         schema: the gallery's schema.
 
     Raises:
-        UnavailableError: the database does not answer.
+        psycopg.Error: a statement fails; `Database.read` and `Database.write` translate it.
     """
     hold_gate(connection, schema)
     if not has_journal(connection, schema):
@@ -82,7 +82,7 @@ def has_journal(connection: Connection, schema: str) -> bool:
         schema: the gallery's schema.
 
     Raises:
-        UnavailableError: the database does not answer.
+        psycopg.Error: a statement fails; `Database.read` and `Database.write` translate it.
     """
     rows = run(
         connection,
@@ -105,7 +105,7 @@ def covers_all_spaces(connection: Connection, schema: str) -> bool:
         False if there is no journal.
 
     Raises:
-        UnavailableError: the database does not answer.
+        psycopg.Error: a statement fails; `Database.read` and `Database.write` translate it.
     """
     return has_journal(connection, schema) and all(
         _watched(connection, table_of(schema, info.number))
@@ -125,13 +125,15 @@ def _watched(connection: Connection, table: str) -> bool:
 def watch_space(connection: Connection, schema: str, info: SpaceInfo) -> None:
     """Start the journal of one space, with all its vectors pending, unless it has one.
 
+    The caller commits.
+
     Args:
         connection: in a transaction.
         schema: the gallery's schema, which has a journal.
         info: the space.
 
     Raises:
-        UnavailableError: the database does not answer.
+        psycopg.Error: a statement fails; `Database.read` and `Database.write` translate it.
     """
     table = table_of(schema, info.number)
     if not _watched(connection, table):
@@ -143,13 +145,15 @@ def watch_space(connection: Connection, schema: str, info: SpaceInfo) -> None:
 def note_all(connection: Connection, schema: str, info: SpaceInfo) -> None:
     """Mark all vectors of a space as pending, and forget when it was last fed.
 
+    Labels that are pending already are not added again. The caller commits.
+
     Args:
         connection: in a transaction.
         schema: the gallery's schema, which has a journal.
         info: the space, whose collection is empty or lost.
 
     Raises:
-        UnavailableError: the database does not answer.
+        psycopg.Error: a statement fails; `Database.read` and `Database.write` translate it.
     """
     run(connection, f"DELETE FROM {schema}.told WHERE number = %s", [info.number])
     run(
@@ -173,7 +177,7 @@ def try_lock(connection: Connection, schema: str) -> bool:
         False if another process holds the lock.
 
     Raises:
-        UnavailableError: the database does not answer.
+        psycopg.Error: a statement fails; `Database.read` and `Database.write` translate it.
     """
     lock = run(connection, "SELECT pg_try_advisory_xact_lock(hashtext(%s))", [f"feed {schema}"])
     return bool(lock.fetchone()[0])
@@ -182,12 +186,12 @@ def try_lock(connection: Connection, schema: str) -> bool:
 def take_pending(connection: Connection, schema: str, count: int) -> list[tuple[int, Labels]]:
     """Take pending labels of a gallery out of its journal; the commit makes it durable.
 
+    If there are more than `count`, it is not defined which are taken.
+
     Args:
         connection: in a transaction.
         schema: the gallery's schema.
         count: the most rows to take.
-
-    Which labels are taken, if there are more than `count`, is not defined.
 
     Returns:
         For each space with such rows its number and its labels, int64 [n], increasing, each once;
@@ -195,7 +199,7 @@ def take_pending(connection: Connection, schema: str, count: int) -> list[tuple[
         is pending.
 
     Raises:
-        UnavailableError: the database does not answer.
+        psycopg.Error: a statement fails; `Database.read` and `Database.write` translate it.
     """
     rows = run(
         connection,
@@ -220,7 +224,7 @@ def set_fed_until(connection: Connection, schema: str, number: int, moment: int)
         moment: the timestamp of the last write.
 
     Raises:
-        UnavailableError: the database does not answer.
+        psycopg.Error: a statement fails; `Database.read` and `Database.write` translate it.
     """
     run(
         connection,
@@ -242,7 +246,7 @@ def fed_until(connection: Connection, schema: str, number: int) -> int | None:
         The timestamp of the last write; None if the space was never fed, or must be fed again.
 
     Raises:
-        UnavailableError: the database does not answer.
+        psycopg.Error: a statement fails; `Database.read` and `Database.write` translate it.
     """
     row = run(
         connection, f"SELECT moment FROM {schema}.told WHERE number = %s", [number]
@@ -255,6 +259,8 @@ def pending_labels(
 ) -> Labels:
     """Return pending labels of a space.
 
+    If there are more, it is not defined which are returned.
+
     Args:
         connection: a snapshot of the database.
         schema: the gallery's schema.
@@ -266,7 +272,7 @@ def pending_labels(
         int64 [n]; a label may occur several times.
 
     Raises:
-        UnavailableError: the database does not answer.
+        psycopg.Error: a statement fails; `Database.read` and `Database.write` translate it.
     """
     filtering = "" if described else " AND NOT described"
     query = f"SELECT label FROM {schema}.pending WHERE number = %s{filtering} LIMIT %s"
@@ -278,13 +284,13 @@ def galleries_with_pending(connection: Connection, schemas: Sequence[str]) -> li
 
     Args:
         connection: a connection to the database.
-        schemas: schemas of galleries that have a journal.
+        schemas: schemas of galleries that have a journal; none: no statement runs.
 
     Returns:
         Each of `schemas` that has at least one label, in the same order.
 
     Raises:
-        UnavailableError: the database does not answer.
+        psycopg.Error: a statement fails; `Database.read` and `Database.write` translate it.
     """
     return [
         schema

@@ -66,6 +66,9 @@ def open_client(place: str) -> Any:
         place: https://HOST:PORT (http:// on this machine), with /DATABASE unless it is the default
             one; or a file.
 
+    Returns:
+        The client; the caller closes it.
+
     Raises:
         NotFoundError: the file does not exist.
         ConfigurationError: the address has another form, or the process was forked after another
@@ -100,6 +103,8 @@ def open_client(place: str) -> Any:
 def call_milvus(name: str, work: Callable[[], Result]) -> Result:
     """Call a function that uses a client of Milvus, and convert Milvus' errors to nobackfill's.
 
+    Nothing is tried again. Errors of other kinds that `work` raises pass through.
+
     Args:
         name: the collection or host, for the messages.
         work: the function.
@@ -109,9 +114,11 @@ def call_milvus(name: str, work: Callable[[], Result]) -> Result:
 
     Raises:
         ConfigurationError: the process was forked after the first client was opened.
-        UnavailableError: the server does not answer.
-        NotFoundError, NotPermittedError: by Milvus' code.
+        UnavailableError: the server does not answer, or is not ready.
         InvalidInputError: any other refusal.
+        IndexError: no client was opened before.
+        NotFoundError: there is no such collection, by Milvus' code.
+        NotPermittedError: Milvus refuses the token or the right, by its code.
     """
     if os.getpid() != _OPENERS[0]:
         raise ConfigurationError(
@@ -147,6 +154,12 @@ def schema_of(client: Any, fields: Mapping[str, Mapping[str, Any]], dims: Mappin
         client: the client of Milvus; nothing is sent.
         fields: descriptions of the fields by name.
         dims: dimensions of vector fields by name; other fields stay as they are.
+
+    Returns:
+        The schema, for the client's call that creates a collection.
+
+    Raises:
+        KeyError: a description lacks the name's type.
     """
     schema = client.create_schema(auto_id=False, enable_dynamic_field=True)
     for name, one in fields.items():
@@ -167,7 +180,11 @@ def make_partition(client: Any, collection: str, name: str) -> None:
         name: the partition's name.
 
     Raises:
-        UnavailableError, NotFoundError, NotPermittedError, InvalidInputError: as `call_milvus`.
+        NotFoundError: there is no such collection.
+        UnavailableError: Milvus does not answer within a minute.
+        NotPermittedError: Milvus refuses the token.
+        InvalidInputError: Milvus refuses the request otherwise.
+        ConfigurationError: the process was forked after the first client was opened.
     """
     if not call_milvus(collection, lambda: client.has_partition(collection, name)):
         call_milvus(collection, lambda: client.create_partition(collection, name))
@@ -180,8 +197,16 @@ def indexes_of(client: Any, collection: str) -> Any:
         client: the client of Milvus.
         collection: the collection's name.
 
+    Returns:
+        Index parameters, for the client's call that creates a collection; without any index if no
+        field has one.
+
     Raises:
-        UnavailableError, NotFoundError, NotPermittedError, InvalidInputError: as `call_milvus`.
+        NotFoundError: there is no such collection.
+        UnavailableError: Milvus does not answer within a minute.
+        NotPermittedError: Milvus refuses the token.
+        InvalidInputError: Milvus refuses the request otherwise.
+        ConfigurationError: the process was forked after the first client was opened.
     """
     indexes = client.prepare_index_params()
     for one in _indexes(client, collection):
@@ -203,7 +228,11 @@ def index_of(client: Any, collection: str, field: str) -> Mapping[str, Any]:
         field: the field's name.
 
     Raises:
-        UnavailableError, NotFoundError, NotPermittedError, InvalidInputError: as `call_milvus`.
+        NotFoundError: there is no such collection.
+        UnavailableError: Milvus does not answer within a minute.
+        NotPermittedError: Milvus refuses the token.
+        InvalidInputError: Milvus refuses the request otherwise.
+        ConfigurationError: the process was forked after the first client was opened.
     """
     results = _indexes(client, collection)
     return next((one for one in results if one.get("field_name") == field), {})
@@ -241,6 +270,9 @@ def open_collection(place: str, collection: str, vector: str | None) -> CopiedSo
         collection: the collection's name or alias.
         vector: the name of a float32 field; None: the only one.
 
+    Returns:
+        The source, which the caller closes.
+
     Raises:
         NotFoundError: there is no such file or collection.
         ConfigurationError: the address has another form, or the process was forked since the first
@@ -265,8 +297,11 @@ class MilvusStore:
 
     Raises:
         NotFoundError: the file does not exist.
-        ConfigurationError: the address has another form.
+        ConfigurationError: the address has another form, or the process was forked after another
+            client was opened.
         UnavailableError: the server does not answer.
+        NotPermittedError: the server refuses the token.
+        InvalidInputError: Milvus refuses the file or the address.
     """
 
     def __init__(self, place: str, vector: str | None = None) -> None:
@@ -276,12 +311,16 @@ class MilvusStore:
     def open_collection(self, name: str) -> "MilvusCollection":
         """Open a collection by its name or alias, and load it into Milvus' memory.
 
+        It stays loaded.
+
         Raises:
-            NotFoundError: there is no such collection.
+            NotFoundError: there is no such collection; the error names others.
             InvalidInputError: the vector field is missing or ambiguous, functions compute fields,
-                or Milvus refuses the call otherwise, as for too little memory.
-            NobackfillError: any other failure of the call, such as UnavailableError (no answer)
-                or NotPermittedError.
+                or Milvus refuses the call otherwise, as for too little memory; or Milvus refuses
+                the request otherwise.
+            UnavailableError: Milvus does not answer within a minute.
+            NotPermittedError: Milvus refuses the token.
+            ConfigurationError: the process was forked after the first client was opened.
         """
         if not self.exists(name):
             names = join_few(call_milvus(name, self._client.list_collections))
@@ -294,24 +333,31 @@ class MilvusStore:
         """Return whether a collection or an alias has this name.
 
         Raises:
-            NobackfillError: any failure of the call, such as UnavailableError (no answer)
-                or NotPermittedError.
+            UnavailableError: Milvus does not answer within a minute.
+            NotPermittedError: Milvus refuses the token.
+            InvalidInputError: Milvus refuses the request otherwise.
+            ConfigurationError: the process was forked after the first client was opened.
         """
         return bool(call_milvus(name, lambda: self._client.has_collection(name)))
 
     def make(self, target: Target, like: Collection, facts: Mapping[str, str]) -> None:
         """Create an empty collection for other vectors of the items of an existing one.
 
+        After an error, the collection may exist without some of its partitions.
+
         Args:
-            target: name and dimension of the new collection.
+            target: name and dimension of the new collection; its other fields are ignored.
             like: the existing collection, whose fields, indexes and partitions are copied.
             facts: facts to record in the same step.
 
         Raises:
             TypeError: `like` is no MilvusCollection.
-            InvalidInputError: the name is in use, or is not valid.
-            NobackfillError: any other failure of the call, such as UnavailableError (no answer)
-                or NotPermittedError.
+            InvalidInputError: the name is in use, or is not valid; or Milvus refuses the request
+                otherwise.
+            UnavailableError: Milvus does not answer within a minute.
+            NotPermittedError: Milvus refuses the token.
+            NotFoundError: the existing collection was dropped.
+            ConfigurationError: the process was forked after the first client was opened.
         """
         if not isinstance(like, MilvusCollection):
             raise TypeError(like)
@@ -332,9 +378,11 @@ class MilvusStore:
         """Delete a collection with its items.
 
         Raises:
-            InvalidInputError: an alias leads to it.
-            NobackfillError: any other failure of the call, such as UnavailableError (no answer)
-                or NotPermittedError.
+            InvalidInputError: an alias leads to it, or Milvus refuses the request otherwise.
+            NotFoundError: there is no such collection.
+            UnavailableError: Milvus does not answer within a minute.
+            NotPermittedError: Milvus refuses the token.
+            ConfigurationError: the process was forked after the first client was opened.
         """
         if aliases := call_milvus(name, lambda: self._client.list_aliases(name))["aliases"]:
             raise InvalidInputError(
@@ -346,9 +394,14 @@ class MilvusStore:
     def steps(self, old: Collection, new: Collection) -> list[str]:
         """Return the steps by which the owner flips, as sentences and Python calls.
 
+        The collections' aliases are read.
+
         Raises:
-            NobackfillError: any failure of the call, such as UnavailableError (no answer)
-                or NotPermittedError.
+            UnavailableError: Milvus does not answer within a minute.
+            NotPermittedError: Milvus refuses the token.
+            NotFoundError: the old collection was dropped.
+            InvalidInputError: Milvus refuses the request otherwise.
+            ConfigurationError: the process was forked after the first client was opened.
         """
         steps = [
             "stop all writers, or let every writer put to both collections, to the new one by the "
@@ -367,7 +420,10 @@ class MilvusStore:
         return steps
 
     def close(self) -> None:
-        """Close the client."""
+        """Close the client.
+
+        Collections that it opened do not work afterwards.
+        """
         self._client.close()
 
 
@@ -424,10 +480,16 @@ class MilvusCollection:
     def facts(self) -> Facts:
         """Return name, dimension, metric and model of the vectors, and names of other fields.
 
+        The dimension is as it was when the collection was opened. The metric is None if the field
+        has no index.
+
         Raises:
-            InvalidInputError: searches use a metric that nobackfill does not support.
-            NobackfillError: any other failure of the call, such as UnavailableError (no answer)
-                or NotPermittedError.
+            InvalidInputError: searches use a metric that nobackfill does not support, or Milvus
+                refuses the request otherwise.
+            UnavailableError: Milvus does not answer within a minute.
+            NotPermittedError: Milvus refuses the token.
+            NotFoundError: the collection was dropped.
+            ConfigurationError: the process was forked after the first client was opened.
         """
         kind = str(index_of(self._client, self.name, self._vector).get("metric_type") or "")
         others = tuple(name for name in self._fields if name not in (self._key, self._vector))
@@ -438,8 +500,11 @@ class MilvusCollection:
         """Count the items.
 
         Raises:
-            NobackfillError: any failure of the call, such as UnavailableError (no answer)
-                or NotPermittedError.
+            UnavailableError: Milvus does not answer within a minute.
+            NotPermittedError: Milvus refuses the token.
+            NotFoundError: the collection was dropped.
+            InvalidInputError: Milvus refuses the request otherwise.
+            ConfigurationError: the process was forked after the first client was opened.
         """
         return int(self._query("", ["count(*)"])[0]["count(*)"])
 
@@ -449,9 +514,18 @@ class MilvusCollection:
         Keys are listed once, at the start. A key that is added later makes a window larger. The
         last window has no upper end, and an empty collection gives one window.
 
+        Args:
+            rows: the largest size of a window, at least 1; large vectors make it smaller.
+
+        Yields:
+            Windows of keys, without the lower end and with the upper one.
+
         Raises:
-            NobackfillError: any failure of the call, such as UnavailableError (no answer)
-                or NotPermittedError.
+            UnavailableError: Milvus does not answer within a minute.
+            NotPermittedError: Milvus refuses the token.
+            NotFoundError: the collection was dropped.
+            InvalidInputError: Milvus refuses the request otherwise.
+            ConfigurationError: the process was forked after the first client was opened.
         """
         each = min(rows, self._at_once)
         keys = sorted(self._keys())
@@ -483,9 +557,16 @@ class MilvusCollection:
     def records(self, window: Window) -> list[Record]:
         """Read the items of a window by increasing key, with all fields and their partition.
 
+        Args:
+            window: keys above `lower` and up to `upper`. A large window is read in several
+                requests.
+
         Raises:
-            NobackfillError: any failure of the call, such as UnavailableError (no answer)
-                or NotPermittedError.
+            UnavailableError: Milvus does not answer within a minute.
+            NotPermittedError: Milvus refuses the token.
+            NotFoundError: the collection was dropped.
+            InvalidInputError: Milvus refuses the request otherwise.
+            ConfigurationError: the process was forked after the first client was opened.
         """
         results = self._query(self._range(window), [self._key])
         keys = sorted(one[self._key] for one in results)
@@ -508,8 +589,11 @@ class MilvusCollection:
         Empty if there is only the default one, or if Milvus chooses the partition of an item.
 
         Raises:
-            NobackfillError: any failure of the call, such as UnavailableError (no answer)
-                or NotPermittedError.
+            UnavailableError: Milvus does not answer within a minute.
+            NotPermittedError: Milvus refuses the token.
+            NotFoundError: the collection was dropped.
+            InvalidInputError: Milvus refuses the request otherwise.
+            ConfigurationError: the process was forked after the first client was opened.
         """
         if self.own_partitions:
             return []
@@ -519,9 +603,15 @@ class MilvusCollection:
     def digests(self, window: Window) -> dict[Any, str]:
         """Read the digests of a copy's items by key; "" for an item that a writer put.
 
+        Args:
+            window: keys above `lower` and up to `upper`.
+
         Raises:
-            NobackfillError: any failure of the call, such as UnavailableError (no answer)
-                or NotPermittedError.
+            UnavailableError: Milvus does not answer within a minute.
+            NotPermittedError: Milvus refuses the token.
+            NotFoundError: the collection was dropped.
+            InvalidInputError: Milvus refuses the request otherwise.
+            ConfigurationError: the process was forked after the first client was opened.
         """
         results = self._query(self._range(window), [self._key, OF])
         return {one[self._key]: str(one.get(OF, "")) for one in results}
@@ -529,9 +619,15 @@ class MilvusCollection:
     def existing_keys(self, keys: Sequence[Any]) -> Some[Any]:
         """Return those of the given keys that exist.
 
+        Args:
+            keys: keys in the collection's own type; none: no request is sent.
+
         Raises:
-            NobackfillError: any failure of the call, such as UnavailableError (no answer)
-                or NotPermittedError.
+            UnavailableError: Milvus does not answer within a minute.
+            NotPermittedError: Milvus refuses the token.
+            NotFoundError: the collection was dropped.
+            InvalidInputError: Milvus refuses the request otherwise.
+            ConfigurationError: the process was forked after the first client was opened.
         """
         results: set[Any] = set()
         for first in range(0, len(keys), _PAGE):
@@ -544,13 +640,19 @@ class MilvusCollection:
 
         Missing partitions are created.
 
+        Earlier requests stay after an error.
+
         Args:
-            records: n items; their fields, partitions and digests are stored.
+            records: n items; none: nothing is sent. Their fields, partitions and digests are
+                stored.
             vectors: float32 [n, dim], in place of their own.
 
         Raises:
-            NobackfillError: any failure of the call, such as UnavailableError (no answer)
-                or NotPermittedError.
+            UnavailableError: Milvus does not answer within a minute.
+            NotPermittedError: Milvus refuses the token.
+            NotFoundError: the collection was dropped.
+            InvalidInputError: Milvus refuses the request otherwise.
+            ConfigurationError: the process was forked after the first client was opened.
         """
         parts = dict.fromkeys(one.partition for one in records)
         for partition in parts:
@@ -573,9 +675,14 @@ class MilvusCollection:
     def remove(self, keys: Sequence[Any]) -> None:
         """Delete items by key; unknown keys are ignored.
 
+        They go in requests of 1,000, and earlier ones stay after an error.
+
         Raises:
-            NobackfillError: any failure of the call, such as UnavailableError (no answer)
-                or NotPermittedError.
+            UnavailableError: Milvus does not answer within a minute.
+            NotPermittedError: Milvus refuses the token.
+            NotFoundError: the collection was dropped.
+            InvalidInputError: Milvus refuses the request otherwise.
+            ConfigurationError: the process was forked after the first client was opened.
         """
         for first in range(0, len(keys), _PAGE):
             some = list(keys[first : first + _PAGE])
@@ -584,9 +691,14 @@ class MilvusCollection:
     def lookup(self, ids: Sequence[str]) -> list[Record]:
         """Read items by id as text; unknown ids are left out.
 
+        They come in any order; their partition is not read.
+
         Raises:
-            NobackfillError: any failure of the call, such as UnavailableError (no answer)
-                or NotPermittedError.
+            UnavailableError: Milvus does not answer within a minute.
+            NotPermittedError: Milvus refuses the token.
+            NotFoundError: the collection was dropped.
+            InvalidInputError: Milvus refuses the request otherwise.
+            ConfigurationError: the process was forked after the first client was opened.
         """
         keys = [key for one in ids if (key := self._key_of(one)) is not None]
         results: list[Record] = []
@@ -598,13 +710,18 @@ class MilvusCollection:
     def nearest(self, vector: Vectors, count: int) -> list[str]:
         """Search the ids nearest to a vector, nearest first.
 
+        Milvus may search approximately, by the index' metric.
+
         Args:
             vector: float32 [dim].
-            count: the most ids to return.
+            count: the most ids to return, 1 to 16,384.
 
         Raises:
-            NobackfillError: any failure of the call, such as UnavailableError (no answer)
-                or NotPermittedError.
+            UnavailableError: Milvus does not answer within a minute.
+            NotPermittedError: Milvus refuses the token.
+            NotFoundError: the collection was dropped.
+            InvalidInputError: Milvus refuses the request otherwise.
+            ConfigurationError: the process was forked after the first client was opened.
         """
         results = call_milvus(
             self.name,
@@ -628,8 +745,11 @@ class MilvusCollection:
         """Return the index definitions of all fields, for a copy.
 
         Raises:
-            NobackfillError: any failure of the call, such as UnavailableError (no answer)
-                or NotPermittedError.
+            UnavailableError: Milvus does not answer within a minute.
+            NotPermittedError: Milvus refuses the token.
+            NotFoundError: the collection was dropped.
+            InvalidInputError: Milvus refuses the request otherwise.
+            ConfigurationError: the process was forked after the first client was opened.
         """
         return indexes_of(self._client, self.name)
 

@@ -16,14 +16,15 @@ def join_cluster(address: str) -> None:
     """Make this process a driver of a Ray cluster; this machine must be a node of it.
 
     `ray.shutdown` leaves the cluster. Ray's usage statistics are turned off, unless the environment
-    sets RAY_USAGE_STATS_ENABLED.
+    sets RAY_USAGE_STATS_ENABLED. Blocks for some seconds. Call it once, until `ray.shutdown`.
 
     Args:
-        address: HOST:PORT of the head, or auto for a cluster that runs on this machine.
+        address: HOST:PORT of the head, or auto for a cluster that runs on this machine; empty
+            starts a new one here.
 
     Raises:
         ConfigurationError: the address has another form, or the extra `ray` is not installed.
-        UnavailableError: no cluster answers there within seconds.
+        UnavailableError: no cluster answers there within 5 s, or Ray is joined already.
     """
     # Send no usage statistics to Ray's makers.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

@@ -44,6 +44,8 @@ class RayCluster:
     def __init__(self, address: str) -> None:
         """Join a cluster, of which this machine must be a node.
 
+        Blocks for some seconds. The caller closes it.
+
         Args:
             address: HOST:PORT of the head, or auto for a cluster that runs on this machine.
 
@@ -56,6 +58,8 @@ class RayCluster:
     def carry(self, work: UpgradeWork, pieces: Iterable[Piece]) -> Iterator[Labels]:
         """Migrate pieces of a gallery; each task reads and writes the gallery's database itself.
 
+        Model files in a folder are read at the first result.
+
         Args:
             work: the gallery, the route and its models, which travel with the tasks.
             pieces: the pieces; they are taken from the iterable as tasks start.
@@ -67,6 +71,7 @@ class RayCluster:
             UnavailableError: the cluster lost a piece several times, or finished no task for two
                 minutes.
             NobackfillError: an error of a piece, as if it had run in this process.
+            OSError: a model file in a folder cannot be read.
         """
         if isinstance(work.files, Path):
             work = replace(work, files=files_of(work.files, work.route))
@@ -78,7 +83,9 @@ class RayCluster:
         """Call a function for each part, in processes of the cluster.
 
         Ray repeats a task if its node dies, so `do` must allow repeated calls. If the iterator is
-        closed early, running tasks are cancelled.
+        closed early, running tasks are cancelled. Nothing runs before the first result is asked
+        for. At the end or an error, running tasks are cancelled, and waited for at most two
+        minutes.
 
         Args:
             do: gets the shared data and a part; it and its arguments are pickled.
@@ -123,7 +130,10 @@ class RayCluster:
                 ray.wait(running, num_returns=len(running), timeout=_PATIENCE_S)
 
     def close(self) -> None:
-        """Leave the cluster; running tasks of this process are cancelled."""
+        """Leave the cluster; running tasks of this process are cancelled.
+
+        A second call does nothing.
+        """
         ray.shutdown()
 
 
