@@ -114,6 +114,8 @@ class DualTexts:
                 refuses the user.
             NotFoundError: The new vectors do not exist.
             Exception: Any error of the embedders.
+            CannotWriteError, VerificationError: The file of native vectors cannot be used.
+            ConfigurationError: The process was forked after the re-embedder was opened.
         """
         old, new = (np.asarray(embed(query), np.float32) for embed in (self._old, self._new))
         hits = self._dual.search(old, new, k).hits
@@ -284,6 +286,8 @@ class GalleryTexts:
     def delete(self, ids: Sequence[str] | None = None, *, where: Filter | None = None) -> int:
         """Delete items by id or by filter, and return how many there were.
 
+        Ids go in calls of 10,000; after an error, earlier calls stay.
+
         Args:
             ids: Unknown ids are ignored; an empty list deletes nothing.
             where: A filter, where `ids` is None, and ignored otherwise; None deletes every item
@@ -291,7 +295,10 @@ class GalleryTexts:
 
         Raises:
             NotFoundError: No such gallery.
-            NobackfillError: Any other failure of the call.
+            InvalidInputError: The filter is not valid.
+            NotPermittedError: The gateway refuses the token.
+            BusyError: The gateway has too much work.
+            UnavailableError: The gateway does not answer within the connection's seconds.
         """
         if ids is None:
             return self.gateway.delete(self.gallery, where=where or Exists(self.text_key))

@@ -21,7 +21,11 @@ _READING = ("GET", "HEAD")
 
 
 def new_token() -> str:
-    """Generate a secret for the address of a page: 256 random bits as text for a URL."""
+    """Generate a secret for the address of a page: 256 random bits as text for a URL.
+
+    Returns:
+        43 characters of A-Z, a-z, 0-9, - and _.
+    """
     return secrets.token_urlsafe(32)
 
 
@@ -106,7 +110,14 @@ class Guard:
         return host if host in self._hosts or any_first in self._hosts else None
 
     def has_secret(self, scope: Scope) -> bool:
-        """Return whether a request's path begins with the secret; False if there is no secret."""
+        """Return whether a request's path begins with the secret; False if there is no secret.
+
+        Args:
+            scope: an HTTP request's scope, with its path. Nothing else of the request is checked.
+
+        Raises:
+            KeyError: the scope has no path, as that of a lifespan.
+        """
         return self._token is not None and self._may_enter(scope["path"])
 
     def _may_enter(self, path: str) -> bool:

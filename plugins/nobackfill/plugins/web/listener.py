@@ -40,7 +40,10 @@ Tls = tuple[Path, Path, Path | None]
 
 
 def is_ending(request: Request) -> bool:
-    """Return whether the server stops, so that a stream must end; False for other servers."""
+    """Return whether the server stops, so that a stream must end; False for other servers.
+
+    A request in progress must ask repeatedly: nothing interrupts it.
+    """
     event = request.scope.get(ENDING)
     return event is not None and event.is_set()
 
@@ -183,14 +186,17 @@ class Listener:
     def __init__(self, host: str, port: int, tls: Tls | None = None) -> None:
         """Listen at an address, and let connections wait.
 
+        The socket is closed by `close`. The files of `tls` are read by `serve`.
+
         Args:
-            host: an IP address or a name.
+            host: an IP address or a name; a colon makes it IPv6.
             port: 0 takes any free one.
             tls: PEM files of the certificate chain, its key, and the authority of client
                 certificates or None; None: serve without TLS.
 
         Raises:
-            ConfigurationError: the address cannot be used.
+            ConfigurationError: the address cannot be used, or the port is in use, below 0 or above
+                65535.
         """
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = _LimitedSocket(family)
@@ -213,7 +219,12 @@ class Listener:
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """Return the Host headers that browsers may send to reach this address."""
+        """Return the Host headers that browsers may send to reach this address.
+
+        Returns:
+            The host with the port; on this machine also localhost. Without the port, too, if it is
+            the default one of HTTP or HTTPS.
+        """
         host = f"[{self.host}]" if ":" in self.host else self.host
         names = (host, "localhost") if is_loopback(self.host) else (host,)
         default = 443 if self._tls else 80
@@ -233,6 +244,9 @@ class Listener:
         Returns before the first answer; connections that waited since the start are answered too.
         If the files of `tls` cannot be read, the thread ends with an error, and nothing is
         answered.
+
+        A request beyond the limits gets the status 503. Open connections that are silent for 4 s
+        are closed.
 
         Args:
             app: the application.
@@ -290,7 +304,8 @@ class Listener:
     def close(self) -> None:
         """Stop answering and close the socket; open streams get 3 s to end.
 
-        A second call, or one without `serve`, only closes the socket.
+        A second call, or one without `serve`, only closes the socket. It blocks until the thread
+        has ended.
         """
         if self._server is not None and self._thread is not None:
             self._ending.set()

@@ -71,7 +71,8 @@ class Site:
         """Make an empty site.
 
         Args:
-            templates: the folder of the site's templates.
+            templates: the folder of the site's templates; the shared ones of all sites are found
+                too.
             title: the title of all pages.
             links: path and name of each link at the top of the pages.
             login: where unauthenticated readers are redirected; empty: nowhere.
@@ -83,6 +84,8 @@ class Site:
 
     def get(self, path: str, page: Page) -> None:
         """Add a page that a browser reads; of two pages with one path, the first one counts.
+
+        HEAD is answered too. Pages share a pool of threads. Call it before `app`.
 
         Args:
             path: the path in the site, as starlette writes routes.
@@ -98,6 +101,8 @@ class Site:
         check: Callable[[Request], None] = lambda request: None,
     ) -> None:
         """Add an action that a browser posts to.
+
+        Call it before `app`. If two actions have one path, the first one counts.
 
         Args:
             path: the path in the site, as starlette writes routes.
@@ -117,6 +122,8 @@ class Site:
     def stream(self, path: str, page: Callable[[Request], Awaitable[Response]]) -> None:
         """Add a page that streams its answer.
 
+        Call it before `app`. If two pages have one path, the first one counts.
+
         Args:
             path: the path in the site, as starlette writes routes.
             page: makes the response in the event loop, so it must not block.
@@ -132,6 +139,14 @@ class Site:
             values: names for the template. It also gets `base` (the site's address without the
                 final slash), `here` (the path in the site), `site` (the title) and `links`. A name
                 that the template uses and nobody gives is an error of jinja2.
+
+        Returns:
+            The text of the page; values are escaped for HTML.
+
+        Raises:
+            jinja2.TemplateNotFound: there is no such template.
+            jinja2.UndefinedError: the template uses a name that nobody gives.
+            TypeError: `values` has one of the names above.
         """
         base = request.scope.get("root_path", "")
         path = request.url.path.removeprefix(base)
@@ -146,6 +161,9 @@ class Site:
             template: the name of the template.
             status: the HTTP status.
             values: names for the template, as in `text`.
+
+        Raises:
+            jinja2.TemplateError: as `text`.
         """
         return HTMLResponse(self.text(request, template, **values), status)
 
@@ -155,6 +173,10 @@ class Site:
         Args:
             request: the present request; one that htmx sent gets its own header.
             path: the path in the site, with a leading slash.
+
+        Returns:
+            The status 303, or for htmx 200 with the header HX-Redirect. Whether the page exists is
+            not checked.
         """
         address = request.scope.get("root_path", "") + path
         if "hx-request" in request.headers:
@@ -162,7 +184,12 @@ class Site:
         return RedirectResponse(address, 303)
 
     def app(self) -> Starlette:
-        """Build the application of all routes that were added so far."""
+        """Build the application of all routes that were added so far.
+
+        Returns:
+            The application. An error of nobackfill gets the status of its class, or 500; an
+            unauthenticated reader is redirected to the login. Other errors pass to the server.
+        """
         handlers: dict[Any, Any] = {
             NobackfillError: self._refusal,
             HTTPException: self._missing,
@@ -190,6 +217,9 @@ def parse_form(body: bytes) -> dict[str, str]:
     """Parse the body of a form; of several equal names, the last one counts.
 
     Empty fields are left out.
+
+    Returns:
+        The values by name; empty for an empty body.
 
     Raises:
         InvalidInputError: the body is not UTF-8, or has more than 100 fields.

@@ -131,7 +131,12 @@ class TaskRunner:
         Args:
             title: the name of the task.
             work: writes progress and notes to its argument, and returns the outcome as one
-                sentence. An error of nobackfill becomes the outcome of a task that failed.
+                sentence; an empty one becomes "done". An error of nobackfill becomes the outcome of
+                a task that failed.
+
+        Returns:
+            The task, which its thread updates. Another error of `work` becomes a fixed sentence,
+            and is printed on stderr.
 
         Raises:
             BusyError: another task runs.
@@ -184,10 +189,14 @@ class CachedSearches:
     def active(self) -> Search:
         """Return a search of all items in the active space, at most two seconds old.
 
+        The vectors stay in memory, one copy for each space. A call that reads them again blocks the
+        others.
+
         Raises:
             NotFoundError: the release is not installed.
             VerificationError: a file is damaged.
             BusyError: another process holds the gallery file.
+            CannotWriteError: the gallery file cannot be opened, or the disk fails.
         """
         while True:
             try:
@@ -199,6 +208,8 @@ class CachedSearches:
     def previous(self) -> Search | None:
         """Return a search in the space before the last upgrade.
 
+        The vectors stay in memory, as those of the active space.
+
         Returns:
             None if no rollback is possible, or the space was dropped since.
 
@@ -206,6 +217,7 @@ class CachedSearches:
             NotFoundError: the release is not installed.
             VerificationError: a file is damaged.
             BusyError: another process holds the gallery file.
+            CannotWriteError: the gallery file cannot be opened, or the disk fails.
         """
         previous = self._device.previous()
         try:
@@ -217,6 +229,8 @@ class CachedSearches:
         self, search: Search, image: bytes, k: int, where: All | None = None
     ) -> DeviceAnswer:
         """Return the items nearest to an image, which is not stored.
+
+        The model of the space is opened once. Hits are nearest first.
 
         Args:
             search: the search of one space.
@@ -230,6 +244,9 @@ class CachedSearches:
             NoEncoderError: the release embeds no images.
             VerificationError: a model file or the gallery file is damaged.
             BusyError: another process holds the gallery file.
+            IncompatibleSpaceError: the space was dropped since.
+            NotFoundError: the release of the space is not installed.
+            CannotWriteError: the gallery file cannot be opened, or the disk fails.
         """
         encoder = self._encoder(search.spec)
         try:
@@ -329,6 +346,8 @@ class ItemPages:
             InvalidInputError: a condition or the place is not valid.
             VerificationError: a file of the gallery is damaged.
             BusyError: another process holds the gallery file.
+            CannotWriteError: the gallery file cannot be opened, or the disk fails.
+            IncompatibleSpaceError: a sync dropped the space during the request.
         """
         return self._grid(request, least_certain=False)
 
@@ -343,6 +362,8 @@ class ItemPages:
             InvalidInputError: a condition or the place is not valid.
             VerificationError: a file of the gallery is damaged.
             BusyError: another process holds the gallery file.
+            CannotWriteError: the gallery file cannot be opened, or the disk fails.
+            IncompatibleSpaceError: a sync dropped the space during the request.
         """
         return self._grid(request, least_certain=True)
 
@@ -374,10 +395,15 @@ class ItemPages:
     def item(self, request: Request) -> Response:
         """Show one item, similar items, and the origin of its vector.
 
+        Args:
+            request: its path has the item's label.
+
         Raises:
             NotFoundError: there is no such item, or it has no vector in the active space.
             VerificationError: a file of the gallery is damaged.
             BusyError: another process holds the gallery file.
+            IncompatibleSpaceError: a sync dropped the space during the request.
+            CannotWriteError: the gallery file cannot be opened, or the disk fails.
         """
         item = self._one(request)
         active, previous = self._view.active(), self._view.previous()
@@ -408,31 +434,45 @@ class ItemPages:
     def thumbnail(self, request: Request) -> Response:
         """Send an item's thumbnail, or a placeholder if its original is missing.
 
+        A new thumbnail is cached. The browser may store it for a day.
+
+        Args:
+            request: its path has the item's label.
+
         Raises:
             NotFoundError: there is no such item.
             VerificationError: a file of the gallery is damaged.
             BusyError: another process holds the gallery file.
+            CannotWriteError: the gallery file cannot be opened, or the disk fails.
         """
         return self._jpeg(self._thumbnails.of(self._one(request)))
 
     def picture(self, request: Request) -> Response:
         """Send a copy of an item's image, at most 1280 pixels long, without the camera's metadata.
 
-        A placeholder is sent if the original is missing.
+        A placeholder is sent if the original is missing. The browser may store it for a day.
+
+        Args:
+            request: its path has the item's label.
 
         Raises:
             NotFoundError: there is no such item.
             VerificationError: a file of the gallery is damaged.
             BusyError: another process holds the gallery file.
+            CannotWriteError: the gallery file cannot be opened, or the disk fails.
         """
         return self._jpeg(self._thumbnails.large(self._one(request)))
 
     def tiles(self, answer: DeviceAnswer) -> list[HitTile]:
         """Convert the hits of an answer to tiles; items that were deleted since are left out.
 
+        Returns:
+            The tiles, nearest first.
+
         Raises:
             VerificationError: a file of the gallery is damaged.
             BusyError: another process holds the gallery file.
+            CannotWriteError: the gallery file cannot be opened, or the disk fails.
         """
         items = [(hit, self._device.store.get(hit.id)) for hit in answer.hits]
         return [
@@ -457,6 +497,7 @@ class ItemPages:
         Raises:
             VerificationError: a file of the gallery is damaged.
             BusyError: another process holds the gallery file.
+            CannotWriteError: the gallery file cannot be opened, or the disk fails.
         """
         old, new = (self.tiles(answer)[:COMPARED] for answer in (old_answer, new_answer))
         position = {tile.label: at for at, tile in enumerate(old)}
@@ -504,7 +545,11 @@ class ItemPages:
 
 
 def item_name(item: StoredItem) -> str:
-    """Return the name of an item for people: its file's name, else its id."""
+    """Return the name of an item for people: its file's name, else its id.
+
+    Returns:
+        The metadata `name`, if there is one that is not empty, as text.
+    """
     return str(item.metadata.get("name") or item.id)
 
 
@@ -512,7 +557,7 @@ def read_where(request: Request) -> All:
     """Parse the conditions `where` in a page's address; without any, every item passes.
 
     Raises:
-        InvalidInputError: a condition is not valid.
+        InvalidInputError: a condition is not valid; see nobackfill.client.conditions.read.
     """
     return conditions.read(request.query_params.getlist("where"))
 
@@ -540,8 +585,14 @@ class SearchPages:
             picture: the encoded image; it is not stored.
 
         Raises:
-            InvalidInputError: the bytes are no image, or a condition is not valid.
-            NoEncoderError: the release embeds no images.
+            InvalidInputError: the bytes are no image, the image has no vector, or a condition is
+                not valid.
+            NoEncoderError: the active or the previous release embeds no images.
+            NotFoundError: the release of a space is not installed.
+            IncompatibleSpaceError: a sync dropped the space during the request.
+            VerificationError: a file of the gallery is damaged.
+            BusyError: another process holds the gallery file.
+            CannotWriteError: the gallery file cannot be opened, or the disk fails.
         """
         where = read_where(request)
         active, previous = self._view.active(), self._view.previous()
@@ -582,6 +633,8 @@ class ReleasePages:
             NotFoundError: the release is not installed.
             VerificationError: a file is damaged.
             BusyError: another process holds the gallery file.
+            IncompatibleSpaceError: a sync dropped a space during the request.
+            CannotWriteError: the gallery file cannot be opened, or the disk fails.
         """
         return self._site.show(
             request, "release.html.j2", gallery=status(self._device), size=size,
@@ -591,7 +644,8 @@ class ReleasePages:
     def preview(self, request: Request) -> Response:
         """Show what a sync would do, or the error that it would meet.
 
-        Calls the source, and changes nothing but the downloaded metadata.
+        Calls the source, and changes nothing but the downloaded metadata. It blocks until the
+        source answers. An error becomes a notice with the status 200.
         """
         try:
             report = sync(self._device, SyncOptions(dry_run=True), Output(bars=False))
@@ -603,9 +657,11 @@ class ReleasePages:
     def sync(self, request: Request, body: bytes) -> Response:
         """Start a sync on a thread; the form's `retry` = "yes" also tries releases held back.
 
+        Redirects at once. Errors of the sync become the outcome of the task.
+
         Raises:
             BusyError: another task runs.
-            InvalidInputError: the body is no form.
+            InvalidInputError: the body is no form; an empty one is.
         """
         options = SyncOptions(retry=parse_form(body).get("retry") == "yes")
 
@@ -622,11 +678,15 @@ class ReleasePages:
     def rollback(self, request: Request, body: bytes) -> Response:
         """Return to the previous release, and hold the present one back.
 
+        Args:
+            body: ignored.
+
         Raises:
             NotFoundError: there is no previous release.
             PreconditionError: some items have no vector in the previous space.
-            BusyError: a sync is writing vectors.
+            BusyError: a sync is writing vectors, or another process holds the gallery file.
             VerificationError: a file of the gallery is damaged.
+            CannotWriteError: the disk is full or read-only.
         """
         roll_back(self._device)
         return self._site.go(request, "/release")
@@ -634,13 +694,15 @@ class ReleasePages:
     def re_embed(self, request: Request, body: bytes) -> Response:
         """Start to re-embed one item from its file, or a number of the least certain items.
 
-        The form has either `label`, of an item, or `count`, from 1 to 10,000.
+        The form has either `label`, of an item, or `count`, from 1 to 10,000. Redirects at once.
+        Errors of the work become the outcome of the task. `label` wins if both are there.
 
         Raises:
             NotFoundError: there is no such item.
-            InvalidInputError: `label` or `count` is no such number.
-            BusyError: another task runs.
+            InvalidInputError: `label` or `count` is no such number, or the body is no form.
+            BusyError: another task runs, or another process holds the gallery file.
             VerificationError: a file of the gallery is damaged.
+            CannotWriteError: the gallery file cannot be opened, or the disk fails.
         """
         form = parse_form(body)
         if "label" in form:
@@ -668,7 +730,11 @@ class ReleasePages:
         return self._site.go(request, "/uncertain")
 
     async def progress(self, request: Request) -> Response:
-        """Send the progress of the last task as server-sent events, until it has ended."""
+        """Send the progress of the last task as server-sent events, until it has ended.
+
+        A report comes at most four times a second, and only if it has changed; then one event
+        `end`. Without a task, or when the server stops, only `end` is sent.
+        """
         return EventSourceResponse(self._reports(request))
 
     async def _reports(self, request: Request) -> AsyncIterator[ServerSentEvent]:
@@ -700,7 +766,8 @@ _LINKS = (("/", "Photos"), ("/uncertain", "Least certain"), ("/release", "Releas
 def serve_pages(device: Device, port: int) -> Iterator[str]:
     """Serve the pages of an open gallery to browsers on this machine, until the block ends.
 
-    Anybody who knows the address sees the gallery and can change it.
+    Anybody who knows the address sees the gallery and can change it. The pages are served on a
+    thread, which the end of the block stops. The gallery stays open.
 
     Args:
         device: the gallery.
@@ -710,7 +777,7 @@ def serve_pages(device: Device, port: int) -> Iterator[str]:
         The address of the pages, which contains a secret.
 
     Raises:
-        ConfigurationError: the port cannot be used.
+        ConfigurationError: the port cannot be used, or is in use.
     """
     token = new_token()
     with Listener("127.0.0.1", port) as listener:
@@ -726,6 +793,10 @@ def make_site(device: Device, hosts: Iterable[str], token: str) -> Guard:
         device: the gallery.
         hosts: HOST:PORT as browsers may write it.
         token: the secret that the path of every request must begin with.
+
+    Returns:
+        The application, which serves nothing until a server runs it. It keeps vectors in memory
+        once a page needs them.
     """
     site = Site(Path(__file__).parent / "templates", device.path.stem, _LINKS)
     view, desk = CachedSearches(device), TaskRunner()

@@ -35,6 +35,8 @@ class Console:
     def __init__(self, settings: Settings, socket: str, metrics: Metrics, embed: Embed) -> None:
         """Start to serve the console on a thread.
 
+        The caller closes it. The certificate is read once.
+
         Args:
             settings: the gateway's settings: the console's address, tokens and TLS.
             socket: the gateway's own socket, as gRPC names it.
@@ -42,7 +44,7 @@ class Console:
             embed: embeds queries for the playground: (release, image or text) -> float32 [1, dim].
 
         Raises:
-            ConfigurationError: the address cannot be used.
+            ConfigurationError: the address has another form, cannot be used, or is in use.
             OSError, ValueError: the certificate cannot be read.
         """
         host, port = split_address(settings.console_address, "console_address")
@@ -66,7 +68,10 @@ class Console:
             self._closing = closing.pop_all()
 
     def close(self) -> None:
-        """Stop serving; open streams get 3 s to end. A second call does nothing."""
+        """Stop serving; open streams get 3 s to end. A second call does nothing.
+
+        It blocks until the thread has ended.
+        """
         self._closing.close()
 
     def __enter__(self) -> Self:

@@ -63,6 +63,9 @@ class MatrixCellView:
 def evidence_matrix(manifest: Manifest, old: int) -> Mapping[tuple[str, str], MatrixCellView]:
     """Return the published compatibility matrix of a release against an older one.
 
+    `shade` is 0 to 1, and 0 for all if no cell has a positive mAP. An unknown `old` gives at most
+    the cell (new, new).
+
     Args:
         manifest: the release.
         old: the number of the older release.
@@ -116,12 +119,17 @@ class CanaryView:
 def canary_view(gateway: Gateway) -> CanaryView | None:
     """Read the last canary since the gateway started, for a page.
 
+    Args:
+        gateway: the client; one report is read, and the stream is then closed.
+
     Returns:
         None if there was no canary, or if the gateway accepts no further watcher now.
 
     Raises:
         NotPermittedError: the role may not watch canaries.
         UnavailableError: the gateway does not answer.
+        StopIteration: the gateway ends the stream without a report.
+        UnauthenticatedError: the gateway does not know the token.
     """
     try:
         report = next(gateway.watch_canary())
@@ -131,7 +139,16 @@ def canary_view(gateway: Gateway) -> CanaryView | None:
 
 
 def canary_to_view(report: pb.WatchCanaryResponse) -> CanaryView:
-    """Convert a report of a canary to the texts of a page."""
+    """Convert a report of a canary to the texts of a page.
+
+    Figures that the report lacks are "not known".
+
+    Args:
+        report: the report; one without a canary gives empty texts and zeros.
+
+    Raises:
+        ValueError: its state is one that this version does not know.
+    """
     old, new = report.old_pair, report.new_pair
     return CanaryView(
         release=report.release,
@@ -226,7 +243,8 @@ class Rollouts:
             load: the present load, which names the active release.
 
         Returns:
-            None without one, or if another release is active or another upgrade runs since.
+            The activation; its fields change while it runs. None without one, or if another release
+            is active or another upgrade runs since.
         """
         run = self._run
         if run is None or not run.ended:
@@ -238,7 +256,9 @@ class Rollouts:
     def begin(self, caller: Callable[[], ConsoleCaller], release: int, rollout: str) -> None:
         """Start the activation of a release, and follow it on a thread.
 
-        Returns after the gateway's first report.
+        Returns after the gateway's first report. It replaces the last activation in `current`. The
+        thread ends with the activation, and errors become its `message`. After an error of this
+        call, the last one stays.
 
         Args:
             caller: opens a client of the gateway with the operator's rights.
@@ -249,7 +269,10 @@ class Rollouts:
             BusyError: another activation runs, or the gateway sent no report.
             NotPermittedError: the role may not activate.
             NotFoundError: there is no such release.
-            NobackfillError: any other refusal of the gateway.
+            InvalidInputError: `rollout` is none of these.
+            UnauthenticatedError: the gateway does not know the token.
+            UnavailableError: the gateway does not answer.
+            PreconditionError: the gateway refuses the activation in its present state.
         """
         with ExitStack() as closing:
             gateway = closing.enter_context(caller())
@@ -316,6 +339,12 @@ class Operations:
         """Show releases, galleries, the load, and certificates, tokens and metadata that expire.
 
         If the role may not list galleries, the page says so in their place.
+
+        Raises:
+            UnauthenticatedError: the request belongs to no session.
+            NotPermittedError: the role may not make these calls.
+            BusyError: the gateway has too much work.
+            UnavailableError: the gateway does not answer within a minute.
         """
         with self._sessions.open_caller(request) as gateway:
             releases = gateway.list_releases()
@@ -337,7 +366,12 @@ class Operations:
         """Show one release, its compatibility matrix, and a link to the estimate of its activation.
 
         Raises:
-            NotFoundError: there is no such release.
+            NotFoundError: there is no such release, or the address contains no release number.
+            VerificationError: the release's manifest cannot be read by this version (UnfitError).
+            UnauthenticatedError: the request belongs to no session.
+            NotPermittedError: the role may not make these calls.
+            BusyError: the gateway has too much work.
+            UnavailableError: the gateway does not answer within a minute.
         """
         number = _number(request)
         with self._sessions.open_caller(request) as gateway:
@@ -353,10 +387,15 @@ class Operations:
     def estimate(self, request: Request) -> Response:
         """Show the estimated cost of activating a release, for each gallery, and the form.
 
-        The gateway measures the release's models for it. A gallery's error is shown in its row.
+        The gateway measures the release's models for it. A gallery's error is shown in its row. It
+        blocks for as long as the gateway measures, at most a minute for each gallery.
 
         Raises:
             NotFoundError: the address contains no release number.
+            UnauthenticatedError: the request belongs to no session.
+            NotPermittedError: the role may not make these calls.
+            BusyError: the gateway has too much work.
+            UnavailableError: the gateway does not answer within a minute.
         """
         number = _number(request)
         rows: list[tuple[str, Any, str]] = []
@@ -374,9 +413,13 @@ class Operations:
         """Start an activation, and redirect to the overview.
 
         Raises:
-            InvalidInputError: the form's `rollout` is not known.
-            NotFoundError: there is no such release.
+            InvalidInputError: the form's `rollout` is not known, or the body is no form.
+            NotFoundError: there is no such release, or the address contains no release number.
             BusyError: another activation runs.
+            PreconditionError: the gateway refuses the activation in its present state.
+            UnauthenticatedError: the request belongs to no session.
+            NotPermittedError: the role may not make these calls.
+            UnavailableError: the gateway does not answer within a minute.
         """
         rollout = parse_form(body).get("rollout", "")
         if rollout not in ROLLOUTS:
@@ -389,9 +432,15 @@ class Operations:
     def rollback_target(self, request: Request) -> Response:
         """Show the release that a rollback returns to, and the items without a vector there.
 
+        Nothing is changed.
+
         Raises:
             PreconditionError: there is no release to return to: no other was active before, or it
                 was retired.
+            UnauthenticatedError: the request belongs to no session.
+            NotPermittedError: the role may not make these calls.
+            BusyError: the gateway has too much work.
+            UnavailableError: the gateway does not answer within a minute.
         """
         with self._sessions.open_caller(request) as gateway:
             target = gateway.rollback()
@@ -400,12 +449,17 @@ class Operations:
     def rollback(self, request: Request, body: bytes) -> Response:
         """Roll the gateway back to the release that the page showed, and go to the overview.
 
+        It may block for ten minutes.
+
         Raises:
-            InvalidInputError: the form's `to` is no release number.
+            InvalidInputError: the form's `to` is no release number, or the body is no form.
             PreconditionError: a rollback would return to another release now, or there is none to
                 return to.
             BusyError: another rollback, activation or retirement takes too long. An activation that
                 runs is cancelled.
+            UnauthenticatedError: the request belongs to no session.
+            NotPermittedError: the role may not make these calls.
+            UnavailableError: the gateway does not answer within ten minutes.
         """
         to = parse_form(body).get("to", "")
         if not _is_number(to):
@@ -420,10 +474,15 @@ class Operations:
     def gallery(self, request: Request) -> Response:
         """Show one gallery, its upgrade, and its quality by the values of a metadata key.
 
-        The key is `by` in the address; if it is missing, no quality is measured.
+        The key is `by` in the address; if it is missing, no quality is measured. A failure to read
+        the upgrade's progress is shown on the page.
 
         Raises:
             NotFoundError: there is no such gallery.
+            UnauthenticatedError: the request belongs to no session.
+            NotPermittedError: the role may not make these calls.
+            BusyError: the gateway has too much work.
+            UnavailableError: the gateway does not answer within a minute.
         """
         name, by = request.path_params["name"], request.query_params.get("by", "")
         progress, why = None, ""
@@ -447,6 +506,12 @@ class Operations:
 
         Ends when the page is closed, the server stops, or a call fails. A token's eleventh live
         page gets no event.
+
+        Raises:
+            UnauthenticatedError: the request belongs to no session.
+            NotPermittedError: the role may not make these calls.
+            BusyError: the gateway has too much work.
+            UnavailableError: the gateway does not answer within a minute.
         """
         first = await run_in_threadpool(self._live_text, request)
         return EventSourceResponse(self._reports(request, first))

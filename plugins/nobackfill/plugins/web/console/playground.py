@@ -52,10 +52,13 @@ class Playground:
     def show(self, request: Request) -> Response:
         """Show the form: a gallery, and a picture or a text, as the active release embeds them.
 
+        Without an active release, the page offers pictures only.
+
         Raises:
             UnauthenticatedError: the request belongs to no session.
             NotPermittedError: the role may not list galleries or releases.
             UnavailableError: the gateway does not answer.
+            BusyError: the gateway has too much work.
         """
         with self._sessions.open_caller(request) as gateway:
             galleries = [gallery.name for gallery in gateway.list_galleries()]
@@ -69,6 +72,9 @@ class Playground:
     def search(self, request: Request, body: bytes) -> Response:
         """Show the hits of a query by each pair of query model and gallery vectors.
 
+        At most ten hits of each pair are shown. The first search is made with the caller's rights
+        before anything is embedded. An error of a further pair is shown in its column.
+
         Args:
             request: its address has `gallery`, and may have `template`, the address of a hit's
                 picture.
@@ -78,9 +84,12 @@ class Playground:
             InvalidInputError: there is no `gallery`, or the body is empty, or no image or text in
                 UTF-8.
             NotFoundError: there is no such gallery.
-            UnauthenticatedError, NotPermittedError: the role may not search.
-            NobackfillError: any other error of the gateway for the first search. An error of a
-                further pair is shown in its column.
+            PreconditionError: the gallery cannot answer such a query now, such as NoEncoderError.
+            UnauthenticatedError: the request belongs to no session.
+            NotPermittedError: the role may not search.
+            TooLargeError: the query is larger than the gateway accepts.
+            BusyError: the gateway has too much work.
+            UnavailableError: the gateway does not answer within a minute.
         """
         query = _query(request, body)
         parameters = request.query_params

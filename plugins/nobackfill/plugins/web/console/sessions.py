@@ -39,6 +39,8 @@ class ConsoleCaller(Gateway):
     def __init__(self, socket: str, token: str | None) -> None:
         """Make a channel to the gateway; nothing is sent yet.
 
+        Unlike a Gateway, it reads no environment and repeats no call. The caller closes it.
+
         Args:
             socket: the gateway's socket, unix:PATH.
             token: the token of the calls; None: the gateway has no tokens.
@@ -128,6 +130,9 @@ class ConsoleSessions:
     def begin(self, token: str, answer: Callable[[str], Response]) -> Response:
         """Start a session for a token that the gateway accepts.
 
+        Sessions that have ended are forgotten. The 20th older one of this token ends, and the
+        oldest of all beyond 1,000.
+
         Args:
             token: the token that somebody entered.
             answer: makes the response from the path of the new session.
@@ -137,8 +142,9 @@ class ConsoleSessions:
 
         Raises:
             UnauthenticatedError: the token is malformed or empty, or the gateway does not know it.
-            UnavailableError: the gateway does not answer.
+            UnavailableError: the gateway does not answer within a minute.
             BusyError: the gateway answers too many calls now.
+            Exception: any error of `answer`; the session exists then without a reader.
         """
         if not (token.isascii() and token.isprintable() and 0 < len(token) <= 4096):
             raise UnauthenticatedError(
@@ -166,6 +172,8 @@ class ConsoleSessions:
     def end(self, request: Request, response: Response) -> None:
         """End the session of a request, and delete its cookie by the response.
 
+        Without tokens, nothing ends, and the cookie is deleted all the same.
+
         Raises:
             UnauthenticatedError: the request belongs to no session.
         """
@@ -179,6 +187,9 @@ class ConsoleSessions:
         """Return whether a request belongs to a session, before the application sees it.
 
         False if the gateway has no tokens.
+
+        Args:
+            scope: an HTTP request's scope, whose path begins with the session's.
         """
         path = f"/{scope['path'].removeprefix('/').split('/', 1)[0]}"
         try:
@@ -189,6 +200,9 @@ class ConsoleSessions:
 
     def check(self, request: Request) -> None:
         """Check that a request belongs to a session; without tokens every request passes.
+
+        The path and the cookie must belong together. Whether the gateway still accepts the token is
+        not checked.
 
         Raises:
             UnauthenticatedError: it belongs to none.
@@ -201,6 +215,9 @@ class ConsoleSessions:
 
         If the gateway has no tokens, every request gets a client without one.
 
+        Yields:
+            The client, which is closed at the end of the block.
+
         Raises:
             UnauthenticatedError: the gateway has tokens, and the request belongs to no session.
         """
@@ -211,7 +228,8 @@ class ConsoleSessions:
         """Return a function that opens a client with the session's token, for later use.
 
         The request need not exist any more when the function is called. The caller of the function
-        closes the client. If the gateway has no tokens, the client sends none.
+        closes the client. If the gateway has no tokens, the client sends none. The function does
+        not check whether the session still exists.
 
         Raises:
             UnauthenticatedError: the gateway has tokens, and the request belongs to no session.
@@ -223,7 +241,8 @@ class ConsoleSessions:
     def count_live_page(self, request: Request) -> Iterator[bool]:
         """Count a live page of the session's token, for the block.
 
-        If the gateway has no tokens, all live pages count together.
+        If the gateway has no tokens, all live pages count together. It is no limit by itself: the
+        caller ends a page without a place.
 
         Yields:
             Whether the token has at most ten live pages, this one included.
@@ -332,7 +351,8 @@ class LoadMeter:
         """Take a sample, and return the load since the oldest sample of the last ten seconds.
 
         The rate is 0 at the first call, and after a pause of eleven seconds without calls. Metrics
-        that do not exist count as 0.
+        that do not exist count as 0. Latencies are interpolated within the buckets of the metrics'
+        histogram. All methods of Search and SearchBatch count.
         """
         sample = self._sample()
         with self._lock:
