@@ -195,7 +195,7 @@ class Device(GalleryFile):
             image: a path or encoded bytes (JPEG, PNG, WebP).
             text: a text of at most 64 KiB to embed as a query.
             embeddings: vectors by space id; the vector of the active space is used.
-            k: the number of hits, 1 to 1000.
+            k: the largest number of hits, 1 to 1000.
             where: a filter, or values by key that every hit must have; None or empty: all items.
 
         Returns:
@@ -331,6 +331,9 @@ class Device(GalleryFile):
 
     def status(self) -> Status:
         """Return the number of items and the active release.
+
+        Returns:
+            The items count with or without a vector in the active space.
 
         Raises:
             VerificationError: the gallery file is damaged.

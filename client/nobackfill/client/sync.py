@@ -813,7 +813,7 @@ def remember(
         device: the gallery.
         release: the release that the sync tried.
         failure: the reason why the sync changed nothing, or "none".
-        seconds: the duration of the upgrade; it is stored in milliseconds.
+        seconds: the duration of the upgrade; it is stored in seconds, rounded to milliseconds.
         spaces: the space before the upgrade and the one after it, between which to measure the
             share of preserved nearest neighbours; None: do not measure it.
 

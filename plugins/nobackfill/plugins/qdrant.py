@@ -521,11 +521,10 @@ class QdrantSource:
             name: the name of the new vectors, which `open_target` has created.
 
         Raises:
-            KeyError: there is no mark or no vector of this name.
             UnavailableError: the server does not answer within a minute.
             NotPermittedError: the server refuses the key.
             BusyError: the server has too many requests, or another process has opened the folder.
-            NotFoundError: the collection or the folder was deleted.
+            NotFoundError: the collection was deleted, or no map made vectors of this name.
             InvalidInputError: Qdrant refuses the request otherwise.
         """
         with translated_errors(self._name):
@@ -725,9 +724,8 @@ class NewNamedVectors:
             UnavailableError: the server does not answer within a minute.
             NotPermittedError: the server refuses the key.
             BusyError: the server has too many requests, or another process has opened the folder.
-            NotFoundError: the collection or the folder was deleted.
+            NotFoundError: the collection was deleted, or the new vectors were removed.
             InvalidInputError: Qdrant refuses the request otherwise.
-            KeyError: the new vectors were removed meanwhile.
         """
         self._source.note_flip(self._target.name)
         self.flipped = True

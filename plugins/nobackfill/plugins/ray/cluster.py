@@ -19,8 +19,7 @@ def join_cluster(address: str) -> None:
     sets RAY_USAGE_STATS_ENABLED. Blocks for some seconds. Call it once, until `ray.shutdown`.
 
     Args:
-        address: HOST:PORT of the head, or auto for a cluster that runs on this machine; empty
-            starts a new one here.
+        address: HOST:PORT of the head, or auto for a cluster that runs on this machine.
 
     Raises:
         ConfigurationError: the address has another form, or the extra `ray` is not installed.
