@@ -414,11 +414,11 @@ class ChromaCollection:
 
     def windows(self, rows: int) -> Iterator[Window]:
         """Divide all ids into windows of `rows` items, and list the ids again at the first one, in
-        one request. Ids are in the order of their text.
+        one request.
 
-        The last window has no upper end, so that it includes later items. An empty collection gives
-        one window. Items that are added before the last window's lower end are missed until the
-        next sweep.
+        Ids are in the order of their text. The last window has no upper end, so that it includes
+        later items. An empty collection gives one window. Items that are added before the last
+        window's lower end are missed until the next sweep.
 
         Args:
             rows: the size of a window, at least 1; all but the last have exactly this many ids.
@@ -500,8 +500,9 @@ class ChromaCollection:
         return {one.key for one in self._read(list(keys), [])}
 
     def put(self, records: Sequence[Record], vectors: Vectors) -> None:
-        """Insert or replace items with new vectors, in requests of 500. Earlier requests stay after
-        an error. The ids join the listing of the present sweep.
+        """Insert or replace items with new vectors, in requests of 500.
+
+        Earlier requests stay after an error. The ids join the listing of the present sweep.
 
         Args:
             records: n items; none: nothing is sent. Their documents, URIs, metadata and digests are
@@ -532,8 +533,9 @@ class ChromaCollection:
             self._note(str(one.key) for one in some)
 
     def remove(self, keys: Sequence[Any]) -> None:
-        """Delete items by id; unknown ids are ignored. They go in requests of 500, and earlier ones
-        stay after an error.
+        """Delete items by id; unknown ids are ignored.
+
+        They go in requests of 500, and earlier ones stay after an error.
 
         Raises:
             UnavailableError: the server does not answer within a minute.
@@ -570,7 +572,7 @@ class ChromaCollection:
             count: the most ids to return, at least 1.
 
         Returns:
-            Ids; empty if the collection never had an item.
+            Ids; empty if the collection had never had an item when it was opened.
 
         Raises:
             UnavailableError: the server does not answer within a minute.

@@ -168,7 +168,9 @@ class LanceSource:
 
     def facts(self) -> Facts:
         """Return name, dimension, metric and model of the old vectors, and the names of other
-        columns. The model is None if nobody recorded it.
+        columns.
+
+        The model is None if nobody recorded it.
 
         Raises:
             InvalidInputError: The indexes have different metrics, or one that is not supported; or
@@ -188,7 +190,7 @@ class LanceSource:
 
         Raises:
             BusyError: Others write the table at this moment.
-            InvalidInputError: LanceDB refuses.
+            InvalidInputError: LanceDB refuses this, also because a file cannot be read.
             ConfigurationError: The process was forked after the table was opened.
         """
         with _translate_errors(self._name):
@@ -288,8 +290,8 @@ class LanceSource:
             The table; its rows are in any order.
 
         Raises:
-            InvalidInputError: LanceDB refuses the columns or the condition, or LanceDB refuses
-                this.
+            InvalidInputError: LanceDB refuses the columns or the condition, or a file cannot be
+                read.
             BusyError: Others write the table at this moment.
             ConfigurationError: The process was forked after the table was opened.
         """
@@ -358,8 +360,8 @@ class LanceSource:
         Texts come by increasing key; an empty text counts as empty.
 
         Raises:
-            InvalidInputError: There is no such column, or the table cannot be read; or LanceDB
-                refuses this.
+            InvalidInputError: There is no such column, its name has a backtick, or LanceDB refuses
+                this.
             BusyError: Others write the table at this moment.
             ConfigurationError: The process was forked after the table was opened.
         """
@@ -430,8 +432,8 @@ class LanceSource:
             ids: Keys as text; unknown ones are left out.
 
         Raises:
-            InvalidInputError: There is no such column, or the table cannot be read; or LanceDB
-                refuses this.
+            InvalidInputError: There is no such column, its name has a backtick, or LanceDB refuses
+                this.
             BusyError: Others write the table at this moment.
             ConfigurationError: The process was forked after the table was opened.
         """
@@ -451,6 +453,9 @@ class LanceSource:
 
         They are a column of an earlier flip, embedding functions of the table, and indexes that
         cannot be built again. Writes nothing. After the flip to `target`, there are none.
+
+        Args:
+            target: The column's name and dimension, and the digest of the map.
 
         Raises:
             InvalidInputError: LanceDB refuses this, also because a file cannot be read.
@@ -842,8 +847,7 @@ class NewLanceColumn:
             A context that does nothing: no lock is held until the flip.
 
         Raises:
-            InvalidInputError: An obstacle prevents the flip, or LanceDB refuses an index; or
-                LanceDB refuses this.
+            InvalidInputError: An obstacle prevents the flip, or LanceDB refuses an index.
             BusyError: Others write the table at this moment.
             ConfigurationError: The process was forked after the table was opened.
         """
@@ -869,7 +873,7 @@ class NewLanceColumn:
 
         Raises:
             BusyError: Others wrote rows at the moment of the flip; it did not take place.
-            InvalidInputError: LanceDB refuses the change, or LanceDB refuses this.
+            InvalidInputError: LanceDB refuses the change.
             ConfigurationError: The process was forked after the table was opened.
         """
         yield

@@ -699,8 +699,7 @@ class SqliteVecSource:
             name: A column of this table, or TABLE.COLUMN of an ordinary table with the same keys.
 
         Raises:
-            InvalidInputError: There is no such column, or the file cannot be read; or SQLite
-                reports another error.
+            InvalidInputError: There is no such column, or SQLite reports another error.
             BusyError: Others hold the file for longer than 10 s.
         """
         with self._database.transaction("DEFERRED"):
@@ -761,8 +760,7 @@ class SqliteVecSource:
             column: A column of this table, or TABLE.COLUMN of an ordinary table with the same keys.
 
         Raises:
-            InvalidInputError: There is no such column, or the file cannot be read; or SQLite
-                reports another error.
+            InvalidInputError: There is no such column, or SQLite reports another error.
             BusyError: Others hold the file for longer than 10 s.
         """
         with self._database.transaction("DEFERRED"):
@@ -1222,8 +1220,8 @@ class NewVecTable:
         If the block raises, its writes and the flip are undone.
 
         Raises:
-            InvalidInputError: Rows that the last `pending` returned have no new vector, or the
-                table of an earlier flip exists; the names stay; or SQLite reports another error.
+            InvalidInputError: Rows that the last `pending` returned have no new vector, the table
+                of an earlier flip exists, or SQLite reports another error. The names stay.
             BusyError: Others hold the file for longer than 10 s.
             ConfigurationError: The file is read-only.
         """

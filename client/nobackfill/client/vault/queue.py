@@ -77,7 +77,9 @@ class VaultQueue:
         self._store = store
 
     def entries(self, state: State | None = None, item: str | None = None) -> list[VaultEntry]:
-        """Return rows ordered by item, the latest of an item last. Nothing is written.
+        """Return rows ordered by item, the latest of an item last.
+
+        Nothing is written.
 
         Args:
             state: only rows in this state; None: any state.

@@ -248,8 +248,9 @@ def _document(one: StoredText, score: float | None = None) -> Document:
 
 
 def to_filter(filters: Mapping[str, Any] | None) -> Filter | None:
-    """Return Haystack's filters as a filter of a gateway; None without any. A NOT of several
-    conditions passes items that fail at least one.
+    """Return Haystack's filters as a filter of a gateway; None without any.
+
+    A NOT of several conditions passes items that fail at least one.
 
     Raises:
         FilterError: A key is missing, a field is no metadata, or an operator or a value that a
