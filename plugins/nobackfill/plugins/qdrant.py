@@ -273,7 +273,7 @@ class QdrantSource:
         """Return the name, dimension, metric and model of the vectors.
 
         Nothing is read from the server: the facts are as they were when the source was opened. The
-        model is None unless the vector was named and came from a map.
+        model is None unless `vector` was given and a map made it with a known model.
 
         Raises:
             InvalidInputError: searches use a metric that nobackfill does not support.
@@ -391,7 +391,7 @@ class QdrantSource:
 
         Args:
             ids: ids as text; texts that are no ids, unknown ones, and points without the vector,
-                are left out. None: no points.
+                are left out. An empty list gives no points.
             vector: the name of the vector; None: the old one.
 
         Returns:

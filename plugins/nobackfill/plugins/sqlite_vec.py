@@ -1185,7 +1185,7 @@ class NewVecTable:
     def read(self, window: Window) -> Rows:
         """Read the new vectors that were computed here, not those that a writer put.
 
-        Rows come by their key.
+        The order is arbitrary.
 
         Raises:
             BusyError: Others hold the file for longer than 10 s.
