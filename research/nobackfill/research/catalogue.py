@@ -479,7 +479,7 @@ def core_unseen(shared: Shared) -> list[MethodRow]:
 
 
 def core_unseen_compatible(shared: Shared) -> list[MethodRow]:
-    """List the rows of `core` that `core_unseen` omits: compatible new models."""
+    """List the compatible new models of `core`, which `core_unseen` omits."""
     names = {Name.BCT, Name.BCT_SYS, Name.UNIBCT, Name.DMU}
     return [row for row in core(shared) if row.name in names]
 
@@ -532,8 +532,12 @@ def rows_of(place: ComparisonPlace, names: Sequence[str]) -> list[MethodRow]:
 
     Args:
         place: the seed and split of the rows.
-        names: names of groups and of rows; none: no row. On a split without chains an unknown name
-            is ignored, because some rows exist only on the main split.
+        names: names of groups and of rows, in any order; none: no row. On a split without chains an
+            unknown name is ignored, because some rows exist only on the main split.
+
+    Returns:
+        Descriptions of rows; nothing is trained or read. If several rows have one name, the first
+        group's counts.
 
     Raises:
         ConfigurationError: on the main split, a name is neither a group nor a method.
@@ -559,12 +563,16 @@ def rows_of(place: ComparisonPlace, names: Sequence[str]) -> list[MethodRow]:
 def digest_of_rows(preset: Preset, rows: Mapping[str, Iterable[str]]) -> str:
     """Return the SHA-256 of the configurations behind rows, in hex, without places and seeds.
 
+    The order of the names does not count. Nothing is trained.
+
     Args:
         preset: the comparison.
-        rows: names of rows by split; a split without names adds nothing.
+        rows: names of rows by split; a split without names adds nothing, and unknown splits are
+            ignored.
 
     Raises:
-        ConfigurationError: the catalogue does not have a row (any more).
+        ConfigurationError: the main split's catalogue does not have a row (any more), or a row's
+            configuration is invalid. Unknown rows of other splits are ignored.
     """
     trained = {}
     for split in preset.splits:

@@ -62,6 +62,9 @@ class Evaluation:
     def features(self, run_dir: Path, kind: str) -> Floats:
         """Return vectors float32 [n,dim] of the test images by a run's encoder.
 
+        Features are read from the cache if it has them, and stored there otherwise. The order is
+        that of the listing.
+
         Args:
             run_dir: the folder of a finished run.
             kind: the expected kind of run, embedder or side_encoder.
@@ -69,7 +72,7 @@ class Evaluation:
         Raises:
             ConfigurationError: the run is missing, unfinished or of another kind.
             VerificationError: its checkpoint is damaged.
-            InvalidInputError: a test image cannot be decoded.
+            InvalidInputError: a test image is missing or cannot be decoded.
             CannotWriteError: the cache cannot be written.
         """
         encoder = encoder_of_run(run_dir, kind)
@@ -81,6 +84,11 @@ def evaluation(listing: ImageListing, metric: Metric, cache: Path) -> Evaluation
     """Use images as queries and as gallery, without the query itself (fct.txt section 4.2).
 
     No image is opened.
+
+    Args:
+        listing: the images, at least two of a class.
+        metric: how vectors are compared.
+        cache: the folder of cached features; it is made when features are stored.
     """
     return Evaluation(listing, relevance_among_others(listing), metric, cache)
 
@@ -104,16 +112,21 @@ def row_cells(row: MethodRow, test: Evaluation) -> Cells:
     """Measure every cell of a row whose models are trained.
 
     A cell that compares vectors of different dimensions is omitted. Rows with upgrades also get
-    `served/served` and curves of a backfill; see docs/methods.md for the figures.
+    `served/served` and curves of a backfill; see docs/methods.md for the figures. Features are
+    stored in the cache of `test`. The cells themselves are only returned.
 
     Args:
         row: the row; its trainings are finished.
         test: the test images.
 
     Raises:
-        ConfigurationError: a run is missing, unfinished or of another kind.
-        VerificationError: a checkpoint is damaged.
-        InvalidInputError: a test image cannot be decoded.
+        ConfigurationError: a run is missing, unfinished or of another kind, or its training images
+            cannot be read.
+        VerificationError: a checkpoint is damaged, or an exported file computes other vectors.
+        InvalidInputError: a test image, or a held-out training image, cannot be decoded.
+        ValueError: no test image shares its class with another one.
+        OSError: the log of the new model's training is missing.
+        CannotWriteError: the cache cannot be written.
     """
     images = _embedded(row, test)
     old, new = images.native(OLD), images.native(NEW)
@@ -240,8 +253,9 @@ def write_cells(path: Path, cells: Cells, key: str) -> None:
         key: identifies the models and images that they were measured on.
 
     Raises:
-        CannotWriteError: the .json file cannot be written.
-        OSError: the .npz file or its folder cannot be written.
+        CannotWriteError: the .json file cannot be written; the .npz file is the new one then.
+        OSError: the .npz file or its folder cannot be written; PATH with the suffix .part.npz may
+            stay.
     """
     arrays = {
         f"{cell}:{name}": v for cell, part in cells.by_query.items() for name, v in part.items()
@@ -262,7 +276,8 @@ def read_cells(path: Path, key: str | None = None) -> Cells | None:
         key: the expected key; None: accept any.
 
     Returns:
-        None if they are missing, damaged, of another key, or of an older version without classes.
+        None if they are missing, unreadable, damaged, of another key, or of an older version
+        without classes. No error is raised for these.
     """
     try:
         return _read_cells(path, key)
@@ -294,8 +309,13 @@ def known_to_old(row: MethodRow, tested: ImageListing) -> NDArray[np.bool_]:
 
     Classes are compared by name.
 
+    Args:
+        row: the row; its old model need not be trained.
+        tested: n images.
+
     Raises:
         ConfigurationError: the folder of the old model's training images cannot be read.
+        InvalidInputError: this folder has too few classes, or an empty one.
     """
     images, classes = row.old.values["images"], row.old.values["classes"]
     assert isinstance(images, Path) and (classes is None or isinstance(classes, int))
@@ -314,7 +334,11 @@ def by_range(cells: Cells, is_known: NDArray[np.bool_]) -> Cells:
         is_known: whether the old model was trained on a query's class, bool [q].
 
     Returns:
-        `cells` itself if all queries are of one range.
+        `cells` itself if all queries are of one range. Otherwise a copy that has the further cells
+        of RANGED.
+
+    Raises:
+        KeyError: a cell of RANGED is missing.
     """
     if is_known.all() or not is_known.any():
         return cells

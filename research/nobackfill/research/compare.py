@@ -291,32 +291,36 @@ def compare(
 ) -> Results:
     """Train and measure groups and methods; finished work below OUT/TITLE is used again.
 
-    Links to the images, runs, features and cells are written below OUT/TITLE. The results
-    themselves are only returned.
+    Links to the images, runs, features and cells are written below OUT/TITLE; another comparison
+    there is locked out. Progress and times go to stderr. The results themselves are only returned.
+    An interrupted call is resumed by the same call.
 
     Args:
         preset: the comparison.
         images: the folder of images; None: the preset makes its own (digits).
         out: the folder of the comparisons.
         seeds: the seeds, at least one. With one seed, no claim is decided.
-        names: groups and methods; None: the preset's own.
-        jobs: the number of processes; with 1 everything runs in this process.
-        changes: keys that replace those of the preset's configurations, by kind.
+        names: groups and methods; None or none: the preset's own.
+        jobs: the number of processes; with 1 everything runs in this process, on one thread.
+        changes: keys that replace those of the preset's configurations, by kind; None: none.
         first_seed_names: more groups and methods, only for the first seed.
         command: the command line to record.
         cluster: the address of a Ray cluster, instead of processes.
 
     Raises:
-        BusyError: another comparison works in OUT/TITLE.
-        ConfigurationError: a name is unknown, images are missing, or OUT/TITLE belongs to other
-            images.
-        InvalidInputError: there are too few classes, or an image cannot be decoded.
+        BusyError: another comparison works in OUT/TITLE; it is not waited for.
+        ConfigurationError: a name is unknown, images are missing, OUT/TITLE belongs to other
+            images, or Ray is not installed.
+        InvalidInputError: there are too few classes, a class is empty, or an image cannot be
+            decoded.
         NotFoundError: the images lack the folder train or test.
         VerificationError: a checkpoint of an earlier call is damaged.
         DivergedError: a training diverged.
         UnavailableError: no Ray cluster answers.
         NobackfillError: a process was killed.
-        CannotWriteError: the disk cannot be written.
+        CannotWriteError: the disk cannot be written; some writes raise OSError.
+        ValueError: a row's mAP is 0 where a relative figure is computed.
+        IndexError: there is no seed.
     """
     if cluster is not None:
         # Nodes run in another working directory.

@@ -39,7 +39,7 @@ def write_digits(folder: Path) -> None:
     partition can separate writers.
 
     Raises:
-        OSError: the folder cannot be written.
+        OSError: the folder cannot be written; FOLDER.part may stay, and the next call removes it.
     """
     if folder.is_dir():
         return
@@ -61,13 +61,15 @@ def train_and_test(images: Path, into: Path, share: float | None, seed: int) -> 
     Args:
         images: a folder of class folders; without a share, one with `train` and `test` in it.
         into: the folder.
-        share: the share of each class's images that is test; None: IMAGES is divided already.
-        seed: chooses the test images.
+        share: the share of each class's images that is test, between 0 and 1; None: IMAGES is
+            divided already.
+        seed: chooses the test images; a seed gives the same division again.
 
     Raises:
         NotFoundError: without a share, IMAGES lacks `train` or `test`.
         ConfigurationError: IMAGES cannot be read.
         InvalidInputError: there is no class folder, or a class is empty.
+        OSError: INTO cannot be written.
     """
     listings = _listed(images, share)
     if share is not None:
@@ -96,8 +98,8 @@ def require_same_images(images: Path, share: float | None, root: Path) -> None:
     """Check that ROOT belongs to the images of IMAGES, or is new.
 
     Its links and results would otherwise be used for other images. ROOT/images.json identifies
-    them. Without this file, as in a new folder and in those of older versions, any images are
-    accepted, and it is written.
+    them, by names, lengths and the content of one image of each class. Without this file, as in a
+    new folder and in those of older versions, any images are accepted, and it is written.
 
     Args:
         images: the images, as in `train_and_test`.
@@ -105,9 +107,11 @@ def require_same_images(images: Path, share: float | None, root: Path) -> None:
         root: the folder of the comparison, made if missing.
 
     Raises:
-        ConfigurationError: ROOT belongs to other images.
-        NotFoundError, InvalidInputError: as `train_and_test`; or an image cannot be read.
+        ConfigurationError: ROOT belongs to other images, or IMAGES cannot be read.
         CannotWriteError: the file cannot be written.
+        NotFoundError: without a share, IMAGES lacks `train` or `test`.
+        InvalidInputError: there is no class folder, a class is empty, or an image cannot be read.
+        OSError: ROOT/images.json cannot be read.
     """
     note = root / "images.json"
     content = json.dumps([_identity(listing) for listing in _listed(images, share)], indent=1)
@@ -152,9 +156,17 @@ def link_allocation(train: Path, name: str, into: Path, seed: int) -> None:
 
     Existing folders stay as they are.
 
+    Args:
+        train: the training images, as class folders.
+        name: a name of ALLOCATIONS.
+        into: the folder.
+        seed: chooses the images; a seed gives the same allocation again.
+
     Raises:
-        ConfigurationError: the name is unknown, TRAIN cannot be read, or a class has one image.
-        InvalidInputError: TRAIN has no class folder.
+        ConfigurationError: the name is unknown, TRAIN cannot be read, there is a single class, or a
+            class has one image.
+        InvalidInputError: TRAIN has no class folder, or an empty one.
+        OSError: INTO cannot be written.
     """
     listing = list_images(train)
     allocation = allocate(name, listing.labels, seed=seed)
@@ -167,6 +179,18 @@ def link_with_label_noise(train: Path, into: Path, share: float, seed: int) -> N
     """Link the images of TRAIN below INTO, with `share` of them in a wrong class drawn uniformly.
 
     TRAIN has at least two classes. An existing folder stays as it is.
+
+    Args:
+        train: the training images, as class folders.
+        into: the folder.
+        share: the share of images with a wrong label, 0 to 1; the number is rounded.
+        seed: chooses the images and their labels; a seed gives the same again.
+
+    Raises:
+        ValueError: TRAIN has a single class.
+        ConfigurationError: TRAIN cannot be read.
+        InvalidInputError: TRAIN has no class folder, or an empty one.
+        OSError: INTO cannot be written.
     """
     listing = list_images(train)
     rng = np.random.default_rng(seed)
@@ -182,6 +206,16 @@ def link_later_classes(images: Path, into: Path, first: int) -> None:
     """Link the images of IMAGES below INTO, without its first `first` classes by name.
 
     An existing folder stays as it is.
+
+    Args:
+        images: the images, as class folders.
+        into: the folder.
+        first: the number of classes to leave out; with all of them, INTO is empty.
+
+    Raises:
+        ConfigurationError: IMAGES cannot be read.
+        InvalidInputError: IMAGES has no class folder, or an empty one.
+        OSError: INTO cannot be written.
     """
     listing = list_images(images)
     selected = listing.select(np.flatnonzero(listing.labels >= first))
@@ -191,13 +225,18 @@ def link_later_classes(images: Path, into: Path, first: int) -> None:
 def link_images(listing: ImageListing, class_names: Iterable[str], into: Path) -> None:
     """Make the folder INTO with a symbolic link to each image; do nothing if it exists.
 
+    Links are absolute. A path with folders becomes one name, with __ for each slash. INTO appears
+    at once, when it is complete.
+
     Args:
         listing: n images.
         class_names: the class folder below INTO of each image, n names.
         into: the folder.
 
     Raises:
-        OSError: the folder cannot be written.
+        OSError: the folder cannot be written, or two images would have one name; INTO.part may
+            stay.
+        ValueError: there is another number of class names.
     """
     if into.is_dir():
         return
@@ -217,6 +256,15 @@ def start_folder(folder: Path) -> Path:
     """Make an empty folder FOLDER.part, which the caller renames to FOLDER when it is complete.
 
     A folder of this name that an earlier process left is removed.
+
+    Args:
+        folder: the folder; its parents are made.
+
+    Returns:
+        FOLDER.part.
+
+    Raises:
+        OSError: the folder cannot be made, or an earlier one cannot be removed.
     """
     incomplete = folder.with_name(f"{folder.name}.part")
     if incomplete.exists():
@@ -227,6 +275,10 @@ def start_folder(folder: Path) -> Path:
 
 def check_classes(images: Path, least: int) -> None:
     """Check that a folder has the classes of a preset.
+
+    Args:
+        images: the folder of class folders.
+        least: the number of classes that the preset needs.
 
     Raises:
         InvalidInputError: there are fewer than `least` class folders, or one is empty.
@@ -248,7 +300,12 @@ TEST_SHARE = 0.3
 
 
 def seeds_of(preset: Preset, count: int) -> range:
-    """Return `count` seeds of a table (1000, 1001, …), or of its development split (0, 1, …)."""
+    """Return the seeds of a table (1000, 1001, …), or of its development split (0, 1, …).
+
+    Args:
+        preset: the comparison.
+        count: the number of seeds; 0 gives none.
+    """
     return range(count) if preset.development else range(TABLE_SEEDS, TABLE_SEEDS + count)
 
 
@@ -256,6 +313,9 @@ def development_of(preset: Preset) -> Preset:
     """Return the comparison for selecting the options of `preset`; rows and configurations stay.
 
     Its classes are those that every model of the preset knows, divided again.
+
+    Results get a title of their own. A preset with few classes gives splits that cannot be trained;
+    this is not checked.
     """
     # Further classes are the tables' unseen ones.
     known = min(split.new for split in preset.splits)
@@ -272,9 +332,20 @@ def development_of(preset: Preset) -> Preset:
 def development_images(train: Path, into: Path, classes: int, seed: int) -> None:
     """Link images as INTO/train and INTO/test from the first `classes` classes of TRAIN.
 
-    TRAIN holds a table's training images; 30 % of each class become test images. Class names start
-    with their place in an order drawn by `seed`, so that each seed has other old, new and unseen
+    TRAIN's images are divided again: 30 % of each class become test images. Class names start with
+    their place in an order drawn by `seed`, so that each seed has other old, new and unseen
     classes. Existing folders stay as they are.
+
+    Args:
+        train: a table's training images.
+        into: the folder.
+        classes: the number of first classes to use.
+        seed: chooses the order of the classes and the test images; a seed gives the same again.
+
+    Raises:
+        ConfigurationError: TRAIN cannot be read.
+        InvalidInputError: TRAIN has fewer classes, or an empty one.
+        OSError: INTO cannot be written.
     """
     listing = list_images(train, classes)
     order = np.random.default_rng(seed).permutation(classes)
@@ -295,10 +366,20 @@ def names_without_place(classes: NDArray[np.str_]) -> NDArray[np.str_]:
 def place_images(preset: Preset, source: Path, root: Path, seed: int) -> Path:
     """Return the folder below ROOT with a seed's `train` and `test`; make it first if needed.
 
-    All seeds of a table share one folder. A development split has one for each seed.
+    All seeds of a table share one folder. A development split has one for each seed. Folders that
+    exist are not made again.
+
+    Args:
+        preset: the comparison.
+        source: the images, as in `train_and_test`.
+        root: the folder of the comparison.
+        seed: the seed of the place.
 
     Raises:
-        NotFoundError, ConfigurationError, InvalidInputError: as `train_and_test`.
+        NotFoundError: SOURCE lacks `train` or `test`, where the preset does not divide the images.
+        ConfigurationError: SOURCE cannot be read.
+        InvalidInputError: there is no class folder, there are too few, or a class is empty.
+        OSError: ROOT cannot be written.
     """
     table = root / f"data-{TABLE_PARTITION}"
     train_and_test(source, table, preset.test_share, TABLE_PARTITION)
@@ -323,7 +404,17 @@ SHIFTS: Mapping[str, Callable[[Image.Image], Image.Image]] = {
 def write_shifted(test: Path, into: Path) -> None:
     """Write the images of TEST as PNG below INTO, in the same class folders, blurred or negated.
 
-    The name of INTO selects the change, a key of SHIFTS; another name raises KeyError.
+    The name of INTO selects the change. INTO must not exist; it appears when it is complete.
+
+    Args:
+        test: the images, as class folders.
+        into: the folder; its name is a key of SHIFTS.
+
+    Raises:
+        KeyError: the name of INTO is no key of SHIFTS.
+        ConfigurationError: TEST cannot be read.
+        InvalidInputError: TEST has no class folder, or an empty one.
+        OSError: an image cannot be decoded, or INTO cannot be written.
     """
     shift, listing = SHIFTS[into.name], list_images(test)
     incomplete = start_folder(into)

@@ -77,7 +77,7 @@ def paper_table(data: str, rows: Mapping[str, RowResult]) -> list[str]:
         rows: our rows by name; "-" stands for a missing one.
 
     Returns:
-        The lines; none if nobody prints figures for this data set.
+        The lines without ends; none if nobody prints figures for this data set.
     """
     if data not in PAPER_FIGURES:
         return []
@@ -90,7 +90,17 @@ def paper_table(data: str, rows: Mapping[str, RowResult]) -> list[str]:
 
 
 def full_page(results: Results) -> str:
-    """Format results as the page next to their file: every row, every figure and every claim."""
+    """Format results as the page next to their file: every row, every figure and every claim.
+
+    Args:
+        results: the results.
+
+    Returns:
+        Markdown, with an end of line at its end.
+
+    Raises:
+        KeyError: the main split, or the cost of one of its rows, is missing.
+    """
     lines = [f"# Methods compared on {results.data}", "", *_about(results), "", *_table(results)]
     if published := paper_table(results.data, results.main.rows):
         lines += ["", "## Published figures", "", *published]
@@ -128,7 +138,13 @@ def pair(row: RowResult | None, cell: str) -> str:
 def kept_share(row: RowResult | None) -> str:
     """Format the share preserved of the best new/new, CMC-1 / mAP in percent.
 
-    The text is "-" without a row, or for a row that is compared with no new/new.
+    It is "-" without a row, or for a row that is compared with no new/new.
+
+    Args:
+        row: the row; None if it was not run.
+
+    Returns:
+        The text, such as "91.2 / 88.4".
     """
     if row is None or not row.held_to:
         return "-"
@@ -136,14 +152,22 @@ def kept_share(row: RowResult | None) -> str:
 
 
 def row_label(name: str, row: RowResult | None, results: Results) -> str:
-    """Return a row's name, with its number of seeds if that differs from the table's."""
+    """Return a row's name, with its number of seeds if that differs from the table's.
+
+    Args:
+        row: its result; None: the name alone.
+    """
     if row is None or row.seeds == len(results.seeds):
         return name
     return f"{name} ({row.seeds} seed{'s' if row.seeds > 1 else ''})"
 
 
 def seeds_line(results: Results) -> str:
-    """Describe in one sentence the seeds of results, and what their deviation is."""
+    """Describe in one sentence the seeds of results, and what their deviation is.
+
+    Raises:
+        IndexError: the results have no seeds.
+    """
     count = len(results.seeds)
     if count < FEWEST_SEEDS:
         return f"One seed ({results.seeds[0]}): no deviation, and no claim is decided."
@@ -266,6 +290,9 @@ def claims_table(claims: Mapping[str, Mapping[str, ClaimOutcome]]) -> list[str]:
 
     Args:
         claims: outcomes by the claim's text and by figure; "-" stands for a missing figure.
+
+    Returns:
+        The lines; two without claims.
     """
     lines = ["| claim | CMC-1 | difference | mAP | difference |", "|---|---|---|---|---|"]
     for text, figures in claims.items():
@@ -324,8 +351,10 @@ def rewrite_tables(page: Path) -> list[Path]:
 
     Raises:
         NotFoundError: the document or a results file does not exist.
-        InvalidInputError: the document has no mark, or a results file has other content.
-        CannotWriteError: a page cannot be written.
+        InvalidInputError: the document has no mark, or a results file has other content. In a
+            document that is refused, the full pages of earlier marks are written already.
+        CannotWriteError: a page cannot be written; the document stays as it was, or has the new
+            text.
     """
     if not page.is_file():
         raise NotFoundError(
@@ -365,12 +394,15 @@ def short_table(results: Results, link: str, *, brief: bool = False) -> list[str
     """Format the table of results in a document, and its notes.
 
     Args:
-        results: the results; the row of our method must be among them.
+        results: the results. Without a row of our method, no row is compared with it.
         link: the address of the full page, as the document links to it.
         brief: leave out rows that only beat or tie ours, and the claims.
 
     Returns:
         The lines: the fixed rows of SHOWN, rows that beat or tie ours, then notes and claims.
+
+    Raises:
+        KeyError: a row lacks new/served or `negative_flips`.
     """
     lines = table_head("served", "kept", "flips", "unseen served", "unseen kept")
     shown = rows_shown(results)
@@ -389,7 +421,8 @@ def short_table(results: Results, link: str, *, brief: bool = False) -> list[str
 def outdated(results: Results) -> bool:
     """Return whether rows were trained on other splits or configurations than today's.
 
-    It is unknown, and False, for results of a folder of images.
+    It is unknown, and False, for results of a folder of images. An unknown row, or a configuration
+    that is invalid today, counts as outdated.
     """
     if results.data not in PRESETS:
         return False

@@ -86,22 +86,46 @@ class Preset:
 
     @cached_property
     def embedder(self) -> Values:
-        """Hyper-parameters of phi, as in YAML."""
+        """Hyper-parameters of phi, as in YAML.
+
+        Read from configs/ once. Keys that a row determines, such as images and seed, are left out.
+
+        Raises:
+            ConfigurationError: the file is missing or invalid.
+        """
         return self._configured("embedder-1.yaml")
 
     @cached_property
     def side_encoder(self) -> Values:
-        """Hyper-parameters of psi, as in YAML."""
+        """Hyper-parameters of psi, as in YAML.
+
+        Read from configs/ once. Keys that a row determines, such as images and seed, are left out.
+
+        Raises:
+            ConfigurationError: the file is missing or invalid.
+        """
         return self._configured("side_encoder-1.yaml")
 
     @cached_property
     def upgrade(self) -> Values:
-        """Hyper-parameters of h and g for all methods except ours, as in YAML."""
+        """Hyper-parameters of h and g for all methods except ours, as in YAML.
+
+        Read from configs/ once. Keys that a row determines, such as method and seed, are left out.
+
+        Raises:
+            ConfigurationError: the file is missing or invalid.
+        """
         return self._configured("upgrade-1-2-fct.yaml")
 
     @cached_property
     def ours(self) -> Values:
-        """Hyper-parameters of h and g for our method, the default recipe."""
+        """Hyper-parameters of h and g for our method, the default recipe.
+
+        Read from configs/ once. Keys that a row determines, such as method and seed, are left out.
+
+        Raises:
+            ConfigurationError: the file is missing or invalid.
+        """
         return self._configured("upgrade-1-2.yaml")
 
     def _configured(self, file: str) -> Values:
@@ -203,7 +227,7 @@ def folder_preset(classes: int) -> Preset:
     """Return the comparison of a folder of class folders, whose old model learns half the classes.
 
     A fifth of the classes, at least three, are tested as unseen ones. 30 % of each class's images
-    are test images.
+    are test images. Other settings are those of cifar100-cpu.
 
     Args:
         classes: the number of class folders.

@@ -76,7 +76,7 @@ class RowResult(_ResultPart):
             figure: cmc1, cmc5 or map.
 
         Raises:
-            KeyError: the cell has no such figure.
+            KeyError: the row has the cell, but the cell has no such figure.
         """
         return self.cells[cell][figure][0] if cell in self.cells else None
 
@@ -139,7 +139,11 @@ class Results(_ResultPart):
 
     @property
     def main(self) -> SplitResult:
-        """The split that tests every class."""
+        """The split that tests every class.
+
+        Raises:
+            KeyError: the results have no such split.
+        """
         return self.splits[MAIN]
 
     def unseen(self, row: str) -> RowResult | None:
@@ -151,6 +155,8 @@ class Results(_ResultPart):
 def write_results(path: Path, results: Results) -> None:
     """Write results as a JSON file, atomically; its folder must exist.
 
+    An existing file is replaced.
+
     Raises:
         CannotWriteError: the file cannot be written; an existing one stays.
     """
@@ -160,9 +166,12 @@ def write_results(path: Path, results: Results) -> None:
 def read_results(path: Path) -> Results:
     """Read the results that `write_results` wrote, of this or an older version.
 
+    Verdicts of versions that did not draw classes are read as withdrawn.
+
     Raises:
         NotFoundError: the file does not exist.
-        InvalidInputError: it has other content.
+        InvalidInputError: it has other content, or unknown keys; the message names the first place.
+        OSError: it cannot be read.
     """
     if not path.is_file():
         raise NotFoundError(
@@ -196,7 +205,14 @@ class CostPoint:
 
 
 def points(results: Results) -> list[CostPoint]:
-    """List the rows of the main split that serve the shared old model and have a reference."""
+    """List the rows of the main split that serve the shared old model and have a reference.
+
+    Returns:
+        In the order of the results.
+
+    Raises:
+        KeyError: such a row has no cost, or no `kept_map`.
+    """
     return [
         CostPoint(name, cost.stored_bytes, cost.microseconds, row.extras["kept_map"])
         for name, row in results.main.rows.items()
@@ -210,6 +226,12 @@ def pareto_front(points: Sequence[CostPoint], cost: str) -> list[CostPoint]:
     Args:
         points: the points; none gives none.
         cost: the attribute that is the cost, stored_bytes or microseconds.
+
+    Returns:
+        The front; of equal points the first. A point with more cost must keep more mAP.
+
+    Raises:
+        AttributeError: `cost` is another name.
     """
     best: list[CostPoint] = []
     for point in sorted(points, key=lambda p: (getattr(p, cost), -p.kept_map)):
@@ -228,6 +250,13 @@ def draw(points: Sequence[CostPoint], title: str) -> bytes:
     """Draw quality against both costs as an SVG: all points in grey, the Pareto front named.
 
     The same points give the same bytes.
+
+    Args:
+        points: the points.
+        title: the title above both panels.
+
+    Returns:
+        The SVG. Without points it has empty panels.
     """
     # Imported here: only the last step of compare.py draws.
     from matplotlib import rc_context

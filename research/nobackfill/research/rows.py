@@ -100,7 +100,8 @@ OURS = Name.RESIDUAL_SIMCLR
 
 
 def row_in(setting: str, row: str | int) -> str:
-    """Return the name of a row in a special setting, such as a domain: "SETTING:ROW"."""
+    """Return the name of a row in a special setting, such as a domain: "SETTING:ROW". Neither part
+    is checked."""
     return f"{setting}:{row}"
 
 
@@ -171,6 +172,13 @@ class ComparisonPlace:
             begun: the run whose weights the training starts from; None: random weights.
             images: the training images; None: the place's own.
             values: further keys of the configuration, which replace others.
+
+        Returns:
+            The description; nothing is trained or written, and the keys are checked at the
+            training.
+
+        Raises:
+            ValueError: the role is unknown.
         """
         config: dict[str, object] = {
             **self._common("embedder", self.preset.embedder, name, role),
@@ -199,6 +207,10 @@ class ComparisonPlace:
             kind: the kind of side-information, a value of the key side_info.
             embedder: the embedder whose features are projected, for the kind inner; None: none.
             values: further keys of the configuration, which replace others.
+
+        Returns:
+            The description; nothing is trained or written, and the keys are checked at the
+            training.
         """
         base = _side_values(self.preset, kind)
         return TrainingRun(
@@ -234,6 +246,10 @@ class ComparisonPlace:
             side: the encoder of the side-information that is read; None: none is read.
             new_side: the encoder of the side-information that g predicts; None: none is written.
             values: further keys of the configuration, such as `method`, which replace others.
+
+        Returns:
+            The description; nothing is trained or written, and the keys are checked at the
+            training.
         """
         prerequisites = [old, new]
         base = self.preset.ours if values.get("method") == OUR_METHOD else self.preset.upgrade
@@ -288,13 +304,24 @@ def _side_values(preset: Preset, kind: str) -> Values:
 def ensure_trained(run: TrainingRun, trained: set[Path]) -> None:
     """Train a run and its prerequisites, unless they are trained.
 
+    An interrupted training is resumed.
+
     Args:
         run: the run.
         trained: run folders that need no check; the folders that this call trains are added.
 
     Raises:
         ConfigurationError, InvalidInputError, VerificationError, DivergedError, BusyError,
-        CannotWriteError: as `nobackfill.training.loop.training.train`.
+        CannotWriteError: a run folder cannot be written.
+        ConfigurationError: a configuration is invalid, a folder belongs to another configuration,
+            or images cannot be read.
+        InvalidInputError: there are too few classes or images, or an image cannot be decoded.
+        VerificationError: a checkpoint is damaged.
+        DivergedError: a loss is not finite.
+        BusyError: another process trains in the folder.
+        NotFoundError: pretrained weights do not exist.
+        UnavailableError: pretrained weights cannot be downloaded.
+        NobackfillError: a process that reads images was killed.
     """
     if run.folder in trained:
         return
@@ -391,6 +418,8 @@ class Shared:
     def side(self, kind: str, width: int | None = None) -> TrainingRun:
         """Describe an encoder of side-information, trained on the old model's classes.
 
+        Equal arguments describe the same run.
+
         Args:
             kind: its kind (FCT section 5.1), a value of the key side_info.
             width: the dimension of the side-information; None: the preset's.
@@ -429,7 +458,12 @@ class Shared:
         return self._new(name, self.old, self.new, method=method, **values)
 
     def on_top(self, name: str, new: TrainingRun) -> MethodRow:
-        """Describe a row: our upgrade, with SimCLR, from phi_old to the compatible model `new`."""
+        """Describe a row: our upgrade, with SimCLR, from phi_old to the compatible model `new`.
+
+        Args:
+            name: the name of the row.
+            new: the new model.
+        """
         simclr = self.side("simclr")
         run = self.place.upgrade(
             f"upgrade-{name}", self.old, new, classes=self.split.new, side=simclr, method=OUR_METHOD

@@ -45,8 +45,12 @@ def exported_session(
         side_dim: the dimension of its input `side` [n,side_dim], if it reads one.
         int8: quantise the file.
 
+    Returns:
+        The session; the temporary files are gone.
+
     Raises:
-        VerificationError: the exported file computes other vectors than torch.
+        VerificationError: onnxruntime cannot run the exported file, or it computes other vectors
+            than torch.
     """
     graph = UpgradeGraph(step)
     inputs = {"embedding": torch.randn(_EXAMPLES, old_dim)}
@@ -93,7 +97,14 @@ class TrainedImages(EmbeddedListing):
         self._served: dict[bool, Upgraded] = {}
 
     def native(self, release: int) -> Vectors:
-        """Return the vectors float32 [n,dim] of OLD or NEW."""
+        """Return the vectors float32 [n,dim] of OLD or NEW.
+
+        Args:
+            release: OLD or NEW.
+
+        Raises:
+            KeyError: `release` is neither OLD nor NEW, or was not given.
+        """
         return self._vectors[release]
 
     def vectors_along(self, releases: tuple[int, ...], *, int8: bool = False) -> Upgraded:
@@ -103,6 +114,13 @@ class TrainedImages(EmbeddedListing):
             releases: one model, whose vectors are returned as they are; or OLD and NEW, for the
                 row's whole route.
             int8: migrate by quantised files.
+
+        Returns:
+            The vectors. Longer routes than one model are not distinguished.
+
+        Raises:
+            ConfigurationError: a run of the route is missing or unfinished.
+            VerificationError: a checkpoint is damaged, or an exported file computes other vectors.
         """
         if len(releases) == 1:
             return Upgraded(self.native(releases[0]), None, None)
@@ -126,10 +144,12 @@ def serve(row: MethodRow, old: Vectors, side: Vectors | None, *, int8: bool) -> 
 
     Returns:
         Vectors [n,new_dim], and the variance [n] that the last upgrade predicts, if it does.
+        Side-information is never returned. Without a route these are the old vectors.
 
     Raises:
         ConfigurationError: a run is missing or unfinished.
         VerificationError: a checkpoint is damaged, or an exported file computes other vectors.
+        AssertionError: with int8, an upgrade reads side-information and there is none.
     """
     embedding = torch.from_numpy(old)
     current_side = None if side is None else torch.from_numpy(side)
@@ -150,12 +170,16 @@ def serve(row: MethodRow, old: Vectors, side: Vectors | None, *, int8: bool) -> 
 def load_step(run: TrainingRun) -> UpgradeNetwork:
     """Load a step of a route: an upgrade, or the one that an embedder's own training made (DMU).
 
+    Args:
+        run: the run of a step.
+
     Returns:
         The network on the CPU, in eval mode and without gradients.
 
     Raises:
         ConfigurationError: the run is missing or unfinished.
         VerificationError: its checkpoint is damaged.
+        AssertionError: an embedder whose method makes no upgrade.
     """
     if run.values["kind"] == "upgrade":
         return read_upgrade(run.folder)[0]
@@ -222,6 +246,8 @@ class _RouteStep:
 def costs(rows: Sequence[MethodRow]) -> dict[str, RowCost]:
     """Measure the cost of each row on this machine; transforms of one form are timed once.
 
+    If rows have one name, the last one counts. Transforms are exported, loaded and run some times.
+
     Args:
         rows: rows whose runs are trained.
 
@@ -249,6 +275,11 @@ def stored_bytes(row: MethodRow) -> float:
 
     They are 4 for each element of the old embedding, and 4 for each element of side-information, or
     1/8 if that is binary.
+
+    Nothing is read from disk.
+
+    Raises:
+        KeyError: the run's configuration does not say its dimension.
     """
     dim = row.old.values["embedding_dim"]
     assert isinstance(dim, int)

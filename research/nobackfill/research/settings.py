@@ -38,7 +38,11 @@ LIMIT = "limit"
 
 def limits(shared: Shared) -> list[MethodRow]:
     """List the limits: an affine map fitted on the tested items, and, if the tested classes are
-    unseen, our method trained on other images of them."""
+    unseen, our method trained on other images of them.
+
+    Returns:
+        One row on seen classes, two on unseen ones. Their images must be made by `prepare`.
+    """
     place, split, simclr = shared.place, shared.split, shared.side("simclr")
 
     def row(method: str, name: Name, part: str) -> MethodRow:
@@ -294,9 +298,17 @@ def allocations(shared: Shared) -> list[MethodRow]:
 def prepare(place: ComparisonPlace, rows: list[MethodRow]) -> None:
     """Make the missing images that `rows` are trained and tested on, below the place's images.
 
+    Folders that exist stay as they are; whether they are complete is not checked, because each
+    appears only then.
+
+    Args:
+        place: the place of the images.
+        rows: the rows; none: nothing is made.
+
     Raises:
-        ConfigurationError, InvalidInputError: the place's own images cannot be listed or divided.
         OSError: the folder cannot be written.
+        ConfigurationError: the place's own images cannot be read, or a class has a single image.
+        InvalidInputError: they lack class folders, or one is empty.
     """
     for row in rows:
         folders = [run.values["images"] for run in row.runs]

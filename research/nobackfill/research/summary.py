@@ -106,6 +106,7 @@ def judge(claims: Sequence[Claim], rows: Rows) -> dict[str, dict[str, JudgedClai
 
     Raises:
         ValueError: the two sides answer different queries, or none.
+        KeyError: a cell lacks cmc1 or map.
     """
     judged = {claim.text: _judge(claim, rows) for claim in claims}
     return {text: figures for text, figures in judged.items() if figures}
@@ -168,6 +169,8 @@ def summarise(
 ) -> Results:
     """Summarise a comparison: means over seeds, shares preserved, claims and costs.
 
+    Nothing is written.
+
     Args:
         data: the title of the comparison.
         metric: how vectors were compared.
@@ -179,8 +182,9 @@ def summarise(
         costs: the cost by row; every row of the main split needs one.
 
     Raises:
-        ValueError: a row's mAP is 0 where a relative figure is computed, or two rows do not answer
-            the same queries.
+        ValueError: a row's mAP is 0 where a relative figure is computed. Or two rows of a claim do
+            not answer the same queries, or a cell has no query with an answer.
+        KeyError: a row lacks old/old, new/served or new/new.
     """
     return Results(
         data=data,
@@ -227,6 +231,13 @@ def held_to(name: str, rows: Mapping[str, MeasuredRow]) -> dict[str, BestNewNew]
     Args:
         name: a row of `rows`, which may be its own reference.
         rows: the measured rows of one split by name.
+
+    Returns:
+        The row of the best mean by figure, cmc1 and map; of equal ones the first.
+
+    Raises:
+        KeyError: `name` is no row, or a row lacks new/new.
+        ValueError: a cell has no query with an answer.
     """
     own = rows[name]
     seeds = len(own.runs)
@@ -254,11 +265,12 @@ def kept_figures(cells: Figures, references: Mapping[str, BestNewNew]) -> dict[s
         references: the best new/new by figure; may be empty.
 
     Returns:
-        `upgrade_gain` of mAP; `kept_FIGURE` for each reference; and with a reference of mAP
-        `degradation` and `gap_closed` (BCT's update gain, left out if it is not defined).
+        `upgrade_gain` of mAP, and `kept_FIGURE` for each reference. With a reference of mAP also
+        `degradation`, and `gap_closed` unless it is not defined.
 
     Raises:
         ValueError: a mean that is divided by is 0.
+        KeyError: a cell or figure is missing.
     """
     old, served, new = (cells[cell]["map"][0] for cell in ("old/old", "new/served", "new/new"))
     figures: dict[str, float | None] = {"upgrade_gain": upgrade_gain(served, old)}
@@ -274,6 +286,9 @@ def outcomes(judged: Mapping[str, JudgedClaim]) -> dict[str, ClaimOutcome]:
     """Convert a claim, judged by figure, to its form in the results file.
 
     With fewer than FEWEST_CLASSES classes an outcome has no bounds.
+
+    Args:
+        judged: the judged claim by figure; an empty one gives none.
     """
     return {
         figure: ClaimOutcome(

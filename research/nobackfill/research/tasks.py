@@ -80,10 +80,17 @@ def tasks(planned: Planned) -> list[ComparisonTask]:
 
     Features are separate tasks between models and upgrades, one for all upgrades that read the same
     pictures, so that the pictures and features are computed once. Upgrades that are trained already
-    need none.
+    need none. Nothing is run.
 
     Args:
         planned: the rows by place; runs that several rows share become one task.
+
+    Returns:
+        The tasks, each after all that it needs: image models, features, upgrades, then
+        measurements.
+
+    Raises:
+        ConfigurationError: an upgrade's configuration is invalid.
     """
     depths: dict[Path, tuple[int, TrainingRun]] = {}
 
@@ -171,14 +178,17 @@ def _one_thread() -> None:
 def make_features(runs: Sequence[TrainingRun]) -> None:
     """Compute the features of upgrades that read the same pictures, into their cache.
 
-    A line on stderr says how long it took. It sets torch to one thread.
+    A line on stderr says how long it took. It sets torch and numpy to one thread for the rest of
+    the process.
 
     Args:
         runs: at least one upgrade; the models that they read are trained.
 
     Raises:
-        ConfigurationError, InvalidInputError, VerificationError, CannotWriteError: as
-            `cache_features` and `split_images`.
+        ConfigurationError: images cannot be read, or a model is missing or unfinished.
+        InvalidInputError: there are too few images, or one cannot be decoded.
+        VerificationError: a checkpoint is damaged.
+        CannotWriteError: the cache cannot be written.
     """
     _one_thread()
     keep_freed_memory()
@@ -191,11 +201,24 @@ def make_features(runs: Sequence[TrainingRun]) -> None:
 def train_run(run: TrainingRun) -> None:
     """Run one training whose prerequisites are trained; a finished one is only checked.
 
-    A line on stderr says how long it took. It sets torch to one thread.
+    Its prerequisites are taken as trained. A line on stderr says how long it took, unless the run
+    is finished. It sets torch and numpy to one thread for the rest of the process.
+
+    Args:
+        run: the training.
 
     Raises:
         ConfigurationError, InvalidInputError, VerificationError, DivergedError, BusyError,
-        CannotWriteError: as `nobackfill.training.loop.training.train`.
+        CannotWriteError: the run folder cannot be written.
+        ConfigurationError: its configuration is invalid, its folder belongs to another one, or
+            images cannot be read.
+        InvalidInputError: there are too few classes or images, or an image cannot be decoded.
+        VerificationError: a checkpoint is damaged.
+        DivergedError: a loss is not finite.
+        BusyError: another process trains in the folder.
+        NotFoundError: pretrained weights do not exist.
+        UnavailableError: pretrained weights cannot be downloaded.
+        NobackfillError: a process that reads images was killed.
     """
     _one_thread()
     trained = {model.folder for model in run.prerequisites}
@@ -210,12 +233,20 @@ def train_run(run: TrainingRun) -> None:
 def measure_row(place: ComparisonPlace, row: MethodRow) -> None:
     """Measure and store the cells of one row, unless they are stored for the same models.
 
-    A line on stderr says how long it took. It sets torch to one thread.
+    A line on stderr says how long it took, unless the cells are stored. Features are cached below
+    the place's runs. It sets torch and numpy to one thread for the rest of the process.
+
+    Args:
+        place: the seed and split of the row.
+        row: the row; its runs are trained.
 
     Raises:
-        ConfigurationError, InvalidInputError, VerificationError: as `row_cells`.
         OSError: a run of the row has no checkpoint.
-        CannotWriteError: the cells cannot be written.
+        CannotWriteError: the cells or features cannot be written.
+        ConfigurationError: a run is unfinished or of another kind, or images cannot be read.
+        InvalidInputError: an image cannot be decoded.
+        VerificationError: a checkpoint is damaged, or an exported file computes other vectors.
+        ValueError: no tested image shares its class with another one.
     """
     _one_thread()
     path, key = cells_path(place, row), _key(row)
@@ -245,6 +276,7 @@ def images_of(place: ComparisonPlace, row: MethodRow) -> ImageListing:
 
     Raises:
         ConfigurationError: the folder cannot be read.
+        InvalidInputError: the folder has no class folder, or an empty one.
     """
     return _listing(place.images, row.tested, place.split)
 
@@ -289,19 +321,26 @@ Submit = Callable[..., Future[None]]
 def run_tasks(planned: Planned, jobs: int, cluster: str | None = None) -> None:
     """Make the images, train every run, and measure every row; finished work is skipped.
 
-    Progress is printed on stderr.
+    Progress is printed on stderr. The first error ends the work once the running tasks have ended;
+    finished work stays, and the next call uses it.
 
     Args:
         planned: the rows by place.
-        jobs: the number of processes.
+        jobs: the number of processes; 1: this process.
         cluster: the address of a Ray cluster whose nodes run the tasks instead; they must have the
             folders under the same paths. None: processes of this machine.
 
     Raises:
-        UnavailableError: no cluster answers.
-        ConfigurationError: a row does not fit the images, or Ray is not installed.
-        InvalidInputError, VerificationError, DivergedError, CannotWriteError: as the tasks.
+        UnavailableError: pretrained weights cannot be downloaded, or no cluster answers.
+        ConfigurationError: a row does not fit the images, a configuration is invalid, or Ray is not
+            installed.
         NobackfillError: a process was killed.
+        InvalidInputError: there are too few images, or one cannot be decoded.
+        VerificationError: a checkpoint is damaged.
+        DivergedError: a loss is not finite.
+        BusyError: another process trains in a run's folder.
+        CannotWriteError: a run, feature or cell cannot be written.
+        NotFoundError: pretrained weights do not exist.
     """
     for place, rows in planned:
         prepare(place, list(rows))

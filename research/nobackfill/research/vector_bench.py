@@ -80,6 +80,10 @@ class FrozenVectors:
     def take_pairs(self, count: int, seed: int) -> "FrozenVectors":
         """Return a copy with `count` training items, drawn by a seed.
 
+        Args:
+            count: the number of training items, at least 0.
+            seed: chooses them; a seed gives the same again. Their order stays.
+
         Returns:
             This object itself if it does not have more items.
         """
@@ -103,11 +107,15 @@ def read_vectors(paths: Sequence[Path]) -> FrozenVectors:
     Args:
         paths: .npz files, as the module's docstring describes them.
 
+    Returns:
+        The arrays in float32; int8 is scaled. Side-information counts only if training and test
+        items have it. `unit` is set if all new test vectors have norm 1 within 0.02.
+
     Raises:
         NotFoundError: a file does not exist.
-        InvalidInputError: a file is no .npz without pickled objects; an array is missing, has
-            another shape than its partners, or is not finite; labels are no whole numbers; or there
-            is no training item, or fewer than two test items.
+        InvalidInputError: a file is no .npz without pickled objects. An array is missing, has
+            another shape than its partners, is not finite, or has two candidates. Labels are no
+            whole numbers. Or there is no training item, or fewer than two test items.
     """
     arrays: dict[str, NDArray[Any]] = {}
     for path in paths:
@@ -275,12 +283,13 @@ def compare_vectors(
     """Fit rivals on frozen vectors, and measure the searches that each of them serves.
 
     A rival that refuses the vectors becomes a row with the reason, and no error. The rows old/old
-    and new/new, searches without a transform, are always there.
+    and new/new, searches without a transform, are always there. Nothing is written.
 
     Args:
         vectors: the vectors.
         names: rivals to run; None: all; empty: none.
-        pairs: training pairs, drawn anew for each seed; None, or more than there are: all.
+        pairs: training pairs, drawn anew for each seed, at least 1; None, or more than there are:
+            all.
         seeds: how many seeds, at least 1; each fits every rival again.
         command, machine: recorded in the results.
         registry: constructors of rivals by name; None: those of rivals/rows.py.
@@ -288,6 +297,7 @@ def compare_vectors(
     Raises:
         ConfigurationError: a name is unknown.
         DivergedError: a loss is not finite.
+        ValueError: in a part of the test, no query has another item of its class.
     """
     known = rivals() if registry is None else registry
     selected = list(known) if names is None else list(names)
@@ -416,6 +426,9 @@ def page_of(results: BenchResults) -> str:
     """Format results as a page of Markdown: one table for each part of the test.
 
     Rows that were not run follow the tables, with their reasons.
+
+    Raises:
+        KeyError: the results lack the row old/old.
     """
     lines = [
         "# Maps compared on frozen vectors", "",

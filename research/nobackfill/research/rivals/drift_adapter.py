@@ -33,6 +33,10 @@ class DriftAdapterRival:
     def fit(self, train: TrainingVectors, seed: int) -> None:
         """Fit the transform on the CPU; a seed gives the same transform again.
 
+        Args:
+            train: the pairs; labels and side-information are not used.
+            seed: sets all random numbers.
+
         Raises:
             ConfigurationError: isotrieve is not installed, or refuses these vectors.
         """
@@ -72,10 +76,13 @@ class DriftAdapterRival:
         """Map queries [m, b] of the new model to unit vectors float32 [m, a].
 
         Call `fit` before. `side` is not used.
+
+        Raises:
+            AttributeError: `fit` was not called.
         """
         return np.asarray(self._map.transform(vectors), np.float32)
 
     @property
     def parameters(self) -> int:
-        """The number of fitted values."""
+        """The number of fitted values. It is 0 before `fit`."""
         return self._parameters

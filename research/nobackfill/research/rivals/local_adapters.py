@@ -26,6 +26,10 @@ class LocalAdapters:
         """Cluster the new vectors by k-means, and fit one affine map per cluster.
 
         There are up to 16 clusters of on average at least 100 pairs; fewer than 200 pairs give one.
+        Labels and side-information are not used.
+
+        Raises:
+            ValueError: there are no pairs.
         """
         # Imported here: it takes a second, and the command's help does not need it.
         from sklearn.cluster import KMeans
@@ -49,6 +53,9 @@ class LocalAdapters:
         """Map queries [m, b] of the new model to [m, a]; unit vectors if the new ones are.
 
         Call `fit` before. `side` is not used.
+
+        Raises:
+            AttributeError: `fit` was not called.
         """
         squared = (self._centres**2).sum(axis=1) - 2 * vectors @ self._centres.T
         nearest = squared.argmin(axis=1)
@@ -61,7 +68,10 @@ class LocalAdapters:
 
     @property
     def parameters(self) -> int:
-        """The number of fitted values."""
+        """The number of fitted values.
+
+        Call `fit` before.
+        """
         return int(self._all.size * len(self._maps) + self._centres.size)
 
 

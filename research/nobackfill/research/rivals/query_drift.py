@@ -32,11 +32,17 @@ class QueryDrift:
         """Map queries [m, d] of the new model to [m, d]; unit vectors if the new ones are.
 
         Call `fit` before. `side` is not used.
+
+        Raises:
+            AttributeError: `fit` was not called.
         """
         moved = vectors - self._drift
         return normalise(moved) if self._unit else moved
 
     @property
     def parameters(self) -> int:
-        """The number of fitted values."""
+        """The number of fitted values.
+
+        Call `fit` before.
+        """
         return len(self._drift)

@@ -39,21 +39,34 @@ class Rival(Protocol):
     maps: Literal["items", "queries"]
 
     def fit(self, train: TrainingVectors, seed: int) -> None:
-        """Fit the transform; `seed` sets all random numbers.
+        """Fit the transform, and replace an earlier fit.
+
+        Args:
+            train: the pairs, at least one.
+            seed: sets all random numbers; a seed gives the same transform again.
 
         Raises:
             ConfigurationError: this transform needs labels, equal dimensions or a package that is
                 not there. The comparison then lists the row as not run, with the sentence.
+            DivergedError: a loss is not finite; the comparison ends.
         """
 
     def transform(self, vectors: Floats, side: Floats | None) -> Floats:
         """Map vectors: old [m, a] to [m, b] for "items", new [m, b] to [m, a] for "queries".
 
+        Call `fit` before. The vectors are not changed.
+
         Args:
             vectors: the vectors.
             side: side-information [m, s] of items; None for queries, or without one.
+
+        Returns:
+            The mapped vectors, in the order of `vectors`.
         """
 
     @property
     def parameters(self) -> int:
-        """The number of fitted values of the transform."""
+        """The number of fitted values of the transform.
+
+        Call `fit` before.
+        """

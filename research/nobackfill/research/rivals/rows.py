@@ -13,8 +13,11 @@ def rivals(epochs: int = 30, inner_dim: int = 2048) -> Mapping[str, Callable[[],
     """Return a constructor of each rival by its name, in the order of the table; nothing is fitted.
 
     Args:
-        epochs: passes over the training vectors, for trained maps.
+        epochs: passes over the training vectors, for trained maps, at least 1.
         inner_dim: width of their inner layers.
+
+    Returns:
+        The constructors; each call of one makes a new rival. A missing package is noticed by `fit`.
     """
 
     def trained(method: str, reads_side: bool, **options: float | bool) -> Callable[[], Rival]:

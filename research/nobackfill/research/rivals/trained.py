@@ -29,7 +29,7 @@ class TrainedMap:
         self, method: str, *, reads_side: bool, options: Mapping[str, float | bool],
         epochs: int, inner_dim: int,
     ) -> None:  # fmt: skip
-        """Choose a method.
+        """Choose a method; names and options are checked by `fit`.
 
         Args:
             method: a name of the upgrade methods of nobackfill.training.
@@ -44,13 +44,15 @@ class TrainedMap:
     def fit(self, train: TrainingVectors, seed: int) -> None:
         """Train h in a temporary folder, or solve it if the method is in closed form.
 
+        The folder is removed at the end. Without labels, all items count as one class.
+
         Args:
             train: the pairs.
             seed: of the random numbers.
 
         Raises:
-            ConfigurationError: side-information or labels that the method reads are missing, or an
-                option is wrong.
+            ConfigurationError: the method is unknown, side-information or labels that it reads are
+                missing, or an option is wrong.
             DivergedError: a loss is not finite.
         """
         method = upgrade_method(self._method)
@@ -92,6 +94,9 @@ class TrainedMap:
         """Migrate old vectors float32 [m, a], with their side-information [m, s], to [m, b].
 
         Call `fit` before. `side` is ignored by a method that does not read it.
+
+        Raises:
+            AttributeError: `fit` was not called.
         """
         read = torch.from_numpy(side) if self._reads_side and side is not None else None
         with torch.no_grad():
@@ -100,7 +105,10 @@ class TrainedMap:
 
     @property
     def parameters(self) -> int:
-        """The number of values of h after `fit`, without the variance head."""
+        """The number of values of h after `fit`, without the variance head.
+
+        Call `fit` before.
+        """
         return sum(part.numel() for part in self._upgrade.h.parameters())
 
 
