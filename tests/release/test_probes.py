@@ -63,6 +63,15 @@ def test_missing_and_empty_probes_are_no_proof(name: str, emptied: bool, second:
         check_probes(second.files, changed(second, spoil))
 
 
+@pytest.mark.parametrize("name", ["image", "upgrade_1/embedding", "upgrade_1/side"])
+def test_probes_that_a_model_cannot_read_refuse_the_release(name: str, second: Draft) -> None:
+    def cut(arrays: Arrays) -> None:
+        arrays[name] = arrays[name][:, :-1]
+
+    with pytest.raises(VerificationError, match=r"golden probe \S+: .* expected"):
+        check_probes(second.files, changed(second, cut))
+
+
 def test_expected_values_that_are_no_numbers_never_agree(second: Draft) -> None:
     def blind(arrays: Arrays) -> None:
         arrays["embedding"][:] = np.nan

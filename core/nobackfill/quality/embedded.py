@@ -90,9 +90,10 @@ class PublishedListing(EmbeddedListing):
         Args:
             listing: The images or texts.
             files: The publication folder or the draft's files.
-            manifests: The releases by number.
-            threads: Threads of each model; None: all cores.
-            role: Whether texts are embedded as queries or as documents.
+            manifests: The releases by number; they are copied into `manifests`, which callers may
+                change.
+            threads: Threads of each model; None or 0: all cores.
+            role: Whether texts are embedded as queries or as documents; images have no role.
         """
         super().__init__(listing)
         self.files, self.manifests = files, dict(manifests)

@@ -165,9 +165,6 @@ def explain_refusal(request: _Request) -> str | None:
     Returns:
         The sentence of the VerificationError or ConfigurationError, or one on too little memory;
         None if the release is valid.
-
-    Raises:
-        InvalidInputError: The probes have another shape than a model's input.
     """
     from nobackfill.release.probes import check_probes, check_release
 

@@ -370,6 +370,9 @@ def learning_of(row: MethodRow) -> tuple[object, ...]:
     """Return a key that is equal for rows with one upper bound: images, test and new backbone.
 
     Another backbone has another bound; another width of the embedding is a variant (BCT Table 3).
+
+    Raises:
+        KeyError: the new model's configuration lacks its images, classes or backbone.
     """
     new = row.new.values
     return row.tested, new["images"], new["classes"], new["backbone"], new.get("width")
@@ -437,7 +440,7 @@ class Shared:
 
         Args:
             name: the name of the run.
-            method: the compatible method, such as bct or dmu.
+            method: the compatible method, such as bct or dmu; it is checked at the training.
             options: options of the method; dmu's hidden_dim defaults to the preset's.
 
         Returns:
@@ -454,6 +457,9 @@ class Shared:
             name: the name of the run.
             method: bt2 or lambda_orthogonal.
             values: further keys of the configuration, which replace others.
+
+        Returns:
+            The run; nothing is trained, and the keys are checked at the training.
         """
         return self._new(name, self.old, self.new, method=method, **values)
 
@@ -477,7 +483,7 @@ class Shared:
 
         Args:
             name: the name of the row.
-            method: the upgrade method.
+            method: the upgrade method; it is checked at the training.
             side: the encoder of the side-information that it reads; None: none is read.
             values: further keys of the configuration, which replace others.
         """
