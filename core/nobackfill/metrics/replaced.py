@@ -31,19 +31,28 @@ class ReplacementSteps:
 
     @cached_property
     def places(self) -> Ints:
-        """Return the position of each item in the order, [n]."""
+        """Return the position of each item in the order, [n].
+
+        Computed once. Call it only for a permutation; this is not checked.
+        """
         places = np.empty(len(self.order), np.int64)
         places[self.order] = np.arange(len(self.order))
         return places
 
     @cached_property
     def bounds(self) -> Ints:
-        """Return the positions between which items are replaced together, from 0 to all."""
+        """Return the positions between which items are replaced together, from 0 to all.
+
+        Ascending, each once, [p + 1] for p groups; computed once. Steps may be in any order.
+        """
         return np.unique(np.concatenate([[0], self.counts, [len(self.order)]]))
 
     @cached_property
     def parts(self) -> Ints:
-        """Return for each item the number of the group with which it is replaced, [n]."""
+        """Return for each item the number of the group with which it is replaced, [n].
+
+        Groups are numbered from 0; computed once.
+        """
         return np.searchsorted(self.bounds, self.places, "right") - 1
 
 

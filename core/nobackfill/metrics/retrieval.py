@@ -39,6 +39,9 @@ def average_precision(ranking: Ranking) -> PerQuery:
     It is the mean over the relevant items of the precision at each one's rank: the area under the
     precision-recall steps without interpolation. A relevant item that a top-k list missed counts as
     precision 0.
+
+    Args:
+        ranking: Ranks of the relevant items of q queries; none gives an empty result.
     """
     return _precision_sum(ranking) / _or_nan(ranking.relevant)
 

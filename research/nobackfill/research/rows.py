@@ -311,7 +311,6 @@ def ensure_trained(run: TrainingRun, trained: set[Path]) -> None:
         trained: run folders that need no check; the folders that this call trains are added.
 
     Raises:
-        ConfigurationError, InvalidInputError, VerificationError, DivergedError, BusyError,
         CannotWriteError: a run folder cannot be written.
         ConfigurationError: a configuration is invalid, a folder belongs to another configuration,
             or images cannot be read.

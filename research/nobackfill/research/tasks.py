@@ -208,7 +208,6 @@ def train_run(run: TrainingRun) -> None:
         run: the training.
 
     Raises:
-        ConfigurationError, InvalidInputError, VerificationError, DivergedError, BusyError,
         CannotWriteError: the run folder cannot be written.
         ConfigurationError: its configuration is invalid, its folder belongs to another one, or
             images cannot be read.
