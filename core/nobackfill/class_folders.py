@@ -54,6 +54,9 @@ class ImageListing:
         Args:
             rows: int64 [m], indices of the n images, from 0; they may repeat, in any order.
 
+        Returns:
+            A new listing in the order of `rows`; classes without an image stay.
+
         Raises:
             IndexError: An index is outside the listing.
         """
@@ -65,6 +68,9 @@ class ImageListing:
 
         Args:
             row: Index of the image, from 0.
+
+        Raises:
+            IndexError: There is no such image.
         """
         return self.class_names[int(self.labels[row])]
 
@@ -79,14 +85,17 @@ def list_images(
 
     Args:
         root: A folder of class folders.
-        classes: Number of classes to use, from the first on, at least 1; None for all.
-        class_list: A file with a class folder at the start of each line, which gives the order;
-            None for all folders by name.
+        classes: Number of classes to use, from the first on, at least 1; None for all. Folders
+            beyond it are not read.
+        class_list: A UTF-8 file with a class folder at the start of each line, which gives the
+            order; empty lines are skipped. None takes all folders by name.
 
     Raises:
         ConfigurationError: `root` or `class_list` cannot be read.
         InvalidInputError: No class folder, fewer than `classes`, a listed folder that is missing,
             listed twice or inside another, or a class folder without an image.
+        PermissionError: `root` is a folder that this user may not read. A folder below it that
+            cannot be read counts as empty.
     """
     if not root.is_dir():
         raise ConfigurationError(
@@ -146,6 +155,14 @@ def list_nonempty_classes(root: Path) -> ImageListing:
     """List the class folders that hold at least one image, as `list_images` does, without errors.
 
     The listing is empty where `root` is no folder or no class folder holds an image.
+
+    Hidden files, links to folders and other files are left out; a warning counts them.
+
+    Args:
+        root: A folder of class folders.
+
+    Raises:
+        PermissionError: `root` is a folder that this user may not read.
     """
     files = _files(_folders(root) if root.is_dir() else [])
     return _listing(root, {folder: of_class for folder, of_class in files.items() if of_class})
@@ -218,6 +235,9 @@ def order_by_digest(listing: ImageListing, seed: int) -> Iterator[NDArray[np.int
 def hash_files(listing: ImageListing) -> list[str]:
     """Compute the SHA-256 of each file, 64 hex digits each, in the listing's order.
 
+    Returns:
+        One digest for each image; empty for an empty listing.
+
     Raises:
         InvalidInputError: A file cannot be read; the message names it.
     """
@@ -226,6 +246,9 @@ def hash_files(listing: ImageListing) -> list[str]:
 
 def hash_file(file: Path) -> str:
     """Compute the SHA-256 of a file, as 64 hex digits.
+
+    Returns:
+        Hex digits in lower case.
 
     Raises:
         InvalidInputError: It is missing or cannot be read.
@@ -245,7 +268,7 @@ def decode_listing(
 
     Args:
         listing: n images.
-        height: Rows of each result.
+        height: Rows of each result, at least 1.
         width: Columns of each result; None for `height`.
         fit: As in `nobackfill.framing.Frame`.
         shortest: As in `nobackfill.framing.Frame`.
@@ -256,7 +279,8 @@ def decode_listing(
         uint8 [n, height, width, 3], in the listing's order; all of it is in memory.
 
     Raises:
-        InvalidInputError: A file is missing or no usable image; the message names one of them.
+        InvalidInputError: A file is missing or no usable image; the message names the first one.
+            Files after it may be decoded before the error is raised.
     """
     frame = Frame(height, width or height, fit, shortest, interpolation, margin)
     images = np.empty((len(listing), frame.height, frame.width, 3), np.uint8)

@@ -18,7 +18,7 @@ def sha256_file(path: Path) -> str:
     """Return the SHA-256 of a regular file, as 64 hex digits.
 
     Raises:
-        OSError: The file cannot be read.
+        OSError: The file is missing, a folder, or cannot be read.
     """
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -44,16 +44,19 @@ def space_id(
     The id covers all that changes what a vector means or how two vectors are compared.
 
     Args:
-        embedder_sha256: SHA-256 of the image embedder's file in hex, None without one.
+        embedder_sha256: SHA-256 of the image embedder's file in hex, None without one. It is part
+            of the id only if height and width are there, too.
         height: Rows of the embedder's input in pixels, None without one.
         width: Columns of the embedder's input in pixels, None without one.
         dim: The dimension of a vector.
         metric: How distances are computed.
         unit: Whether vectors have norm 1.
-        more: Further fields of the digest, such as a text encoder.
+        more: Further fields of the digest, such as a text encoder; they replace fields of the same
+            name.
 
     Raises:
         InvalidInputError: `embedder_sha256` is not 64 lower-case hex digits.
+        TypeError: A value of `more` cannot be written as JSON.
     """
     fields: dict[str, str | int | bool] = {"dim": dim, "metric": metric, "unit": unit, **more}
     if embedder_sha256 is not None and height is not None and width is not None:
@@ -92,6 +95,9 @@ def share_digest(release: int, key: str) -> int:
     Args:
         release: Number of the release.
         key: Any text that identifies the caller or device.
+
+    Returns:
+        0 to 2^64 - 1, the same on every machine.
     """
     text = f"{release}/{key}".encode(errors="surrogatepass")
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest())
@@ -102,13 +108,16 @@ def is_in_share(key: int, share: float) -> bool:
 
     Args:
         key: The digest of the key, from `share_digest`.
-        share: 0 to 1.
+        share: 0 to 1; 0 contains no key, 1 all of them.
     """
     return key < share * 2.0**64
 
 
 def parse_percent(text: str) -> float:
     """Parse a share in percent, with or without the sign: "5%" gives 0.05.
+
+    Args:
+        text: A number, with or without spaces around it; "100%" gives 1.
 
     Returns:
         A share above 0 and at most 1.

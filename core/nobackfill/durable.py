@@ -66,7 +66,7 @@ class Faults:
         """Arm a fault, as `arm` does.
 
         Args:
-            spec: `KIND@N` or `KIND@N+`; None for no fault.
+            spec: `KIND@N` or `KIND@N+`; None or "" for no fault.
 
         Raises:
             ConfigurationError: Another text.
@@ -78,10 +78,10 @@ class Faults:
         """Count steps from zero again, and set the fault to inject.
 
         Args:
-            spec: `KIND@N` or `KIND@N+`; None for no fault.
+            spec: `KIND@N` or `KIND@N+`; None or "" for no fault. The observer stays.
 
         Raises:
-            ConfigurationError: Another text.
+            ConfigurationError: Another text; nothing changes.
         """
         match = _SPEC.match(spec) if spec else None
         if spec and match is None:
@@ -96,7 +96,7 @@ class Faults:
         self.fired = False
 
     def count_step(self) -> str:
-        """Count a step, and return the kind of the fault to inject at it, or ""."""
+        """Count a step, and return the kind of the fault to inject at it, or "" for none."""
         self.steps += 1
         hit = self.steps >= self._at if self._onwards else self.steps == self._at
         if not self._kind or not hit:
@@ -120,7 +120,8 @@ class Faults:
         raise OSError(code, os.strerror(code), str(path))
 
     def report(self, operation: DurableStep) -> None:
-        """Pass a finished step to the observer, if there is one."""
+        """Pass a finished step to the observer, if there is one; the observer's error reaches the
+        caller."""
         if self.observer is not None:
             self.observer(operation)
 
@@ -147,7 +148,8 @@ def error_from_sqlite(path: Path, error: sqlite3.Error) -> NobackfillError | Non
         error: The error of the sqlite3 module.
 
     Returns:
-        BusyError, CannotWriteError or DamagedError; None where the statement itself is wrong.
+        BusyError, CannotWriteError or DamagedError, not raised; None where the statement itself is
+        wrong, or SQLite does not tell a code for another class than DatabaseError.
     """
     code = getattr(error, "sqlite_errorcode", 0)
     if code & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
@@ -206,8 +208,8 @@ def write_file(path: Path, data: bytes, mode: int = 0o644) -> None:
         mode: Permissions of the new file, less the umask; those of the old file are not preserved.
 
     Raises:
-        CannotWriteError: The write failed. The file has its old content, or the new one if only
-            the folder could not be synced.
+        CannotWriteError: The write failed, or the folder is missing. The file has its old content,
+            or the new one if only the folder could not be synced. No temporary file stays.
     """
     temporary = path.parent / f"{TEMPORARY_PREFIX}{path.name}-{uuid.uuid4().hex}"
     with _translate_os_errors(path):
@@ -252,7 +254,7 @@ def append_bytes(path: Path, data: bytes | memoryview, mode: int = 0o644) -> Non
 
     Args:
         path: The file; its folder must exist.
-        data: Bytes, or a view of bytes.
+        data: Bytes, or a view of bytes; without any, a missing file is created empty.
         mode: Permissions of a new file, less the umask; an existing file keeps its own.
 
     Raises:
@@ -272,7 +274,7 @@ def make_dir(path: Path, mode: int = 0o755) -> None:
     """Make a folder and its parents, unless they exist.
 
     Args:
-        path: The folder.
+        path: The folder; a link to a folder counts as one.
         mode: Permissions of new folders, less the umask; existing folders keep theirs.
 
     Raises:
@@ -294,6 +296,10 @@ def refuse_inside(target: Path, source: Path) -> None:
 
     Links are followed, also those at the top of `source`. A path that does not exist yet counts by
     the folders above it.
+
+    Args:
+        target: Where the copy will be; it need not exist.
+        source: The folder; a missing one is never refused.
 
     Raises:
         ConfigurationError: `target` is `source` or lies below it.
@@ -319,7 +325,8 @@ def replace_file(source: Path, target: Path) -> None:
         target: The new name, in the same file system; its folder must exist.
 
     Raises:
-        CannotWriteError: The file cannot be moved, or it was moved and a folder cannot be synced.
+        CannotWriteError: The file is missing or cannot be moved, `target` is a folder, or it was
+            moved and a folder cannot be synced.
     """
     with _translate_os_errors(target):
         _fsync(source)
@@ -334,11 +341,12 @@ def publish_dir(source: Path, target: Path) -> None:
 
     Args:
         source: The folder.
-        target: The new name, in the same file system.
+        target: The new name, in the same file system; its folder must exist.
 
     Raises:
         AlreadyExistsError: `target` exists, also as a broken link; nothing was moved.
-        CannotWriteError: The disk fails, or `source` is missing.
+        CannotWriteError: The disk fails, or `source` is missing. It was moved if only a folder
+            could not be synced.
     """
     with _translate_os_errors(target):
         if target.exists() or target.is_symlink():
@@ -361,6 +369,9 @@ def remove_tree(path: Path) -> None:
     not followed.
 
     After a crash or an error, a part of a folder's content may be gone.
+
+    Args:
+        path: The file, link or folder.
 
     Raises:
         CannotWriteError: A file or folder cannot be removed.
@@ -386,7 +397,7 @@ def remove_temporary_files(folder: Path, name: str = "") -> list[Path]:
     Without a lock it would also remove files that another process is writing at that moment.
 
     Args:
-        folder: The folder; a missing one has no temporary files.
+        folder: The folder; a missing one has no temporary files. Folders below it are not searched.
         name: Remove only temporary files of files whose name begins with this; "" for all.
 
     Returns:
@@ -408,10 +419,18 @@ def transaction(connection: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
     The block runs under the write lock. Do not nest transactions. The connection must have
     `isolation_level=None`.
 
+    COMMIT runs at the end of the block. The lock is waited for as long as the connection's
+    busy_timeout.
+
+    Yields:
+        The same connection.
+
     Raises:
         BusyError: Another process held the lock for longer than busy_timeout.
-        CannotWriteError: The disk is full or fails; the transaction was rolled back.
-        sqlite3.Error: Any other error of SQLite, also where a transaction is open already.
+        CannotWriteError: The disk is full or fails, or the file is read-only. The transaction was
+            rolled back, unless only a step after the commit failed.
+        sqlite3.Error: Any other error of SQLite, such as a damaged file, or a transaction that is
+            open already.
     """
     name = connection.execute("PRAGMA database_list").fetchone()[2]
     path = Path(name or ":memory:")
@@ -440,13 +459,15 @@ def lock_file(path: Path, timeout_s: float = 0.0) -> Iterator[None]:
     The file stays, unless its holder removes it. Its folder is made if it is missing. The lock is
     not reentrant: a second call for the same path waits, too, in the same thread.
 
+    A waiting caller tries again every 20 ms.
+
     Args:
         path: The lock file; its content is not touched.
         timeout_s: How long to wait for another holder, in seconds; 0 tries once.
 
     Raises:
         BusyError: Another holder has it for longer than the timeout.
-        CannotWriteError: The file cannot be made.
+        CannotWriteError: The file or its folder cannot be made.
         OSError: The file system has no locks (flock).
     """
     deadline = time.monotonic() + timeout_s

@@ -14,7 +14,7 @@ def join_few(values: Iterable[object]) -> str:
     """Join up to three values for a sentence and count the others: "a, b, c and 239 more".
 
     Args:
-        values: Values to list; an empty iterable gives "".
+        values: Values to list, read to the end; an empty iterable gives "".
     """
     listed = [str(value) for value in values]
     more = f" and {len(listed) - 3} more" if len(listed) > 3 else ""

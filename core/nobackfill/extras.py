@@ -21,10 +21,12 @@ def require_extra(name: str) -> Iterator[None]:
     """Import optional packages in the block, and explain how to install them where one is missing.
 
     Args:
-        name: The extra of pyproject.toml that holds the packages.
+        name: The extra of pyproject.toml that holds the packages. It is not checked; the message
+            contains it.
 
     Raises:
         ConfigurationError: A package is not installed; the message has the pip command.
+        ModuleNotFoundError: A module of nobackfill itself is missing.
     """
     try:
         yield
@@ -47,6 +49,8 @@ def load_plugin(group: str, name: str) -> Any:
     Raises:
         ConfigurationError: No installed distribution has this plug-in, or the plug-in needs an
             extra that is not installed.
+        ImportError, AttributeError: Its module cannot be imported, or lacks the object that the
+            entry point names.
     """
     plugins = _entry_points(group)
     if name not in plugins.names:
@@ -60,7 +64,11 @@ def load_plugin(group: str, name: str) -> Any:
 
 
 def plugin_names(group: str) -> set[str]:
-    """Return the names of the installed plug-ins of a group, without importing them."""
+    """Return the names of the installed plug-ins of a group, without importing them.
+
+    Args:
+        group: The group without its prefix; an unknown one has no plug-ins.
+    """
     return _entry_points(group).names
 
 

@@ -19,8 +19,8 @@ def export_lazily(package: str, modules: Mapping[str, str]) -> Callable[[str], A
         modules: For each module of the package, its public names, separated by spaces.
 
     Returns:
-        A function that returns the attribute of a name. It raises AttributeError for an unknown
-        name.
+        A function that returns the attribute of a name, and imports its module. It raises
+        AttributeError for an unknown name, and any error of the import.
     """
     homes = {name: module for module, names in modules.items() for name in names.split()}
 

@@ -34,7 +34,8 @@ class Frame(NamedTuple):
     margin: Margin = "nearest"
 
     def transpose(self) -> "Frame":
-        """Return the frame for a picture that is rotated by 90 degrees after it was resized."""
+        """Return the frame for a picture that is rotated by 90 degrees after it was resized. The
+        other fields stay."""
         return self._replace(height=self.width, width=self.height)
 
     def place_picture(
@@ -54,6 +55,9 @@ class Frame(NamedTuple):
         Returns:
             The visible part of the picture (left, top, right, bottom), its size in the frame
             (width, height), and its upper left corner there (left, top), all in pixels.
+
+        Raises:
+            ZeroDivisionError: A side of the picture is 0.
         """
         picture: Box = (0, 0, width, height)
         if self.fit == "crop" and self.shortest is not None:

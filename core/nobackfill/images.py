@@ -80,7 +80,7 @@ class Header:
         """Estimate the cost of decoding, in pixels of a plain JPEG (about 7 ns each).
 
         The estimate also bounds memory: a PNG takes up to 8 bytes a pixel, a WebP, HEIC or AVIF up
-        to 20.
+        to 20. Each four further passes of a JPEG count like the first.
         """
         per_pixel = {"JPEG": 1 + self.scans // 4, "PNG": 3}.get(self.format, 8)
         return per_pixel * self.width * self.height
@@ -88,6 +88,12 @@ class Header:
 
 def read_header(data: bytes) -> Header:
     """Read the header of a JPEG, PNG, WebP, HEIC or AVIF file without decoding the picture.
+
+    Args:
+        data: The bytes of the file; their number is not limited here.
+
+    Returns:
+        The header. `picture` is `data` itself except for a JPEG.
 
     Raises:
         InvalidInputError: Another format, a damaged header, or more pixels, passes or pieces than
@@ -129,6 +135,9 @@ def damage_error(why: object) -> InvalidInputError:
 
     Args:
         why: The reason; the message holds its first 200 characters.
+
+    Returns:
+        The error, not raised.
     """
     return InvalidInputError(
         f"image: cannot be decoded, it is damaged, truncated or too large ({str(why)[:200]})"
@@ -283,8 +292,8 @@ def decode_image(
 
     Args:
         data: The bytes of the file.
-        height: Rows of the result.
-        width: Columns of the result.
+        height: Rows of the result, at least 1.
+        width: Columns of the result, at least 1.
         fit: How the picture is placed, see `Frame`; by default each side is scaled by itself.
         shortest: Length of the shorter side before a crop, in pixels; a crop without it stretches,
             other fits ignore it.
@@ -306,6 +315,9 @@ def decode_image(
 def check_header(data: bytes) -> Header:
     """Read the header of an image file of at most 32 MiB that may be decoded.
 
+    Args:
+        data: The bytes of the file.
+
     Raises:
         InvalidInputError: The file is larger, or `read_header` refuses it.
     """
@@ -324,15 +336,15 @@ def decode_after_header(
 
     Args:
         header: Header of the file, from `check_header`.
-        height: Rows of the result.
-        width: Columns of the result.
+        height: Rows of the result, at least 1.
+        width: Columns of the result, at least 1.
         fit: As in `Frame`.
         shortest: As in `Frame`.
         interpolation: As in `Frame`.
         margin: As in `Frame`.
 
     Returns:
-        uint8 RGB [height, width, 3].
+        uint8 RGB [height, width, 3]; it may be read-only.
 
     Raises:
         InvalidInputError: An animation, a damaged or truncated file, or HEIC or AVIF without the
@@ -368,10 +380,11 @@ def decode_within(data: bytes, side: int) -> Pixels:
         side: The longest side of the result in pixels, at least 1.
 
     Returns:
-        uint8 RGB [height, width, 3]; each side has at least 1 pixel.
+        uint8 RGB [height, width, 3], with EXIF orientation applied; each side has at least 1 pixel.
 
     Raises:
-        InvalidInputError: As `decode_image` does.
+        InvalidInputError: Another format, an animation, a damaged or truncated file, more than 32
+            MiB, a header that `read_header` refuses, or HEIC or AVIF without the extra `heic`.
     """
     header = check_header(data)
     try:
@@ -394,7 +407,7 @@ def decode_file(
     """Decode an image file by its path; otherwise like `decode_image`.
 
     Args:
-        path: The file.
+        path: The file; a link is followed.
         height: Rows of the result.
         width: Columns of the result.
         fit: As in `Frame`.
@@ -406,7 +419,8 @@ def decode_file(
         uint8 RGB [height, width, 3].
 
     Raises:
-        InvalidInputError: The file cannot be read or decoded; the message begins with its path.
+        InvalidInputError: The file is missing, cannot be read, is no regular file, or
+            `decode_image` refuses it; the message begins with its path.
     """
     try:
         return decode_image(read_file(path), height, width, fit, shortest, interpolation, margin)
@@ -420,9 +434,12 @@ def read_file(path: Path) -> bytes:
     Args:
         path: A regular file. A pipe would block, and a device might never end.
 
+    Returns:
+        The bytes; empty for an empty file. Whether they are an image is not checked.
+
     Raises:
-        InvalidInputError: No regular file, not readable, or more than 32 MiB. The message lacks the
-            path, which callers add.
+        InvalidInputError: A missing file, no regular file, not readable, or more than 32 MiB. The
+            message lacks the path, which callers add.
     """
     try:
         # Open first and check then, so that the file cannot be replaced in between.

@@ -33,7 +33,8 @@ def denormals_as_zero() -> Iterator[None]:
 
     Arithmetic on denormals takes up to 300 times longer, so that a model could stall its host. The
     session option of ONNX Runtime covers only the session's own threads. The former mode returns at
-    the end of the block, also after an error. Does nothing except on Linux on x86-64 and ARM.
+    the end of the block, also after an error. Does nothing except on Linux on x86-64 and ARM. Run
+    the block in one thread: a generator that moves to another would change that thread's mode.
     """
     if _PLACE is None:
         yield

@@ -34,13 +34,15 @@ def read_paced(
     its thread at its own next timeout, or with the process.
 
     Args:
-        fetch: Opens the source and iterates over its bytes; called in the thread.
+        fetch: Opens the source and iterates over its bytes; called in the thread. The thread reads
+            at most three pieces ahead.
         deadline: Time on `time.monotonic()` in seconds; no wait goes beyond it. Infinity, the
             default, sets none.
         slow: The class of the error for a slow source; it is created with one message.
 
     Yields:
-        Non-empty pieces, in order.
+        Non-empty pieces, in order; none for an empty source. Close the generator to end the reading
+        early.
 
     Raises:
         slow: Fewer than SLOWEST_BYTES_A_SECOND arrived over PATIENCE_SECONDS, or the deadline
@@ -176,6 +178,12 @@ def pool_manager(**settings: Any) -> urllib3.PoolManager:
 
     Args:
         settings: Arguments of urllib3.PoolManager, which are passed on unchanged.
+
+    Returns:
+        The pool; the caller clears it.
+
+    Raises:
+        TypeError: urllib3 does not know an argument.
     """
     manager = urllib3.PoolManager(**settings)
     manager.pool_classes_by_scheme = {"http": _HttpPool, "https": _HttpsPool}

@@ -12,13 +12,20 @@ def is_picture(name: str) -> bool:
 
     HEIC, HEIF and AVIF count, even without the extra `heic` that decodes them. The file is not
     opened.
+
+    Args:
+        name: A file name, or a path.
     """
     return name.lower().endswith(SUFFIXES + HEIF_SUFFIXES)
 
 
 def is_clutter(name: str) -> bool:
     """Tell whether a file or folder is no photograph: hidden (`.Trash`, `._IMG.jpg`), `@eaDir` or
-    `__MACOSX`."""
+    `__MACOSX`.
+
+    Args:
+        name: The name without its folder; the empty name is none.
+    """
     return name.startswith(".") or name in _CLUTTER
 
 

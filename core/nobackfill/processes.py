@@ -16,6 +16,9 @@ def end_with_parent() -> None:
     Without it, a child would go on working along with the children of a restarted parent. Starts a
     daemon thread, which ends the process with exit code 1 and without cleanup. Call it only in a
     process that multiprocessing started.
+
+    Raises:
+        AssertionError: This process was not started by multiprocessing.
     """
     parent = parent_process()
     assert parent is not None, "started by another process"
@@ -35,10 +38,12 @@ class ForkAware(Protocol):
     """An object that needs care while its process forks, such as a connection."""
 
     def before_fork(self) -> None:
-        """Wait until no other thread uses the object, and keep it unused until `after_fork`."""
+        """Wait until no other thread uses the object, and keep it unused until `after_fork`. It
+        runs in the thread that forks; its error is printed and ignored."""
 
     def after_fork(self, child: bool) -> None:
-        """Allow use again; in the child, drop what belongs to the parent.
+        """Allow use again; in the child, drop what belongs to the parent. It runs in parent and
+        child, in the reverse order of `before_fork`.
 
         Args:
             child: Whether this process is the new one.
@@ -57,7 +62,7 @@ def watch_forks(one: ForkAware) -> None:
     A second call for the same object changes nothing.
 
     Args:
-        one: The object; only a weak reference to it is stored.
+        one: The object; only a weak reference to it is stored. It must be hashable.
     """
     _OPEN.add(one)
 
@@ -91,7 +96,7 @@ class DaemonThreads:
         """Create a pool without threads; they start with work and end when there is none.
 
         Args:
-            most: Largest number of threads, at least 1.
+            most: Largest number of threads, at least 1; with 0, work never begins.
             name: Name of each thread.
         """
         self._most, self._name = most, name
@@ -106,6 +111,9 @@ class DaemonThreads:
 
         Args:
             work: Called without arguments. Its error, if any, is raised by the future's `result`.
+
+        Raises:
+            RuntimeError: The system can start no further thread.
         """
         future: Future[Result] = Future()
         with self._changed:

@@ -55,6 +55,7 @@ class Moments:
 
         Args:
             like: Use the origin of these moments, so that `subtract` can take one from the other.
+                None, or moments without pairs: the first block gives the origin.
         """
         self.rows = 0
         # Sums of differences from the first block's means: a large mean costs no digits.
@@ -67,6 +68,9 @@ class Moments:
     @classmethod
     def of(cls, blocks: Iterable[Pairs]) -> "Moments":
         """Compute the moments of all blocks.
+
+        Args:
+            blocks: Pairs x [n, a] and y [n, b]; empty blocks are skipped.
 
         Raises:
             ValueError: Rows that are no pairs, NaN or infinity, or fewer than 2 pairs.
@@ -86,7 +90,8 @@ class Moments:
             y: [n, b].
 
         Raises:
-            ValueError: Shapes that do not fit, NaN or infinity.
+            ValueError: Shapes or dimensions that do not fit, NaN or infinity. Rows before the
+                faulty 8192 may have been added.
         """
         if x.ndim != 2 or y.ndim != 2 or len(x) != len(y):
             raise ValueError(
@@ -113,6 +118,9 @@ class Moments:
         Returns:
             New moments; neither operand changes. At least one pair must have been added to this
             object.
+
+        Raises:
+            AssertionError: No pair was added to this object.
         """
         assert self._origin is not None
         others = Moments(self)
@@ -147,25 +155,37 @@ class Moments:
 
     @property
     def dims(self) -> tuple[int, int]:
-        """Return the dimensions a of x and b of y; rows must have been added."""
+        """Return the dimensions a of x and b of y.
+
+        Raises:
+            AssertionError: No rows were added.
+        """
         assert self._origin is not None
         return len(self._origin[0]), len(self._origin[1])
 
     @property
     def mean(self) -> tuple[Doubles, Doubles]:
-        """Return the mean of x, float64 [a], and of y, float64 [b]; rows must have been added."""
+        """Return the mean of x, float64 [a], and of y, float64 [b].
+
+        Without rows after `subtract`, both are NaN.
+
+        Raises:
+            AssertionError: No rows were added.
+        """
         assert self._origin is not None
         (x, y), (sum_x, sum_y) = self._origin, self._sums
         return x + sum_x / self.rows, y + sum_y / self.rows
 
     @property
     def gram(self) -> Doubles:
-        """Return the products of centred inputs, summed over the rows: float64 [a, a]."""
+        """Return the products of centred inputs, summed over the rows: float64 [a, a]. Rows must
+        have been added."""
         return self._products[0] - np.outer(self._sums[0], self._sums[0]) / self.rows
 
     @property
     def cross(self) -> Doubles:
-        """Return the products of centred inputs and outputs, summed over rows: float64 [a, b]."""
+        """Return the products of centred inputs and outputs, summed over rows: float64 [a, b]. Rows
+        must have been added."""
         return self._products[1] - np.outer(self._sums[0], self._sums[1]) / self.rows
 
 
@@ -178,8 +198,9 @@ def split_into_blocks(x: Floats, y: Floats, rows: int = _BLOCK_ROWS) -> Blocks:
         rows: Largest number of rows of a block, at least 1.
 
     Returns:
-        A function that iterates over the blocks from the start at each call. The blocks are views,
-        and the number of rows of `y` is not compared with that of `x`.
+        A function that iterates over the blocks from the start at each call; without rows there is
+        no block. The blocks are views, and the number of rows of `y` is not compared with that of
+        `x`.
     """
 
     def blocks() -> Iterator[Pairs]:
@@ -199,6 +220,9 @@ def solve_ridge(moments: Moments, penalty: float) -> Ridge:
 
     Returns:
         The map, with NaN as `error` and `spread`.
+
+    Raises:
+        numpy.linalg.LinAlgError: The system of equations is singular.
     """
     gram = moments.gram
     ridge = penalty * float(np.trace(gram)) / len(gram)
@@ -231,7 +255,8 @@ def fit_ridge(
         group: Number of consecutive rows that are left out as one, such as views of one image; at
             least 1.
         seed: Chooses the sampled groups.
-        moments: Moments of all blocks, if they are known.
+        moments: Moments of all blocks, if they are known; they are not compared with `blocks`. None
+            computes them.
         sample: Above this number of rows, the error is computed on a sample of this size, in whole
             groups and at least one.
 
@@ -242,6 +267,7 @@ def fit_ridge(
     Raises:
         ValueError: Rows that are no pairs, NaN or infinity, fewer than 2 groups, a number of rows
             that is no multiple of `group`, or another number of rows at the second call.
+        numpy.linalg.LinAlgError: The eigenvalues cannot be computed.
     """
     moments = Moments.of(blocks()) if moments is None else moments
     if moments.rows % group or moments.rows < 2 * group:

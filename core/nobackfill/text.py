@@ -39,7 +39,8 @@ class BatchTokenizer:
 
         Args:
             data: The bytes of tokenizer.json.
-            length: Tokens after which a text is truncated, those that the tokenizer adds included.
+            length: Tokens after which a text is truncated, at least 1, those that the tokenizer
+                adds included.
             what: The name of the file in messages.
 
         Raises:
@@ -70,7 +71,7 @@ class BatchTokenizer:
         """Tokenize a batch of texts; their size is not checked.
 
         Args:
-            texts: n texts.
+            texts: n texts; n may be 0.
 
         Returns:
             `input_ids`, `attention_mask` and `token_type_ids`, each int64 [n, tokens of the longest
@@ -142,6 +143,9 @@ def check_text(text: str) -> str:
 def check_texts(texts: Sequence[str]) -> None:
     """Check that all texts together fit into one call; single texts are not checked.
 
+    Args:
+        texts: The texts; half of a surrogate pair counts as one byte.
+
     Raises:
         TooLargeError: They have more than 4 MiB in UTF-8.
     """
@@ -172,6 +176,9 @@ class TextLine:
 
         An empty list counts as a list of texts. Numbers may be NaN or infinite here.
 
+        Returns:
+            The values by key, not copied; empty without notes.
+
         Raises:
             InvalidInputError: A value is an object, or a list with anything but texts.
         """
@@ -193,11 +200,15 @@ def read_texts(
     Opens the file at the first `next`. Ids may repeat, and texts are not checked for size.
 
     Args:
-        path: A regular file or a pipe, in UTF-8. Empty lines are skipped.
+        path: A regular file or a pipe, in UTF-8. Empty lines are skipped, and an empty file yields
+            nothing.
         refusals: Receives the reason of each invalid line under the key FILE:LINE, and reading goes
             on. None: the first invalid line raises its error.
         key: The key of the id in each object.
         column: The key of the text in each object.
+
+    Yields:
+        One object for each valid line.
 
     Raises:
         InvalidInputError: A line is invalid and `refusals` is None, or the file is neither regular
@@ -248,8 +259,12 @@ def parse_text_line(line: bytes, where: str, key: str = "id", column: str = "tex
         key: The key of the id.
         column: The key of the text.
 
+    Returns:
+        The id, the text and all other keys of the object. Id and text may be empty.
+
     Raises:
-        InvalidInputError: The line is no JSON object with an id and a text.
+        InvalidInputError: The line is no JSON object with an id and a text, each a text or a finite
+            number.
     """
     try:
         one = json.loads(line.decode("utf-8-sig"))

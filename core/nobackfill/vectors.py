@@ -42,6 +42,7 @@ def check_vectors(vectors: ArrayLike, dim: int, *, what: str, unit: bool = False
             or integers.
         UnusableRowsError: Rows with NaN or infinity, a norm above 1e15, or with `unit` a norm that
             is not 1. The error lists all their indices.
+        ValueError: Nested lists of unequal lengths.
     """
     array = np.asarray(vectors)
     if array.dtype not in _FLOATS:
@@ -89,7 +90,7 @@ def normalise(vectors: Vectors) -> Vectors:
     A row whose norm is below 1e-12 does not reach norm 1. NaN stays NaN; nothing is checked.
 
     Args:
-        vectors: float32 [n, dim].
+        vectors: float32 [n, dim]; n may be 0.
 
     Returns:
         float32 [n, dim], a new array.
@@ -113,7 +114,7 @@ def vector_from_bytes(values: bytes, dim: int, *, what: str, unit: bool = False)
 
     Raises:
         InvalidInputError: Another number of bytes.
-        UnusableRowsError: Values that `check_vectors` refuses.
+        UnusableRowsError: NaN or infinity, a norm above 1e15, or with `unit` a norm that is not 1.
     """
     if len(values) != 4 * dim:
         raise InvalidInputError(

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from nobackfill.errors import AlreadyExistsError, BusyError, VerificationError
+from nobackfill.errors import AlreadyExistsError, BusyError, NotFoundError, VerificationError
 from nobackfill.gallery import sqlite_file, staging
 from nobackfill.gallery.sqlite_file import FileAccess, open_connection
 from nobackfill.gallery.sqlite_gallery import SqliteGallery
@@ -273,3 +273,13 @@ def test_what_another_process_takes_away_meanwhile_keeps_nobody_out(
 
     monkeypatch.setattr(os, "access", closing)
     assert sqlite_file.explain_unwritable(path) is None and not log.exists()
+
+
+def test_a_suspended_gallery_whose_file_is_gone_is_not_created_again(tmp_path: Path) -> None:
+    path = tmp_path / "gallery.sqlite"
+    with SqliteGallery.create(path, spec(1)) as store:
+        assert store.suspend()
+        path.unlink()
+        with pytest.raises(NotFoundError, match="no gallery file there"):
+            store.count()
+        assert not path.exists()

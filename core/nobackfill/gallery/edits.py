@@ -49,6 +49,7 @@ class Selection:
 
         Raises:
             DamagedError: A row is invalid.
+            sqlite3.Error: SQLite fails; `Store.reading` translates it.
         """
         items = [item for item in items_by_label(connection, self.labels) if item is not None]
         if self.condition is not None:
@@ -62,21 +63,28 @@ class EditableStore(Protocol):
     """The operations of a store that these changes need; each is one transaction."""
 
     def labels_of(self, ids: Sequence[str]) -> Labels:
-        """Return the labels of the ids that exist, int64, increasing; others are skipped."""
+        """Return the labels of the ids that exist, int64, increasing; others are skipped. An id
+        that is given twice counts once.
+
+        Raises:
+            BusyError, CannotWriteError, UnavailableError, VerificationError, NotFoundError: The
+                store is locked, cannot be opened, does not answer, is damaged, or was closed.
+        """
         ...
 
     def delete_some(self, labels: Labels, condition: Filter | None) -> int:
         """Delete items that exist and pass the filter now; others are skipped.
 
         Args:
-            labels: int64 [n], the items.
+            labels: int64 [n], the items; n may be 0.
             condition: The filter; None deletes all of `labels`.
 
         Returns:
             Number of deleted items.
 
         Raises:
-            BusyError: Another writer holds the gallery.
+            BusyError: Another writer holds the gallery; nothing is deleted, as after each other
+                error.
             CannotWriteError: The store cannot be written.
             VerificationError: The gallery is damaged.
             NotFoundError: The gallery was closed or deleted.
@@ -90,17 +98,18 @@ class EditableStore(Protocol):
         """Change the metadata of items that exist and pass the filter now; others are skipped.
 
         Args:
-            labels: int64 [n], the items.
+            labels: int64 [n], the items; n may be 0.
             condition: The filter; None changes all of `labels`.
-            values: Values to set, by key.
-            remove: Keys to remove first.
+            values: Values to set, by key, as `metadata_text` accepts them.
+            remove: Keys to remove first; unknown ones are ignored.
 
         Returns:
             Number of these items, whether their metadata differs or not.
 
         Raises:
             InvalidInputError: The metadata of an item would become too large; nothing is changed.
-            BusyError: Another writer holds the gallery.
+            BusyError: Another writer holds the gallery; nothing is changed, as after each other
+                error.
             CannotWriteError: The store cannot be written.
             VerificationError: The gallery is damaged.
             NotFoundError: The gallery was closed or deleted.
@@ -112,9 +121,13 @@ class EditableStore(Protocol):
 def select_ids(store: EditableStore, ids: Sequence[str]) -> Selection:
     """Select the items that have one of these ids; unknown ids are skipped.
 
+    Args:
+        store: The gallery.
+        ids: The ids; one that is given twice counts once. Without any, the selection is empty.
+
     Raises:
-        NobackfillError: As every method of the store: BusyError, CannotWriteError, NotFoundError
-            (closed), UnavailableError or VerificationError.
+        BusyError, CannotWriteError, UnavailableError, VerificationError, NotFoundError: The store
+            is locked, cannot be opened, does not answer, is damaged, or was closed.
     """
     return Selection(store.labels_of(ids))
 
@@ -122,11 +135,15 @@ def select_ids(store: EditableStore, ids: Sequence[str]) -> Selection:
 def select_matches(filtering: Filtering, condition: Filter) -> Selection:
     """Select the items that pass a filter now; a change to them later is checked against it again.
 
+    Args:
+        filtering: The gallery's filters.
+        condition: The filter.
+
     Raises:
         InvalidInputError: The filter has too many tests, values or levels, a NaN, or an integer of
             more than 64 bits.
-        NobackfillError: As every method of the store: BusyError, CannotWriteError, NotFoundError
-            (closed), UnavailableError or VerificationError.
+        BusyError, CannotWriteError, UnavailableError, VerificationError, NotFoundError: The store
+            is locked, cannot be opened, does not answer, is damaged, or was closed.
     """
     return Selection(filtering.passing(condition).labels(), condition)
 
@@ -175,7 +192,8 @@ def change_metadata(
         store: The gallery.
         selection: The items; those that are gone or no longer pass its filter are skipped.
         values: Values to set, by key.
-        remove: Keys to remove first; a key that is also in `values` is set.
+        remove: Keys to remove first; unknown ones are ignored, and a key that is also in `values`
+            is set.
         after_piece: Called after each piece; its error ends the change.
 
     Returns:
@@ -206,7 +224,11 @@ def changed_metadata(
     Args:
         items: Id and metadata of each item, by label.
         values: Values to set, by key.
-        remove: Keys to remove first; a key that is also in `values` is set.
+        remove: Keys to remove first; unknown ones are ignored, and a key that is also in `values`
+            is set.
+
+    Returns:
+        One pair for each item, in the order of `items`, also where nothing changes.
 
     Raises:
         InvalidInputError: Invalid `values`, or the metadata of an item would become too large; the
@@ -225,14 +247,19 @@ def changed_metadata(
 def delete_in_file(store: Store, piece: Selection) -> int:
     """Delete one piece of a selection in a gallery file, in one transaction.
 
+    Args:
+        store: The gallery.
+        piece: The items; those that are gone or no longer pass its filter are skipped. Their bytes
+            are removed from file and log.
+
     Returns:
         Number of deleted items.
 
     Raises:
-        BusyError: Another writer holds the gallery.
+        BusyError: Another process still writes the gallery after 5 s; nothing is changed.
         CannotWriteError: The disk fails.
         VerificationError: The file is damaged.
-        NotFoundError: The gallery was closed.
+        NotFoundError: The gallery was closed, or its file is gone.
     """
     return store.delete_chosen(lambda connection: np.array([*piece.read(connection)], np.int64))
 
@@ -244,19 +271,20 @@ def change_metadata_in_file(
 
     Args:
         store: The gallery.
-        piece: The items.
+        piece: The items; those that are gone or no longer pass its filter are skipped.
         values: Values to set, by key.
-        remove: Keys to remove first.
+        remove: Keys to remove first; unknown ones are ignored.
 
     Returns:
         Number of items that exist and pass the filter.
 
     Raises:
-        InvalidInputError: The metadata of an item would become too large; nothing is changed.
-        BusyError: Another writer holds the gallery.
+        InvalidInputError: Invalid `values`, or the metadata of an item would become too large;
+            nothing is changed.
+        BusyError: Another process still writes the gallery after 5 s; nothing is changed.
         CannotWriteError: The disk fails.
         VerificationError: The file is damaged.
-        NotFoundError: The gallery was closed.
+        NotFoundError: The gallery was closed, or its file is gone.
     """
     with store.changing() as (connection, changes):
         items = piece.read(connection)

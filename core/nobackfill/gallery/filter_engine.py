@@ -96,14 +96,21 @@ class KeyColumn:
 
     @cached_property
     def bytes(self) -> int:
-        """Estimate the memory of the column, in bytes."""
+        """Estimate the memory of the column, in bytes. It is computed once."""
         arrays = (*self.texts[1:], *self.integers, *self.floats, *self.flags)
         texts = sum(map(sys.getsizeof, self.texts.values)) + 8 * len(self.texts.values)
         # Includes a time for each text, since it may come to that.
         return texts + 12 * len(self.texts.rows) + sum(array.nbytes for array in arrays)
 
     def rows(self, test: Test) -> Sequence[ColumnRows]:
-        """Return the rows that pass a test, as int32 arrays; a row may occur twice."""
+        """Return the rows that pass a test, as int32 arrays; a row may occur twice.
+
+        Args:
+            test: A test of this column's key; the key itself is not compared.
+
+        Returns:
+            Arrays; some may be empty. The first TimeRange parses every text of the column, once.
+        """
         if isinstance(test, OneOf):
             return self._one_of(test.values)
         if isinstance(test, Range):
@@ -140,6 +147,10 @@ def build_column(values: Iterable[tuple[Scalar, int]]) -> KeyColumn:
     """Build a column from values with their rows, in any order.
 
     An integer of more than 64 bits counts as a float. Without values, the column is empty.
+
+    Args:
+        values: Texts, numbers and flags, each with its row from 0. A list is given as each of its
+            texts.
     """
     texts: list[tuple[str, int]] = []
     integers: list[tuple[int, int]] = []
@@ -227,8 +238,11 @@ def mask_rows(condition: Filter, column: Callable[[str], KeyColumn], count: int)
 
     Args:
         condition: A filter that `filters.check_filter` has accepted.
-        column: Returns the column of a key; empty if no row has the key.
+        column: Returns the column of a key; empty if no row has the key. Its error passes through.
         count: Number of rows; 0 gives an empty mask.
+
+    Returns:
+        A new array.
     """
     if isinstance(condition, Not):
         passing = mask_rows(condition.of, column, count)
@@ -256,7 +270,11 @@ _FLOATS = np.dtype([("value", np.float64), ("label", np.int64)])
 
 
 def stored_labels(connection: sqlite3.Connection) -> Labels:
-    """Return the labels of all items of a gallery file, int64, increasing."""
+    """Return the labels of all items of a gallery file, int64, increasing.
+
+    Raises:
+        sqlite3.Error: SQLite fails, or the table is missing; `Store.reading` translates it.
+    """
     return np.sort(_integers(connection, "SELECT group_concat(label) FROM items")[0])
 
 
@@ -265,12 +283,15 @@ def read_column(connection: sqlite3.Connection, key: str, labels: Labels) -> Key
 
     Args:
         connection: The gallery's file.
-        key: The key.
+        key: The key, of storable text (`is_storable`).
         labels: int64 [n], increasing. Values of items that are not in it are ignored.
 
     Returns:
         The column. Each of its row numbers is an index into `labels`; items without the key have
         no row.
+
+    Raises:
+        sqlite3.Error: SQLite fails, or the table is missing; `Store.reading` translates it.
     """
     return KeyColumn(
         _read_texts(connection, key, labels),
@@ -284,8 +305,8 @@ def find_rows(labels: Labels, targets: Labels) -> tuple[NDArray[np.intp], Mask]:
     """Find the row of each target in a column of labels.
 
     Args:
-        labels: int64 [n], increasing.
-        targets: int64 [m].
+        labels: int64 [n], increasing; n may be 0.
+        targets: int64 [m], in any order.
 
     Returns:
         The rows, int [m], and a mask bool [m] of the targets that exist. The row of a missing
@@ -375,7 +396,8 @@ class Segment:
         self._columns: dict[str, KeyColumn] = {}
 
     def passing(self, condition: Filter) -> Mask:
-        """Return which of the items pass a filter, bool [n] in the order of `labels`.
+        """Return which of the items pass a filter, bool [n] in the order of `labels`. The column of
+        each key is built at its first use.
 
         Args:
             condition: A filter that `filters.check_filter` has accepted.
@@ -399,7 +421,11 @@ class Segment:
 
 
 def build_segment(items: Mapping[int, Metadata]) -> Segment:
-    """Build a segment of the items' metadata, by label; an empty mapping gives an empty segment."""
+    """Build a segment of the items' metadata, by label; an empty mapping gives an empty segment.
+
+    Args:
+        items: Metadata by label; it is not copied.
+    """
     labels = sorted(items)
     return Segment(np.array(labels, np.int64), [items[label] for label in labels])
 
@@ -407,11 +433,15 @@ def build_segment(items: Mapping[int, Metadata]) -> Segment:
 def read_metadata(store: Store, labels: Sequence[int]) -> dict[int, Metadata]:
     """Read the metadata of the items that exist, by label; other labels are skipped.
 
+    Args:
+        labels: Labels, in any order.
+
     Raises:
         VerificationError: The gallery's file is damaged.
-        BusyError: Another process has the file to itself.
+        BusyError: Another process has the file to itself, or changed it during a read without a
+            lock.
         CannotWriteError: The file cannot be opened, or the disk fails.
-        NotFoundError: The gallery was closed.
+        NotFoundError: The gallery was closed, or its file is gone.
     """
     with store.read_snapshot() as connection:
         items = items_by_label(connection, labels)
@@ -441,13 +471,15 @@ class StoredSegment:
 
         Args:
             condition: The filter.
-            keys: The keys that it reads.
+            keys: The keys that it reads, as `check_filter` returns them.
 
         Raises:
             VerificationError: The gallery's file is damaged.
-            BusyError: Another process has the file to itself.
+            BusyError: Another process has the file to itself, or changed it during a read without a
+                lock.
             CannotWriteError: The file cannot be opened, or the disk fails.
-            NotFoundError: The gallery was closed.
+            NotFoundError: The gallery was closed, or its file is gone.
+            KeyError: `keys` lacks a key of the filter.
         """
         columns = {key: self.column(key) for key in sorted(keys)}
         return mask_rows(condition, columns.__getitem__, len(self.labels))
@@ -460,11 +492,18 @@ class StoredSegment:
     def column(self, key: str) -> KeyColumn:
         """Return the column of a key; read it from the file if it is not in memory.
 
+        If another thread reads it, this one waits for it, and gets its error, too. Other columns
+        are dropped from memory if they have more than `most_bytes` together.
+
+        Returns:
+            The column; empty if no item has the key.
+
         Raises:
             VerificationError: The gallery's file is damaged.
-            BusyError: Another process has the file to itself.
+            BusyError: Another process has the file to itself, or changed it during a read without a
+                lock.
             CannotWriteError: The file cannot be opened, or the disk fails.
-            NotFoundError: The gallery was closed.
+            NotFoundError: The gallery was closed, or its file is gone.
         """
         with self._lock:
             column = self._columns.pop(key, None)
@@ -553,7 +592,7 @@ class MatchesInFile:
     _masks: list[tuple[Labels, Mask]] = field(default_factory=list)
 
     def labels(self) -> Labels:
-        """Return the labels of all matches, int64, increasing."""
+        """Return the labels of all matches, int64, increasing; empty if no item passed."""
         old = self._base.labels[self._mask]
         return np.sort(np.concatenate([old, self._changed])) if len(self._changed) else old
 
@@ -565,10 +604,11 @@ class MatchesInFile:
         cached.
 
         Args:
-            labels: int64 [n], increasing.
+            labels: int64 [n], increasing; an unknown label does not match. Do not change the array
+                later: it is cached.
 
         Returns:
-            bool [n].
+            bool [n], read-only.
         """
         for cached, mask in tuple(self._masks):
             if cached is labels:
@@ -630,7 +670,8 @@ class FilterEngine:
         self._renewal: set[int] | None = None
 
     def close(self) -> None:
-        """Stop following the store; later answers may be outdated."""
+        """Stop following the store; later answers may be outdated. A second `close` does
+        nothing."""
         if self._subscribed:
             self._subscribed = False
             self._store.unsubscribe(self._on_change)
@@ -638,13 +679,20 @@ class FilterEngine:
     def passing(self, condition: Filter) -> MatchesInFile:
         """Return the items that pass now, including every change acknowledged before the call.
 
+        The first call reads the labels of all items, and starts to follow the store. A key is read
+        at its first use. Once many items have changed, a daemon thread reads all again.
+
+        Returns:
+            The items; they are shared with later calls of an equal filter.
+
         Raises:
             InvalidInputError: The filter has too many tests, values or levels, a NaN, or an integer
                 of more than 64 bits.
             VerificationError: The gallery's file is damaged.
-            BusyError: Another process has the file to itself.
+            BusyError: Another process has the file to itself, or changed it during a read without a
+                lock.
             CannotWriteError: The file cannot be opened, or the disk fails.
-            NotFoundError: The gallery was closed.
+            NotFoundError: The gallery was closed, or its file is gone.
         """
         keys = check_filter(condition)
         # Not the filter itself: in Python True equals 1, and 10,000 long values would be kept.
@@ -736,13 +784,18 @@ def _read_state(store: Store) -> _State:
 def passing_labels(store: Store, condition: Filter) -> Labels:
     """Return the labels of the items that pass a filter, int64, increasing; for a single use.
 
+    Args:
+        store: The gallery.
+        condition: The filter. Every key that it reads is read from the file.
+
     Raises:
         InvalidInputError: The filter has too many tests, values or levels, a NaN, or an integer of
             more than 64 bits.
         VerificationError: The gallery's file is damaged.
-        BusyError: Another process has the file to itself.
+        BusyError: Another process has the file to itself, or changed it during a read without a
+            lock.
         CannotWriteError: The file cannot be opened, or the disk fails.
-        NotFoundError: The gallery was closed.
+        NotFoundError: The gallery was closed, or its file is gone.
     """
     keys = check_filter(condition)
     stored = StoredSegment(store, MOST_BYTES)

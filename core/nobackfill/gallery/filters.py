@@ -107,6 +107,10 @@ def as_filter(where: Mapping[str, Scalar] | Filter) -> Filter | None:
 
     The filter is not checked; `check_filter` does that.
 
+    Args:
+        where: A mapping, or a filter. Values of other kinds than the item's never match: 1 is not
+            True.
+
     Returns:
         None for an empty mapping: every item passes.
     """
@@ -118,9 +122,12 @@ def as_filter(where: Mapping[str, Scalar] | Filter) -> Filter | None:
 def check_filter(condition: Filter) -> frozenset[str]:
     """Check a filter against the limits, and return the keys that it reads.
 
+    Returns:
+        The keys; empty for a filter without tests.
+
     Raises:
-        InvalidInputError: More than MOST_TESTS tests, MOST_VALUES values or MOST_DEPTH levels; NaN;
-            an integer of more than 64 bits.
+        InvalidInputError: More than MOST_TESTS tests, MOST_VALUES values of all OneOf together, or
+            MOST_DEPTH levels; NaN; an integer of more than 64 bits.
     """
     tests = list(_tests(condition, 0))
     if len(tests) > MOST_TESTS:
@@ -167,6 +174,9 @@ def parse_microseconds(text: str) -> int | None:
 
     The date and the time are separated by T or a space. Digits beyond microseconds are cut off.
 
+    Args:
+        text: Such as 2026-11-27, or 2026-11-27T09:30:00.5+01:00, in ASCII.
+
     Returns:
         Microseconds since 1970, UTC, negative before it; None for any other text, such as an
         impossible date.
@@ -187,7 +197,7 @@ class Matches(Protocol):
     """The items that passed a filter."""
 
     def labels(self) -> Labels:
-        """Return the labels of all matches, int64, increasing."""
+        """Return the labels of all matches, int64, increasing; empty if no item passed."""
         ...
 
     def __len__(self) -> int: ...
@@ -196,10 +206,11 @@ class Matches(Protocol):
         """Return which of some labels match.
 
         Args:
-            labels: int64 [n], increasing.
+            labels: int64 [n], increasing; an unknown label does not match. Do not change the array
+                later: it may be cached.
 
         Returns:
-            bool [n].
+            bool [n]; do not write to it, since it may be cached.
         """
         ...
 
@@ -210,14 +221,18 @@ class Filtering(Protocol):
     def passing(self, condition: Filter) -> Matches:
         """Return the items that pass now.
 
+        Returns:
+            The items; changes after the call do not alter them.
+
         Raises:
             InvalidInputError: The filter has too many tests, values or levels, a NaN, or an integer
                 of more than 64 bits.
-            NobackfillError: As every method of the store: BusyError, CannotWriteError,
-                NotFoundError (closed), UnavailableError or VerificationError.
+            BusyError, CannotWriteError, UnavailableError, VerificationError, NotFoundError: The
+                store is locked, cannot be opened, does not answer, is damaged, or was closed.
         """
         ...
 
     def close(self) -> None:
-        """Stop following the store, if the engine does."""
+        """Stop following the store, if the engine does. Later answers may be outdated; a second
+        `close` does nothing."""
         ...

@@ -36,12 +36,15 @@ class Searcher(Protocol):
                 search.
 
         Returns:
-            At most k items for each query, nearest first.
+            Neighbours [q, k], nearest first, equal distances by label; padded with label -1 and
+            infinity where fewer items pass.
 
         Raises:
-            InvalidInputError: Queries of another shape or not finite, or a filter with too many
-                tests, values or levels.
-            NobackfillError: As every method of the gallery's store.
+            InvalidInputError: Queries of another shape, not finite, or not of norm 1 where the
+                space demands it. A filter with too many tests, values or levels, a NaN, or an
+                integer of more than 64 bits.
+            BusyError, UnavailableError, CannotWriteError, VerificationError, NotFoundError: The
+                store is locked, does not answer, cannot be opened, is damaged, or was closed.
         """
         ...
 
@@ -59,13 +62,19 @@ class GalleryStore(UpgradableStore, EditableStore, Protocol):
 
         Waits for running calls. A second `close` does nothing.
 
+        Listeners stay subscribed, but are no longer called.
+
         Raises:
             BusyError: A call does not end within a minute; nothing is closed.
         """
         ...
 
     def suspend(self) -> bool:
-        """Close files and connections until they are needed; return False if they are in use."""
+        """Close files and connections until they are needed; return False if they are in use. Never
+        waits.
+
+        The next call opens them again, and may raise each error of opening a gallery.
+        """
         ...
 
     def subscribe(self, listener: Callable[[Change], None]) -> None:
@@ -73,6 +82,8 @@ class GalleryStore(UpgradableStore, EditableStore, Protocol):
 
         Commits of other processes are not reported. A listener that is subscribed twice is called
         twice.
+
+        It runs in the writer's thread, once the change is durable. Its error reaches the writer.
         """
         ...
 
@@ -88,16 +99,18 @@ class GalleryStore(UpgradableStore, EditableStore, Protocol):
         """Return all spaces, oldest first; exactly one is active.
 
         Raises:
-            NobackfillError: Busy, unavailable, unwritable, damaged or closed, as every method.
+            BusyError, UnavailableError, CannotWriteError, VerificationError, NotFoundError: The
+                store is locked, does not answer, cannot be written, is damaged, or was closed.
         """
         ...
 
     def space(self, space: str) -> SpaceInfo:
-        """Return a space.
+        """Return a space of the gallery by its id.
 
         Raises:
             IncompatibleSpaceError: The gallery does not have it.
-            NobackfillError: Busy, unavailable, unwritable, damaged or closed, as every method.
+            BusyError, UnavailableError, CannotWriteError, VerificationError, NotFoundError: The
+                store is locked, does not answer, cannot be written, is damaged, or was closed.
         """
         ...
 
@@ -112,27 +125,34 @@ class GalleryStore(UpgradableStore, EditableStore, Protocol):
         spaces that it lacks are added. Any other existing item is replaced and gets a new label.
 
         Args:
-            ids: n different ids of 1 to 256 characters.
-            vectors: For each space, vectors of all items, in order.
+            ids: n different ids of 1 to 256 characters; n may be 0.
+            vectors: For each space, at most once, vectors of all items, in order. Spaces that are
+                not listed get none.
             digests: n digests of the items' content; None for none, which replaces every existing
                 item.
             metadata: For each item, values by key. {} removes an unchanged item's metadata, None
-                leaves it.
+                leaves it. A replaced item has only the new metadata.
+
+        Returns:
+            The label of each item, and whether its content is new or was replaced.
 
         Raises:
             InvalidInputError: Invalid vectors, ids or metadata, or an id twice.
             IncompatibleSpaceError: The gallery lacks a space.
-            NobackfillError: Busy, unavailable, unwritable, damaged or closed, as every method.
+            BusyError, UnavailableError, CannotWriteError, VerificationError, NotFoundError: The
+                store is locked, does not answer, cannot be written, is damaged, or was closed.
         """
         ...
 
     def delete(self, ids: Sequence[str]) -> int:
         """Delete items from every space in one transaction; return how many existed.
 
-        Unknown ids are skipped.
+        Unknown ids are skipped. Their bytes are removed from the files of the store as soon as no
+        reader prevents it.
 
         Raises:
-            NobackfillError: Busy, unavailable, unwritable, damaged or closed, as every method.
+            BusyError, UnavailableError, CannotWriteError, VerificationError, NotFoundError: The
+                store is locked, does not answer, cannot be written, is damaged, or was closed.
         """
         ...
 
@@ -140,7 +160,8 @@ class GalleryStore(UpgradableStore, EditableStore, Protocol):
         """Return an item by its id, without origin and uncertainty; None if it does not exist.
 
         Raises:
-            NobackfillError: Busy, unavailable, unwritable, damaged or closed, as every method.
+            BusyError, UnavailableError, CannotWriteError, VerificationError, NotFoundError: The
+                store is locked, does not answer, cannot be written, is damaged, or was closed.
         """
         ...
 
@@ -170,7 +191,8 @@ class GalleryStore(UpgradableStore, EditableStore, Protocol):
 
         Raises:
             IncompatibleSpaceError: The gallery does not have the space.
-            NobackfillError: Busy, unavailable, unwritable, damaged or closed, as every method.
+            BusyError, UnavailableError, CannotWriteError, VerificationError, NotFoundError: The
+                store is locked, does not answer, cannot be written, is damaged, or was closed.
         """
         ...
 
@@ -180,16 +202,19 @@ class GalleryStore(UpgradableStore, EditableStore, Protocol):
 
         Raises:
             IncompatibleSpaceError: The gallery does not have the space.
-            NobackfillError: Busy, unavailable, unwritable, damaged or closed, as every method.
+            BusyError, UnavailableError, CannotWriteError, VerificationError, NotFoundError: The
+                store is locked, does not answer, cannot be written, is damaged, or was closed.
         """
         ...
 
     def vector(self, label: int, space: str) -> Vectors | None:
-        """Return an item's vector in a space, float32 [1, dim]; None if it has none there.
+        """Return an item's vector in a space, float32 [1, dim]; None if it has none there, or does
+        not exist.
 
         Raises:
             IncompatibleSpaceError: The gallery does not have the space.
-            NobackfillError: Busy, unavailable, unwritable, damaged or closed, as every method.
+            BusyError, UnavailableError, CannotWriteError, VerificationError, NotFoundError: The
+                store is locked, does not answer, cannot be written, is damaged, or was closed.
         """
         ...
 
@@ -197,12 +222,14 @@ class GalleryStore(UpgradableStore, EditableStore, Protocol):
         """Return the rows that a space has for some items, by increasing label.
 
         Args:
-            labels: int64 [n]; items without a vector in the space are skipped.
+            labels: int64 [n], distinct, in any order; items without a vector in the space are
+                skipped.
             space: Id of the space.
 
         Raises:
             IncompatibleSpaceError: The gallery does not have the space.
-            NobackfillError: Busy, unavailable, unwritable, damaged or closed, as every method.
+            BusyError, UnavailableError, CannotWriteError, VerificationError, NotFoundError: The
+                store is locked, does not answer, cannot be written, is damaged, or was closed.
         """
         ...
 
@@ -221,7 +248,8 @@ class GalleryStore(UpgradableStore, EditableStore, Protocol):
 
         Raises:
             IncompatibleSpaceError: The gallery lacks a space; raised at the first window.
-            NobackfillError: Busy, unavailable, unwritable, damaged or closed, as every method.
+            BusyError, UnavailableError, CannotWriteError, VerificationError, NotFoundError: The
+                store is locked, does not answer, cannot be written, is damaged, or was closed.
         """
         ...
 
@@ -239,25 +267,30 @@ class GalleryStore(UpgradableStore, EditableStore, Protocol):
 
         Raises:
             IncompatibleSpaceError: The gallery does not have the space.
-            NobackfillError: Busy, unavailable, unwritable, damaged or closed, as every method.
+            BusyError, UnavailableError, CannotWriteError, VerificationError, NotFoundError: The
+                store is locked, does not answer, cannot be written, is damaged, or was closed.
         """
         ...
 
     def state(self) -> dict[str, Any]:
-        """Return all small JSON values that are stored with the gallery.
+        """Return all small JSON values that are stored with the gallery. Without any, the mapping
+        is empty.
 
         Raises:
-            NobackfillError: Busy, unavailable, unwritable, damaged or closed, as every method.
+            BusyError, UnavailableError, CannotWriteError, VerificationError, NotFoundError: The
+                store is locked, does not answer, cannot be written, is damaged, or was closed.
         """
         ...
 
     def update_state(self, values: Mapping[str, Any]) -> None:
         """Store small JSON values in one transaction; None removes a value. Other keys stay.
+        Listeners are not called.
 
         Raises:
             TypeError: A value cannot be written as JSON.
             ValueError: A value contains NaN or infinity.
-            NobackfillError: Busy, unavailable, unwritable, damaged or closed, as every method.
+            BusyError, UnavailableError, CannotWriteError, VerificationError, NotFoundError: The
+                store is locked, does not answer, cannot be written, is damaged, or was closed.
         """
         ...
 
@@ -266,11 +299,15 @@ class GalleryStore(UpgradableStore, EditableStore, Protocol):
 
         Args:
             space: The space.
-            limit: Largest number of items.
+            limit: Largest number of items, at least 0.
+
+        Returns:
+            Items without origin and uncertainty; empty if all have a vector.
 
         Raises:
             IncompatibleSpaceError: The gallery does not have the space.
-            NobackfillError: Busy, unavailable, unwritable, damaged or closed, as every method.
+            BusyError, UnavailableError, CannotWriteError, VerificationError, NotFoundError: The
+                store is locked, does not answer, cannot be written, is damaged, or was closed.
         """
         ...
 
@@ -288,7 +325,10 @@ class GalleryStore(UpgradableStore, EditableStore, Protocol):
         Raises:
             PreconditionError: Items lack a vector there, and `leave_behind` is False.
             IncompatibleSpaceError: The gallery does not have the space.
-            NobackfillError: Busy, unavailable, unwritable, damaged or closed, as every method.
+            BusyError, UnavailableError, CannotWriteError, VerificationError, NotFoundError: The
+                store is locked, does not answer, cannot be written, is damaged, or was closed.
+            TypeError, ValueError: A value of `state` cannot be written as JSON, or contains NaN or
+                infinity; nothing is changed.
         """
         ...
 
@@ -306,9 +346,13 @@ class GalleryStore(UpgradableStore, EditableStore, Protocol):
             The id of the active space.
 
         Raises:
-            NotFoundError: No previous space.
+            NotFoundError: There is no previous space, because the gallery was never upgraded or the
+                space was dropped.
             PreconditionError: Items lack a vector there, and `leave_behind` is False.
-            NobackfillError: Busy, unavailable, unwritable, damaged or closed, as every method.
+            BusyError, UnavailableError, CannotWriteError, VerificationError, NotFoundError: The
+                store is locked, does not answer, cannot be written, is damaged, or was closed.
+            TypeError, ValueError: A value of `state` cannot be written as JSON, or contains NaN or
+                infinity; nothing is changed.
         """
         ...
 
@@ -318,7 +362,8 @@ class GalleryStore(UpgradableStore, EditableStore, Protocol):
         Raises:
             PreconditionError: It is the active one.
             IncompatibleSpaceError: The gallery does not have it.
-            NobackfillError: Busy, unavailable, unwritable, damaged or closed, as every method.
+            BusyError, UnavailableError, CannotWriteError, VerificationError, NotFoundError: The
+                store is locked, does not answer, cannot be written, is damaged, or was closed.
         """
         ...
 
@@ -330,11 +375,13 @@ class GalleryStore(UpgradableStore, EditableStore, Protocol):
             ids: Ids of items; ids that do not exist are skipped.
 
         Returns:
-            Items by falling uncertainty; an unknown uncertainty comes last.
+            Items by falling uncertainty; an unknown uncertainty comes last. Empty if none was
+            migrated.
 
         Raises:
             IncompatibleSpaceError: The gallery does not have the space.
-            NobackfillError: Busy, unavailable, unwritable, damaged or closed, as every method.
+            BusyError, UnavailableError, CannotWriteError, VerificationError, NotFoundError: The
+                store is locked, does not answer, cannot be written, is damaged, or was closed.
         """
         ...
 
@@ -348,11 +395,12 @@ class GalleryStore(UpgradableStore, EditableStore, Protocol):
 
         Returns:
             Labels int64 [n], increasing, and their vectors float32 [n, dim] in each space; n is 0
-            if no item has both.
+            if no item has both. The draw differs at each call.
 
         Raises:
             IncompatibleSpaceError: The gallery lacks a space.
-            NobackfillError: Busy, unavailable, unwritable, damaged or closed, as every method.
+            BusyError, UnavailableError, CannotWriteError, VerificationError, NotFoundError: The
+                store is locked, does not answer, cannot be written, is damaged, or was closed.
         """
         ...
 
@@ -364,9 +412,15 @@ class GalleryStore(UpgradableStore, EditableStore, Protocol):
             runner: The transform.
             target: The space to write; it need not exist.
 
+        Returns:
+            The cost; zeros, except `left_behind`, if nothing is to be migrated.
+
         Raises:
             InvalidInputError: The runner's output is invalid.
             VerificationError: The runner makes no usable vectors.
-            NobackfillError: Busy, unavailable, unwritable, damaged or closed, as every method.
+            BusyError, UnavailableError, CannotWriteError, VerificationError, NotFoundError: The
+                store is locked, does not answer, cannot be written, is damaged, or was closed.
+            UnusableOutputError: As a VerificationError: the runner makes no usable vector for some
+                rows.
         """
         ...

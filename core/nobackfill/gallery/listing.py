@@ -27,7 +27,8 @@ class ListingPlace:
     uncertainty: float | None = None
 
     def token(self) -> str:
-        """Return the position as a text that `read` parses: `LABEL`, or `LABEL:UNCERTAINTY`."""
+        """Return the position as a text that `read` parses exactly: `LABEL`, or
+        `LABEL:UNCERTAINTY`."""
         return f"{self.label}" if self.uncertainty is None else f"{self.label}:{self.uncertainty!r}"
 
     @classmethod
@@ -35,7 +36,7 @@ class ListingPlace:
         """Parse a text of `token`.
 
         Args:
-            token: The text.
+            token: The text. A label from 0 to 2^63 - 1 is accepted, whether it exists or not.
             least_certain: Whether the listing is ordered by uncertainty.
 
         Raises:
@@ -65,14 +66,16 @@ def read_items_page(
     matches: Labels | None = None,
     least_certain: bool = False,
 ) -> tuple[list[tuple[StoredItem, ListingPlace]], ListingPlace | None]:
-    """Return a page of a gallery's items, by increasing label or by falling uncertainty.
+    """Return a page of a gallery's items, by increasing label or by falling uncertainty. Each page
+    is read as the gallery is then, and items are read after their labels: an item that is deleted
+    in between is left out.
 
     Args:
         store: The gallery.
         space: Origin and uncertainty of the items are those of this space.
         limit: Largest number of items, at least 1.
         start_after: The position that the previous page returned, in the same order; None for the
-            first page.
+            first page. Its item need not exist any more.
         matches: Only items with these labels, int64 [n], increasing; None for all.
         least_certain: Only items with an uncertainty in the space, the largest first, then by
             label.
@@ -84,9 +87,10 @@ def read_items_page(
     Raises:
         IncompatibleSpaceError: The gallery does not have the space.
         VerificationError: The gallery's file is damaged.
-        BusyError: Another process has the file to itself.
+        BusyError: Another process has the file to itself, or changed it during a read without a
+            lock.
         CannotWriteError: The file cannot be opened, or the disk fails.
-        NotFoundError: The gallery was closed.
+        NotFoundError: The gallery was closed, or its file is gone.
     """
     if least_certain:
         places = _least_certain(store, space, limit, start_after, matches)
@@ -176,7 +180,7 @@ def groups_by_value(store: Store, key: str, space: str) -> list[MetadataGroup]:
     Args:
         store: The gallery.
         key: The key; items without it are in no group.
-        space: The space of the groups' labels.
+        space: Id of the space of the groups' labels.
 
     Returns:
         The groups: flags first, then numbers, then texts, each by increasing value. Empty if no
@@ -185,9 +189,10 @@ def groups_by_value(store: Store, key: str, space: str) -> list[MetadataGroup]:
     Raises:
         IncompatibleSpaceError: The gallery does not have the space.
         VerificationError: The gallery's file is damaged.
-        BusyError: Another process has the file to itself.
+        BusyError: Another process has the file to itself, or changed it during a read without a
+            lock.
         CannotWriteError: The file cannot be opened, or the disk fails.
-        NotFoundError: The gallery was closed.
+        NotFoundError: The gallery was closed, or its file is gone.
     """
     with store.read_snapshot() as connection:
         table = vector_table(find_space(connection, space).number)
@@ -214,7 +219,7 @@ def build_group(
         kind: text, number or flag, as in the table of attributes.
         value: The value; 0 or 1 for a flag.
         members: Label and origin of each item's vector in the space; None where it has none. Labels
-            increase.
+            increase; without members, the group is empty.
     """
     labels = [label for label, _ in members if label is not None]
     re_embedded = sum(origin == "re-embedded" for _, origin in members)
@@ -229,11 +234,15 @@ def build_group(
 def migrated_labels(store: Store, space: str) -> Labels:
     """Return the labels of the migrated vectors of a space, int64, increasing.
 
+    Native, direct and re-embedded vectors are not migrated.
+
     Raises:
         IncompatibleSpaceError: The gallery does not have the space.
-        BusyError: The file is locked.
+        BusyError: Another process has the file to itself, or changed it during a read without a
+            lock.
         VerificationError: The gallery's file is damaged.
-        NotFoundError: The gallery was closed.
+        NotFoundError: The gallery was closed, or its file is gone.
+        CannotWriteError: The file cannot be opened, or the disk fails.
     """
     with store.read_snapshot() as connection:
         table = vector_table(find_space(connection, space).number)
@@ -252,7 +261,7 @@ class MigratedLabels:
 
         Args:
             store: The gallery.
-            space: Id of the space.
+            space: Id of the space; `load` checks it. Call `close` to stop following.
         """
         self._store, self._space = store, space
         self._lock = threading.Lock()
@@ -275,11 +284,15 @@ class MigratedLabels:
     def load(self) -> None:
         """Read all origins from the file. Call it once; commits during the call are applied, too.
 
+        After an error it may be called again.
+
         Raises:
             IncompatibleSpaceError: The gallery does not have the space.
-            BusyError: The file is locked.
+            BusyError: Another process has the file to itself, or changed it during a read without a
+                lock.
             VerificationError: The gallery's file is damaged.
-            NotFoundError: The gallery was closed.
+            NotFoundError: The gallery was closed, or its file is gone.
+            CannotWriteError: The file cannot be opened, or the disk fails.
         """
         labels = migrated_labels(self._store, self._space)
         with self._lock:
@@ -291,26 +304,27 @@ class MigratedLabels:
                 self._mark(labels_of_change, carried=is_carried)
 
     def native(self, labels: Labels) -> Mask:
-        """Return which items are not migrated. Do not write to the mask: it is cached.
+        """Return which items are not migrated. Do not write to the mask, and do not change `labels`
+        later: both are cached.
 
         Args:
             labels: int64 [n], increasing.
 
         Returns:
-            bool [n]; before `load`, all are True.
+            bool [n]; before `load`, all are True. An unknown label counts as not migrated.
         """
         return self.origins(labels)[1]
 
     def origins(self, labels: Labels) -> tuple[Mask, Mask]:
-        """Return which items are migrated, and which are not. Do not write to the masks: they are
-        cached.
+        """Return which items are migrated, and which are not. Do not write to the masks, and do not
+        change `labels` later: they are cached.
 
         Args:
             labels: int64 [n], increasing.
 
         Returns:
             Two masks, bool [n], each the opposite of the other; before `load`, no item counts as
-            migrated.
+            migrated. Neither does an unknown label.
         """
         with self._lock:
             for cached, masks in self._masks:

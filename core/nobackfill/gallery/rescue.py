@@ -64,19 +64,20 @@ class RescueReport:
 
     @property
     def missing_rows(self) -> int:
-        """Return the number of rows that the new file lacks, as far as it can be known."""
+        """Return the number of rows that the new file lacks, as far as it can be known. It counts
+        unreadable and invalid rows of all tables."""
         return sum(self.unreadable.values()) + sum(self.invalid.values())
 
 
 def rescue(source: Path, target: Path, others: Mapping[str, str]) -> RescueReport:
     """Write all valid rows of a gallery into a new file, in transactions of 1024 rows.
 
-    Rows that cannot be read or are invalid are counted and left out. A vector is saved only with
-    its item. After an error, a part of `target` stays.
+    Rows that cannot be read or are invalid are counted and left out; of items with the same id, the
+    first stays. A vector is saved only with its item. After an error, a part of `target` stays.
 
     Args:
         source: The damaged file, which exists; it stays unchanged. A lock file may be created next
-            to it.
+            to it, and is held during the rescue.
         target: The new file; it must not exist.
         others: Further tables by name, with the statement that creates each. A row is copied if the
             item named by its column `item` was saved. A table that `source` lacks is skipped.
@@ -85,7 +86,8 @@ def rescue(source: Path, target: Path, others: Mapping[str, str]) -> RescueRepor
         DamagedError: The tables that describe the gallery cannot be read, or differ from a
             gallery's. No database of SQLite counts as damaged, too.
         BusyError: Another process has the gallery open.
-        CannotWriteError: `source` cannot be read, or `target` exists or cannot be written.
+        CannotWriteError: `source` cannot be read, `target` exists or cannot be written, or its disk
+            is full.
     """
     with _source(source) as old:
         check_tables(old, source)

@@ -52,7 +52,13 @@ INSERT INTO commits VALUES (0);
 
 @migrations()
 def first(database: Database) -> None:
-    """Create the tables of format 1 in an empty file."""
+    """Create the tables of format 1 in an empty file.
+
+    The caller's transaction holds them.
+
+    Raises:
+        sqlite3.OperationalError: A table exists already.
+    """
     # executescript would commit the transaction that holds both the migration and its record.
     statement = ""
     for line in _FIRST.splitlines(keepends=True):
@@ -68,7 +74,11 @@ def create_tables(connection: sqlite3.Connection) -> None:
 
     Does nothing to a file of the newest format.
 
+    Args:
+        connection: The file, outside of a transaction.
+
     Raises:
         sqlite3.Error: The file cannot be written, or its tables differ from those of its format.
+            Steps before it stay applied.
     """
     migrations.apply(Database(connection))

@@ -58,7 +58,8 @@ class SpaceSpec:
 
     @classmethod
     def of(cls, manifest: "Manifest") -> Self:
-        """Return the space of a release, as its manifest declares it."""
+        """Return the space of a release, as its manifest declares it. Without a side encoder,
+        `side_dim` is 0."""
         return cls(
             space=manifest.space,
             release=manifest.release,
@@ -103,7 +104,7 @@ def missing_space(spaces: Collection[SpaceInfo], space: str) -> IncompatibleSpac
     """Return, without raising it, the error for a space that a gallery does not have.
 
     Args:
-        spaces: The gallery's spaces, which the message lists.
+        spaces: The gallery's spaces, which the message lists; they may be empty.
         space: Id of the missing space.
     """
     listed = ", ".join(f"release {info.spec.release} ({info.state})" for info in spaces)
@@ -121,7 +122,8 @@ def side_passes(
     Args:
         source: The space that it reads.
         target: The space that it writes.
-        needs_side: Whether items without side-information are left out.
+        needs_side: Whether items without side-information are left out. The source must have it
+            then; this is not checked.
 
     Returns:
         For each pass, in order: only items with side-information (True), only items without

@@ -67,12 +67,13 @@ def add_space(connection: sqlite3.Connection, spec: SpaceSpec, state: State) -> 
     """Record a space and create its table.
 
     Args:
-        connection: In a transaction.
+        connection: In a transaction; without one, the row may stay after an error.
         spec: The space.
-        state: An active space counts as activated once.
+        state: The state; an active space counts as activated once.
 
     Raises:
         sqlite3.IntegrityError: The gallery has the space, or an active space and `state` is active.
+        sqlite3.Error: A statement failed; the caller rolls back.
     """
     number = connection.execute(
         "INSERT INTO spaces (space, release, dim, metric, unit, side_space, side_dim, state,"
@@ -90,7 +91,9 @@ def read_spaces(connection: sqlite3.Connection) -> list[SpaceInfo]:
     """Return all spaces, oldest table first.
 
     Raises:
-        DamagedError: A row is invalid.
+        DamagedError: A row is invalid, such as with an unknown state or metric, or a dimension
+            below 1.
+        sqlite3.Error: SQLite fails, or the table is missing; `Store.reading` translates it.
     """
     rows = connection.execute(f"SELECT {_SPACE_COLUMNS} FROM spaces ORDER BY number").fetchall()
     for row in rows:
@@ -117,8 +120,9 @@ def find_space(connection: sqlite3.Connection, space: str) -> SpaceInfo:
     """Return a space by its id.
 
     Raises:
-        IncompatibleSpaceError: The gallery does not have it.
+        IncompatibleSpaceError: The gallery does not have it; the message lists its spaces.
         DamagedError: A row of the table of spaces is invalid.
+        sqlite3.Error: SQLite fails, or the table is missing; `Store.reading` translates it.
     """
     spaces = read_spaces(connection)
     for info in spaces:
@@ -128,10 +132,11 @@ def find_space(connection: sqlite3.Connection, space: str) -> SpaceInfo:
 
 
 def commit_count(connection: sqlite3.Connection) -> int:
-    """Return the number of commits so far.
+    """Return the number of transactions so far that changed vectors, metadata or spaces.
 
     Raises:
-        DamagedError: It is missing.
+        DamagedError: It is missing, or no integer.
+        sqlite3.Error: SQLite fails, or the table is missing; `Store.reading` translates it.
     """
     rows = connection.execute("SELECT count FROM commits").fetchall()
     if len(rows) != 1 or not isinstance(rows[0][0], int):
@@ -143,7 +148,7 @@ def to_blobs(vectors: Vectors | None, rows: int) -> Sequence[bytes | None]:
     """Return each row as bytes of little-endian float32.
 
     Args:
-        vectors: float32 [rows, dim]; None returns `rows` times None.
+        vectors: float32 [rows, dim], dim at least 1; None returns `rows` times None.
         rows: Number of rows; used only where `vectors` is None.
     """
     if vectors is None:
@@ -155,7 +160,8 @@ def to_blobs(vectors: Vectors | None, rows: int) -> Sequence[bytes | None]:
 
 
 def from_blobs(blobs: Sequence[bytes], dim: int) -> Vectors:
-    """Return n blobs of little-endian float32 as rows [n, dim], read-only.
+    """Return n blobs of little-endian float32 as rows [n, dim], read-only. Without blobs, the array
+    is [0, dim]. The values are not checked: they may be NaN.
 
     Raises:
         DamagedError: A value is no blob, or has another length than 4 * dim bytes.
@@ -175,7 +181,7 @@ def from_blobs(blobs: Sequence[bytes], dim: int) -> Vectors:
 
 
 def label_column(rows: Iterable[tuple[int]]) -> Labels:
-    """Return rows of one integer each as an array, int64 [n]."""
+    """Return rows of one integer each as an array, int64 [n]; all rows are read."""
     return np.fromiter(chain.from_iterable(rows), np.int64)
 
 
@@ -184,6 +190,9 @@ def all_labels(connection: sqlite3.Connection, table: str) -> Labels:
 
     SQLite joins many labels into one text. That takes half the time of single rows, and leaves the
     interpreter to other threads.
+
+    Raises:
+        sqlite3.Error: SQLite fails, or the table is missing; `Store.reading` translates it.
     """
     parts, last = [np.empty(0, np.int64)], np.iinfo(np.int64).min
     while True:
@@ -213,8 +222,11 @@ def joined_blobs(
         size: Bytes of each embedding.
 
     Returns:
-        `count` times `size` bytes. None if other rows pass or a row has another size: read the rows
-        one by one.
+        `count` times `size` bytes. None if other rows pass, a row has another size or is no blob,
+        `count` is 0, or more than 256 MiB are asked for: read the rows one by one.
+
+    Raises:
+        sqlite3.Error: SQLite fails, or the table is missing; `Store.reading` translates it.
     """
     if count * size > _MOST_JOINED_BYTES:
         return None
@@ -251,11 +263,14 @@ def live_labels(
     Args:
         connection: The file.
         table: Name of the table.
-        labels: int64 [n].
+        labels: int64 [n], in any order; one may repeat.
         where: The condition. It becomes part of the statement: never build it from a caller's text.
 
     Returns:
         int64, increasing, each label once.
+
+    Raises:
+        sqlite3.Error: SQLite fails, or the table is missing; `Store.reading` translates it.
     """
     condition, parameters = labels_condition(labels)
     rows = connection.execute(
@@ -279,6 +294,7 @@ def read_format(connection: sqlite3.Connection, path: Path) -> int:
     Raises:
         VerificationError: The file belongs to another program, or has a newer format; the message
             names the version that wrote it.
+        sqlite3.DatabaseError: The file cannot be read, or is no database.
     """
     if connection.execute("PRAGMA application_id").fetchone()[0] != APPLICATION:
         raise not_a_gallery(path, "a database of another program")
@@ -322,12 +338,16 @@ def check_tables(connection: sqlite3.Connection, path: Path) -> None:
 
     A view can be endless, a trigger runs at each write, and a generated column computes anything.
 
+    Other tables and views are ignored, and so are indexes.
+
     Args:
         connection: The file.
         path: Its path, for the message.
 
     Raises:
-        DamagedError: A trigger, a view, or other columns.
+        DamagedError: A trigger; or a table of a gallery that is missing, a view or virtual, or has
+            other or generated columns, or no integer as its key.
+        sqlite3.Error: SQLite fails.
     """
     rows = connection.execute("SELECT type, name, sql FROM sqlite_master").fetchall()
     tables = set()
@@ -389,10 +409,16 @@ _FORGET = (
 def index_metadata(connection: sqlite3.Connection, first: int, last: int) -> None:
     """Add items to the index of the metadata, read from their rows.
 
+    A list counts as each of its different texts; an empty one is not indexed.
+
     Args:
         connection: In a transaction.
         first: The first label.
         last: The last label, which is included; labels without an item are skipped.
+
+    Raises:
+        sqlite3.IntegrityError: An item is in the index already with the same value.
+        sqlite3.Error: Another statement failed, such as by metadata that is no JSON.
     """
     connection.execute(
         f"INSERT INTO attributes {_OF_ITEMS.format(where='i.label BETWEEN :first AND :last')}",
@@ -403,9 +429,14 @@ def index_metadata(connection: sqlite3.Connection, first: int, last: int) -> Non
 def unindex_metadata(connection: sqlite3.Connection, labels: Labels) -> None:
     """Remove items from the index of the metadata, before they are deleted or described again.
 
+    Call it while the items still have their old metadata: that names the rows to remove.
+
     Args:
         connection: In a transaction.
         labels: int64 [n]; labels that are not in the index are ignored.
+
+    Raises:
+        sqlite3.Error: A statement failed; the caller rolls back.
     """
     connection.executemany(_FORGET, ({"label": label} for label in labels.tolist()))
 
@@ -414,6 +445,14 @@ def set_metadata(connection: sqlite3.Connection, texts: list[tuple[int, str]]) -
     """Set the metadata of items from JSON texts by label; unchanged texts are not written.
 
     Each label must exist. The index of the metadata is updated, too.
+
+    Args:
+        connection: In a transaction.
+        texts: Label of an existing item, and JSON text as `metadata_text` returns it; not checked
+            here.
+
+    Raises:
+        sqlite3.Error: A statement failed; the caller rolls back.
     """
     for label, metadata in texts:
         row = connection.execute("SELECT metadata FROM items WHERE label = ?", (label,)).fetchone()
@@ -463,6 +502,13 @@ class StoredVectors:
 
         Args:
             rows: int [m], indices into the n rows.
+
+        Yields:
+            Indices int [k] of one group, in the order of `rows`; groups are ordered by origin.
+            Without rows, there is no group.
+
+        Raises:
+            IndexError: An index is out of range.
         """
         kinds = [
             (self.origins[row], self.sides[row] is None, self.uncertainties[row] is None)
@@ -477,6 +523,9 @@ class StoredVectors:
 
         Args:
             row: Index of the row, from 0.
+
+        Raises:
+            IndexError: There is no such row.
         """
         return (
             self.origins[row], self.uncertainties[row], self.embedding[row].tobytes(),
@@ -504,8 +553,8 @@ def draw_labels(
     Labels after a gap of deleted ones are drawn somewhat more often. The draw is not reproducible.
 
     Args:
-        bounds: The smallest and the largest label; None if there is none.
-        count: The largest number of labels.
+        bounds: The smallest and the largest label; None if there is none, which gives no labels.
+        count: The largest number of labels; 0 gives none.
         following: Returns for each number the first label from it on: int64, each label once,
             increasing.
         shuffled: Draws `count` labels, int64, by reading all of them; used where gaps would bias
@@ -540,7 +589,7 @@ def items_by_label(
 
     Args:
         connection: The file.
-        labels: int64 [n], in any order; a label may repeat.
+        labels: int64 [n], in any order; a label may repeat. All are read at once.
         space: Id of the space whose origin and uncertainty the items get; None leaves both None.
 
     Returns:
@@ -549,6 +598,7 @@ def items_by_label(
     Raises:
         IncompatibleSpaceError: The gallery does not have the space.
         DamagedError: A row is invalid.
+        sqlite3.Error: SQLite fails, or a table is missing; `Store.reading` translates it.
     """
     numbers = [int(label) for label in labels]
     of_vector, join = "NULL, NULL", ""
@@ -594,6 +644,7 @@ def read_state_value(connection: sqlite3.Connection, key: str) -> Any:
 
     Raises:
         DamagedError: The value is no valid JSON.
+        sqlite3.Error: SQLite fails, or the table is missing; `Store.reading` translates it.
     """
     row = connection.execute("SELECT value FROM state WHERE key = ?", (key,)).fetchone()
     return _json(row[0], f"state {key}") if row else None
@@ -602,8 +653,11 @@ def read_state_value(connection: sqlite3.Connection, key: str) -> Any:
 def read_state_values(connection: sqlite3.Connection) -> dict[str, Any]:
     """Return every JSON value of the table `state`, by key.
 
+    Without any, the mapping is empty.
+
     Raises:
         DamagedError: A value is no valid JSON.
+        sqlite3.Error: SQLite fails, or the table is missing; `Store.reading` translates it.
     """
     rows = connection.execute("SELECT key, value FROM state").fetchall()
     return {key: _json(value, f"state {key}") for key, value in rows}
@@ -616,8 +670,8 @@ def items_page(
 
     Args:
         connection: The file.
-        start_after: Only items with a larger label.
-        limit: Largest number of items.
+        start_after: Only items with a larger label; 0 for all.
+        limit: Largest number of items; 0 gives none, a negative number all.
         where: A condition on `i`, the table of items. It becomes part of the statement: never build
             it from a caller's text.
 
@@ -626,6 +680,7 @@ def items_page(
 
     Raises:
         DamagedError: A row is invalid.
+        sqlite3.Error: SQLite fails, or the condition is wrong; `Store.reading` translates it.
     """
     rows = connection.execute(
         "SELECT i.label, i.id, i.digest, i.metadata, NULL, NULL FROM items i"
@@ -645,6 +700,7 @@ def count_rows(connection: sqlite3.Connection, space: str | None) -> int:
     Raises:
         IncompatibleSpaceError: The gallery does not have the space.
         DamagedError: A row of the table of spaces is invalid.
+        sqlite3.Error: SQLite fails, or a table is missing; `Store.reading` translates it.
     """
     table = "items" if space is None else vector_table(find_space(connection, space).number)
     number: int = connection.execute(f"SELECT count(*) FROM {table}").fetchone()[0]
@@ -653,10 +709,12 @@ def count_rows(connection: sqlite3.Connection, space: str | None) -> int:
 
 def all_vectors(connection: sqlite3.Connection, info: SpaceInfo) -> tuple[Labels, Vectors]:
     """Return all vectors of a space: labels int64 [n], increasing, and vectors float32 [n, dim].
+    Without vectors, n is 0. Values are not checked: they may be NaN.
 
     Raises:
         DamagedError: A vector has another length, there are more vectors than items, or the labels
             are not in order.
+        sqlite3.Error: SQLite fails, or a table is missing; `Store.reading` translates it.
     """
     # The number of items is an upper bound, and reads far fewer pages than counting vectors.
     most = count_rows(connection, None)
@@ -684,7 +742,9 @@ def _chunks(connection: sqlite3.Connection, info: SpaceInfo) -> Iterator[tuple[L
 
 
 class VectorsOnDisk:
-    """The vectors of a space as an array that is read on access, within one snapshot."""
+    """The vectors of a space as an array that is read on access, within one snapshot. All labels
+    are in memory; use it before the snapshot of its connection ends. Reading raises DamagedError
+    for a vector of another length, and sqlite3.Error where SQLite fails."""
 
     def __init__(self, connection: sqlite3.Connection, info: SpaceInfo) -> None:
         self._connection = connection
@@ -729,7 +789,8 @@ def read_vector(connection: sqlite3.Connection, label: int, info: SpaceInfo) -> 
     """Return an item's vector in a space, float32 [1, dim]; None if it has none.
 
     Raises:
-        DamagedError: The vector has another length.
+        DamagedError: The vector has another length, or is no blob.
+        sqlite3.Error: SQLite fails, or the table is missing; `Store.reading` translates it.
     """
     row = connection.execute(
         f"SELECT embedding FROM {vector_table(info.number)} WHERE label = ?", (label,)
@@ -743,11 +804,15 @@ def random_labels(connection: sqlite3.Connection, info: SpaceInfo, count: int) -
     Args:
         connection: The file.
         info: The space.
-        count: Largest number of labels.
+        count: Largest number of labels; 0 gives none.
 
     Returns:
-        int64, increasing: at least half of `count`, if the space has that many vectors. Labels
-        after a gap of deleted ones are drawn somewhat more often.
+        int64, increasing: at least half of `count`, if the space has that many vectors; empty for
+        an empty space. Labels after a gap of deleted ones are drawn somewhat more often. The draw
+        is not reproducible.
+
+    Raises:
+        sqlite3.Error: SQLite fails, or the table is missing; `Store.reading` translates it.
     """
     table = vector_table(info.number)
 
@@ -777,7 +842,8 @@ def read_vectors(connection: sqlite3.Connection, labels: Labels, info: SpaceInfo
         info: The space.
 
     Raises:
-        DamagedError: A vector has another length.
+        DamagedError: A vector has another length, or is no blob.
+        sqlite3.Error: SQLite fails, or the table is missing; `Store.reading` translates it.
     """
     rows = connection.execute(
         f"SELECT embedding FROM {vector_table(info.number)}"
@@ -792,13 +858,16 @@ def stored_vectors(
 ) -> StoredVectors:
     """Return the rows that a space has for some labels, by increasing label.
 
+    Origins, uncertainties and side-information are returned as they are stored, without a check.
+
     Args:
         connection: The file.
         labels: int64 [n], distinct; labels without a vector in the space are skipped.
         info: The space.
 
     Raises:
-        DamagedError: A vector has another length.
+        DamagedError: A vector has another length, or is no blob.
+        sqlite3.Error: SQLite fails, or the table is missing; `Store.reading` translates it.
     """
     rows = connection.execute(
         f"SELECT label, origin, uncertainty, embedding, side FROM {vector_table(info.number)}"
@@ -820,8 +889,10 @@ def set_state_values(connection: sqlite3.Connection, values: Mapping[str, Any]) 
         values: Values by key.
 
     Raises:
-        TypeError: A value cannot be written as JSON.
-        ValueError: A value contains NaN or infinity.
+        TypeError: A value cannot be written as JSON. Earlier values are written; the caller rolls
+            back.
+        ValueError: A value contains NaN or infinity. The caller rolls back.
+        sqlite3.Error: A statement failed; the caller rolls back.
     """
     for key, value in values.items():
         if value is None:
@@ -864,7 +935,7 @@ class FileAccess:
     unlocked: tuple[int, int] | None = None
 
     def connect(self, path: Path) -> sqlite3.Connection:
-        """Open a connection.
+        """Open a connection without the settings of `open_connection`; the caller closes it.
 
         Args:
             path: The file.
@@ -883,8 +954,11 @@ class FileAccess:
     def check_unchanged(self, path: Path) -> None:
         """Check that a file without a lock did not change while it was read.
 
+        Does nothing where the way to open it has a lock.
+
         Raises:
-            BusyError: It changed.
+            BusyError: Its size or time of modification changed.
+            OSError: The file is gone.
         """
         if self.unlocked is not None and self.unlocked != _stamp(path):
             raise BusyError(f"{path}: the file changed while it was read without a lock; try again")
@@ -909,11 +983,11 @@ def open_connection(path: Path, access: FileAccess = SHARED_ACCESS) -> sqlite3.C
     BUSY_TIMEOUT_MS. The caller closes the connection.
 
     Args:
-        path: The file; SQLite creates a missing one.
+        path: The file; SQLite creates a missing one, unless `access` only reads.
         access: The way to open it.
 
     Raises:
-        sqlite3.Error: It cannot be opened.
+        sqlite3.Error: It cannot be opened; no connection stays open.
     """
     with contextlib.ExitStack() as undo:
         connection = undo.enter_context(contextlib.closing(access.connect(path)))
@@ -935,8 +1009,12 @@ def possible_accesses(path: Path, exclusive: bool) -> Iterator[FileAccess]:
         path: The file.
         exclusive: No other process has it open.
 
+    Yields:
+        First along with other processes, if at least 256 KiB are free or others have it open. Then
+        alone, if `exclusive`. Last for reading only.
+
     Raises:
-        CannotWriteError: It cannot even be read.
+        CannotWriteError: It cannot even be read; raised where the last way is needed.
     """
     refusal = explain_unwritable(path)
     if refusal is None:
@@ -950,6 +1028,9 @@ def possible_accesses(path: Path, exclusive: bool) -> Iterator[FileAccess]:
 
 def reading_access(path: Path, refusal: str) -> FileAccess:
     """Return a way to read a file without creating another.
+
+    Other processes that write are noticed afterwards, by `FileAccess.check_unchanged`, where no
+    lock protects the file.
 
     Args:
         path: The file.
@@ -975,7 +1056,8 @@ def reading_access(path: Path, refusal: str) -> FileAccess:
 
 
 def explain_unwritable(path: Path) -> str | None:
-    """Explain why a gallery file, its log or its folder cannot be written; None if they can."""
+    """Explain why a gallery file, its log or its folder cannot be written; None if they can.
+    Missing files are skipped. The permissions of the effective user count."""
     companions = [path.with_name(path.name + end) for end in _SUFFIXES]
     for name in (path, *(p for p in companions if p.exists()), path.parent):
         mode = os.W_OK | (os.X_OK if name.is_dir() else os.R_OK)
@@ -999,12 +1081,24 @@ def explain_unwritable(path: Path) -> str | None:
 
 
 def has_free_bytes(folder: Path, least: int = LEAST_ROOM) -> bool:
-    """Tell whether the file system of a folder has at least `least` bytes free for this user."""
+    """Tell whether the file system of a folder has at least `least` bytes free for this user.
+
+    Blocks that are reserved for root count only for root.
+
+    Raises:
+        OSError: The folder is missing.
+    """
     return free_bytes(folder) >= least
 
 
 def free_bytes(folder: Path) -> int:
-    """Return the number of bytes that the file system of a folder has free for this user."""
+    """Return the number of bytes that the file system of a folder has free for this user.
+
+    Blocks that are reserved for root count only for root.
+
+    Raises:
+        OSError: The folder is missing.
+    """
     status = os.statvfs(folder)
     return (status.f_bavail if os.geteuid() else status.f_bfree) * status.f_frsize
 
@@ -1029,11 +1123,12 @@ def open_lock(path: Path, gallery: Path) -> int:
     A lock file of another user would block the gallery's owner. Nothing is locked.
 
     Args:
-        path: The lock file.
+        path: The lock file; a new one has mode 0600.
         gallery: The gallery's file.
 
     Returns:
-        A file descriptor; -1 if there is no lock file and none can be created.
+        A file descriptor, which the caller closes; -1 if there is no lock file and none can be
+        created, or it cannot be opened.
     """
     ways = [os.O_RDONLY] if explain_unwritable(gallery) else [os.O_RDWR | os.O_CREAT, os.O_RDONLY]
     for flags in ways:
@@ -1046,15 +1141,16 @@ def lock_gallery(handle: int, path: Path, timeout_s: float) -> bool:
     """Lock a gallery exclusively if no other process has it open, otherwise in shared mode.
 
     Args:
-        handle: The lock file.
+        handle: The lock file, as `open_lock` returned it. Closing it frees the lock.
         path: The gallery, for the message.
-        timeout_s: How long to wait for an exclusive holder, in seconds.
+        timeout_s: How long to wait for an exclusive holder, in seconds; 0 tries once.
 
     Returns:
         Whether no other process has the gallery open.
 
     Raises:
         BusyError: Another process holds it exclusively for longer.
+        OSError: The file system has no locks (flock).
     """
     deadline = time.monotonic() + timeout_s
     while True:
@@ -1096,6 +1192,9 @@ class SuspendablePool:
 
         A resident that was used since the last call is skipped once; one that is in use stays open.
         If all are in use, more than `most` stay open.
+
+        Args:
+            resident: One that has just been opened.
         """
         with self._lock:
             self._open.append(resident)
@@ -1132,20 +1231,22 @@ class FileConnections:
     def __init__(self, path: Path, residents: SuspendablePool | None = None) -> None:
         """Open the file's connections; after an unclean end, check its pages first.
 
+        A file of an older format is migrated. A lock file is created next to it. Waits up to 5 s
+        for a process that has the gallery to itself.
+
         Args:
             path: The file.
-            residents: May close the connections while no thread uses them; None keeps them open.
+            residents: May close the connections while no thread uses them; they are opened again on
+                demand. None keeps them open.
 
         Raises:
-            NotFoundError: No such file.
+            NotFoundError: There is no such file.
             VerificationError: The file is damaged, no gallery, or has a newer format.
             BusyError: Another process has it for itself.
-            CannotWriteError: It cannot even be read, or has no room for SQLite's files.
+            CannotWriteError: It cannot even be read, has an old format and cannot be written, or
+                has no room for SQLite's files.
+            OSError: The file system has no locks (flock).
         """
-        if not path.is_file():
-            raise NotFoundError(
-                f"{path}: no gallery file there; check the path, or create the gallery first"
-            )
         self.path = path
         self._writing = threading.RLock()
         self._users = threading.Condition()
@@ -1162,6 +1263,11 @@ class FileConnections:
             pass
 
     def _open(self) -> None:
+        # SQLite would create a missing file.
+        if not self.path.is_file():
+            raise NotFoundError(
+                f"{self.path}: no gallery file there; check the path, or create the gallery first"
+            )
         with contextlib.ExitStack() as undo:
             undo.callback(self._shut)
             self._lock = open_lock(lock_path(self.path), self.path)
@@ -1219,11 +1325,16 @@ class FileConnections:
     def hold_open(self) -> Iterator[None]:
         """Keep the connections open during the block; open and check them if they are closed.
 
+        Opening them may wait up to 5 s for another process, and other threads of this one wait,
+        too.
+
         Raises:
-            NotFoundError: They were closed for good.
-            VerificationError: The file is damaged, or an SQLite error in the block says so.
+            NotFoundError: They were closed for good, or the file is gone.
+            VerificationError: The file is damaged, no gallery, or has a newer format, or an SQLite
+                error in the block says so.
             BusyError: Another process has the file for itself, or holds the lock.
             CannotWriteError: The file cannot be opened, or the disk fails during the block.
+            sqlite3.Error: A statement of the block is wrong.
         """
         with self._users:
             if self._closed:
@@ -1251,10 +1362,13 @@ class FileConnections:
     def transaction(self) -> Iterator[sqlite3.Connection]:
         """Run the block in a transaction of the writer.
 
+        It commits at the end of the block, and rolls back on an error, which passes through. Other
+        threads wait for the writer without limit. Do not nest it.
+
         Raises:
-            BusyError: Another writer holds the gallery.
-            CannotWriteError: The file cannot be written.
-            NotFoundError: The connections were closed for good.
+            BusyError: Another process still writes the gallery after 5 s.
+            CannotWriteError: The file is read-only, or the disk fails or is full.
+            NotFoundError: The connections were closed for good, or the file is gone.
             VerificationError: The file is damaged.
         """
         with self.writer() as writer:
@@ -1266,8 +1380,10 @@ class FileConnections:
     def writer(self) -> Iterator[sqlite3.Connection]:
         """Provide the connection that writes, without a transaction; other threads wait for it.
 
+        The thread that has it may ask for it again.
+
         Raises:
-            NotFoundError: The connections were closed for good.
+            NotFoundError: The connections were closed for good, or the file is gone.
             VerificationError: The file is damaged.
             BusyError: Another process has the file for itself, or holds the lock.
             CannotWriteError: The file cannot be opened, or the disk fails during the block.
@@ -1280,12 +1396,15 @@ class FileConnections:
     def read_snapshot(self) -> Iterator[sqlite3.Connection]:
         """Provide a connection that reads one snapshot.
 
+        Any number of threads may read at a time. Where only one connection is possible, they take
+        turns with the writer.
+
         Raises:
             BusyError: Another process has the file for itself, or its owner changed it while it was
                 read without a lock.
-            CannotWriteError: The file cannot be read.
-            VerificationError: The file is damaged.
-            NotFoundError: The connections were closed for good.
+            CannotWriteError: The file cannot be opened, or the disk fails.
+            VerificationError: The file is damaged, or an SQLite error in the block says so.
+            NotFoundError: The connections were closed for good, or the file is gone.
         """
         with self.hold_open():
             if self._access.sole:
@@ -1308,12 +1427,14 @@ class FileConnections:
     def scrub(self) -> bool:
         """Move the write-ahead log into the file, so that no deleted byte stays in it.
 
+        It waits for no reader and no other process.
+
         Returns:
-            False if a reader prevents it.
+            False if a reader, a lock or the disk prevents it.
 
         Raises:
-            CannotWriteError: The file cannot be written.
-            NotFoundError: The connections were closed for good.
+            CannotWriteError: The file was opened for reading only, or cannot be opened.
+            NotFoundError: The connections were closed for good, or the file is gone.
             VerificationError: The file is damaged.
             BusyError: Another process has the file for itself.
         """
@@ -1331,13 +1452,17 @@ class FileConnections:
     def compact(self, pages: int) -> None:
         """Return free pages to the file system.
 
+        Other threads that write wait until the end. The write-ahead log is emptied last, unless a
+        reader prevents it. After an error, pages that were returned stay returned.
+
         Args:
-            pages: Pages that one transaction returns; other writers may commit between two.
+            pages: Pages that one transaction returns, at least 1; other processes may commit
+                between two.
 
         Raises:
-            BusyError: Another writer holds the gallery.
-            CannotWriteError: The file cannot be written.
-            NotFoundError: The connections were closed for good.
+            BusyError: Another process still writes the gallery after 5 s.
+            CannotWriteError: The file is read-only, or the disk fails or is full.
+            NotFoundError: The connections were closed for good, or the file is gone.
             VerificationError: The file is damaged.
         """
         with self.writer() as writer, translate_sqlite_errors(self.path):
@@ -1352,8 +1477,12 @@ class FileConnections:
         """Close all connections for good, once no thread uses one. The last process to close leaves
         no log.
 
+        Waits up to 60 seconds. Later calls of other methods raise NotFoundError; a second `close`
+        does nothing.
+
         Raises:
-            BusyError: A thread still uses a connection after 60 seconds; the connections stay open.
+            BusyError: A thread, perhaps this one, still uses a connection after 60 seconds; the
+                connections stay open.
         """
         with self._users:
             if not self._users.wait_for(lambda: not self._using, _CLOSE_S):
@@ -1367,8 +1496,10 @@ class FileConnections:
     def suspend(self) -> bool:
         """Close the connections until one is needed. Never waits.
 
+        After `close` it does nothing.
+
         Returns:
-            False if a thread uses one; they stay open.
+            False if a thread uses, opens or closes one; they stay open.
         """
         if not self._users.acquire(blocking=False):
             return False
@@ -1392,8 +1523,15 @@ class FileConnections:
 def check_pages(connection: sqlite3.Connection, path: Path) -> None:
     """Read every page of a file, which takes as long as reading the file.
 
+    Most damage is found, but not an index that differs from its table.
+
+    Args:
+        connection: The file.
+        path: Its path, for the message.
+
     Raises:
         DamagedError: A page is damaged.
+        sqlite3.DatabaseError: The damage keeps SQLite from checking the file.
     """
     verdict = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
     if verdict != "ok":
@@ -1422,10 +1560,20 @@ PAGE_BYTES = 16384
 def create_file(path: Path, spec: SpaceSpec) -> None:
     """Create an empty gallery file with one active space; it appears in its place as the last step.
 
+    Missing folders are made with mode 0700, the file has mode 0600. Temporary files of killed
+    processes are removed, and a lock file stays next to the gallery.
+
+    Args:
+        path: The file.
+        spec: Its active space.
+
     Raises:
-        AlreadyExistsError: The file exists, or the log of an earlier gallery of its name does.
-        CannotWriteError: The file cannot be written.
-        BusyError: Another process creates it.
+        AlreadyExistsError: The file exists, or the log of an earlier gallery of its name does;
+            nothing is changed.
+        CannotWriteError: The file cannot be written, the disk has less than 256 KiB free, or it
+            allows no write-ahead log.
+        BusyError: Another process creates it, or holds its lock file.
+        OSError: The file system has no locks (flock).
     """
     durable.make_dir(path.parent, mode=0o700)
     with durable.lock_file(lock_path(path)):
@@ -1465,8 +1613,14 @@ def refuse_leftovers(path: Path) -> None:
 def migrate_file(connection: sqlite3.Connection) -> None:
     """Migrate a file to FORMAT, and record the version of this program.
 
+    Each step is a transaction of its own; steps before an error stay.
+
+    Args:
+        connection: The file, outside of a transaction.
+
     Raises:
         sqlite3.DatabaseError: The migrations end in another format.
+        sqlite3.Error: A statement failed.
     """
     # Imported here: the import takes a large part of the time of a search on a device.
     from importlib.metadata import version
@@ -1489,12 +1643,13 @@ def create_in_place(path: Path, spec: SpaceSpec | None) -> None:
     """Create a gallery file in place; after an error, its parts stay.
 
     Args:
-        path: The file.
+        path: The file, in an existing folder; it gets mode 0600.
         spec: Its active space; None for no space yet.
 
     Raises:
         CannotWriteError: The file exists or cannot be written, or its disk has no room or allows no
             write-ahead log.
+        sqlite3.Error: Another statement failed.
     """
     try:
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))

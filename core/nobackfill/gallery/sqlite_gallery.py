@@ -36,10 +36,12 @@ class SqliteGallery(Store):
     """
 
     def labels_of(self, ids: Sequence[str]) -> Labels:
-        """Return the labels of the ids that exist, int64, increasing; unknown ids are skipped.
+        """Return the labels of the ids that exist, int64, increasing; unknown ids are skipped, and
+        one that is given twice counts once.
 
         Raises:
-            NobackfillError: Busy, unwritable, damaged or closed, as every method.
+            BusyError, CannotWriteError, VerificationError, NotFoundError: The file is locked,
+                cannot be opened or written, is damaged, or the gallery was closed.
         """
         with self.read_snapshot() as connection:
             return labels_of(connection, ids)
@@ -47,11 +49,19 @@ class SqliteGallery(Store):
     def delete_some(self, labels: Labels, condition: Filter | None) -> int:
         """Delete items that exist and pass the filter now, in one transaction; others are skipped.
 
+        Their bytes are removed from file and log; if a reader prevents that, the next change tries
+        again. Listeners are called.
+
+        Args:
+            labels: int64 [n], the items; n may be 0.
+            condition: The filter, which `check_filter` has accepted; None deletes all of `labels`.
+
         Returns:
             Number of deleted items.
 
         Raises:
-            NobackfillError: Busy, unwritable, damaged or closed, as every method.
+            BusyError, CannotWriteError, VerificationError, NotFoundError: The file is locked,
+                cannot be opened or written, is damaged, or the gallery was closed.
         """
         from nobackfill.gallery import edits
 
@@ -64,12 +74,20 @@ class SqliteGallery(Store):
 
         Keys of `remove` are removed first, then `values` are set. Other keys stay.
 
+        Args:
+            labels: int64 [n], the items; n may be 0.
+            condition: The filter, which `check_filter` has accepted; None changes all of `labels`.
+            values: Values to set, by key.
+            remove: Keys to remove; unknown ones are ignored.
+
         Returns:
             Number of these items, whether their metadata differs or not.
 
         Raises:
-            InvalidInputError: The metadata of an item would become too large; nothing is changed.
-            NobackfillError: Busy, unwritable, damaged or closed, as every method.
+            InvalidInputError: Invalid `values`, or the metadata of an item would become too large;
+                nothing is changed.
+            BusyError, CannotWriteError, VerificationError, NotFoundError: The file is locked,
+                cannot be opened or written, is damaged, or the gallery was closed.
         """
         from nobackfill.gallery import edits
 
@@ -83,13 +101,23 @@ class SqliteGallery(Store):
     ) -> "tuple[list[tuple[StoredItem, ListingPlace]], ListingPlace | None]":  # fmt: skip
         """Return a page of items with their positions, by label or the least certain first.
 
+        Args:
+            space: Origin and uncertainty of the items are those of this space.
+            limit: Largest number of items, at least 1.
+            start_after: The position that the previous page returned, in the same order; None for
+                the first page.
+            matches: Only items that passed a filter; None for all.
+            least_certain: Only items with an uncertainty in the space, the largest first, then by
+                label.
+
         Returns:
             At most `limit` items, and the position for the next page; None at the end. A page may
             be empty, or shorter than `limit`, although another one follows.
 
         Raises:
             IncompatibleSpaceError: The gallery does not have the space.
-            NobackfillError: Busy, unwritable, damaged or closed, as every method.
+            BusyError, CannotWriteError, VerificationError, NotFoundError: The file is locked,
+                cannot be opened or written, is damaged, or the gallery was closed.
         """
         from nobackfill.gallery import listing
 
@@ -101,9 +129,14 @@ class SqliteGallery(Store):
     def stored_vectors(self, labels: Labels, space: str) -> StoredVectors:
         """Return the rows that a space has for some items, by increasing label; others are skipped.
 
+        Args:
+            labels: int64 [n], distinct, in any order.
+            space: Id of the space.
+
         Raises:
             IncompatibleSpaceError: The gallery does not have the space.
-            NobackfillError: Busy, unwritable, damaged or closed, as every method.
+            BusyError, CannotWriteError, VerificationError, NotFoundError: The file is locked,
+                cannot be opened or written, is damaged, or the gallery was closed.
         """
         with self.read_snapshot() as connection:
             return stored_vectors(connection, labels, find_space(connection, space))
@@ -113,9 +146,17 @@ class SqliteGallery(Store):
 
         All windows are of one snapshot, which is held until the iterator ends or is closed.
 
+        Args:
+            spaces: Ids of the spaces; may be empty.
+            size: Largest number of items of a window, at least 1.
+
+        Yields:
+            Windows, none for an empty gallery; `vectors` has the order of `spaces`.
+
         Raises:
             IncompatibleSpaceError: The gallery lacks a space; raised at the first window.
-            NobackfillError: Busy, unwritable, damaged or closed, as every method.
+            BusyError, CannotWriteError, VerificationError, NotFoundError: The file is locked,
+                cannot be opened or written, is damaged, or the gallery was closed.
         """
         with self.read_snapshot() as connection:
             infos = [find_space(connection, space) for space in spaces]
@@ -130,12 +171,18 @@ class SqliteGallery(Store):
     def group_by_value(self, key: str, space: str) -> "list[MetadataGroup]":
         """Group the items by the value of a metadata key; items without it are in no group.
 
+        Args:
+            key: The key. An item whose value is a list is in the group of each of its texts.
+            space: Id of the space of the groups' labels.
+
         Returns:
-            The groups: flags, then numbers, then texts, each by increasing value.
+            The groups: flags, then numbers, then texts, each by increasing value; empty if no item
+            has the key.
 
         Raises:
             IncompatibleSpaceError: The gallery does not have the space.
-            NobackfillError: Busy, unwritable, damaged or closed, as every method.
+            BusyError, CannotWriteError, VerificationError, NotFoundError: The file is locked,
+                cannot be opened or written, is damaged, or the gallery was closed.
         """
         from nobackfill.gallery.listing import groups_by_value
 
@@ -147,7 +194,8 @@ class SqliteGallery(Store):
         Raises:
             InvalidInputError: It exists with another release, dimension, metric, norm or side
                 space.
-            NobackfillError: Busy, unwritable, damaged or closed, as every method.
+            BusyError, CannotWriteError, VerificationError, NotFoundError: The file is locked,
+                cannot be opened or written, is damaged, or the gallery was closed.
         """
         from nobackfill.gallery import staging
 
@@ -156,11 +204,18 @@ class SqliteGallery(Store):
     def windows(self, source: str, target: SpaceSpec, needs_side: bool) -> "RemainingVectors":
         """Return the vectors that `source` has and `target` lacks, to be read in chunks.
 
-        Items without side-information are left out if `needs_side`; otherwise they come last.
+        Nothing is read but the list of spaces.
+
+        Args:
+            source: Id of the space to read.
+            target: The space to write; while the gallery lacks it, every vector of the source
+                counts.
+            needs_side: Leave out items without side-information; otherwise they come last.
 
         Raises:
             IncompatibleSpaceError: The gallery does not have the source.
-            NobackfillError: Busy, unwritable, damaged or closed, as every method.
+            BusyError, CannotWriteError, VerificationError, NotFoundError: The file is locked,
+                cannot be opened or written, is damaged, or the gallery was closed.
         """
         from nobackfill.gallery.staging import RemainingVectors
 
@@ -174,13 +229,23 @@ class SqliteGallery(Store):
 
         Deleted items are skipped, and items that have a vector there, unless `replace` is set.
 
+        Args:
+            space: Id of the space.
+            labels: int64 [n], distinct, in any order.
+            embedding: float32 [n, dim], in the order of `labels`.
+            side: Side-information, float32 [n, side_dim]; None stores none.
+            uncertainty: float32 [n]; None stores none.
+            origin: How the vectors were made.
+            replace: Replace existing vectors, for re-embedding.
+
         Returns:
-            The labels written, int64, increasing.
+            The labels written, int64, increasing; empty if none was.
 
         Raises:
             InvalidInputError: Invalid vectors or another number of rows; nothing is written.
             IncompatibleSpaceError: The gallery does not have the space.
-            NobackfillError: Busy, unwritable, damaged or closed, as every method.
+            BusyError, CannotWriteError, VerificationError, NotFoundError: The file is locked,
+                cannot be opened or written, is damaged, or the gallery was closed.
         """
         from nobackfill.gallery import staging
 
@@ -194,7 +259,8 @@ class SqliteGallery(Store):
 
         Raises:
             IncompatibleSpaceError: The gallery does not have the space.
-            NobackfillError: Busy, unwritable, damaged or closed, as every method.
+            BusyError, CannotWriteError, VerificationError, NotFoundError: The file is locked,
+                cannot be opened or written, is damaged, or the gallery was closed.
         """
         from nobackfill.gallery import staging
 
@@ -203,9 +269,17 @@ class SqliteGallery(Store):
     def left_behind_items(self, space: str, limit: int = 1000) -> list[StoredItem]:
         """Return the first `limit` items without a vector in a space, by increasing label.
 
+        Args:
+            space: Id of the space.
+            limit: Largest number of items; 0 gives none, a negative number all.
+
+        Returns:
+            Items without origin and uncertainty; empty if all have a vector.
+
         Raises:
             IncompatibleSpaceError: The gallery does not have the space.
-            NobackfillError: Busy, unwritable, damaged or closed, as every method.
+            BusyError, CannotWriteError, VerificationError, NotFoundError: The file is locked,
+                cannot be opened or written, is damaged, or the gallery was closed.
         """
         from nobackfill.gallery import staging
 
@@ -218,10 +292,18 @@ class SqliteGallery(Store):
 
         If the space is active already, only `state` is stored.
 
+        Args:
+            space: Id of the space.
+            leave_behind: Allow items without a vector in it; searches no longer find them.
+            state: JSON values to store in the same transaction; None as a value removes it.
+
         Raises:
             PreconditionError: Items lack a vector there, and `leave_behind` is False.
             IncompatibleSpaceError: The gallery does not have the space.
-            NobackfillError: Busy, unwritable, damaged or closed, as every method.
+            BusyError, CannotWriteError, VerificationError, NotFoundError: The file is locked,
+                cannot be opened or written, is damaged, or the gallery was closed.
+            TypeError, ValueError: A value of `state` cannot be written as JSON, or contains NaN or
+                infinity; nothing is changed.
         """
         from nobackfill.gallery import staging
 
@@ -232,13 +314,21 @@ class SqliteGallery(Store):
     ) -> str:
         """Return to the previous space; the present one becomes staging and keeps its vectors.
 
+        Args:
+            leave_behind: Allow items without a vector in the earlier space; searches no longer find
+                them.
+            state: JSON values to store in the same transaction; None as a value removes it.
+
         Returns:
             The id of the space that is active then.
 
         Raises:
             NotFoundError: The gallery has no previous space, or was closed.
             PreconditionError: Items lack a vector there, and `leave_behind` is False.
-            NobackfillError: Busy, unwritable or damaged, as every method.
+            BusyError, CannotWriteError, VerificationError: The file is locked, cannot be opened or
+                written, or is damaged.
+            TypeError, ValueError: A value of `state` cannot be written as JSON, or contains NaN or
+                infinity; nothing is changed.
         """
         from nobackfill.gallery import staging
 
@@ -247,10 +337,14 @@ class SqliteGallery(Store):
     def drop_space(self, space: str) -> None:
         """Remove a space with all its vectors, and scrub them from the file.
 
+        If a reader prevents the scrub, the next change tries again. An upgrade that is filling the
+        space fails.
+
         Raises:
             PreconditionError: The space is the active one.
             IncompatibleSpaceError: The gallery does not have it.
-            NobackfillError: Busy, unwritable, damaged or closed, as every method.
+            BusyError, CannotWriteError, VerificationError, NotFoundError: The file is locked,
+                cannot be opened or written, is damaged, or the gallery was closed.
         """
         from nobackfill.gallery import staging
 
@@ -259,11 +353,13 @@ class SqliteGallery(Store):
     def find_migrated(self, space: str, ids: Sequence[str]) -> list[StoredItem]:
         """Return the items of `ids` whose vector in a space was migrated, by falling uncertainty.
 
-        Unknown ids are skipped; an unknown uncertainty comes last.
+        Unknown ids are skipped; an unknown uncertainty comes last. Equal ones are by label. Empty
+        if none was migrated.
 
         Raises:
             IncompatibleSpaceError: The gallery does not have the space.
-            NobackfillError: Busy, unwritable, damaged or closed, as every method.
+            BusyError, CannotWriteError, VerificationError, NotFoundError: The file is locked,
+                cannot be opened or written, is damaged, or the gallery was closed.
         """
         from nobackfill.gallery import staging
 
@@ -272,13 +368,19 @@ class SqliteGallery(Store):
     def sample_pairs(self, space: str, other: str, count: int) -> tuple[Labels, Vectors, Vectors]:
         """Draw about `count` items that have a vector in both spaces, at random.
 
+        Args:
+            space: Id of the first space.
+            other: Id of the second space.
+            count: Largest number of items, at least 1.
+
         Returns:
             Labels int64 [n], increasing, and their vectors float32 [n, dim] in each space; n may be
             0.
 
         Raises:
             IncompatibleSpaceError: The gallery lacks a space.
-            NobackfillError: Busy, unwritable, damaged or closed, as every method.
+            BusyError, CannotWriteError, VerificationError, NotFoundError: The file is locked,
+                cannot be opened or written, is damaged, or the gallery was closed.
         """
         from nobackfill.gallery import staging
 
@@ -289,11 +391,20 @@ class SqliteGallery(Store):
 
         Two chunks of items are migrated into a temporary file next to the gallery's folder.
 
+        Args:
+            runner: The transform.
+            target: The space to write; it need not exist.
+
+        Returns:
+            The cost; zeros, except `left_behind`, if nothing is to be migrated.
+
         Raises:
             InvalidInputError: The runner's output is invalid.
-            VerificationError: The runner makes no usable vectors, or the file is damaged.
+            VerificationError: The runner makes no usable vectors (UnusableOutputError), or the file
+                is damaged.
             CannotWriteError: The temporary file cannot be written.
-            NobackfillError: Busy or closed, as every method.
+            BusyError, NotFoundError: The file is locked, or the gallery was closed.
+            OSError: The folder above the gallery's folder cannot be written.
         """
         from nobackfill.gallery.staging import estimate_upgrade
 
@@ -321,15 +432,19 @@ class SqliteSearcher:
                 search.
 
         Returns:
-            At most k items for each query, nearest first.
+            Neighbours [q, k], nearest first, equal distances by label; padded with label -1 and
+            infinity where fewer items pass.
 
         Raises:
-            InvalidInputError: Queries of another shape or not finite, or a filter with too many
-                tests, values or levels.
+            InvalidInputError: Queries of another shape, not finite, or not of norm 1 where the
+                space demands it. A filter with too many tests, values or levels, a NaN, or an
+                integer of more than 64 bits.
             VerificationError: The gallery's file is damaged.
-            BusyError: Another process has the file to itself.
+            BusyError: Another process has the file to itself, or changed it during a read without a
+                lock.
             CannotWriteError: The file cannot be opened, or the disk fails.
-            NotFoundError: The gallery was closed.
+            NotFoundError: The gallery was closed, or its file is gone. Without a filter, the file
+                is not read, and none of these four is raised.
         """
         label_filter = None if condition is None else self._filtering.passing(condition).mask
         return self._view.snapshot().search(queries, k, label_filter, ef)

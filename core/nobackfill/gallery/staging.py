@@ -76,17 +76,17 @@ class RunnerResult(Protocol):
 
     @property
     def embedding(self) -> Vectors:
-        """Return float32 [n, dim]."""
+        """Return float32 [n, dim], in the order of the inputs."""
         ...
 
     @property
     def side(self) -> Vectors | None:
-        """Return float32 [n, side_dim], or None."""
+        """Return float32 [n, side_dim], or None where the upgrade makes no side-information."""
         ...
 
     @property
     def uncertainty(self) -> NDArray[np.float32] | None:
-        """Return float32 [n], larger is less certain, or None."""
+        """Return float32 [n], larger is less certain; None where the upgrade does not know it."""
         ...
 
 
@@ -106,12 +106,14 @@ class Runner(Protocol):
         """Transform vectors into the target space.
 
         Args:
-            embedding: float32 [n, from_dim].
+            embedding: float32 [n, from_dim], n at least 1.
             side: Side-information, float32 [n, from_side_dim]; None without.
 
         Raises:
             InvalidInputError: Another shape, or missing side-information.
             VerificationError: The outputs are no vectors of the target space.
+            UnusableOutputError: The model returns no usable vector for some rows, which its `rows`
+                list.
         """
         ...
 
@@ -130,7 +132,8 @@ class VectorWindows(Protocol):
             size: Largest number of items of a chunk, at least 1.
 
         Raises:
-            NobackfillError: As every method of the gallery's store.
+            BusyError, CannotWriteError, UnavailableError, VerificationError, NotFoundError: The
+                store is locked, cannot be opened, does not answer, is damaged, or was closed.
         """
         ...
 
@@ -143,6 +146,8 @@ class UpgradableStore(Protocol):
 
         Raises:
             DamagedError: There is not exactly one.
+            BusyError, CannotWriteError, UnavailableError, NotFoundError: The store is locked,
+                cannot be opened, does not answer, or was closed.
         """
         ...
 
@@ -152,12 +157,14 @@ class UpgradableStore(Protocol):
         """Return items in the order of `labels`; None where an item does not exist (any more).
 
         Args:
-            labels: int64 [n], in any order.
+            labels: int64 [n], in any order; a label may repeat.
             space: Id of the space whose origin and uncertainty the items get; None leaves both
                 None.
 
         Raises:
             IncompatibleSpaceError: The gallery does not have the space.
+            BusyError, CannotWriteError, UnavailableError, VerificationError, NotFoundError: The
+                store is locked, cannot be opened, does not answer, is damaged, or was closed.
         """
         ...
 
@@ -169,6 +176,8 @@ class UpgradableStore(Protocol):
 
         Raises:
             IncompatibleSpaceError: The gallery does not have the space.
+            BusyError, CannotWriteError, UnavailableError, VerificationError, NotFoundError: The
+                store is locked, cannot be opened, does not answer, is damaged, or was closed.
         """
         ...
 
@@ -178,6 +187,9 @@ class UpgradableStore(Protocol):
         Raises:
             InvalidInputError: It exists with another release, dimension, metric, norm or side
                 space.
+            BusyError, CannotWriteError, UnavailableError, VerificationError, NotFoundError: The
+                store is locked, cannot be written, does not answer, is damaged, or was closed;
+                nothing is changed.
         """
         ...
 
@@ -186,11 +198,13 @@ class UpgradableStore(Protocol):
 
         Args:
             source: Id of the space to read.
-            target: The space to write.
+            target: The space to write; while the gallery lacks it, no item counts as migrated.
             needs_side: Skip items without side-information; otherwise they come last.
 
         Raises:
             IncompatibleSpaceError: The gallery does not have the source.
+            BusyError, CannotWriteError, UnavailableError, VerificationError, NotFoundError: The
+                store is locked, cannot be opened, does not answer, is damaged, or was closed.
         """
         ...
 
@@ -215,8 +229,11 @@ class UpgradableStore(Protocol):
             The labels written, int64, increasing; empty if none was.
 
         Raises:
-            InvalidInputError: Invalid vectors or another number of rows.
+            InvalidInputError: Invalid vectors or another number of rows; nothing is written.
             IncompatibleSpaceError: The gallery does not have the space.
+            BusyError, CannotWriteError, UnavailableError, VerificationError, NotFoundError: The
+                store is locked, cannot be written, does not answer, is damaged, or was closed;
+                nothing is written.
         """
         ...
 
@@ -225,6 +242,8 @@ class UpgradableStore(Protocol):
 
         Raises:
             IncompatibleSpaceError: The gallery does not have the space.
+            BusyError, CannotWriteError, UnavailableError, VerificationError, NotFoundError: The
+                store is locked, cannot be opened, does not answer, is damaged, or was closed.
         """
         ...
 
@@ -285,14 +304,20 @@ def run_upgrade(
         store: The gallery.
         runner: The transform.
         target: The space to write.
-        source: Id of the space to read; None for the active one.
+        source: Id of the space to read; None or "" for the active one.
         origin: Recorded with the new vectors; "direct" for a runner that leaves vectors unchanged.
-        chunk: Items of a transaction.
-        order: The order of the work.
+        chunk: Items of a transaction, at least 1.
+        order: label: as the items were stored. uncertainty: those whose present vector is least
+            certain come first.
         ahead: Transform a chunk in a thread while the previous one is written. It takes a quarter
             less time with int8 files and a sixth with others, but leaves less room for searches.
-        on_progress: Called after each durable chunk; it may sleep to leave room for searches.
-        should_stop: Called before each chunk; True ends the run.
+            The thread ends with this call.
+        on_progress: Called after each durable chunk; it may sleep to leave room for searches. None
+            for no reports.
+        should_stop: Called before each chunk; True ends the run. None runs to the end.
+
+    Returns:
+        The end of the upgrade; no writes where nothing was left to migrate.
 
     Raises:
         UnusableOutputError: The runner made no usable vector for some items, which the message
@@ -300,9 +325,11 @@ def run_upgrade(
         InvalidInputError: The runner's output is invalid, or the target exists with another
             dimension, metric or side space; the chunk is not written, earlier ones stay.
         IncompatibleSpaceError: The gallery does not have the source.
-        NobackfillError: As every method of the store: BusyError, CannotWriteError, NotFoundError
-            (closed), UnavailableError or VerificationError.
-        Exception: Any error of the runner, of `on_progress` or of `should_stop`.
+        Exception: Any error of the runner, of `on_progress` or of `should_stop`; earlier chunks
+            stay.
+        BusyError, CannotWriteError, UnavailableError, VerificationError, NotFoundError: The store
+            is locked, cannot be written, does not answer, is damaged, or was closed. Earlier chunks
+            stay.
     """
     store.add_staging_space(target)
     windows = store.windows(source or store.active().spec.space, target, runner.reads_side)
@@ -363,7 +390,7 @@ def migrate_window(
         store: The gallery.
         runner: The transform.
         target: The space to write.
-        labels: int64 [n].
+        labels: int64 [n], distinct, n at least 1.
         embedding: float32 [n, from_dim].
         side: float32 [n, from_side_dim], or None.
         origin: Recorded with the new vectors.
@@ -376,8 +403,10 @@ def migrate_window(
             names; nothing is written.
         InvalidInputError: The runner's output is invalid; nothing is written.
         IncompatibleSpaceError: The gallery does not have `target`.
-        NobackfillError: As every method of the store: BusyError, CannotWriteError, NotFoundError
-            (closed), UnavailableError or VerificationError.
+        BusyError, CannotWriteError, UnavailableError, VerificationError, NotFoundError: The store
+            is locked, cannot be written, does not answer, is damaged, or was closed; nothing is
+            written.
+        Exception: Any other error of the runner; nothing is written.
     """
     return _write(store, target, labels, partial(runner.run, embedding, side), origin)
 
@@ -419,12 +448,14 @@ _SPACES_CHANGED = Change({}, _NONE, spaces=True)
 def add_staging_space(store: Store, spec: SpaceSpec) -> None:
     """Add a staging space to a gallery; do nothing if the gallery has it already, in any state.
 
+    It gets an empty table. Listeners are told that the spaces changed.
+
     Raises:
         InvalidInputError: It exists with another release, dimension, metric, norm or side space.
-        BusyError: Another writer holds the gallery.
-        CannotWriteError: The disk fails.
+        BusyError: Another process still writes the gallery after 5 s; nothing is changed.
+        CannotWriteError: The file is read-only, or the disk fails or is full.
         VerificationError: The file is damaged.
-        NotFoundError: The gallery was closed.
+        NotFoundError: The gallery was closed, or its file is gone.
     """
     with store.changing() as (connection, changes):
         for info in read_spaces(connection):
@@ -468,13 +499,15 @@ def write_vectors(
 
     Deleted items are skipped, and items that have a vector there, unless `replace` is set.
 
+    Listeners get the vectors written after the commit, also where there are none.
+
     Args:
         store: The gallery.
         space: Id of the space.
-        labels: int64 [n], distinct, in any order.
+        labels: int64 [n], distinct, in any order; n may be 0.
         embedding: float32 [n, dim], in the order of `labels`.
-        side: Side-information, float32 [n, side_dim], or None.
-        uncertainty: float32 [n], or None.
+        side: Side-information, float32 [n, side_dim]; None stores none.
+        uncertainty: float32 [n]; None stores none.
         origin: How the vectors were made.
         replace: Replace existing vectors, for re-embedding.
 
@@ -482,12 +515,13 @@ def write_vectors(
         The labels written, int64, increasing; empty if none was.
 
     Raises:
-        InvalidInputError: Invalid vectors or another number of rows.
+        InvalidInputError: Invalid vectors or uncertainties, another number of rows, or
+            side-information that the space does not have; nothing is written.
         IncompatibleSpaceError: The gallery does not have the space.
-        BusyError: Another writer holds the gallery.
-        CannotWriteError: The disk fails.
+        BusyError: Another process still writes the gallery after 5 s; nothing is changed.
+        CannotWriteError: The file is read-only, or the disk fails or is full.
         VerificationError: The file is damaged.
-        NotFoundError: The gallery was closed.
+        NotFoundError: The gallery was closed, or its file is gone.
     """
     checked = check_new_vectors(
         store.space(space), NewVectors(space, embedding, side, origin), len(labels)
@@ -514,14 +548,14 @@ def check_uncertainty(uncertainty: ArrayLike | None, rows: int) -> NDArray[np.fl
     """Check the uncertainties of an upgrade.
 
     Args:
-        uncertainty: [n]; None for none.
+        uncertainty: float32 or float64 [n]; None for none.
         rows: The expected number n.
 
     Returns:
         float32 [rows]; None for None.
 
     Raises:
-        InvalidInputError: Another number, or values that are not finite.
+        InvalidInputError: Another number or dtype, or values that are not finite or above 1e15.
     """
     if uncertainty is None:
         return None
@@ -540,9 +574,10 @@ def count_left_behind(store: Store, space: str) -> int:
     Raises:
         IncompatibleSpaceError: The gallery does not have the space.
         VerificationError: The file is damaged.
-        BusyError: Another process has the file to itself.
+        BusyError: Another process has the file to itself, or changed it during a read without a
+            lock.
         CannotWriteError: The file cannot be opened, or the disk fails.
-        NotFoundError: The gallery was closed.
+        NotFoundError: The gallery was closed, or its file is gone.
     """
     with store.read_snapshot() as connection:
         return _count_items_left_behind(connection, find_space(connection, space))
@@ -559,14 +594,18 @@ def left_behind_items(store: Store, space: str, limit: int = 1000) -> list[Store
     Args:
         store: The gallery.
         space: Id of the space.
-        limit: Largest number of items.
+        limit: Largest number of items; 0 gives none, a negative number all.
+
+    Returns:
+        Items without origin and uncertainty; empty if all have a vector.
 
     Raises:
         IncompatibleSpaceError: The gallery does not have the space.
         VerificationError: The file is damaged.
-        BusyError: Another process has the file to itself.
+        BusyError: Another process has the file to itself, or changed it during a read without a
+            lock.
         CannotWriteError: The file cannot be opened, or the disk fails.
-        NotFoundError: The gallery was closed.
+        NotFoundError: The gallery was closed, or its file is gone.
     """
     with store.read_snapshot() as connection:
         table = vector_table(find_space(connection, space).number)
@@ -581,6 +620,8 @@ def flip(
 
     If the space is active already, only `state` is stored.
 
+    Listeners are called. Vectors of all spaces stay.
+
     Args:
         store: The gallery.
         space: Id of the space.
@@ -590,10 +631,12 @@ def flip(
     Raises:
         PreconditionError: Items lack a vector in it, and `leave_behind` is False.
         IncompatibleSpaceError: The gallery does not have the space.
-        BusyError: Another writer holds the gallery.
-        CannotWriteError: The disk fails.
+        BusyError: Another process still writes the gallery after 5 s; nothing is changed.
+        CannotWriteError: The file is read-only, or the disk fails or is full.
         VerificationError: The file is damaged.
-        NotFoundError: The gallery was closed.
+        NotFoundError: The gallery was closed, or its file is gone.
+        TypeError, ValueError: A value of `state` cannot be written as JSON, or contains NaN or
+            infinity; nothing is changed.
     """
     with store.changing() as (connection, changes):
         target = find_space(connection, space)
@@ -606,8 +649,10 @@ def flip(
 def rollback(
     store: Store, *, leave_behind: bool = False, state: Mapping[str, Any] | None = None
 ) -> str:
-    """Return to the space that was active before; the present one becomes staging and keeps its
-    vectors.
+    """Return to the space that was active most recently before; the present one becomes staging and
+    keeps its vectors.
+
+    Listeners are called.
 
     Args:
         store: The gallery.
@@ -619,11 +664,13 @@ def rollback(
         The id of the active space.
 
     Raises:
-        NotFoundError: The gallery has no previous space, or was closed.
+        NotFoundError: The gallery has no previous space, was closed, or its file is gone.
         PreconditionError: Items lack a vector there, and `leave_behind` is False.
-        BusyError: Another writer holds the gallery.
-        CannotWriteError: The disk fails.
+        BusyError: Another process still writes the gallery after 5 s; nothing is changed.
+        CannotWriteError: The file is read-only, or the disk fails or is full.
         VerificationError: The file is damaged.
+        TypeError, ValueError: A value of `state` cannot be written as JSON, or contains NaN or
+            infinity; nothing is changed.
     """
     with store.changing() as (connection, changes):
         previous = [info for info in read_spaces(connection) if info.state == "previous"]
@@ -656,7 +703,7 @@ def ensure_complete(lacking: int, target: SpaceInfo) -> None:
     """Check that all items have a vector in a space.
 
     Args:
-        lacking: Number of items without a vector.
+        lacking: Number of items without a vector, 0 or more.
         target: The space.
 
     Raises:
@@ -688,13 +735,16 @@ def drop_space(store: Store, space: str) -> None:
 
     If a reader prevents the scrub, the next change of the gallery tries again.
 
+    A staging space that an upgrade is filling can be removed; the upgrade then fails. All is one
+    transaction, during which other writers wait. Listeners are called.
+
     Raises:
         PreconditionError: The space is active.
         IncompatibleSpaceError: The gallery does not have it.
-        BusyError: Another writer holds the gallery.
-        CannotWriteError: The disk fails.
+        BusyError: Another process still writes the gallery after 5 s; nothing is changed.
+        CannotWriteError: The file is read-only, or the disk fails or is full.
         VerificationError: The file is damaged.
-        NotFoundError: The gallery was closed.
+        NotFoundError: The gallery was closed, or its file is gone.
     """
     with store.changing() as (connection, changes):
         info = find_space(connection, space)
@@ -715,7 +765,7 @@ def least_certain(store: Store, space: str, limit: int = 100) -> list[StoredItem
     Args:
         store: The gallery.
         space: Id of the space.
-        limit: Largest number of items.
+        limit: Largest number of items; 0 gives none, a negative number all.
 
     Returns:
         Items whose vector has an uncertainty; others are left out. Empty if there is none.
@@ -723,9 +773,10 @@ def least_certain(store: Store, space: str, limit: int = 100) -> list[StoredItem
     Raises:
         IncompatibleSpaceError: The gallery does not have the space.
         VerificationError: The file is damaged.
-        BusyError: Another process has the file to itself.
+        BusyError: Another process has the file to itself, or changed it during a read without a
+            lock.
         CannotWriteError: The file cannot be opened, or the disk fails.
-        NotFoundError: The gallery was closed.
+        NotFoundError: The gallery was closed, or its file is gone.
     """
     with store.read_snapshot() as connection:
         table = vector_table(find_space(connection, space).number)
@@ -744,17 +795,20 @@ def find_migrated(store: Store, space: str, ids: Sequence[str]) -> list[StoredIt
     Args:
         store: The gallery.
         space: Id of the space.
-        ids: Ids of items; ids that do not exist are skipped.
+        ids: Ids of items; ids that do not exist are skipped, and one that is given twice counts
+            once.
 
     Returns:
         Items by falling uncertainty; an unknown uncertainty comes last. Equal ones are by label.
+        Empty if none was migrated.
 
     Raises:
         IncompatibleSpaceError: The gallery does not have the space.
         VerificationError: The file is damaged.
-        BusyError: Another process has the file to itself.
+        BusyError: Another process has the file to itself, or changed it during a read without a
+            lock.
         CannotWriteError: The file cannot be opened, or the disk fails.
-        NotFoundError: The gallery was closed.
+        NotFoundError: The gallery was closed, or its file is gone.
     """
     with store.read_snapshot() as connection:
         table = vector_table(find_space(connection, space).number)
@@ -781,14 +835,15 @@ def sample_pairs(
 
     Returns:
         Labels int64 [n], increasing, and their vectors float32 [n, dim] in each space. n may be
-        smaller than `count`, and 0.
+        smaller than `count`, and 0. The draw differs at each call.
 
     Raises:
         IncompatibleSpaceError: The gallery lacks a space.
         VerificationError: The file is damaged.
-        BusyError: Another process has the file to itself.
+        BusyError: Another process has the file to itself, or changed it during a read without a
+            lock.
         CannotWriteError: The file cannot be opened, or the disk fails.
-        NotFoundError: The gallery was closed.
+        NotFoundError: The gallery was closed, or its file is gone.
     """
     with store.read_snapshot() as connection:
         first, second = find_space(connection, space), find_space(connection, other)
@@ -807,11 +862,17 @@ class RemainingVectors:
         Args:
             store: The gallery.
             source: Id of the space to read.
-            target: The space to write.
+            target: The space to write; while the gallery lacks it, every vector of the source
+                counts.
             needs_side: Skip items without side-information; otherwise they come last.
 
         Raises:
             IncompatibleSpaceError: The gallery does not have the source.
+            VerificationError: The gallery's file is damaged.
+            BusyError: Another process has the file to itself, or changed it during a read without a
+                lock.
+            CannotWriteError: The file cannot be opened, or the disk fails.
+            NotFoundError: The gallery was closed, or its file is gone.
         """
         self.store = store
         self.source = store.space(source)
@@ -824,17 +885,19 @@ class RemainingVectors:
         side_dim] or None, in chunks of at most `size` items, until none is left.
 
         All or none of a chunk have side-information. Items that are stored during the iteration
-        have larger labels and come at the end.
+        have larger labels and come at the end. A space that is added after the constructor ran is
+        not noticed: then nothing counts as migrated. Each chunk is read in a snapshot of its own.
 
         Args:
             order: label or uncertainty.
             size: Largest number of items of a chunk, at least 1.
 
         Raises:
-            VerificationError: The file is damaged.
-            BusyError: Another process has the file to itself.
+            VerificationError: The file is damaged, or a space was removed meanwhile.
+            BusyError: Another process has the file to itself, or changed it during a read without a
+                lock.
             CannotWriteError: The file cannot be opened, or the disk fails.
-            NotFoundError: The gallery was closed.
+            NotFoundError: The gallery was closed, or its file is gone.
         """
         last = dict.fromkeys(self._passes, 0)
         more = True
@@ -855,10 +918,11 @@ class RemainingVectors:
         side-information.
 
         Raises:
-            VerificationError: The gallery's file is damaged.
-            BusyError: Another process has the file to itself.
+            VerificationError: The gallery's file is damaged, or a space was removed meanwhile.
+            BusyError: Another process has the file to itself, or changed it during a read without a
+                lock.
             CannotWriteError: The file cannot be opened, or the disk fails.
-            NotFoundError: The gallery was closed.
+            NotFoundError: The gallery was closed, or its file is gone.
         """
         return np.concatenate([self.labels("label", with_side) for with_side in self._passes])
 
@@ -866,7 +930,8 @@ class RemainingVectors:
         """Return the labels above `start_after` that the target lacks, in the order of the work.
 
         Args:
-            order: label or uncertainty.
+            order: label or uncertainty; with uncertainty, the largest comes first, and unknown ones
+                last.
             with_side: Only items with side-information (True) or without (False); None for all.
             start_after: The largest label to skip.
 
@@ -874,10 +939,11 @@ class RemainingVectors:
             int64 [n]; all of them are in memory.
 
         Raises:
-            VerificationError: The gallery's file is damaged.
-            BusyError: Another process has the file to itself.
+            VerificationError: The gallery's file is damaged, or a space was removed meanwhile.
+            BusyError: Another process has the file to itself, or changed it during a read without a
+                lock.
             CannotWriteError: The file cannot be opened, or the disk fails.
-            NotFoundError: The gallery was closed.
+            NotFoundError: The gallery was closed, or its file is gone.
         """
         by = {"label": "s.label", "uncertainty": "s.uncertainty DESC, s.label"}[order]
         where = {None: "TRUE", True: "s.side IS NOT NULL", False: "s.side IS NULL"}[with_side]
@@ -896,18 +962,20 @@ class RemainingVectors:
         """Read embeddings and side-information of the items that still exist, by increasing label.
 
         Args:
-            labels: int64 [n].
-            with_side: Whether to read side-information.
+            labels: int64 [n], distinct; labels without a vector are skipped.
+            with_side: Whether to read side-information; then each of the items must have it.
 
         Returns:
             Labels int64 [m], embeddings float32 [m, dim], and side-information float32 [m,
             side_dim]; None without it.
 
         Raises:
-            DamagedError: A vector has another length.
-            BusyError: Another process has the file to itself.
+            DamagedError: A vector has another length, an item lacks its side-information, or the
+                space was removed meanwhile.
+            BusyError: Another process has the file to itself, or changed it during a read without a
+                lock.
             CannotWriteError: The file cannot be opened, or the disk fails.
-            NotFoundError: The gallery was closed.
+            NotFoundError: The gallery was closed, or its file is gone.
         """
         condition, parameters = labels_condition(labels)
         with self.store.read_snapshot() as connection:
@@ -953,7 +1021,9 @@ def neighbours_kept(sample: Sample, old: SpaceSpec, new: SpaceSpec) -> float | N
 
     Raises:
         IncompatibleSpaceError: The gallery lacks a space.
-        NobackfillError: Any other error of `sample_pairs`, such as DamagedError.
+        BusyError, CannotWriteError, UnavailableError, VerificationError, NotFoundError: The store
+            is locked, cannot be opened, does not answer, is damaged, or was closed; raised by
+            `sample`.
     """
     labels, old_vectors, new_vectors = sample(old.space, new.space, NEIGHBOUR_PROBES)
     if len(labels) <= NEIGHBOURS:
@@ -1003,27 +1073,32 @@ def estimate_upgrade(
 ) -> Estimate:
     """Estimate the cost of `run_upgrade` on two chunks of items; change nothing in the gallery.
 
-    The chunks are read, migrated and written durably to a temporary file. After a kill,
-    `durable.remove_temporary_files` removes it.
+    The chunks are read, migrated and written durably to a temporary file. The call removes the
+    file; after a kill, `durable.remove_temporary_files` does.
 
     Args:
         store: The gallery.
         runner: The transform.
         target: The space to write.
         scratch: Folder of the temporary file, on the gallery's disk.
-        source: Id of the space to read; None for the active one.
+        source: Id of the space to read; None or "" for the active one.
 
     Returns:
-        The cost; zeros, except `left_behind`, if nothing is to be migrated.
+        The cost; zeros, except `left_behind`, if nothing is to be migrated. `left_behind` counts
+        items without side-information that the runner needs.
 
     Raises:
         InvalidInputError: The runner's output is invalid.
         VerificationError: The runner makes no usable vectors, or the gallery's file is damaged.
         CannotWriteError: The temporary file cannot be written.
         IncompatibleSpaceError: The gallery does not have the source.
-        BusyError: Another process has the file to itself.
-        NotFoundError: The gallery was closed.
+        BusyError: Another process has the file to itself, or changed it during a read without a
+            lock.
+        NotFoundError: The gallery was closed, or its file is gone.
         OSError: `scratch` is missing or cannot be written.
+        UnusableOutputError: As a VerificationError: the runner makes no usable vector for some
+            rows.
+        Exception: Any other error of the runner.
     """
     remaining = RemainingVectors(
         store, source or store.active().spec.space, target, runner.reads_side

@@ -138,14 +138,17 @@ def check_batch(
 
     Args:
         ids: n ids; n may be 0.
-        digests: n digests, each may be None; None for none.
+        digests: n digests, each may be None; None for none. An empty list counts as none where
+            `ids` is empty.
         metadata: n mappings, each may be None; None for none.
 
     Returns:
-        The checked put; an item without metadata has None, and {} becomes "{}".
+        The checked put; an item without metadata has None, and {} becomes "{}". It refers to the
+        lists of the caller.
 
     Raises:
-        InvalidInputError: An invalid or repeated id, invalid metadata, or lists of another length.
+        InvalidInputError: An invalid or repeated id, such as "" or one with a zero byte, invalid
+            metadata, or lists of another length.
     """
     for name, values in (("digests", digests), ("metadata", metadata)):
         if values is not None and len(values) != len(ids):
@@ -185,7 +188,9 @@ def metadata_text(metadata: Metadata) -> str:
     """Return an item's metadata as it is stored: JSON with sorted keys; {} for none.
 
     Raises:
-        InvalidInputError: An invalid key or value, or more than MOST_METADATA_BYTES.
+        InvalidInputError: A key or text has a zero byte or half a surrogate pair. A value is None,
+            a mapping, a list of anything but texts, or no finite number. An integer has more than
+            64 bits, or the text more than MOST_METADATA_BYTES.
     """
     for key, value in metadata.items():
         if not (is_storable(key) and _is_value(value)):
@@ -228,6 +233,8 @@ class CheckedVectors:
         """Return an SQL condition for rows of unchanged content that these vectors do not replace.
 
         A vector that a model made from the content is better than a migrated one.
+
+        Native vectors replace migrated rows only. Other vectors replace no row.
         """
         return _NATIVE if self.origin == "native" else "TRUE"
 
@@ -236,6 +243,9 @@ class CheckedVectors:
 
         Args:
             rows: Indices int [m], which may repeat, or a mask bool [n], of the n rows.
+
+        Returns:
+            New vectors in the order of `rows`; a mask gives copies.
 
         Raises:
             IndexError: An index is out of range, or the mask has another length.
@@ -253,11 +263,14 @@ def check_new_vectors(info: SpaceInfo, new: NewVectors, rows: int) -> CheckedVec
         rows: The expected number of rows.
 
     Returns:
-        The vectors as float32. Side-information may be missing, also where the space has it.
+        The vectors as float32, not copied where they are that already. Side-information may be
+        missing, also where the space has it.
 
     Raises:
-        InvalidInputError: Invalid vectors, another number of rows, or side-information that the
+        InvalidInputError: Another shape, dtype or number of rows, or side-information that the
             space does not have.
+        UnusableRowsError: Rows that are not finite or too large, or in a space of unit vectors not
+            of norm 1.
     """
     spec = info.spec
     what = f"embeddings of release {spec.release}"
@@ -287,10 +300,13 @@ def insert_vectors(
     Args:
         connection: In a transaction.
         checked: The vectors.
-        labels: int64 [n].
+        labels: int64 [n] of existing items, in the order of the vectors.
         uncertainty: float32 [n], or None.
-        replace: Replace existing rows; otherwise there must be none, or sqlite3.IntegrityError is
-            raised.
+        replace: Replace existing rows; otherwise there must be none.
+
+    Raises:
+        sqlite3.IntegrityError: A label has no item, or without `replace` a row already.
+        sqlite3.Error: Another statement failed; the caller rolls back.
     """
     rows = len(labels)
     verb = "INSERT OR REPLACE" if replace else "INSERT"
@@ -313,14 +329,18 @@ def insert_batch(
 ) -> tuple[PutResult, Labels, list[NDArray[np.bool_]]]:
     """Store a batch.
 
+    An item with the digest of the stored one keeps its label; its metadata is set unless it is
+    None. Any other existing item is deleted, and stored again under a new label.
+
     Args:
         connection: In a transaction.
         batch: The items.
-        vectors: Vectors of each space for all items.
+        vectors: Vectors of each space for all items; each space at most once. Without any, only
+            items are stored.
 
     Returns:
-        The result, the labels that were deleted, and for each of `vectors` a mask bool [n] of the
-        rows written.
+        The result, the labels that were deleted (int64, increasing), and for each of `vectors` a
+        mask bool [n] of the rows written.
 
     Raises:
         sqlite3.Error: A statement failed; the caller rolls back.
@@ -372,6 +392,9 @@ def put_change(
         replaced: int64, labels that were deleted.
         rows_written: For each of `vectors` a mask bool [n] of the rows written.
         with_metadata: Whether the put had metadata.
+
+    Returns:
+        The change. A space without a new row is not in `added`; a repeated space would lose rows.
     """
     added = {
         one.info.spec.space: (result.labels[rows], one.embedding[rows])
@@ -399,7 +422,7 @@ def match_items(
     """Find the items of a batch that are unchanged, and those to replace.
 
     Args:
-        batch: The items.
+        batch: The items. One without a digest is never unchanged.
         existing: Label and digest of those ids that exist.
 
     Returns:
@@ -421,9 +444,15 @@ def match_items(
 def delete_labels(connection: sqlite3.Connection, labels: Labels) -> None:
     """Delete items, and their vectors in every space.
 
+    The index of the metadata is updated, too. Vectors go by the foreign keys of the file, which
+    `open_connection` enforces.
+
     Args:
         connection: In a transaction.
         labels: int64 [n]; labels that do not exist are ignored.
+
+    Raises:
+        sqlite3.Error: A statement failed; the caller rolls back.
     """
     unindex_metadata(connection, labels)
     connection.executemany("DELETE FROM items WHERE label = ?", zip(labels.tolist()))
@@ -431,7 +460,11 @@ def delete_labels(connection: sqlite3.Connection, labels: Labels) -> None:
 
 def labels_of(connection: sqlite3.Connection, ids: Sequence[str]) -> Labels:
     """Return the labels of the ids that exist, int64, increasing; unknown ids are skipped, and an
-    id that is given twice counts once."""
+    id that is given twice counts once.
+
+    Raises:
+        sqlite3.Error: The query failed; the context of `Store.reading` translates it.
+    """
     rows = connection.execute(
         "SELECT label FROM items WHERE id IN (SELECT value FROM json_each(?)) ORDER BY label",
         (json.dumps(list(ids)),),
@@ -447,18 +480,23 @@ class Store:
     """
 
     def __init__(self, path: Path, residents: SuspendablePool | None = None) -> None:
-        """Open a gallery; after an unclean end, check its pages first.
+        """Open a gallery; migrate a file of an older format, and after an unclean end, check its
+        pages first.
+
+        A lock file is created next to it. Waits up to 5 s for a process that has the gallery to
+        itself.
 
         Args:
             path: The file.
-            residents: May close the file's connections while nobody uses them; they are opened
+            residents: May close the file's connections while no thread uses them; they are opened
                 again on demand. None keeps them open.
 
         Raises:
-            NotFoundError: No such file.
+            NotFoundError: There is no such file.
             VerificationError: The file is damaged, no gallery, or has a newer format.
             BusyError: Another process has the file to itself.
-            CannotWriteError: The file cannot be read, or has no room for SQLite's files.
+            CannotWriteError: The file cannot be read, has an old format and cannot be written, or
+                has no room for SQLite's files.
         """
         self.path = path
         self._connections = FileConnections(path, residents)
@@ -472,14 +510,19 @@ class Store:
         """Create an empty gallery with one active space, and open it.
 
         Args:
-            path: The file; missing folders are created with mode 0700.
+            path: The file, with mode 0600; missing folders are created with mode 0700. Temporary
+                files of killed processes are removed.
             spec: The active space.
+
+        Returns:
+            The open gallery; the caller closes it.
 
         Raises:
             AlreadyExistsError: The file exists, or a log of an earlier gallery is in the same
                 folder.
-            CannotWriteError: The file cannot be written.
-            BusyError: Another process creates it.
+            CannotWriteError: The file cannot be written, the disk has less than 256 KiB free, or it
+                allows no write-ahead log.
+            BusyError: Another process creates it, or holds its lock file.
         """
         create_file(path, spec)
         return cls(path)
@@ -490,27 +533,37 @@ class Store:
 
         Args:
             path: The file.
-            residents: May close the file's connections while nobody uses them; they are opened
+            residents: May close the file's connections while no thread uses them; they are opened
                 again on demand. None keeps them open.
 
+        Returns:
+            The open gallery; the caller closes it.
+
         Raises:
-            NotFoundError: No such file.
+            NotFoundError: There is no such file.
             VerificationError: The file is damaged, no gallery, or has a newer format.
             BusyError: Another process has the file to itself.
-            CannotWriteError: The file cannot be read, or has no room for SQLite's files.
+            CannotWriteError: The file cannot be read, has an old format and cannot be written, or
+                has no room for SQLite's files.
         """
         return cls(path, residents)
 
     def close(self) -> None:
         """Close every connection, once no thread reads or writes; a second call does nothing.
 
+        Waits up to 60 s. Every later call raises NotFoundError. Listeners stay subscribed.
+
         Raises:
-            BusyError: A statement does not end.
+            BusyError: A call, perhaps of this thread, still uses the file after 60 s; the gallery
+                stays open.
         """
         self._connections.close()
 
     def suspend(self) -> bool:
         """Close every connection until one is needed. Never waits.
+
+        The next call opens them again, and may raise each error of the constructor. A closed
+        gallery stays closed.
 
         Returns:
             False if a thread uses one; they stay open.
@@ -528,24 +581,29 @@ class Store:
 
         Entering the context opens the file's connections if they are closed.
 
+        A transaction that is open in another context is not seen. Errors of SQLite in the block are
+        translated, too: a damaged row raises VerificationError.
+
         Raises:
-            NotFoundError: The gallery was closed for good.
+            NotFoundError: The gallery was closed for good, or its file is gone.
             VerificationError: The file is damaged.
-            BusyError: Another process has the file to itself.
-            CannotWriteError: The file cannot be read.
+            BusyError: Another process has the file to itself, or changed it during the read without
+                a lock.
+            CannotWriteError: The file cannot be read, or the disk fails.
         """
         return self._connections.read_snapshot()
 
     def transaction(self) -> AbstractContextManager[Connection]:
         """Return a context with a transaction of the one writer, for tables of the caller.
 
-        It commits at the end of the block, and rolls back on an error. Do not nest it. Listeners
-        are not called. Other threads that write wait; other processes wait up to BUSY_TIMEOUT_MS.
+        It commits at the end of the block. On an error it rolls back, and the error passes through.
+        Do not nest it. Listeners are not called. Other threads that write wait; another process is
+        waited for up to 5 s. Errors of SQLite in the block are translated.
 
         Raises:
-            BusyError: Another writer holds the gallery.
-            CannotWriteError: The disk fails.
-            NotFoundError: The gallery was closed for good.
+            BusyError: Another process still writes the gallery after 5 s; nothing is changed.
+            CannotWriteError: The file is read-only, or the disk fails or is full.
+            NotFoundError: The gallery was closed for good, or its file is gone.
             VerificationError: The file is damaged.
         """
         return self._connections.transaction()
@@ -556,11 +614,19 @@ class Store:
 
         Append each change to the yielded list: listeners get it once it is durable.
 
+        An error in the block rolls back, and nothing is reported. Other threads that write wait. Do
+        not nest it. After a deletion, the log is emptied, unless a reader prevents it.
+
+        Yields:
+            A connection in the transaction, and the list.
+
         Raises:
-            BusyError: Another writer holds the gallery.
-            CannotWriteError: The disk fails.
-            NotFoundError: The gallery was closed for good.
+            BusyError: Another process still writes the gallery after 5 s; nothing is changed.
+            CannotWriteError: The file is read-only, or the disk fails or is full.
+            NotFoundError: The gallery was closed for good, or its file is gone.
             VerificationError: The file is damaged.
+            Exception: An error of a listener; the transaction stays committed, and later listeners
+                are not called.
         """
         with self._connections.hold_open(), self._reporting:
             changes: list[Change] = []
@@ -585,12 +651,13 @@ class Store:
         """Empty the write-ahead log, so that no deleted byte stays in it.
 
         Returns:
-            False if a reader prevents it; the next change tries again.
+            False if a reader, a lock or the disk prevents it; the next change tries again. Readers
+            are not waited for.
 
         Raises:
             BusyError: Another process has the file to itself.
-            CannotWriteError: The file cannot be written.
-            NotFoundError: The gallery was closed for good.
+            CannotWriteError: The file was opened for reading only.
+            NotFoundError: The gallery was closed for good, or its file is gone.
             VerificationError: The file is damaged.
         """
         self._unscrubbed = not self._connections.scrub()
@@ -599,14 +666,17 @@ class Store:
     def compact(self, pages: int) -> None:
         """Return free pages to the file system.
 
+        Other threads that write wait until the end. The write-ahead log is emptied last, unless a
+        reader prevents it. After an error, pages that were returned stay returned.
+
         Args:
-            pages: Pages that one transaction returns, at least 1; other writers may commit between
-                two.
+            pages: Pages that one transaction returns, at least 1; other processes may commit
+                between two.
 
         Raises:
-            BusyError: Another writer holds the gallery.
-            CannotWriteError: The file cannot be written.
-            NotFoundError: The gallery was closed for good.
+            BusyError: Another process still writes the gallery after 5 s; nothing is changed.
+            CannotWriteError: The file is read-only, or the disk fails or is full.
+            NotFoundError: The gallery was closed for good, or its file is gone.
             VerificationError: The file is damaged.
         """
         self._connections.compact(pages)
@@ -618,7 +688,8 @@ class Store:
         twice.
 
         Args:
-            listener: Gets the change, once it is durable. Its error reaches the writer, and later
+            listener: Gets the change, once it is durable. It runs under a lock: other threads of
+                this process wait to change the gallery. Its error reaches the writer, and later
                 listeners are not called.
         """
         with self._reporting:
@@ -626,6 +697,9 @@ class Store:
 
     def unsubscribe(self, listener: Callable[[Change], None]) -> None:
         """Stop calling a listener.
+
+        A listener that is subscribed twice is called once from then on. A commit in progress may
+        still call it.
 
         Raises:
             ValueError: It is not subscribed.
@@ -637,9 +711,10 @@ class Store:
 
         Raises:
             VerificationError: The file is damaged.
-            BusyError: Another process has the file to itself.
+            BusyError: Another process has the file to itself, or changed it during a read without a
+                lock.
             CannotWriteError: The file cannot be opened, or the disk fails.
-            NotFoundError: The gallery was closed for good.
+            NotFoundError: The gallery was closed for good, or its file is gone.
         """
         with self.read_snapshot() as connection:
             return read_spaces(connection)
@@ -648,10 +723,11 @@ class Store:
         """Return the space that answers queries.
 
         Raises:
-            DamagedError: The file does not have exactly one.
-            BusyError: Another process has the file to itself.
+            DamagedError: The file is damaged, or does not have exactly one.
+            BusyError: Another process has the file to itself, or changed it during a read without a
+                lock.
             CannotWriteError: The file cannot be opened, or the disk fails.
-            NotFoundError: The gallery was closed for good.
+            NotFoundError: The gallery was closed for good, or its file is gone.
         """
         active = [info for info in self.spaces() if info.state == "active"]
         if len(active) != 1:
@@ -664,9 +740,10 @@ class Store:
         Raises:
             IncompatibleSpaceError: The gallery does not have it.
             VerificationError: The file is damaged.
-            BusyError: Another process has the file to itself.
+            BusyError: Another process has the file to itself, or changed it during a read without a
+                lock.
             CannotWriteError: The file cannot be opened, or the disk fails.
-            NotFoundError: The gallery was closed for good.
+            NotFoundError: The gallery was closed for good, or its file is gone.
         """
         with self.read_snapshot() as connection:
             return find_space(connection, space)
@@ -686,22 +763,32 @@ class Store:
         item is replaced: its old label disappears from every space. Without a digest, an item is
         always replaced.
 
+        Listeners are called after the commit. Other threads that write are waited for without
+        limit.
+
         Args:
             ids: n different ids of 1 to 256 characters; n may be 0.
-            vectors: For each space, vectors of all items, in order. Without any, items are stored
-                without vectors; spaces that are not listed get none.
+            vectors: For each space, at most once, vectors of all items, in order. Without any,
+                items are stored without vectors; spaces that are not listed get none.
             digests: n digests of each item's content, such as the bytes of its image; None for
                 none.
             metadata: For each item, texts, finite numbers, flags or lists of texts by key. {}
-                removes an unchanged item's metadata, None leaves it.
+                removes an unchanged item's metadata, None leaves it. A replaced item has only the
+                new metadata.
+
+        Returns:
+            The label of each item, and whether its content is new or was replaced.
 
         Raises:
-            InvalidInputError: Invalid vectors, ids or metadata, or an id twice.
+            InvalidInputError: Invalid vectors, ids or metadata, lists of another length, or an id
+                twice.
             IncompatibleSpaceError: The gallery lacks a space.
-            BusyError: Another writer holds the gallery.
-            CannotWriteError: The disk fails.
+            BusyError: Another process still writes the gallery after 5 s; nothing is changed.
+            CannotWriteError: The file is read-only, or the disk fails or is full.
             VerificationError: The file is damaged.
-            NotFoundError: The gallery was closed for good.
+            NotFoundError: The gallery was closed for good, or its file is gone.
+            UnusableRowsError: Rows that are not finite or too large, or not of norm 1 where the
+                space demands it.
         """
         batch = check_batch(ids, digests, metadata)
         checked = [check_new_vectors(self.space(new.space), new, len(ids)) for new in vectors]
@@ -719,34 +806,38 @@ class Store:
         """Delete items from every space, and their bytes from file and log; unknown ids are
         skipped.
 
-        If a reader prevents emptying the log, the next change of the gallery tries again.
+        Listeners are called. If a reader prevents emptying the log, the next change of the gallery
+        tries again.
 
         Returns:
             Number of items that existed.
 
         Raises:
-            BusyError: Another writer holds the gallery.
-            CannotWriteError: The disk fails.
+            BusyError: Another process still writes the gallery after 5 s; nothing is changed.
+            CannotWriteError: The file is read-only, or the disk fails or is full.
             VerificationError: The file is damaged.
-            NotFoundError: The gallery was closed for good.
+            NotFoundError: The gallery was closed for good, or its file is gone.
         """
         return self.delete_chosen(lambda connection: labels_of(connection, ids))
 
     def delete_chosen(self, choose: Callable[[Connection], Labels]) -> int:
         """Delete items that are chosen in the same transaction, and their bytes from file and log.
 
+        Listeners are called, also where n is 0. If a reader prevents emptying the log, the next
+        change tries again.
+
         Args:
-            choose: Returns the labels of existing items, int64 [n], from the transaction's
-                connection.
+            choose: Returns the labels of existing items, int64 [n], distinct, from the
+                transaction's connection. Its error rolls back.
 
         Returns:
             Number n of deleted items.
 
         Raises:
-            BusyError: Another writer holds the gallery.
-            CannotWriteError: The disk fails.
+            BusyError: Another process still writes the gallery after 5 s; nothing is changed.
+            CannotWriteError: The file is read-only, or the disk fails or is full.
             VerificationError: The file is damaged.
-            NotFoundError: The gallery was closed for good.
+            NotFoundError: The gallery was closed for good, or its file is gone.
         """
         with self.changing() as (connection, changes):
             labels = choose(connection)
@@ -760,9 +851,10 @@ class Store:
 
         Raises:
             VerificationError: The file is damaged.
-            BusyError: Another process has the file to itself.
+            BusyError: Another process has the file to itself, or changed it during a read without a
+                lock.
             CannotWriteError: The file cannot be opened, or the disk fails.
-            NotFoundError: The gallery was closed for good.
+            NotFoundError: The gallery was closed for good, or its file is gone.
         """
         with self.read_snapshot() as connection:
             labels = labels_of(connection, [item_id])
@@ -774,16 +866,20 @@ class Store:
         """Return items in the order of `labels`; None where an item does not exist (any more).
 
         Args:
-            labels: int64 [n], in any order.
+            labels: int64 [n], in any order; a label may repeat.
             space: Id of the space whose origin and uncertainty the items get; None leaves both
                 None.
+
+        Returns:
+            n items; one without a vector in the space has origin and uncertainty None.
 
         Raises:
             IncompatibleSpaceError: The gallery does not have the space.
             VerificationError: The file is damaged.
-            BusyError: Another process has the file to itself.
+            BusyError: Another process has the file to itself, or changed it during a read without a
+                lock.
             CannotWriteError: The file cannot be opened, or the disk fails.
-            NotFoundError: The gallery was closed for good.
+            NotFoundError: The gallery was closed for good, or its file is gone.
         """
         with self.read_snapshot() as connection:
             return items_by_label(connection, labels, space)
@@ -793,16 +889,17 @@ class Store:
 
         Args:
             start_after: The last label of the previous page; 0 for the first page.
-            limit: Largest number of items.
+            limit: Largest number of items; 0 gives none, a negative number all.
 
         Returns:
             The items; empty at the end.
 
         Raises:
             VerificationError: The file is damaged.
-            BusyError: Another process has the file to itself.
+            BusyError: Another process has the file to itself, or changed it during a read without a
+                lock.
             CannotWriteError: The file cannot be opened, or the disk fails.
-            NotFoundError: The gallery was closed for good.
+            NotFoundError: The gallery was closed for good, or its file is gone.
         """
         with self.read_snapshot() as connection:
             return items_page(connection, start_after, limit)
@@ -816,9 +913,10 @@ class Store:
         Raises:
             IncompatibleSpaceError: The gallery does not have the space.
             VerificationError: The file is damaged.
-            BusyError: Another process has the file to itself.
+            BusyError: Another process has the file to itself, or changed it during a read without a
+                lock.
             CannotWriteError: The file cannot be opened, or the disk fails.
-            NotFoundError: The gallery was closed for good.
+            NotFoundError: The gallery was closed for good, or its file is gone.
         """
         with self.read_snapshot() as connection:
             return count_rows(connection, space)
@@ -826,28 +924,33 @@ class Store:
     def load(self, space: str) -> tuple[Labels, Vectors]:
         """Return all vectors of a space in one snapshot.
 
+        All are in memory at once.
+
         Returns:
             Labels int64 [n], increasing, and vectors float32 [n, dim].
 
         Raises:
             IncompatibleSpaceError: The gallery does not have the space.
             VerificationError: The file is damaged.
-            BusyError: Another process has the file to itself.
+            BusyError: Another process has the file to itself, or changed it during a read without a
+                lock.
             CannotWriteError: The file cannot be opened, or the disk fails.
-            NotFoundError: The gallery was closed for good.
+            NotFoundError: The gallery was closed for good, or its file is gone.
         """
         with self.read_snapshot() as connection:
             return all_vectors(connection, find_space(connection, space))
 
     def vector(self, label: int, space: str) -> Vectors | None:
-        """Return an item's vector in a space, float32 [1, dim]; None if it has none there.
+        """Return an item's vector in a space, float32 [1, dim]; None if it has none there, or does
+        not exist.
 
         Raises:
             IncompatibleSpaceError: The gallery does not have the space.
             VerificationError: The file is damaged.
-            BusyError: Another process has the file to itself.
+            BusyError: Another process has the file to itself, or changed it during a read without a
+                lock.
             CannotWriteError: The file cannot be opened, or the disk fails.
-            NotFoundError: The gallery was closed for good.
+            NotFoundError: The gallery was closed for good, or its file is gone.
         """
         with self.read_snapshot() as connection:
             return read_vector(connection, label, find_space(connection, space))
@@ -855,11 +958,15 @@ class Store:
     def check_pages(self) -> None:
         """Read every page and check it, which takes as long as reading the file.
 
+        The gallery stays usable for other threads. A damaged index that still fits its pages may
+        pass.
+
         Raises:
             DamagedError: A page is damaged.
-            BusyError: Another process has the file to itself.
+            BusyError: Another process has the file to itself, or changed it during a read without a
+                lock.
             CannotWriteError: The file cannot be opened, or the disk fails.
-            NotFoundError: The gallery was closed for good.
+            NotFoundError: The gallery was closed for good, or its file is gone.
         """
         with self.read_snapshot() as connection:
             check_pages(connection, self.path)
@@ -869,9 +976,10 @@ class Store:
 
         Raises:
             VerificationError: The file is damaged.
-            BusyError: Another process has the file to itself.
+            BusyError: Another process has the file to itself, or changed it during a read without a
+                lock.
             CannotWriteError: The file cannot be opened, or the disk fails.
-            NotFoundError: The gallery was closed for good.
+            NotFoundError: The gallery was closed for good, or its file is gone.
         """
         with self.read_snapshot() as connection:
             return read_state_value(connection, key)
@@ -879,26 +987,29 @@ class Store:
     def state(self) -> dict[str, Any]:
         """Return all JSON values that are stored with the gallery, by key.
 
+        Without any, the mapping is empty.
+
         Raises:
             VerificationError: The file is damaged.
-            BusyError: Another process has the file to itself.
+            BusyError: Another process has the file to itself, or changed it during a read without a
+                lock.
             CannotWriteError: The file cannot be opened, or the disk fails.
-            NotFoundError: The gallery was closed for good.
+            NotFoundError: The gallery was closed for good, or its file is gone.
         """
         with self.read_snapshot() as connection:
             return read_state_values(connection)
 
     def update_state(self, values: Mapping[str, Any]) -> None:
         """Store JSON values with the gallery in one transaction; None removes a value. Other keys
-        stay. Listeners are not called.
+        stay. Listeners are not called. An error changes nothing.
 
         Raises:
             TypeError: A value cannot be written as JSON.
             ValueError: A value contains NaN or infinity.
-            BusyError: Another writer holds the gallery.
-            CannotWriteError: The disk fails.
+            BusyError: Another process still writes the gallery after 5 s; nothing is changed.
+            CannotWriteError: The file is read-only, or the disk fails or is full.
             VerificationError: The file is damaged.
-            NotFoundError: The gallery was closed for good.
+            NotFoundError: The gallery was closed for good, or its file is gone.
         """
         with self.transaction() as connection:
             set_state_values(connection, values)

@@ -45,7 +45,7 @@ class ExactIndex:
 
         Args:
             spec: The space.
-            labels: int64 [n], strictly increasing.
+            labels: int64 [n], strictly increasing; n may be 0.
             vectors: float32 [n, dim], checked.
         """
         prepared = prepare_vectors(spec.metric, np.asarray(vectors))
@@ -83,8 +83,12 @@ class ExactIndex:
         newest index of a chain is extended in place.
 
         Args:
-            labels: int64 [n], increasing, all larger than the present ones; this is not checked.
+            labels: int64 [n], increasing, all larger than the present ones; this is not checked. n
+                may be 0.
             vectors: float32 [n, dim], checked; copied.
+
+        Returns:
+            The new index. Calls for the same index must not overlap.
         """
         prepared = prepare_vectors(self.spec.metric, vectors)
         old, count = len(self.labels), len(self.labels) + len(labels)
@@ -119,8 +123,8 @@ class ExactIndex:
             ef: Ignored: every row is compared.
 
         Returns:
-            Neighbours [q, k], nearest first, equal distances by label; padded if there are fewer
-            rows.
+            Neighbours [q, k], nearest first, equal distances by label; padded with label -1 and
+            infinity if there are fewer rows.
         """
         if mask is None:
             return self._search(queries, k, None, None)
@@ -163,7 +167,8 @@ class ExactIndex:
 
         Args:
             queries: float32 [q, dim], checked.
-            hits: The other index's hits, [q, k] without padding; it shares no label with this one.
+            hits: The other index's hits, [q, k] without padding, sorted; it shares no label with
+                this one.
             mask: bool [n], the rows that may be found; None for all.
 
         Returns:
@@ -301,7 +306,7 @@ def distance_offsets(spec: SpaceSpec, prepared: Vectors) -> NDArray[np.float32]:
 
     Args:
         spec: The space.
-        prepared: float32 [n, dim], as `prepare_vectors` returns them.
+        prepared: float32 [n, dim], as `prepare_vectors` returns them; n may be 0.
 
     Returns:
         float32 [n]: half the squared norm, or 0 with the cosine metric.

@@ -55,15 +55,16 @@ def write_index(
     Only one process may write a path at a time: temporary files of others are removed.
 
     Args:
-        path: The file.
+        path: The file, in an existing folder; it gets mode 0600.
         spec: The space.
         engine: Library and version that understands the arrays.
-        parameters: Parameters of the engine.
+        parameters: Parameters of the engine, as JSON can hold them.
         arrays: `labels`, int64 [n], and the engine's arrays, of any shape.
 
     Raises:
         CannotWriteError: The file cannot be written; an earlier file stays.
         KeyError: `arrays` has no `labels`.
+        TypeError: A parameter cannot be written as JSON.
     """
     for stale in path.parent.glob(f"{durable.TEMPORARY_PREFIX}{path.name}-*"):
         durable.remove_tree(stale)
@@ -101,9 +102,13 @@ def read_index(path: Path, spec: SpaceSpec, engine: str) -> IndexFile:
         spec: The space that it must have.
         engine: The engine that it must have.
 
+    Returns:
+        The content; all of the file is in memory, and the arrays are read-only.
+
     Raises:
-        NotFoundError: No such file.
-        VerificationError: The file is damaged, or belongs to another space or engine.
+        NotFoundError: There is no such file.
+        VerificationError: The file is damaged, cannot be read, or belongs to another space,
+            dimension, metric or engine.
     """
     try:
         # Read once, then check and use the same bytes: the file may change.
@@ -177,7 +182,12 @@ class RecordLayout:
 
     @classmethod
     def of(cls, dim: int, m: int) -> "RecordLayout":
-        """Return the layout of hnswlib's records for a dimension and for M links per element."""
+        """Return the layout of hnswlib's records for a dimension and for M links per element.
+
+        Args:
+            dim: Dimension of the vectors.
+            m: Links of an element, M.
+        """
         vector = 4 + 4 * 2 * m
         return cls(vector, vector + 4 * dim, vector + 4 * dim + _LABEL_BYTES, 4 + 4 * m)
 
@@ -205,8 +215,13 @@ class GraphLinks:
 def check_links(links: GraphLinks) -> None:
     """Check that a walk along the links stays in the graph's memory; neither engine checks that.
 
+    Args:
+        links: The links; without elements they pass.
+
     Raises:
-        VerificationError: A link leads out.
+        VerificationError: A link leads out, or the arrays have other sizes than the parameters
+            demand.
+        KeyError: A parameter is missing.
     """
     m, count, levels = links.parameters["M"], len(links), links.levels
     top, entry = links.parameters["max_level"], links.parameters["enterpoint_node"]
@@ -245,7 +260,14 @@ def _lead(lists: Bytes, at: NDArray[np.int64], levels: NDArray[np.int32]) -> boo
 
 
 def copy_links(graph: Hnsw) -> GraphLinks:
-    """Copy the links of a graph, which must not change during the call."""
+    """Copy the links of a graph. No other thread may change it during the call.
+
+    Args:
+        graph: The graph.
+
+    Returns:
+        New arrays.
+    """
     parameters = {
         "space": graph.space, "M": graph.m, "ef_construction": graph.ef_construction,
         "max_level": graph.max_level, "enterpoint_node": graph.entry, "mult": graph.mult,
@@ -255,7 +277,7 @@ def copy_links(graph: Hnsw) -> GraphLinks:
 
 
 def graph_labels(graph: Hnsw) -> Labels:
-    """Return the graph's label of each element, int64 [count]."""
+    """Return the graph's label of each element, int64 [count]. The array is a copy."""
     part = np.ascontiguousarray(graph.records[:, -_LABEL_BYTES:])
     return part.view(np.int64)[:, 0]
 
@@ -263,7 +285,8 @@ def graph_labels(graph: Hnsw) -> Labels:
 def graph_vectors(graph: Hnsw) -> Vectors:
     """Return the vector of each element, float32 [count, dim], in the graph's own memory.
 
-    The array is valid until the graph is resized. A graph of the package hnswlib gives a copy.
+    The array is valid until the graph is resized. A graph of the package hnswlib gives a copy of
+    its state, which `mark` takes over.
     """
     layout = RecordLayout.of(graph.dim, graph.m)
     return graph.records[:, layout.vector : layout.label].view(np.float32)
@@ -273,14 +296,14 @@ def build_graph(links: GraphLinks, dim: int, fill: Callable[[Vectors], Mask]) ->
     """Build a graph with given links.
 
     Args:
-        links: The links.
+        links: The links, which must have passed `check_links`.
         dim: Dimension of the vectors.
         fill: Writes the vectors, float32 [count, dim], and returns which of them must not be found,
             bool [count]. Walks pass through these; each gets a position between its neighbours.
             Its error ends the work.
 
     Returns:
-        The graph; each element's label is its number. The links must have passed `check_links`.
+        The graph; each element's label is its number.
     """
     values = links.parameters
     graph = Hnsw.of_links(
@@ -338,8 +361,11 @@ class GraphSkeleton:
     def write(self, path: Path) -> None:
         """Write the index file; `sums` must be set.
 
+        Args:
+            path: The file, in an existing folder; any earlier one is replaced atomically.
+
         Raises:
-            CannotWriteError: The file cannot be written.
+            CannotWriteError: The file cannot be written; an earlier file stays.
         """
         assert self.sums is not None, "a file shows what was replaced"
         arrays: Arrays = {
@@ -353,9 +379,14 @@ class GraphSkeleton:
 def read_skeleton(path: Path, spec: SpaceSpec) -> GraphSkeleton:
     """Read and check an index file.
 
+    Args:
+        path: The file.
+        spec: The space that it must have.
+
     Raises:
-        NotFoundError: No such file.
-        VerificationError: The file is damaged, or belongs to another space or engine.
+        NotFoundError: There is no such file.
+        VerificationError: The file is damaged, cannot be read, belongs to another space or engine,
+            or has links that lead out of the graph.
     """
     file = read_index(path, spec, ENGINE)
     arrays, parameters = file.arrays, dict(file.parameters)
@@ -377,7 +408,7 @@ def hash_rows(vectors: Content) -> Sums:
     2^-64.
 
     Args:
-        vectors: float32 [n, dim].
+        vectors: float32 [n, dim], as engines store them; read once, in order.
     """
     sums = np.zeros(len(vectors), np.uint64)
     for start in range(0, len(vectors), _READ_ROWS):
@@ -408,8 +439,8 @@ def rebuild_graph(
         skeleton: The links.
         spec: The space of the vectors.
         labels: Their labels, int64 [n], increasing.
-        vectors: float32 [n, dim], read once, in order.
-        after_piece: Called after each piece; its error ends the work.
+        vectors: float32 [n, dim], read once, in order; an error of reading passes through.
+        after_piece: Called after each piece; its error ends the work and passes through.
 
     Returns:
         The graph, and the row in `labels` of each element, -1 for elements that must not be found.

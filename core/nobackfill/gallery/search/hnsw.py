@@ -63,9 +63,11 @@ class HnswIndex:
     ) -> None:
         """Wrap a graph; no other code may change it.
 
+        A graph of more than 32 MiB is moved to large memory pages by a daemon thread.
+
         Args:
             spec: The space.
-            labels: int64 [n], increasing.
+            labels: int64 [n], increasing; n may be 0.
             graph: The graph.
             rows: int [names], row in `labels` of each name in the graph; -1 for none, which must be
                 marked deleted. None: the name is the row.
@@ -99,7 +101,7 @@ class HnswIndex:
 
     @property
     def ef(self) -> int:
-        """Return the number of candidates of a search."""
+        """Return the least number of candidates of a search."""
         return max(self._least, self.graph.ef)
 
     def exact(self, queries: Vectors, k: int, mask: Mask | None = None) -> Neighbours:
@@ -111,8 +113,8 @@ class HnswIndex:
             mask: bool [n], the rows that may be found; None for all.
 
         Returns:
-            Neighbours [q, k], nearest first, equal distances by label; padded if there are fewer
-            rows.
+            Neighbours [q, k], nearest first, equal distances by label; padded with label -1 and
+            infinity if there are fewer rows.
         """
         if self._elements is None:
             return self._exact.search(queries, k, mask)
@@ -154,11 +156,12 @@ class HnswIndex:
             k: At least 1.
             mask: bool [n], the rows that may be found; None for all.
             passing: Number of these rows, if known: counting them takes longer than a search.
-            ef: Minimum number of candidates; EVERY or at least n for an exact search.
+            ef: Minimum number of candidates; 0 for the index's own number, EVERY or at least n for
+                an exact search.
 
         Returns:
-            Neighbours [q, k], nearest first, equal distances by label; padded if there are fewer
-            rows.
+            Neighbours [q, k], nearest first, equal distances by label; padded with label -1 and
+            infinity if there are fewer rows.
         """
         candidates = self._candidates(k, ef)
         if candidates is None:
@@ -188,7 +191,10 @@ class HnswIndex:
 
         Args:
             k: Number of hits, at least 1.
-            ef: Minimum number of candidates.
+            ef: Minimum number of candidates; 0 for the index's own number.
+
+        Returns:
+            The number, at most n; the graph uses its own where that is larger.
         """
         candidates = self._candidates(k, ef)
         exact = candidates is None or _exact_is_cheaper(len(self.labels), 1, candidates)
@@ -264,6 +270,7 @@ class HnswIndex:
 
         Args:
             sums: Compute a sum of each vector, which an index file needs; it reads every vector.
+                Without, the skeleton's `sums` is None.
         """
         links = graph_file.copy_links(self.graph)
         vector_sums = hash_rows(graph_file.graph_vectors(self.graph)) if sums else None
@@ -276,6 +283,9 @@ class HnswIndex:
         """Write an index file without the vectors, atomically, in place of any file there.
 
         It computes a sum of every vector. Only one process may write a path at a time.
+
+        Args:
+            path: The file, in an existing folder; it gets mode 0600.
 
         Raises:
             CannotWriteError: The file cannot be written; an earlier file stays.
@@ -366,9 +376,10 @@ def build_index(
     Args:
         spec: The space.
         labels: int64 [n], increasing; n may be 0.
-        vectors: float32 [n, dim], checked.
+        vectors: float32 [n, dim], checked; copied into the graph.
         threads: Called before each piece of PIECE rows: how many threads may add it.
-        after_piece: Called after each piece, and between the probes; its error ends the build.
+        after_piece: Called after each piece, and between the probes; its error ends the build and
+            passes through.
     """
     space = "l2" if spec.metric == "squared_l2" else "ip"
     graph = Hnsw(space, spec.dim, max(1, len(labels)), M, EF_CONSTRUCTION)
@@ -414,7 +425,7 @@ def rebuild_from_skeleton(
         spec: The space of the vectors.
         labels: int64 [n], increasing.
         vectors: float32 [n, dim].
-        after_piece: Called after each piece; its error ends the work.
+        after_piece: Called after each piece; its error ends the work and passes through.
 
     Returns:
         The index, and the rows that it lacks because they are new or were replaced, int [m].
@@ -422,6 +433,7 @@ def rebuild_from_skeleton(
     Raises:
         VerificationError: The graph would find less than LEAST_RECALL, too much has changed, or the
             metrics differ: build a new one.
+        DamagedError: As a VerificationError: `vectors` reads a damaged row.
     """
     _refuse_metric(old.spec, spec)
     _refuse_distant(len(old.links), old.labels, labels)
@@ -486,7 +498,7 @@ def load_index(
         path: The file.
         spec: The space of the vectors.
         labels: int64 [n], increasing.
-        vectors: float32 [n, dim].
+        vectors: float32 [n, dim], read once, in order; an error of reading passes through.
 
     Returns:
         The index, and the rows that it lacks because they are new or were replaced, int [m].
@@ -520,7 +532,10 @@ def transfer_index(
         labels: int64 [n], increasing.
         vectors: float32 [n, dim], read once, in order.
         threads: Called before each piece of added rows: how many threads may add it.
-        after_piece: Called after each piece of work; its error ends it.
+        after_piece: Called after each piece of work; its error ends it and passes through.
+
+    Returns:
+        A new index, with the ef that finds LEAST_RECALL of its own vectors' neighbours.
 
     Raises:
         VerificationError: The graph would find less than LEAST_RECALL, or the metrics differ: build
@@ -556,14 +571,18 @@ def renew_index(
 
     Args:
         spec: The space of the vectors.
-        labels: int64 [n], increasing.
+        labels: int64 [n], increasing; n may be 0.
         vectors: float32 [n, dim].
         old: An index, perhaps of the space before an upgrade. A transfer to another space does not
             have `own_links`; replace it by a build when there is time. None builds a new one. So
             does an `old` of which more than LARGEST_CHANGE of the rows changed, or that would find
             less than LEAST_RECALL.
         threads: Called before each piece of added rows: how many threads may add it.
-        after_piece: Called after each piece of work; its error ends it.
+        after_piece: Called after each piece of work; its error ends it and passes through, except
+            for a VerificationError during a transfer, which leads to a build.
+
+    Returns:
+        The index; `old` itself if its labels and vectors are the same, bit for bit.
     """
     if old is not None:
         if _alike(old, spec, labels, vectors):
@@ -600,8 +619,9 @@ def tune_index(
 
     Args:
         index: The index.
-        queries: float32 [q, dim], checked; without queries, the index gets no wider.
-        after_piece: Called between pieces of work; its error ends it.
+        queries: float32 [q, dim], checked; without queries, the index has only the graph's own
+            number of candidates.
+        after_piece: Called between pieces of work; its error ends it and passes through.
 
     Returns:
         An index over the same graph; `index` itself does not change.

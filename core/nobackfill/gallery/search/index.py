@@ -31,11 +31,11 @@ class Content(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, rows: Any, /) -> Vectors:
-        """Return the rows of a slice or of an array of row numbers."""
+        """Return the rows of a slice or of an array of row numbers, float32 [m, dim]."""
         ...
 
     def __array__(self, dtype: Any = None, /) -> NDArray[Any]:
-        """Return all rows."""
+        """Return all rows, float32 [n, dim] unless another dtype is asked for."""
         ...
 
 
@@ -127,14 +127,14 @@ class Index(Protocol):
         Args:
             queries: float32 [q, dim], checked.
             k: At least 1.
-            mask: bool [n], the rows that may be found; None for all.
+            mask: bool [n], the rows that may be found; None for all. It is not changed.
             passing: Number of these rows, if known: counting them takes longer than a search.
             ef: Minimum number of candidates; EVERY or at least n for an exact search. An exact
                 index ignores it.
 
         Returns:
-            Neighbours [q, k], nearest first, equal distances by label; padded if there are fewer
-            rows.
+            Neighbours [q, k], nearest first, equal distances by label; padded with label -1 and
+            infinity if there are fewer rows.
         """
         ...
 
@@ -145,7 +145,7 @@ def rows_of(labels: Labels, targets: Labels) -> Rows:
 
     Args:
         labels: int64 [n], increasing.
-        targets: int64 [m].
+        targets: int64 [m], in any order; a repeated one gives its row each time.
 
     Returns:
         int [at most m], indices into `labels`.
@@ -173,7 +173,8 @@ def nearest_candidates(labels: Labels, distances: Vectors, k: int) -> Neighbours
         k: At least 1.
 
     Returns:
-        Neighbours [q, k], nearest first, equal distances by label.
+        Neighbours [q, k], nearest first, equal distances by label. A label that occurs twice is not
+        merged.
     """
     short = k - labels.shape[1]
     if short > 0:
@@ -190,6 +191,13 @@ def merge_neighbours(parts: list[Neighbours], k: int) -> Neighbours:
     Args:
         parts: At least one; a single part is returned as it is, whatever its number of columns.
         k: At least 1.
+
+    Returns:
+        Neighbours [q, k] where there are several parts, nearest first, equal distances by label,
+        padded to k.
+
+    Raises:
+        ValueError: There is no part.
     """
     if len(parts) == 1:
         return parts[0]
@@ -215,7 +223,8 @@ def prepare_vectors(metric: Metric, vectors: Vectors) -> Vectors:
 
     Args:
         metric: squared_l2, which returns the vectors as they are, or cosine.
-        vectors: float32 [n, dim].
+        vectors: float32 [n, dim]; not changed, and not checked. Vectors of a norm below 1e-30 do
+            not reach norm 1.
     """
     if metric == "squared_l2":
         return vectors
@@ -236,7 +245,7 @@ def pair_distances(metric: Metric, queries: Vectors, candidates: Vectors) -> Vec
         candidates: [q, c, dim].
 
     Returns:
-        float32 [q, c].
+        float32 [q, c], 0 or more; the cosine distance to a zero vector is 1.
     """
     if metric == "squared_l2":
         differences = np.subtract(candidates, queries[:, None, :], dtype=np.float64)
@@ -251,7 +260,13 @@ def pair_distances(metric: Metric, queries: Vectors, candidates: Vectors) -> Vec
 
 def distances_to_query(metric: Metric, query: Vectors, vectors: Vectors) -> Vectors:
     """Compute distances float32 [n] from one query float32 [1, dim] to vectors float32 [n, dim],
-    neither of them prepared."""
+    neither of them prepared.
+
+    Args:
+        metric: squared_l2 or cosine.
+        query: float32 [1, dim].
+        vectors: float32 [n, dim]; n may be 0.
+    """
     distances: Vectors = pair_distances(
         metric, prepare_vectors(metric, query), prepare_vectors(metric, vectors)[None]
     )[0]
@@ -279,10 +294,12 @@ def search_origins(
     """Search migrated and native vectors separately, and rank both on one scale.
 
     Args:
-        nearest: Returns the k nearest of the labels that pass a filter, as Neighbours [q, k].
-        origins: Returns which labels are migrated.
+        nearest: Returns the k nearest of the labels that pass a filter, as Neighbours [q, k];
+            called twice, once for each origin.
+        origins: Returns which labels are migrated, and which are not; called once for each array of
+            labels.
         scale: Converts distances of migrated vectors.
-        k: Number of hits.
+        k: Number of hits, at least 1.
         label_filter: Returns which labels may be found; None for all.
 
     Returns:
@@ -306,7 +323,7 @@ def merge_origins(migrated: Neighbours, native: Neighbours, scale: Scale, k: int
     """Return the k best of migrated and native hits on one scale; the distances stay as they are.
 
     Args:
-        migrated: Migrated hits [q, a].
+        migrated: Migrated hits [q, a]; padding stays last.
         native: Native hits [q, b].
         scale: Converts distances of migrated vectors.
         k: Number of hits, at least 1; with more than a + b, there are a + b.
@@ -332,6 +349,9 @@ def rank_origins(hits: Neighbours, migrated: Mask, scale: Scale) -> Neighbours:
         hits: Hits [q, c].
         migrated: Which labels [q, c] or columns [c] are migrated.
         scale: Converts distances of migrated vectors.
+
+    Returns:
+        Neighbours [q, c], with the items' own distances.
     """
     scaled = np.where(migrated, scale(hits.distances), hits.distances)
     order = np.lexsort((hits.labels, hits.distances, scaled), axis=1)
@@ -348,6 +368,9 @@ def lower_thread_priority() -> None:
 
     A process that runs at a lower priority already keeps it. The thread cannot undo it without
     privileges.
+
+    Raises:
+        OSError: The system refuses it.
     """
     # A process with a lower priority may not raise it again.
     nice = max(_NICE, os.getpriority(os.PRIO_PROCESS, 0))

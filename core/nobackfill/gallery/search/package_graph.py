@@ -58,6 +58,9 @@ class PackageGraph:
             ground: uint8 [count, bytes], links of each element on the ground level.
             levels: int32 [count], levels of each element above the ground.
             upper: int8 [bytes], the links on these levels.
+
+        Returns:
+            The graph. Before `mark`, it finds nothing.
         """
         graph = cls(space, dim, 0, m, ef_construction)
         count, links = ground.shape
@@ -85,7 +88,7 @@ class PackageGraph:
 
     @property
     def capacity(self) -> int:
-        """Return the number of elements that the graph can hold before `resize`."""
+        """Return the number of elements that the graph can hold before `resize`, 0 or more."""
         return int(self._index.max_elements)
 
     @property
@@ -114,7 +117,8 @@ class PackageGraph:
 
     @property
     def records(self) -> NDArray[np.uint8]:
-        """Return the records of all elements, uint8 [count, bytes]: links, vector, label."""
+        """Return the records of all elements, uint8 [count, bytes]: links, vector, label. The array
+        belongs to the graph: `mark` takes over what is written to it."""
         state = self._state()
         records: NDArray[np.uint8] = state["data_level0"].view(np.uint8)
         return records.reshape(-1, state["size_data_per_element"])
@@ -135,12 +139,16 @@ class PackageGraph:
         return int(self._index.element_count)
 
     def add(self, vectors: Vectors, names: Labels, threads: int) -> None:
-        """Add vectors under names; the capacity must suffice, or RuntimeError is raised.
+        """Add vectors under names.
 
         Args:
             vectors: float32 [n, dim], prepared.
-            names: int64 [n]; a known name replaces its vector.
-            threads: Threads that add them; with one, the same calls give the same graph.
+            names: int64 [n], distinct; a known name replaces its vector.
+            threads: Threads that add them, at least 1; with one, the same calls give the same
+                graph.
+
+        Raises:
+            RuntimeError: The capacity does not suffice; some vectors may have been added.
         """
         self._cached = None
         self._index.add_items(vectors, names, num_threads=threads)
@@ -149,8 +157,13 @@ class PackageGraph:
         """Return names int64 [q, k] and distances float32 [q, k] of the nearest, in any order of
         names.
 
+        Args:
+            queries: float32 [q, dim], prepared.
+            k: Number of elements, at least 1.
+
         Returns:
-            None if the graph finds fewer than k elements for a query.
+            The names and distances, nearest first, not those that are marked. None if the graph
+            finds fewer than k elements for a query.
         """
         try:
             names, distances = self._index.knn_query(queries, k=k, num_threads=1)
@@ -159,7 +172,11 @@ class PackageGraph:
         return names.view(np.int64), distances
 
     def resize(self, capacity: int) -> None:
-        """Change the capacity to `capacity` elements, not fewer than there are."""
+        """Change the capacity to `capacity` elements, not fewer than there are.
+
+        Raises:
+            RuntimeError: The graph has more elements.
+        """
         self._cached = None
         self._index.resize_index(capacity)
 
@@ -169,5 +186,5 @@ class PackageGraph:
         self._index = hnswlib.Index(self._state() | {"has_deletions": bool(deleted.any())})
 
     def advise(self, advice: int) -> bool:
-        """Do nothing: the package manages its memory itself."""
+        """Do nothing, and return True: the package manages its memory itself."""
         return True

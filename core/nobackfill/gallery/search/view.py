@@ -64,13 +64,17 @@ ranked = None if _native is None else _native.ranked
 def compiled_graph(
     graph: Any, rows: Rows, labels: Labels, elements: Rows | None
 ) -> "_native.Graph | None":
-    """Return a graph for compiled searches; None if nothing is compiled, or the graph is empty.
+    """Prepare a graph for compiled searches.
 
     Args:
         graph: The graph.
         rows: int [elements], row in `labels` of each element, -1 for none.
         labels: int64 [n], labels of the rows.
         elements: int [n], element of each row; None if they are the same.
+
+    Returns:
+        The compiled graph, which reads the memory of `graph`: do not resize it later. None if
+        nothing is compiled, or the graph is empty.
     """
     if _native is None or not isinstance(graph, Hnsw) or not len(graph):
         return None
@@ -89,7 +93,7 @@ class GraphIndex(Protocol):
 
         Args:
             k: Number of hits, at least 1.
-            ef: Minimum number of candidates.
+            ef: Minimum number of candidates; 0 for the graph's own number.
         """
         ...
 
@@ -124,7 +128,8 @@ class CompiledSearch:
             delta_live: bool [n], its rows that are alive; None for all.
 
         Returns:
-            None if they can only be searched in Python.
+            The search; None if the base has no compiled graph, so that it can only be searched in
+            Python.
         """
         # By name, because the class cannot be imported: see GraphIndex.
         graph = getattr(base, "compiled", None)
@@ -145,12 +150,13 @@ class CompiledSearch:
         Args:
             query: float32 [1, dim].
             k: Number of hits, at least 1.
-            ef: Minimum number of candidates.
+            ef: Minimum number of candidates; 0 for the graph's own number.
             base: bool [n], rows of the graph that may be found; None for all.
             delta: bool [m], rows of the delta that may be found; None for all.
 
         Returns:
-            None if every row must be compared instead.
+            Neighbours [1, k], nearest first; None if every row must be compared instead, or the
+            walk finds too few.
         """
         candidates = self._index.walk_size(k, ef)
         pair = (
@@ -169,14 +175,16 @@ class CompiledSearch:
         """Return a SearchResponse for each query.
 
         Args:
-            queries: Values, k and the largest distance of each.
-            exact: Whether distances are exact.
+            queries: The query's vector as little-endian float32 bytes, the number of hits k, and
+                the largest distance of each.
+            exact: Whether the answers contain exact distances instead of rounded ones.
             items: Encoded items by label (server/galleries/hosted_file.py).
             curves: The calibrations.
             end: Bytes after the hits.
 
         Returns:
-            None for a query with an unknown hit, or one that must be searched otherwise.
+            A SearchResponse in bytes for each query; None for a query with a hit that `items`
+            lacks, or one that must be searched otherwise.
         """
         walks = []
         for values, k, farthest in queries:
@@ -207,7 +215,7 @@ class CompiledSearch:
             gallery: The requests' gallery.
             space: The requests' space.
             usual_k: Number of hits of a request that asks for 0.
-            most_k: Largest number of hits.
+            most_k: Largest number of hits; a request for more gets None.
             exact: Whether distances are exact.
             items: Encoded items by label.
             curves: The calibrations.
@@ -230,7 +238,8 @@ def compiled_curves(
     """Return calibrations for compiled searches; None if nothing is compiled.
 
     Args:
-        curves: Increasing distances and their probabilities, by the origin's number on the wire.
+        curves: Increasing distances and their probabilities, by the origin's number on the wire;
+            may be empty.
     """
     return None if _native is None else _native.Curves(curves)
 
@@ -254,14 +263,15 @@ class QuerySample:
 
     @property
     def count(self) -> int:
-        """Return how many queries were answered since the start."""
+        """Return how many queries were answered since the start. Calls at the same time may count
+        as one."""
         return self._count
 
     def observe(self, queries: Vectors) -> None:
         """Count answered queries, and store a random part of them in the sample.
 
         Args:
-            queries: float32 [q, dim], checked.
+            queries: float32 [q, dim], checked; copied.
         """
         self.store_queries(queries[self.draw(len(queries))])
 
@@ -271,7 +281,7 @@ class QuerySample:
         `store_queries` stores them. It takes no lock: calls at the same time may count as one.
 
         Args:
-            count: Number of answered queries.
+            count: Number of answered queries; 0 gives none.
 
         Returns:
             Their indices from 0, increasing: all until the sample is full, then each with a chance
@@ -290,7 +300,10 @@ class QuerySample:
         """Store queries in the sample; in a full one, each replaces a random other.
 
         Args:
-            queries: float32 [q, dim].
+            queries: float32 [q, dim]; copied. The first call fixes dim.
+
+        Raises:
+            ValueError: Another dimension.
         """
         with self._lock:
             if not len(self._vectors):
@@ -301,7 +314,8 @@ class QuerySample:
                 self._size += not is_full
 
     def sample(self) -> Vectors:
-        """Return a copy of the sample, float32 [at most SAMPLE_QUERIES, dim]."""
+        """Return a copy of the sample, float32 [at most SAMPLE_QUERIES, dim]. It is empty before
+        the first query."""
         with self._lock:
             return self._vectors[: self._size].copy()
 
@@ -334,7 +348,10 @@ class IndexPart:
         ignored.
 
         Args:
-            labels: int64 [m].
+            labels: int64 [m], in any order; repeated ones count once.
+
+        Returns:
+            A new part, or this part itself if nothing changes.
         """
         if not len(labels):
             return self
@@ -348,14 +365,22 @@ class IndexPart:
         return IndexPart(self.index, live, self.deleted + len(rows))
 
     def mask(self, label_filter: LabelFilter | None) -> Mask | None:
-        """Return the rows that are alive and pass a filter, bool [n]; None for all."""
+        """Return the rows that are alive and pass a filter, bool [n]; None for all.
+
+        Args:
+            label_filter: Returns which labels may be found; None for all. Its error passes through.
+        """
         if label_filter is None:
             return self.live
         mask_ = label_filter(self.index.labels)
         return mask_ if self.live is None else mask_ & self.live
 
     def passing_rows(self, label_filter: LabelFilter | None) -> Mask | None:
-        """Return the rows that pass a filter, alive or not, bool [n]; None for all."""
+        """Return the rows that pass a filter, alive or not, bool [n]; None for all.
+
+        Args:
+            label_filter: Returns which labels may be found; None for all. Its error passes through.
+        """
         return None if label_filter is None else label_filter(self.index.labels)
 
     def search(
@@ -367,13 +392,18 @@ class IndexPart:
             queries: float32 [q, dim], checked.
             k: At least 1.
             label_filter: Returns which labels may be found; None for all.
-            ef: Minimum number of candidates.
+            ef: Minimum number of candidates; 0 for the index's own number.
+
+        Returns:
+            Neighbours [q, k], nearest first, equal distances by label; padded if there are fewer
+            rows.
         """
         passing = len(self) if label_filter is None else None
         return self.index.search(queries, k, self.mask(label_filter), passing, ef)
 
     def live_rows(self) -> Mask | slice:
-        """Return the live rows as a mask bool [n], or as a slice of all rows."""
+        """Return the live rows as a mask bool [n], or as a slice of all rows. Do not write to the
+        mask."""
         return slice(None) if self.live is None else self.live
 
     def content(self) -> tuple[Labels, Content]:
@@ -425,15 +455,18 @@ class Snapshot:
             queries: float32 [q, dim].
             k: At least 1.
             label_filter: Returns which labels may be found; None for all.
-            ef: Minimum number of candidates; index.EVERY for an exact search.
+            ef: Minimum number of candidates; 0 for the index's own number, index.EVERY for an exact
+                search.
 
         Returns:
             Neighbours [q, k], nearest first, equal distances by label; padded if there are fewer
             vectors.
 
         Raises:
-            InvalidInputError: Another shape, or values that are not finite, or a norm that is not 1
-                in a space with unit vectors.
+            InvalidInputError: Another shape, or another dtype than float32 and float64.
+            UnusableRowsError: As an InvalidInputError: values that are not finite or too large, or
+                a norm that is not 1 in a space with unit vectors.
+            Exception: An error of `label_filter`.
         """
         checked = check_vectors(queries, self.spec.dim, what="queries", unit=self.spec.unit)
         if len(checked) == 1 and self.compiled is not None:
@@ -456,6 +489,9 @@ class Snapshot:
 
         Args:
             labels: int64 [m]; labels that it does not have are ignored.
+
+        Returns:
+            A new snapshot; this one does not change.
         """
         return replace(
             self, base=self.base.without_labels(labels), delta=self.delta.without_labels(labels)
@@ -472,13 +508,19 @@ class Snapshot:
         return labels[order], SelectedRows(ConcatenatedContent(old_vectors, new_vectors), order)
 
     def labels(self) -> Labels:
-        """Return every live label, int64, increasing."""
+        """Return every live label, int64, increasing. They may be the index's own array: do not
+        write to it."""
         parts = [part.index.labels[part.live_rows()] for part in (self.base, self.delta)]
         return np.sort(np.concatenate(parts)) if len(parts[1]) else parts[0]
 
 
 def new_snapshot(spec: SpaceSpec, base: Index) -> Snapshot:
-    """Return a snapshot with an index as its base and an empty delta."""
+    """Return a snapshot with an index as its base and an empty delta.
+
+    Args:
+        spec: The space.
+        base: The index; all its rows are alive.
+    """
     nothing = ExactIndex(spec, np.empty(0, np.int64), np.empty((0, spec.dim), np.float32))
     return Snapshot(spec, IndexPart(base), IndexPart(nothing))
 
@@ -506,6 +548,13 @@ def apply_change(snapshot: Snapshot, change: Change) -> Snapshot:
 
     Deleted labels are removed. A new or replaced vector of the snapshot's space is found in the
     delta from then on; changes of other spaces are ignored.
+
+    Args:
+        snapshot: The snapshot before the commit.
+        change: The commit; its vectors are checked already.
+
+    Returns:
+        The successor; `snapshot` itself if the change does not concern it.
     """
     snapshot = snapshot.remove(change.deleted)
     labels, vectors = change.added.get(snapshot.spec.space, (None, None))
@@ -538,16 +587,21 @@ class LiveView:
     def __init__(self, store: Store, space: str, begin: Opener | None = None) -> None:
         """Load the space, and follow the store.
 
+        All vectors are read. `close` ends it; after an error, it follows no more.
+
         Args:
             store: The gallery.
             space: Id of the space.
             begin: Opens the first base. Without it, or where it raises VerificationError or
-                NotFoundError, the base is exact.
+                NotFoundError, the base is exact. Other errors pass through.
 
         Raises:
             IncompatibleSpaceError: The gallery does not have the space.
             VerificationError: The gallery's file is damaged.
-            NotFoundError: The gallery was closed.
+            NotFoundError: The gallery was closed, or its file is gone.
+            BusyError: Another process has the file to itself, or changed it during a read without a
+                lock.
+            CannotWriteError: The file cannot be opened, or the disk fails.
         """
         self.spec = store.space(space).spec
         self._changing = threading.Lock()
@@ -587,7 +641,8 @@ class LiveView:
         A second call waits for the first.
 
         Args:
-            build: Builds the base. Its error ends the work, and the present base stays.
+            build: Builds the base from labels int64 [n], increasing, and vectors as engines store
+                them. Its error passes through, and the present base stays.
         """
         with self._compacting:
             with self._changing:
@@ -605,7 +660,7 @@ class LiveView:
 
         Args:
             tune_index: Returns the new index for the present one; returning the same index changes
-                nothing. It runs without a lock; its error changes nothing.
+                nothing. It runs without a lock; its error passes through, and changes nothing.
         """
         base = self.snapshot().base.index
         index = tune_index(base)
