@@ -218,8 +218,8 @@ def order_by_digest(listing: ImageListing, seed: int) -> Iterator[NDArray[np.int
         seed: Changes the order.
 
     Yields:
-        int64, rows of a class; one array for each class, in order. A listing without classes gives
-        one empty array.
+        int64, rows of a class; one array for each class, in order, empty for a class without an
+        image. A listing without classes gives one empty array.
     """
 
     def digest(row: np.int64) -> bytes:

@@ -122,3 +122,9 @@ def test_a_device_is_searched_by_any_filter(setting: Setting) -> None:
         }.items():
             hits = Search(device, read(conditions)).by_id("item-39", 100).hits
             assert {hit.id for hit in hits} == {f"item-{row}" for row in expected - {39}}
+
+
+@pytest.mark.parametrize("value", [None, {"a": "b"}, [1], ["a", None], b"a"])
+def test_metadata_of_another_kind_is_refused(value: object) -> None:
+    with pytest.raises(InvalidInputError, match=f"got {type(value).__name__}"):
+        to_value(value)  # type: ignore[arg-type]

@@ -120,6 +120,17 @@ def test_items(place: Place, tmp_path: Path) -> None:
         gateway.search("items", image=bytes(LARGEST_BYTES + 1))
 
 
+def test_metadata_of_another_kind_is_refused_without_sending(place: Place) -> None:
+    notes: dict[str, dict[str, str]] = {"odd": {"n": {"a": "b"}}}  # type: ignore[dict-item]
+    for refusals in (
+        place.gateway.put("g", {"odd": place.images[0]}, notes),
+        place.gateway.put_texts("g", {"odd": "a text"}, notes),
+    ):
+        assert refusals["odd"].startswith("metadata: expected a text, a number")
+    with pytest.raises(InvalidInputError, match="neither"):
+        place.gateway.set_metadata("g", {"n": 1})
+
+
 def test_searches(place: Place) -> None:
     gateway, images = place.gateway, place.images
     alone = gateway.search("g", image=images[4], k=3)

@@ -274,7 +274,7 @@ class MigratedLabels:
 
     @property
     def loaded(self) -> bool:
-        """Tell whether `load` has finished."""
+        """Tell whether `load` has finished. Before that, no item counts as migrated."""
         return self._pending is None
 
     def __len__(self) -> int:

@@ -249,6 +249,9 @@ def labels_condition(labels: Labels) -> tuple[str, tuple[int | str, ...]]:
 
     Args:
         labels: int64 [n], in any order. Without labels, no row passes.
+
+    Returns:
+        The condition on the column `label`, and its parameters.
     """
     if len(labels) and (last := int(labels.max())) - (first := int(labels.min())) < 2 * len(labels):
         return "label BETWEEN ? AND ?", (first, last)

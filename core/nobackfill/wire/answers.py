@@ -64,7 +64,7 @@ class Answer(Generic[AnyHit]):
         """Tell whether all hits are beyond the calibration; False without hits.
 
         Their scores then do not tell them apart. The query or the gallery may differ from the data
-        of the calibration.
+        of the calibration. A hit of a release without calibration counts as not beyond.
         """
         return bool(self.hits) and all(hit.beyond_calibration for hit in self.hits)
 

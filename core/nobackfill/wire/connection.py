@@ -32,7 +32,8 @@ def translate_errors(server: str) -> Iterator[None]:
 
     Raises:
         NobackfillError: The class that belongs to the gRPC status; NobackfillError itself for a
-            status without one. Other errors of the block pass unchanged.
+            status without one, such as an error inside the gateway. Other errors of the block pass
+            unchanged.
     """
     try:
         yield
@@ -52,9 +53,10 @@ def call_until_success(
     or where a stopping gateway cut the call.
 
     Args:
-        attempt: Makes the call with a timeout in seconds. Only its grpc.RpcError is caught.
+        attempt: Makes the call with a timeout in seconds, at least 0.001. Only its grpc.RpcError is
+            caught.
         server: The server or call, for the message.
-        seconds: Longest time of all attempts together; at least one attempt is made.
+        seconds: Longest time of all attempts together; at least one attempt is made, also with 0.
         each: Longest time of one attempt.
 
     Returns:
@@ -100,6 +102,13 @@ def combine_channels(channels: Sequence[grpc.Channel]) -> grpc.Channel:
 
     Args:
         channels: At least one; one channel is returned as it is.
+
+    Returns:
+        The channel. A call that finds its gateway gone fails; the next call goes to the next
+        gateway.
+
+    Raises:
+        IndexError: There is no channel.
     """
     return channels[0] if len(channels) == 1 else _Several(channels)
 
@@ -192,9 +201,13 @@ def open_channel(address: str, *, tls: bool = False) -> grpc.Channel:
             commas, and calls fail over between them.
         tls: Whether an address without a scheme uses TLS.
 
+    Returns:
+        The channel; the caller closes it. Environment variables and their files are read now, not
+        later.
+
     Raises:
-        ConfigurationError: Another scheme, a file that cannot be read, an invalid token, or a token
-            without TLS.
+        ConfigurationError: Another scheme, an empty host among several, a file that cannot be read,
+            an authority without a certificate, an invalid token, or a token without TLS.
     """
     scheme, _, host_list = address.rstrip("/").rpartition("://")
     hosts = [host.strip() for host in host_list.split(",")]
@@ -284,7 +297,8 @@ class Connection:
     def close(self) -> None:
         """Close the connection; calls in progress end with an error of nobackfill.errors.
 
-        Later calls raise ValueError. A second `close` does nothing.
+        Later calls raise ValueError. A second `close` does nothing. Iterators that are being read
+        raise CancelledError.
         """
         self._channel.close()
 

@@ -57,15 +57,17 @@ class SearchCalls(Connection):
             gallery: Name of the gallery.
             image: An encoded picture, or the path of its file.
             text: At most 64 KiB in UTF-8, with at least one visible character.
-            embeddings: A float32 vector for each space id. The gateway uses the space that the
-                gallery answers in.
+            embeddings: A float32 vector for each space id, at least one. The gateway uses the space
+                that the gallery answers in.
             k: Number of hits, 1 to 1000; fewer are returned if no more items match.
             where: Values that metadata must equal, or a filter of nobackfill.gallery.filters:
-                `All((Range("year", at_least=2020), Not(OneOf("tag", ("sea",)))))`.
+                `All((Range("year", at_least=2020), Not(OneOf("tag", ("sea",)))))`. None or {} for
+                all items.
             ef: Minimum number of candidates, 1 to 4096; more find more and take longer. None lets
                 the gateway choose. Not together with `exact`.
             exact: Compare all items.
-            session: The user's session, by which a canary may choose who gets the new release.
+            session: The user's session, by which a canary may choose who gets the new release; None
+                for none.
 
         Returns:
             The hits, nearest first; empty if no item passes the filter.
@@ -73,12 +75,17 @@ class SearchCalls(Connection):
         Raises:
             InvalidInputError: Not exactly one query, or an invalid query, filter or parameter.
             TooLargeError: The query is larger than a gateway accepts.
-            NotFoundError: No such gallery.
+            NotFoundError: No such gallery, or it was deleted meanwhile.
             PreconditionError: The gallery cannot answer such a query now; see its reason.
                 NoEncoderError: its release does not embed images, or texts. NeedsImageError: the
                 vectors are not those of all spaces that answer.
-            NobackfillError: Any other failure of the call, such as UnavailableError (no answer) or
-                NotPermittedError.
+            NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
+                time is over), OverloadedError, NotPermittedError (token or role).
+            VerificationError: The gallery is damaged and set aside.
+            BusyError: The database of the gallery is busy.
+            ReleaseRetiredError, IncompatibleSpaceError: As a PreconditionError: queries of the
+                embeddings' space have ended, or no embedding is of a space that answers.
+            ValueError: The connection was closed.
         """
         request = search_pb2.SearchRequest(
             gallery=gallery,
@@ -93,7 +100,8 @@ class SearchCalls(Connection):
         )
 
     def feedback(self, gallery: str, request_id: str, item: str, kind: str) -> bool:
-        """Report that a user clicked, confirmed or rejected a hit.
+        """Report that a user clicked, confirmed or rejected a hit. Retried until the connection's
+        `seconds` are over.
 
         Args:
             gallery: Name of the gallery.
@@ -102,12 +110,14 @@ class SearchCalls(Connection):
             kind: clicked, confirmed or rejected.
 
         Returns:
-            Whether a running canary counts the feedback.
+            Whether a running canary counts the feedback; False also for an unknown or old answer,
+            and for an item that is not among its hits.
 
         Raises:
             InvalidInputError: Another kind, or no request id.
-            NobackfillError: Any other failure of the call, such as UnavailableError (no answer) or
-                NotPermittedError.
+            NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
+                time is over), OverloadedError, NotPermittedError (token or role).
+            ValueError: The connection was closed.
         """
         if kind not in FEEDBACK:
             raise InvalidInputError(
@@ -130,7 +140,8 @@ class SearchCalls(Connection):
         ef: int | None = None,
         exact: bool = False,
     ) -> Sequence[Answer[Hit]]:
-        """Search with at most 256 queries on one snapshot of the gallery.
+        """Search with at most 256 queries on one snapshot of the gallery. Retried until the
+        connection's `seconds` are over.
 
         Args:
             gallery: Name of the gallery.
@@ -148,13 +159,16 @@ class SearchCalls(Connection):
             gateway refuses by itself has `error` and no hits.
 
         Raises:
-            InvalidInputError: A file that cannot be read, a text that cannot be embedded, more than
-                256 queries, or an invalid filter or parameter; nothing is sent or searched then.
-            TooLargeError: The batch is larger than a gateway accepts.
-            NotFoundError: No such gallery.
+            InvalidInputError: No query, a file that cannot be read, a text that cannot be embedded,
+                or an invalid filter or parameter. Nothing is searched then.
+            TooLargeError: The batch is larger than a gateway accepts, or has more than 256 queries.
+            NotFoundError: No such gallery, or it was deleted meanwhile.
             PreconditionError: The gallery cannot answer now; see its reason.
-            NobackfillError: Any other failure of the call, such as UnavailableError (no answer) or
-                NotPermittedError.
+            NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
+                time is over), OverloadedError, NotPermittedError (token or role).
+            VerificationError: The gallery is damaged and set aside.
+            BusyError: The database of the gallery is busy.
+            ValueError: The connection was closed.
         """
         request = search_pb2.SearchBatchRequest(
             gallery=gallery,
@@ -175,12 +189,12 @@ def image_bytes(image: Image) -> bytes:
     """Return the bytes of an encoded image, for sending.
 
     Args:
-        image: The bytes, or the path of a file.
+        image: The bytes, or the path of a file. Whether they are an image is not checked.
 
     Raises:
         InvalidInputError: The file is missing, cannot be read, or has more than 32 MiB; the message
             begins with its path.
-        TooLargeError: The bytes are more than 32 MiB. Whether they are an image is not checked.
+        TooLargeError: The bytes are more than 32 MiB.
     """
     # Loads Pillow, which only callers that send images need.
     from nobackfill.images import LARGEST_BYTES, read_file
@@ -269,14 +283,19 @@ class GalleryCalls(Connection):
         client's.
 
         Args:
-            gallery: Its name.
+            gallery: Its name: 1 to 64 characters of a-z, 0-9, '-' and '_'.
             exact_distances: Answer with exact distances, instead of rounded ones.
             exist_ok: Return an existing gallery as it is, instead of raising an error.
 
         Raises:
             AlreadyExistsError: The gallery exists, and `exist_ok` is False.
-            NobackfillError: Any other failure of the call, such as UnavailableError (no answer) or
-                NotPermittedError.
+            NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
+                time is over), OverloadedError, NotPermittedError (token or role).
+            InvalidInputError: The name is not valid.
+            PreconditionError: No release is active.
+            BusyError: An activation or a rollback is under way.
+            CannotWriteError: The gallery cannot be written.
+            ValueError: The connection was closed.
         """
         request = gallery_pb2.CreateGalleryRequest(name=gallery, exact_distances=exact_distances)
         try:
@@ -289,23 +308,29 @@ class GalleryCalls(Connection):
             return self.get_gallery(gallery)
 
     def get_gallery(self, gallery: str) -> gallery_pb2.Gallery:
-        """Return a gallery and its spaces.
+        """Return a gallery and its spaces. Retried until the connection's `seconds` are over.
 
         Raises:
             NotFoundError: No such gallery.
-            NobackfillError: Any other failure of the call, such as UnavailableError (no answer) or
-                NotPermittedError.
+            NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
+                time is over), OverloadedError, NotPermittedError (token or role).
+            VerificationError: The gallery is damaged and set aside.
+            BusyError: The database of the gallery is busy.
+            ValueError: The connection was closed.
         """
         request = gallery_pb2.GetGalleryRequest(name=gallery)
         return self._retry(lambda t: self._galleries.GetGallery(request, timeout=t)).gallery
 
     def list_galleries(self) -> Iterator[gallery_pb2.Gallery]:
         """Yield all galleries by name, reading them page by page. Nothing is sent before the first
-        `next`.
+        `next`. Only galleries that the token's role is for are listed. A gallery that is set aside
+        has only its name and the reason. Each page is retried until the connection's `seconds` are
+        over.
 
         Raises:
-            NobackfillError: Any failure of the call, such as UnavailableError (no answer) or
-                NotPermittedError.
+            NobackfillError: Any failure: UnavailableError (no answer), DeadlineError (the time is
+                over), OverloadedError, NotPermittedError (token or role).
+            ValueError: The connection was closed.
         """
         request = gallery_pb2.ListGalleriesRequest(page_size=_PAGE)
         while True:
@@ -319,7 +344,9 @@ class GalleryCalls(Connection):
         self, gallery: str, *, exact_distances: bool | None = None,
         source: gallery_pb2.ItemSource | None = None, both_models: bool | None = None,
     ) -> gallery_pb2.Gallery:  # fmt: skip
-        """Change settings of a gallery; None leaves a setting as it is.
+        """Change settings of a gallery; None leaves a setting as it is. They are changed one after
+        the other; a change before an error stays. Without any, the gallery is returned as it is.
+        Retried until the connection's `seconds` are over.
 
         Args:
             gallery: Its name.
@@ -328,9 +355,14 @@ class GalleryCalls(Connection):
             both_models: Whether the previous model, too, ranks migrated vectors.
 
         Raises:
-            NotFoundError: No such gallery.
-            NobackfillError: Any other failure of the call, such as UnavailableError (no answer) or
-                NotPermittedError.
+            NotFoundError: No such gallery, or the source's folder or file does not exist.
+            NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
+                time is over), OverloadedError, NotPermittedError (token or role).
+            InvalidInputError: A limit of the source is out of its range.
+            ConfigurationError: The gateway's settings do not allow the source.
+            UnavailableError: The source does not open within 20 s, or the gateway does not answer.
+            CannotWriteError: The gallery cannot be written.
+            ValueError: The connection was closed.
         """
         request = gallery_pb2.UpdateGalleryRequest(
             name=gallery, exact_distances=exact_distances, source=source, both_models=both_models
@@ -338,23 +370,30 @@ class GalleryCalls(Connection):
         return self._retry(lambda t: self._galleries.UpdateGallery(request, timeout=t)).gallery
 
     def delete_gallery(self, gallery: str) -> None:
-        """Delete a gallery and all its items, permanently. Not retried.
+        """Delete a gallery and all its items, permanently, once no call uses it. Not retried.
 
         Raises:
             NotFoundError: No such gallery.
-            NobackfillError: Any other failure of the call, such as UnavailableError (no answer) or
-                NotPermittedError.
+            NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
+                time is over), OverloadedError, NotPermittedError (token or role).
+            BusyError: An activation is under way, or calls use the gallery for a minute.
+            CannotWriteError: The gallery cannot be deleted.
+            ValueError: The connection was closed.
         """
         request = gallery_pb2.DeleteGalleryRequest(name=gallery)
         self._call_once(lambda t: self._galleries.DeleteGallery(request, timeout=t))
 
     def status(self, gallery: str) -> Status:
-        """Return how many items a gallery holds, and which release answers in it.
+        """Return how many items a gallery holds, and which release answers in it. Retried until the
+        connection's `seconds` are over.
 
         Raises:
             NotFoundError: No such gallery.
-            NobackfillError: Any other failure of the call, such as UnavailableError (no answer) or
-                NotPermittedError.
+            NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
+                time is over), OverloadedError, NotPermittedError (token or role).
+            VerificationError: The gallery is damaged and set aside.
+            BusyError: The database of the gallery is busy.
+            ValueError: The connection was closed.
         """
         answer = self.get_gallery(gallery)
         return Status(answer.items, answer.release)
@@ -367,12 +406,14 @@ class GalleryCalls(Connection):
     ) -> Mapping[str, str]:
         """Store images by id; they are durable when this returns.
 
-        An existing id is replaced, unless its content is the same. A file that cannot be read, or
-        is larger than a gateway accepts, is refused without sending it.
+        An existing id is replaced, unless its content is the same. A file that cannot be read or is
+        too large, and metadata of another kind, are refused without sending them. Items are sent in
+        pieces, each retried until the connection's `seconds` are over.
 
         Args:
             gallery: Name of the gallery.
-            images: Encoded pictures or paths of files, by id.
+            images: Encoded pictures or paths of files, by id of 1 to 256 characters. Without any,
+                nothing is sent.
             metadata: Metadata by id; ids that are missing get none. Ids that `images` lacks are
                 ignored.
 
@@ -381,8 +422,13 @@ class GalleryCalls(Connection):
 
         Raises:
             NotFoundError: No such gallery.
-            NobackfillError: Any other failure of the call, such as UnavailableError (no answer) or
-                NotPermittedError. Earlier pieces stay stored.
+            NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
+                time is over), OverloadedError, NotPermittedError (token or role). Earlier pieces
+                stay stored.
+            ItemQuotaError: The token's galleries would hold too many items.
+            BusyError, CannotWriteError: The gallery is busy or cannot be written. Earlier pieces
+                stay stored, as after each other error.
+            ValueError: The connection was closed.
         """
         unsent: dict[str, str] = {}
 
@@ -404,12 +450,14 @@ class GalleryCalls(Connection):
         """Store texts by id, such as notes or passages of documents; they are durable when this
         returns.
 
-        An existing id is replaced, unless its content is the same. A text that cannot be embedded
-        is refused without sending it.
+        An existing id is replaced, unless its content is the same. A text that cannot be embedded,
+        and metadata of another kind, are refused without sending them. Items are sent in pieces,
+        each retried until the connection's `seconds` are over.
 
         Args:
             gallery: Name of the gallery.
-            texts: Each of at most 64 KiB in UTF-8, by id.
+            texts: Each of at most 64 KiB in UTF-8 with at least one visible character, by id of 1
+                to 256 characters. Without any, nothing is sent.
             metadata: Metadata by id; ids that are missing get none. Ids that `texts` lacks are
                 ignored.
 
@@ -418,8 +466,13 @@ class GalleryCalls(Connection):
 
         Raises:
             NotFoundError: No such gallery.
-            NobackfillError: Any other failure of the call, such as UnavailableError (no answer) or
-                NotPermittedError. Earlier pieces stay stored.
+            NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
+                time is over), OverloadedError, NotPermittedError (token or role). Earlier pieces
+                stay stored.
+            ItemQuotaError: The token's galleries would hold too many items.
+            BusyError, CannotWriteError: The gallery is busy or cannot be written. Earlier pieces
+                stay stored, as after each other error.
+            ValueError: The connection was closed.
         """
         unsent: dict[str, str] = {}
 
@@ -427,10 +480,9 @@ class GalleryCalls(Connection):
             for name, text in texts.items():
                 try:
                     item = gallery_pb2.PutItem(id=name, text=check_text(text))
+                    yield _with_metadata(item, (metadata or {}).get(name, {}))
                 except InvalidInputError as error:
                     unsent[name] = str(error)
-                    continue
-                yield _with_metadata(item, (metadata or {}).get(name, {}))
 
         return {**self.put_items(gallery, items()), **unsent}
 
@@ -442,12 +494,13 @@ class GalleryCalls(Connection):
     ) -> Mapping[str, str]:
         """Store images, texts, or vectors made elsewhere, by id, in pieces.
 
-        A piece that failed is sent again: putting is idempotent by id.
+        A piece has at most 100 items and about 4 MiB. One that failed is sent again until the
+        connection's `seconds` are over: putting is idempotent by id.
 
         Args:
             gallery: Name of the gallery.
-            items: Messages of the contract; read as they are sent. Without any, nothing is sent,
-                and a missing gallery is not noticed.
+            items: Messages of the contract; read as they are sent, and their errors pass through.
+                Without any, nothing is sent, and a missing gallery is not noticed.
             progress: Called after each durable piece with the number of items stored so far; its
                 error ends the call.
 
@@ -456,8 +509,13 @@ class GalleryCalls(Connection):
 
         Raises:
             NotFoundError: No such gallery.
-            NobackfillError: Any other failure of the call, such as UnavailableError (no answer) or
-                NotPermittedError. Earlier pieces stay stored.
+            NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
+                time is over), OverloadedError, NotPermittedError (token or role). Earlier pieces
+                stay stored.
+            TooLargeError: One item is larger than a gateway accepts.
+            ItemQuotaError: The token's galleries would hold too many items.
+            BusyError, CannotWriteError: The gallery is busy or cannot be written.
+            ValueError: The connection was closed.
         """
         refusals: dict[str, str] = {}
         count = 0
@@ -476,13 +534,16 @@ class GalleryCalls(Connection):
         return self._retry(attempt, each=self.seconds)
 
     def get(self, gallery: str, id: str) -> Item:
-        """Return an item of a gallery by its id.
+        """Return an item of a gallery by its id. Retried until the connection's `seconds` are over.
 
         Raises:
             NotFoundError: No such gallery or item.
             InvalidInputError: The gateway sends metadata that this version cannot read.
-            NobackfillError: Any other failure of the call, such as UnavailableError (no answer) or
-                NotPermittedError.
+            NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
+                time is over), OverloadedError, NotPermittedError (token or role).
+            VerificationError: The gallery is damaged and set aside.
+            BusyError: The database of the gallery is busy.
+            ValueError: The connection was closed.
         """
         request = gallery_pb2.GetItemRequest(gallery=gallery, id=id)
         return _read(self._retry(lambda t: self._galleries.GetItem(request, timeout=t)))
@@ -490,7 +551,8 @@ class GalleryCalls(Connection):
     def list(
         self, gallery: str, *, where: Where | None = None, least_certain: bool = False
     ) -> Iterator[Item]:
-        """Yield items in the order in which they were stored, reading them page by page.
+        """Yield items in the order in which they were stored, reading them page by page. Each page
+        is retried. Items that are stored or deleted meanwhile may be listed or missing.
 
         Args:
             gallery: Name of the gallery.
@@ -499,10 +561,14 @@ class GalleryCalls(Connection):
                 uncertain first.
 
         Raises:
-            InvalidInputError: An invalid filter; raised at once.
-            NotFoundError: No such gallery; raised at the first item.
-            NobackfillError: Any other failure of the call, such as UnavailableError (no answer) or
-                NotPermittedError.
+            InvalidInputError: An invalid filter, raised at once; or metadata that this version
+                cannot read, raised at its item.
+            NotFoundError: No such gallery; raised at the first item, like the following errors.
+            NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
+                time is over), OverloadedError, NotPermittedError (token or role).
+            VerificationError: The gallery is damaged and set aside.
+            BusyError: The database of the gallery is busy.
+            ValueError: The connection was closed.
         """
         request = gallery_pb2.ListItemsRequest(
             gallery=gallery, filter=to_filter(where), page_size=_PAGE
@@ -520,7 +586,7 @@ class GalleryCalls(Connection):
             request.page_token = answer.next_page_token
 
     def count(self, gallery: str, *, where: Where | None = None) -> int:
-        """Count the items of a gallery.
+        """Count the items of a gallery. Retried until the connection's `seconds` are over.
 
         Args:
             gallery: Name of the gallery.
@@ -529,8 +595,11 @@ class GalleryCalls(Connection):
         Raises:
             InvalidInputError: An invalid filter.
             NotFoundError: No such gallery.
-            NobackfillError: Any other failure of the call, such as UnavailableError (no answer) or
-                NotPermittedError.
+            NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
+                time is over), OverloadedError, NotPermittedError (token or role).
+            VerificationError: The gallery is damaged and set aside.
+            BusyError: The database of the gallery is busy.
+            ValueError: The connection was closed.
         """
         request = gallery_pb2.CountItemsRequest(gallery=gallery, filter=to_filter(where))
         return int(self._retry(lambda t: self._galleries.CountItems(request, timeout=t)).items)
@@ -547,26 +616,31 @@ class GalleryCalls(Connection):
         """Add, replace and remove metadata of items; other keys of an item stay.
 
         Many items are changed in several transactions, so that a failed call may have changed some.
+        Retried until the connection's `seconds` are over.
 
         Args:
             gallery: Name of the gallery.
-            values: Values to set, by key.
-            ids: Ids of the items; at most 10,000; unknown ids are ignored. Give either ids or a
-                filter. Without both, no item is chosen.
-            where: A filter that chooses the items; None if ids do. A filter without a condition is
-                refused.
-            remove: Keys to remove.
+            values: Values to set, by key; {} sets none.
+            ids: Ids of the items, at most 10,000; unknown ids are ignored. Give either ids or a
+                filter.
+            where: A filter that chooses the items; None if ids do. A filter without a condition,
+                such as {}, is refused.
+            remove: Keys to remove; keys that an item lacks are ignored.
 
         Returns:
             Number of chosen items that exist, whether their metadata differed or not.
 
         Raises:
-            InvalidInputError: An invalid filter or value, a key that is both set and removed, or
-                both ids and a filter.
+            InvalidInputError: An invalid filter or value, a key that is both set and removed, both
+                ids and a filter, or neither.
             TooLargeError: More than 10,000 ids.
             NotFoundError: No such gallery.
-            NobackfillError: Any other failure of the call, such as UnavailableError (no answer) or
-                NotPermittedError.
+            NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
+                time is over), OverloadedError, NotPermittedError (token or role).
+            VerificationError: The gallery is damaged and set aside.
+            BusyError, CannotWriteError: The gallery is busy or cannot be written; some items may be
+                changed.
+            ValueError: The connection was closed.
         """
         request = gallery_pb2.SetMetadataRequest(gallery=gallery, ids=ids, remove=remove)
         if where is not None:
@@ -592,11 +666,15 @@ class GalleryCalls(Connection):
             Number of deleted items.
 
         Raises:
-            InvalidInputError: An invalid filter, or both ids and a filter.
+            InvalidInputError: An invalid filter, one without a condition, or both ids and a filter.
             TooLargeError: More than 10,000 ids.
             NotFoundError: No such gallery.
-            NobackfillError: Any other failure of the call, such as UnavailableError (no answer) or
-                NotPermittedError.
+            NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
+                time is over), OverloadedError, NotPermittedError (token or role).
+            VerificationError: The gallery is damaged and set aside.
+            BusyError, CannotWriteError: The gallery is busy or cannot be written; some items may be
+                deleted.
+            ValueError: The connection was closed.
         """
         request = gallery_pb2.DeleteItemsRequest(gallery=gallery, ids=ids)
         if where is not None:

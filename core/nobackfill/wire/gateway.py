@@ -36,32 +36,42 @@ class ReleaseCalls(Connection):
         return ReleaseServiceStub(self._channel)
 
     def list_releases(self) -> Sequence[release_pb2.Release]:
-        """List the published releases, with the state of each at the gateway.
+        """List the usable published releases by rising number, with the state of each at the
+        gateway.
+
+        Withdrawn ones are listed, too; before the first publication, the list is empty. Retried
+        until the connection's `seconds` are over.
 
         Raises:
-            NobackfillError: Any failure of the call, such as UnavailableError (no answer) or
-                NotPermittedError.
+            NobackfillError: Any failure: UnavailableError (no answer), DeadlineError (the time is
+                over), OverloadedError, NotPermittedError (token or role).
+            ValueError: The connection was closed.
         """
         request = release_pb2.ListReleasesRequest()
         return self._retry(lambda t: self._releases.ListReleases(request, timeout=t)).releases
 
     def get_release(self, number: int) -> release_pb2.Release:
-        """Return a release with its manifest.
+        """Return a release with its manifest. Retried until the connection's `seconds` are over.
 
         Raises:
-            NotFoundError: No such release.
-            NobackfillError: Any other failure of the call, such as UnavailableError (no answer) or
-                NotPermittedError.
+            NotFoundError: The release is not published.
+            NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
+                time is over), OverloadedError, NotPermittedError (token or role).
+            VerificationError: The publication, or the release's manifest, is not valid.
+            ValueError: The connection was closed.
         """
         request = release_pb2.GetReleaseRequest(number=number)
         return self._retry(lambda t: self._releases.GetRelease(request, timeout=t)).release
 
     def watch_releases(self) -> Iterator[Sequence[release_pb2.Release]]:
-        """Yield the list of releases now, and again after each change; without end.
+        """Yield the list of releases now, and again after each change; without end. The call has no
+        deadline. It is made again only where the gateway ends it because of its age. Errors are
+        raised at `next`.
 
         Raises:
-            NobackfillError: Any failure of the call, such as UnavailableError (no answer) or
-                NotPermittedError.
+            NobackfillError: Any failure: UnavailableError (no answer), DeadlineError (the time is
+                over), OverloadedError, NotPermittedError (token or role).
+            ValueError: The connection was closed.
         """
         request = release_pb2.WatchReleasesRequest()
         answers = self._watch(lambda: self._releases.WatchReleases(request))
@@ -76,16 +86,19 @@ class ReleaseCalls(Connection):
         not verified here.
 
         Args:
-            path: Published path of the file.
-            offset: The first byte.
+            path: Published path of the file, relative to the publication.
+            offset: The first byte; the file's size gives no bytes.
             seconds: Longest time of the whole transfer; None or 0: the connection's `seconds`.
 
         Raises:
-            NotFoundError: No such file; raised at the first piece, like the other errors.
+            NotFoundError: The file is not published; raised at the first piece, like the other
+                errors.
             OutOfRangeError: The offset lies past the end.
             DeadlineError: The time is over.
-            NobackfillError: Any other failure of the call, such as UnavailableError (no answer) or
-                NotPermittedError.
+            NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
+                time is over), OverloadedError, NotPermittedError (token or role).
+            InvalidInputError: The path is absolute, or leads out of the publication.
+            ValueError: The connection was closed; raised at once.
         """
         request = release_pb2.FetchFileRequest(path=path, offset=offset)
         stream = self._releases.FetchFile(request, timeout=seconds or self.seconds)
@@ -106,7 +119,7 @@ class ReleaseCalls(Connection):
         Call it again during a canary to change the canary. It has no deadline and is not retried.
 
         Args:
-            number: Number of the release.
+            number: Number of the release, not older than the active one.
             rollout: direct, dual or cutover; unspecified lets the gateway choose.
             spare_cores: Share of the machine's cores that searches keep during the upgrade, 0 to
                 below 1; 0 means 0.5.
@@ -116,11 +129,16 @@ class ReleaseCalls(Connection):
                 None activates without a canary.
 
         Raises:
-            InvalidInputError: Another rollout; raised at once. All other errors are raised while
-                reading.
-            PreconditionError: The activation failed; raised after the last report.
-            NobackfillError: Any other failure of the call, such as UnavailableError (no answer) or
-                NotPermittedError.
+            InvalidInputError: Another rollout, raised at once. All other errors are raised while
+                reading. Or `spare_cores`, `old_space_seconds` or the canary is not valid.
+            PreconditionError: The release is older than the active one, or the canary cannot be
+                started or changed. Or the activation failed; raised after the last report.
+            NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
+                time is over), OverloadedError, NotPermittedError (token or role).
+            NotFoundError: The release is not published.
+            BusyError: Another activation, rollback or retirement is under way.
+            CannotWriteError: The state of the gateway cannot be written.
+            ValueError: The connection was closed; raised at once.
         """
         if rollout not in ROLLOUTS:
             raise InvalidInputError(
@@ -137,15 +155,21 @@ class ReleaseCalls(Connection):
 
     def promote(self, number: int) -> Iterator[release_pb2.ActivateReleaseResponse]:
         """End a canary with success: the release answers all queries. Yield a report for each step.
+        The promotion begins with the call, and goes on at the gateway if the caller stops reading.
+        It has no deadline and is not retried.
 
         Args:
             number: Number of the release.
 
         Raises:
-            PreconditionError: No such canary; or the activation failed, raised after the last
-                report.
-            NobackfillError: Any other failure of the call, such as UnavailableError (no answer) or
-                NotPermittedError.
+            PreconditionError: No such canary at this gateway; or the activation failed, raised
+                after the last report.
+            NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
+                time is over), OverloadedError, NotPermittedError (token or role).
+            BusyError: A rollback or retirement is under way.
+            CannotWriteError: The state of the gateway cannot be written.
+            ValueError: The connection was closed; raised at once. All other errors are raised while
+                reading.
         """
         request = release_pb2.ActivateReleaseRequest(number=number, promote=True)
         return self._read_reports(number, self._releases.ActivateRelease(request))
@@ -153,11 +177,13 @@ class ReleaseCalls(Connection):
     def watch_canary(self) -> Iterator[release_pb2.WatchCanaryResponse]:
         """Yield the state of the canary every second, until it ends.
 
-        The stream is opened again if the gateway ends it because of its age.
+        The stream is opened again if the gateway ends it because of its age. An ended canary gives
+        one report. Without one since the gateway's start, the only report has release 0.
 
         Raises:
-            NobackfillError: Any failure of the call, such as UnavailableError (no answer) or
-                NotPermittedError.
+            NobackfillError: Any failure: UnavailableError (no answer), DeadlineError (the time is
+                over), OverloadedError, NotPermittedError (token or role).
+            ValueError: The connection was closed. All errors are raised at `next`.
         """
         request = release_pb2.WatchCanaryRequest()
         return self._watch(lambda: self._releases.WatchCanary(request))
@@ -174,12 +200,16 @@ class ReleaseCalls(Connection):
                 )
 
     def report_sync(self, report: release_pb2.ReportSyncRequest) -> None:
-        """Send a summary of a device's last sync to the gateway.
+        """Send a summary of a device's last sync to the gateway. The gateway counts it in its
+        metrics and stores nothing. Retried until the connection's `seconds` are over. A retry after
+        a lost answer may count twice.
 
         Raises:
-            InvalidInputError: The report is invalid.
-            NobackfillError: Any other failure of the call, such as UnavailableError (no answer) or
-                NotPermittedError.
+            InvalidInputError: The release is not published there, the failure is unknown, or a
+                number is out of its range.
+            NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
+                time is over), OverloadedError, NotPermittedError (token or role).
+            ValueError: The connection was closed.
         """
         self._retry(lambda t: self._releases.ReportSync(report, timeout=t))
 
@@ -193,16 +223,23 @@ class ReleaseCalls(Connection):
         Args:
             confirm: Do it. Otherwise count and list the items that would be missing.
             to: The release that the unconfirmed answer named; 0 for the previous one. With it, a
-                repeated call does not go back further.
+                repeated call does not go back further. An unconfirmed call ignores it.
             canary: A release: a confirmed call only ends the canary of this release. 0 for no
                 canary.
 
+        Returns:
+            The release that answers then, the number of items that are lost, and the first of them.
+
         Raises:
-            PreconditionError: No release to return to, or this canary was promoted or is not
-                running.
-            BusyError: Another change is running.
-            NobackfillError: Any other failure of the call, such as UnavailableError (no answer) or
-                NotPermittedError.
+            PreconditionError: No release to return to, another one than `to`, or this canary was
+                promoted or is not running.
+            BusyError: Another change is running for too long.
+            NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
+                time is over), OverloadedError, NotPermittedError (token or role).
+            CannotWriteError: The state of the gateway cannot be written.
+            UnavailableError: The models cannot be loaded, or the gateway does not answer. In the
+                first case, nothing has changed.
+            ValueError: The connection was closed.
         """
         request = release_pb2.RollbackReleaseRequest(confirm=confirm, to_release=to, canary=canary)
         seconds = _CHANGE_SECONDS if confirm else None
@@ -219,8 +256,12 @@ class ReleaseCalls(Connection):
             The retired releases; empty if there were none.
 
         Raises:
-            NobackfillError: Any failure of the call, such as UnavailableError (no answer) or
-                NotPermittedError.
+            NobackfillError: Any failure: UnavailableError (no answer), DeadlineError (the time is
+                over), OverloadedError, NotPermittedError (token or role).
+            PreconditionError: No release was ever activated.
+            BusyError: An activation or a rollback is under way.
+            CannotWriteError: The state of the gateway cannot be written.
+            ValueError: The connection was closed.
         """
         request = release_pb2.RetireReleaseRequest()
         return self._call_once(
@@ -241,7 +282,8 @@ class UpgradeCalls(Connection):
     def estimate_upgrade(
         self, gallery: str, release: int, *, spare_cores: float = 0.0
     ) -> upgrade_pb2.EstimateUpgradeResponse:
-        """Estimate items, seconds and bytes of an upgrade, from a few items; change nothing.
+        """Estimate items, seconds and bytes of an upgrade, from a few items; change nothing. Not
+        retried.
 
         Args:
             gallery: Name of the gallery.
@@ -250,10 +292,14 @@ class UpgradeCalls(Connection):
                 below 1; 0 means 0.5.
 
         Raises:
-            NotFoundError: No such gallery or release.
+            NotFoundError: No such gallery, or the release is not published.
             PreconditionError: No upgrade leads there.
-            NobackfillError: Any other failure of the call, such as UnavailableError (no answer) or
-                NotPermittedError.
+            NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
+                time is over), OverloadedError, NotPermittedError (token or role).
+            InvalidInputError: `spare_cores` is out of its range.
+            VerificationError: The gallery is set aside, or a file of the release is damaged.
+            BusyError: The database of the gallery is busy.
+            ValueError: The connection was closed.
         """
         request = upgrade_pb2.EstimateUpgradeRequest(
             gallery=gallery, release=release, spare_cores=spare_cores
@@ -269,26 +315,34 @@ class UpgradeCalls(Connection):
         backfill: Mapping[str, Image] | None = None,
         budget: int = 0,
     ) -> upgrade_pb2.UpgradeProgress:
-        """Start or resume the upgrade of a gallery to the active release.
+        """Start or resume the upgrade of a gallery to the active release. Returns at once, except
+        that the images of `backfill` are embedded first. Not retried.
 
         Args:
             gallery: Name of the gallery.
-            release: The target.
+            release: The target: the active release, or 0 for it.
             spare_cores: Share of the machine's cores that searches keep during the upgrade, 0 to
                 below 1; 0 means 0.5.
             backfill: Images by id of items to re-embed, the least certain first; None for none.
+                Only items that were migrated are re-embedded, and only once the gallery's upgrade
+                is done.
             budget: The largest number of items to re-embed; 0 for all of `backfill`.
 
         Returns:
             The progress at the start; `watch_upgrade` follows it.
 
         Raises:
-            InvalidInputError: A backfill image cannot be read.
+            InvalidInputError: `spare_cores` is out of its range, or a backfill image cannot be read
+                or decoded. Where the gateway cannot decode it, the others are re-embedded.
             TooLargeError: A backfill image, or all together, are larger than a gateway accepts.
-            NotFoundError: No such gallery or release.
-            PreconditionError: The release is not the active one, or no upgrade leads there.
-            NobackfillError: Any other failure of the call, such as UnavailableError (no answer) or
-                NotPermittedError.
+            NotFoundError: No such gallery.
+            PreconditionError: The release is not the active one, no upgrade leads there, or images
+                were sent during an upgrade.
+            NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
+                time is over), OverloadedError, NotPermittedError (token or role).
+            BusyError: An activation is under way.
+            CannotWriteError: The gallery cannot be written.
+            ValueError: The connection was closed.
         """
         images = [
             upgrade_pb2.BackfillImage(id=name, image=image_bytes(image))
@@ -304,26 +358,43 @@ class UpgradeCalls(Connection):
         return self._call_once(lambda t: self._upgrades.StartUpgrade(request, timeout=t)).progress
 
     def watch_upgrade(self, gallery: str, *, by: str = "") -> Iterator[upgrade_pb2.UpgradeProgress]:
-        """Yield the progress of an upgrade now and after each chunk, until it ends.
+        """Yield the progress of an upgrade now and after each chunk, until it ends. Without an
+        upgrade, one report says that it is done. The call has no deadline; it is made again only
+        where the gateway ends it because of its age.
 
         Args:
             gallery: Name of the gallery.
             by: A metadata key: report the quality for each of its values, too. Empty: none.
 
         Raises:
-            NobackfillError: Any failure of the call, such as UnavailableError (no answer) or
-                NotPermittedError.
+            NobackfillError: Any failure: UnavailableError (no answer), DeadlineError (the time is
+                over), OverloadedError, NotPermittedError (token or role).
+            NotFoundError: No such gallery, or it was deleted meanwhile; raised at `next`, like the
+                other errors.
+            VerificationError: The gallery is set aside.
+            InvalidInputError: No item has the key `by`, or it has too many values.
+            ValueError: The connection was closed.
         """
         request = upgrade_pb2.WatchUpgradeRequest(gallery=gallery, group_by=by)
         answers = self._watch(lambda: self._upgrades.WatchUpgrade(request))
         return (answer.progress for answer in answers)
 
     def pause_upgrade(self, gallery: str) -> upgrade_pb2.UpgradeProgress:
-        """Stop an upgrade after the present chunk; `start_upgrade` resumes it.
+        """Stop an upgrade after the present chunk, and later ones of this gallery, until
+        `start_upgrade` resumes them.
+
+        Retried until the connection's `seconds` are over.
+
+        Returns:
+            The present progress; the chunk may still run.
 
         Raises:
-            NobackfillError: Any failure of the call, such as UnavailableError (no answer) or
-                NotPermittedError.
+            NobackfillError: Any failure: UnavailableError (no answer), DeadlineError (the time is
+                over), OverloadedError, NotPermittedError (token or role).
+            NotFoundError: No such gallery.
+            VerificationError: The gallery is set aside.
+            CannotWriteError: The state of the gateway cannot be written.
+            ValueError: The connection was closed.
         """
         request = upgrade_pb2.PauseUpgradeRequest(gallery=gallery)
         return self._retry(lambda t: self._upgrades.PauseUpgrade(request, timeout=t)).progress
@@ -340,11 +411,19 @@ class VaultCalls(Connection):
         return VaultServiceStub(self._channel)
 
     def received_bytes(self, blob: vault_pb2.Blob) -> int:
-        """Return how many bytes of a blob the vault has received; 0 for an unknown blob.
+        """Return how many bytes of a blob the vault has received; 0 for an unknown blob. It sends
+        the blob's description only. Retried until the connection's `seconds` are over.
 
         Raises:
-            NobackfillError: Any failure of the call, such as UnavailableError (no answer) or
-                NotPermittedError.
+            NobackfillError: Any failure: UnavailableError (no answer), DeadlineError (the time is
+                over), OverloadedError, NotPermittedError (token or role).
+            InvalidInputError: The id or the digest is not 64 hex digits, or the size is too small
+                for ciphertext.
+            TooLargeError: The blob is larger than the vault accepts.
+            AlreadyExistsError: The vault has another blob with this id.
+            QuotaExceededError: The vault is full for this name.
+            BusyError: Another upload of the blob runs.
+            ValueError: The connection was closed.
         """
         request = vault_pb2.PutBlobRequest(blob=blob)
         return int(self._retry(lambda t: self._vault.PutBlob(iter([request]), timeout=t)).received)
@@ -364,22 +443,28 @@ class VaultCalls(Connection):
 
         Args:
             blob: Id, size and digest of the blob.
-            chunks: Its bytes from `offset` on.
+            chunks: Its bytes from `offset` on; empty chunks are skipped, and their errors end the
+                call.
             offset: Number of bytes that the vault has already.
-            seconds: Longest time of the transfer; None: the connection's `seconds`.
+            seconds: Longest time of the transfer; None: the connection's `seconds`. Unlike for
+                `get_blob`, 0 leaves no time.
 
         Returns:
             Number of bytes that the vault has now.
 
         Raises:
-            InvalidInputError: The bytes differ from the blob's digest, or are no age ciphertext.
+            InvalidInputError: The id or digest is not 64 hex digits, the bytes are no age
+                ciphertext, or they differ from the digest. In the last case, the vault deletes
+                them.
             TooLargeError: The blob is larger than the vault accepts, or than its `size`.
             QuotaExceededError: The vault is full for this name.
             OutOfRangeError: `offset` is not the number of bytes that the vault has.
             AlreadyExistsError: The vault has another blob with this id.
             BusyError: Another upload of the blob runs.
-            NobackfillError: Any other failure of the call, such as UnavailableError (no answer) or
-                NotPermittedError.
+            NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
+                time is over), OverloadedError, NotPermittedError (token or role).
+            CannotWriteError: The blob cannot be written.
+            ValueError: The connection was closed.
         """
 
         def requests() -> Iterator[vault_pb2.PutBlobRequest]:
@@ -403,39 +488,51 @@ class VaultCalls(Connection):
 
         Args:
             blob_id: Its id.
-            offset: The first byte.
+            offset: The first byte; the blob's size gives no bytes.
             seconds: Longest time of the transfer; None or 0: the connection's `seconds`.
 
         Raises:
-            NotFoundError: No such blob; raised at the first piece, like the other errors.
+            NotFoundError: No such complete blob of this token; raised at the first piece, like the
+                other errors.
             OutOfRangeError: `offset` is above the blob's size.
-            NobackfillError: Any other failure of the call, such as UnavailableError (no answer) or
-                NotPermittedError.
+            NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
+                time is over), OverloadedError, NotPermittedError (token or role).
+            ValueError: The connection was closed; raised at once.
         """
         request = vault_pb2.GetBlobRequest(id=blob_id, offset=offset)
         stream = self._vault.GetBlob(request, timeout=seconds or self.seconds)
         return (answer.chunk for answer in self._read_stream(stream))
 
     def delete_blob(self, blob_id: str) -> None:
-        """Delete a blob; do nothing if it is missing.
+        """Delete a blob, or an unfinished upload; do nothing if it is missing.
+
+        Retried until the connection's `seconds` are over.
 
         Raises:
-            NobackfillError: Any failure of the call, such as UnavailableError (no answer) or
-                NotPermittedError.
+            NobackfillError: Any failure: UnavailableError (no answer), DeadlineError (the time is
+                over), OverloadedError, NotPermittedError (token or role).
+            BusyError: Another call writes the blob.
+            CannotWriteError: The blob cannot be deleted.
+            ValueError: The connection was closed.
         """
         request = vault_pb2.DeleteBlobRequest(id=blob_id)
         with suppress(NotFoundError):
             self._retry(lambda t: self._vault.DeleteBlob(request, timeout=t))
 
     def list_blobs(self, page_token: str = "") -> vault_pb2.ListBlobsResponse:
-        """Return a page of blobs by id, and the token of the next page.
+        """Return a page of this token's complete blobs by rising id, and the token of the next
+        page; it is empty at the end.
+
+        Retried until the connection's `seconds` are over.
 
         Args:
             page_token: The token of the page; empty for the first.
 
         Raises:
-            NobackfillError: Any failure of the call, such as UnavailableError (no answer) or
-                NotPermittedError.
+            NobackfillError: Any failure: UnavailableError (no answer), DeadlineError (the time is
+                over), OverloadedError, NotPermittedError (token or role).
+            InvalidInputError: The token is not one of an earlier page.
+            ValueError: The connection was closed.
         """
         request = vault_pb2.ListBlobsRequest(page_token=page_token)
         return self._retry(lambda t: self._vault.ListBlobs(request, timeout=t))

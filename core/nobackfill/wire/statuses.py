@@ -96,7 +96,11 @@ _CONNECTING = (
 
 
 def row_of(error: type[BaseException]) -> StatusRow | None:
-    """Return the row of the nearest ancestor of an error class; None if no ancestor has one."""
+    """Return the row of the nearest ancestor of an error class; None if no ancestor has one.
+
+    Args:
+        error: The class; a subclass without a row of its own counts as its ancestor.
+    """
     return next((_BY_ERROR[kind] for kind in error.__mro__ if kind in _BY_ERROR), None)
 
 
@@ -104,13 +108,17 @@ def is_transient(error: errors.NobackfillError) -> bool:
     """Tell whether a retry of the same call may succeed.
 
     It may after BusyError, OverloadedError, UnavailableError, DeadlineError and CannotWriteError.
+
+    Args:
+        error: The error. OverloadedError is a BusyError, and DeadlineError an UnavailableError.
     """
     row = row_of(type(error))
     return row is not None and row.transient
 
 
 def error_of(error: grpc.RpcError, server: str) -> errors.NobackfillError:
-    """Return the error of this project for a gRPC status.
+    """Return the error of this project for a gRPC status. The message begins with the server and
+    holds what `explain_failure` returns.
 
     Args:
         error: The error of grpc.
@@ -137,8 +145,12 @@ def _is_broken(error: grpc.RpcError) -> bool:
 def explain_failure(error: grpc.RpcError) -> str:
     """Explain a failed call to a person.
 
+    Args:
+        error: The error of grpc.
+
     Returns:
-        The server's own message; for a connection that failed, the cause and what to do about it.
+        The server's own message, or the name of the code where it has none. For a connection that
+        failed, the cause and what to do about it.
     """
     code, details = error.code(), error.details() or error.code().name
     if code is StatusCode.UNAVAILABLE and details.startswith(_NEVER_CONNECTED):

@@ -1,7 +1,7 @@
 """Convert metadata values and filters of a gallery to gRPC messages, and back."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from google.protobuf.internal.containers import MessageMap
 
@@ -42,8 +42,11 @@ def fill_value(value: MetadataValue, into: types.Value) -> None:
     An integer of 64 bits stays exact; a larger one becomes the nearest float.
 
     Args:
-        value: The value. NaN and infinity are written without an error.
-        into: The message, which is changed.
+        value: The value. NaN and infinity are written without an error; an empty list stays a list.
+        into: The message; what it held before is replaced.
+
+    Raises:
+        InvalidInputError: None, a mapping, or a list of anything but texts.
     """
     if isinstance(value, bool):
         into.flag = value
@@ -53,15 +56,26 @@ def fill_value(value: MetadataValue, into: types.Value) -> None:
         into.integer = value
     elif isinstance(value, int | float):
         into.number = value
-    else:
+    elif isinstance(value, Sequence) and all(isinstance(text, str) for text in value):
         into.texts.SetInParent()
         into.texts.texts.extend(value)
+    else:
+        raise InvalidInputError(
+            "metadata: expected a text, a number, a flag or a list of texts, got "
+            f"{type(value).__name__}; leave it out"
+        )
 
 
 def to_value(value: MetadataValue) -> types.Value:
     """Return a metadata value as a new message.
 
     An integer of 64 bits stays exact; a larger one becomes the nearest float.
+
+    Args:
+        value: The value. NaN and infinity are written without an error.
+
+    Raises:
+        InvalidInputError: None, a mapping, or a list of anything but texts.
     """
     message = types.Value()
     fill_value(value, message)
@@ -74,6 +88,9 @@ def from_value(value: types.Value, key: str) -> MetadataValue:
     Args:
         value: The message.
         key: The key, for the error.
+
+    Returns:
+        The value; a list of texts is new, and may be empty.
 
     Raises:
         InvalidInputError: The message is empty, or a number that is not finite.
@@ -109,6 +126,9 @@ def from_scalar(value: types.Value, key: str) -> Scalar:
 def from_metadata(values: Values) -> Metadata:
     """Return metadata from the messages of a gateway.
 
+    Args:
+        values: Messages by key; without any, the metadata is empty.
+
     Raises:
         InvalidInputError: A value is empty, or a number that is not finite.
     """
@@ -133,7 +153,9 @@ def to_filter(where: Mapping[str, Scalar] | Filter | None) -> types.Filter:
 
     Raises:
         InvalidInputError: The filter has too many tests, values or levels, a NaN, or an integer of
-            more than 64 bits.
+            more than 64 bits. A value of a mapping is None, a mapping, or a list of anything but
+            texts.
+        ValueError: A time is outside of the years 1 to 9999.
     """
     message = types.Filter()
     if isinstance(where, Mapping):
@@ -152,6 +174,7 @@ def to_expression(condition: Filter) -> types.Expression:
 
     Raises:
         ValueError: A bound has more than 64 bits, or a time is outside of the years 1 to 9999.
+        InvalidInputError: A value of a OneOf is None, a mapping, or a list of anything but texts.
     """
     message = types.Expression()
     if isinstance(condition, All | AnyOf):

@@ -116,6 +116,7 @@ class Dual:
             IncompatibleSpaceError: `joining` was fitted for another map.
             InvalidInputError: no rank fusion exists for the store's metric.
             UnavailableError, NotPermittedError, NotFoundError: the store's facts cannot be read.
+                After an error, `natives` and `reembedder` stay open.
         """
         judged_by(source.facts())
         if joining.mark != mapping.digest:
@@ -148,13 +149,16 @@ class Dual:
             joining: the joining's file, `--joining` of the same `fit`.
             natives: the file of native vectors; made if it is missing.
             embedder: the new model, for items.
-            items: where to read items; None: hits are never re-embedded.
+            items: where to read items; None: hits are never re-embedded, and `limits` is ignored.
             limits: bounds of re-embedding; None: the defaults of Limits.
             carried: the name after `nobackfill carry --to`; its vectors add candidates.
 
+        Returns:
+            The search; the caller closes it, but not `source` or `embedder`.
+
         Raises:
-            InvalidInputError: the embedder embeds queries, it cannot read this kind of items, or no
-                rank fusion exists for the store's metric.
+            InvalidInputError: the embedder embeds queries, it cannot read this kind of items, a
+                file is damaged, or no rank fusion exists for the store's metric.
             IncompatibleSpaceError: the files belong to different models.
             NotFoundError, VerificationError, BusyError, CannotWriteError: a file cannot be used.
             UnavailableError, NotPermittedError: the store cannot be read.
@@ -184,7 +188,8 @@ class Dual:
     def close(self) -> None:
         """Finish the batches that have started, then close the file of native vectors.
 
-        Waits up to 30 seconds. Call it once no thread searches; a second call does nothing.
+        Waits up to 30 seconds. Call it once no thread searches; a second call does nothing. It
+        closes neither the store nor the embedder.
         """
         if self._reembedder is not None:
             self._reembedder.close()
@@ -200,19 +205,20 @@ class Dual:
         Args:
             old: the query by the old model, float32 [a] or [1, a].
             new: the query by the new model, float32 [b] or [1, b].
-            k: the most hits, 1 to 100.
+            k: the most hits, 1 to 100; 10 by default.
 
         Returns:
             At most `k` hits, best first; fewer if the searches return fewer candidates, and none
             for an empty store.
 
         Raises:
-            InvalidInputError: a vector has another dimension or is not finite, or `k` is out of
-                range.
+            InvalidInputError: a vector has another dimension or is not finite, `k` is out of range,
+                or the table was changed.
             UnavailableError, NotPermittedError: the store cannot be read.
             BusyError, CannotWriteError, VerificationError: the file of native vectors cannot be
                 used.
             ConfigurationError: the process was forked after the re-embedder was opened.
+            NotFoundError: the store has no new vectors of the name `carried`.
         """
         if not 1 <= k <= HITS:
             raise InvalidInputError(f"k, the number of hits: expected 1 to {HITS}, got {k}")
@@ -281,8 +287,8 @@ class Dual:
             count: the most items that get a native vector; 0 or less embeds none.
 
         Returns:
-            How many items got a native vector. 0 without a source of items, when all items are
-            native, or when the day's budget is used up.
+            How many items got a native vector, by all processes that share the file. 0 without a
+            source of items, when all items are native, or when the day's budget is used up.
 
         Raises:
             UnavailableError, NotPermittedError: the store cannot be read.
@@ -322,6 +328,9 @@ class Dual:
     def forget(self, ids: list[str]) -> None:
         """Delete the native vectors of items that the store has deleted; unknown ids are ignored.
 
+        Args:
+            ids: the ids; may be empty.
+
         Raises:
             BusyError, CannotWriteError, DamagedError: nothing was deleted.
         """
@@ -333,7 +342,7 @@ class Dual:
         Reads the old vector of every item that has a native one.
 
         Returns:
-            How many vectors were deleted.
+            How many vectors were outdated and deleted.
 
         Raises:
             UnavailableError, NotPermittedError: the store cannot be read.
@@ -349,6 +358,9 @@ class Dual:
 
     def progress(self) -> ReembeddingProgress:
         """Count the items of the store and their native vectors.
+
+        Returns:
+            The counts; `a_day` is None and the cost 0 without re-embedding.
 
         Raises:
             UnavailableError, NotPermittedError: the store cannot be read.
@@ -372,7 +384,7 @@ def exclude_rows(rows: Rows, ids: set[str]) -> Rows:
         ids: the items to leave out; ids without a row are ignored.
 
     Returns:
-        The other rows, in the same order, without `keys` and versions.
+        The other rows, in the same order, without `keys` and versions; empty if none is left.
     """
     others = [row for row, name in enumerate(rows.ids) if name not in ids]
     return Rows([rows.ids[row] for row in others], rows.vectors[np.asarray(others, np.int64)])
@@ -411,6 +423,13 @@ class AdapterSearch:
     def open(cls, source: Searchable, adapter: Path) -> "AdapterSearch":
         """Open a search from the file that `nobackfill fit --adapter` or `migrate` wrote.
 
+        Args:
+            source: the store with the old vectors.
+            adapter: the file.
+
+        Returns:
+            The search; the caller closes the store.
+
         Raises:
             NotFoundError: there is no such file.
             InvalidInputError: the file is damaged, or holds a map of stored vectors.
@@ -426,9 +445,13 @@ class AdapterSearch:
             new: the query by the new model, float32 [b] or [1, b].
             k: the most hits, 1 or more.
 
+        Returns:
+            At most k ids; fewer if the store has fewer items.
+
         Raises:
             InvalidInputError: the vector has another dimension or is not finite, or `k` is below 1.
             UnavailableError, NotPermittedError: the store cannot be read.
+            UnusableRowsError: as an InvalidInputError: the vector is not finite.
         """
         if k < 1:
             raise InvalidInputError(f"expected k of 1 or more, got {k}")

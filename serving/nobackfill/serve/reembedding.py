@@ -40,6 +40,7 @@ class ColumnItems:
             TooLargeError: the text is larger than `most_bytes`.
             InvalidInputError: there is no such column.
             UnavailableError, NotPermittedError: the store cannot be read.
+            BusyError: the store is locked.
         """
         contents = self._source.texts([name], self._column).get(name)
         if contents is not None:
@@ -80,19 +81,23 @@ class SourceReembedding(Reembedding[ItemVersion]):
     def keep(
         self, contents: Mapping[ItemVersion, str | bytes], missing: Sequence[ItemVersion]
     ) -> Collection[ItemVersion]:
-        """Embed items and store their native vectors, except of items that changed meanwhile.
+        """Embed items and store their native vectors durably; settle their claims. Vectors of items
+        that changed meanwhile are deleted again.
 
         Args:
             contents: texts or encoded images by item; may be empty.
             missing: items that their source lacks; their native vectors are deleted.
 
         Returns:
-            The items that were embedded. One that the model rejects does not affect the others.
+            The items that were embedded. One that the model rejects does not affect the others:
+            each is then embedded alone, and the error is the last failure.
 
         Raises:
             UnavailableError, BusyError, NotPermittedError: the embedder, the store or the file
                 cannot be used; the items may not be stored.
             CannotWriteError, DamagedError: the file cannot be written.
+            InvalidInputError: the model's vectors have another dimension or are not finite; none is
+                stored.
         """
         vectors = self._embed(contents)
         if vectors:
@@ -131,6 +136,6 @@ def item_versions(rows: Rows) -> dict[ItemVersion, str]:
         rows: n items with their old vectors, float32 [n, dim].
 
     Returns:
-        The id, by (id, digest of the old vector).
+        The id, by (id, digest of the old vector); empty without rows.
     """
     return {(name, digest_vector(rows.vectors[row])): name for row, name in enumerate(rows.ids)}

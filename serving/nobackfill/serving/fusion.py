@@ -83,11 +83,14 @@ class Joining:
         Args:
             by_old: queries by the old model, float32 [q, a].
             by_new: the same queries by the new model, float32 [q, b].
-            old: items by the old model, float32 [n, a].
+            old: items by the old model, float32 [n, a], of any norm; n may be 0.
             carried: the same items migrated, float32 [n, b].
 
         Returns:
             float32 [q, n], in standard deviations over the anchors; larger is nearer.
+
+        Raises:
+            ValueError: the dimensions differ, or with l2 or inner_product a value is not finite.
         """
         near_old = nearness(by_old, old, self.old, metric=self.metric)
         less = (measure_hubs(carried, self.crowd), self._hubs)
@@ -103,13 +106,17 @@ class Joining:
         Args:
             by_old: queries by the old model, float32 [q, a].
             by_new: the same queries by the new model, float32 [q, b].
-            old: items by the old model, float32 [n, a].
+            old: items by the old model, float32 [n, a], of any norm; n may be 0.
             carried: the same items migrated, float32 [n, b].
             native: native vectors, float32 [b] each, by row 0 to n-1 of the items that have one;
                 may be empty.
 
         Returns:
-            float32 [q, n]; larger is more probable.
+            float32 [q, n]; larger is more probable. 0 is even odds.
+
+        Raises:
+            ValueError: the dimensions differ, or with l2 or inner_product a value is not finite.
+            IndexError: `native` names a row that does not exist.
         """
         migrated = self.migrated_nearness(by_old, by_new, old, carried)
         log_odds = self.migrated(migrated, migrated)
@@ -132,7 +139,7 @@ def collect_candidates(*searches: Callable[[int], Iterable[Key]], count: int = H
 
     Args:
         searches: functions that return the given number of nearest keys; their errors pass through.
-        count: how many keys to take from each.
+        count: how many keys to take from each, 100 by default.
 
     Returns:
         Up to count times the number of searches, those of the first search first; empty without
@@ -145,7 +152,7 @@ def fuse_nearness(weight: float, near_old: Block, near_new: Block) -> Block:
     """Return the weighted mean of both models' nearness.
 
     Args:
-        weight: the new model's share, 0 to 1.
+        weight: the new model's share, 0 to 1; not checked.
         near_old: nearness by the old model, float32 [q, n].
         near_new: nearness by the new model, float32 [q, n].
 
@@ -162,7 +169,7 @@ def measure_hubs(vectors: Vectors, crowd: Vectors) -> Block:
     without the term that all items of a query share).
 
     Args:
-        vectors: float32 [n, d], of any norm.
+        vectors: float32 [n, d], of any norm; a zero vector gives 0.
         crowd: queries, float32 [q, d], of norm 1. With fewer than 10, all of them count.
 
     Returns:
@@ -189,10 +196,14 @@ def nearness(
         vectors: float32 [n, d], of any norm.
         anchors: float32 [m, d], m at least 1; of norm 1 if `metric` is cosine.
         less: values to subtract from the cosines of vectors [n] and of anchors [m]; None: none.
-        metric: the metric of the store: cosine, l2 or dot.
+        metric: the metric of the store: cosine, l2 or inner_product.
 
     Returns:
         float32 [q, n]; larger is nearer, 0 is the mean of the anchors.
+
+    Raises:
+        ValueError: the dimensions differ, the metric is another one, or with l2 or inner_product a
+            value is not finite.
     """
     if metric == "cosine":
         unit = normalise(queries)
@@ -216,7 +227,7 @@ def standardise(block: Block, anchors: NDArray[np.int64]) -> Block:
             1e-12 stands for their standard deviation.
 
     Returns:
-        Nearness, float32 [q, g]; larger is nearer.
+        Nearness, float32 [q, g]; larger is nearer, 0 is the anchors' mean.
     """
     anchor_block = block[:, anchors]
     spread = np.maximum(anchor_block.std(1, keepdims=True), 1e-12)

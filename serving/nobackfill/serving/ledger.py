@@ -41,19 +41,27 @@ class Ledger(Protocol[Key]):
         Items that have a vector already are neither claimed nor queued.
 
         Args:
-            keys: items, claimed in their order.
+            keys: distinct items, claimed in their order; may be empty.
             day: the day of the budget, YYYY-MM-DD in UTC.
             budget: the most items of this day, over all processes; 0 claims none.
 
         Returns:
             The items that were claimed. The others are queued as requested, once more.
+
+        Raises:
+            BusyError, CannotWriteError, DamagedError, UnavailableError: the ledger is locked,
+                cannot be written, is damaged, or does not answer; nothing was claimed.
         """
         ...
 
     def settle(self, keys: Collection[Key]) -> None:
         """End claims of items that are embedded or deleted, and remove their requests.
 
-        Items without a claim or request are ignored.
+        Items without a claim or request are ignored. Their cost stays in the budget.
+
+        Raises:
+            BusyError, CannotWriteError, DamagedError, UnavailableError: the ledger is locked,
+                cannot be written, is damaged, or does not answer; nothing was changed.
         """
         ...
 
@@ -61,6 +69,10 @@ class Ledger(Protocol[Key]):
         """Give up claims of items that failed, and return their cost to the budget.
 
         The items stay queued, but come last until a query requests them again.
+
+        Raises:
+            BusyError, CannotWriteError, DamagedError, UnavailableError: the ledger is locked,
+                cannot be written, is damaged, or does not answer; nothing was changed.
         """
         ...
 
@@ -68,7 +80,11 @@ class Ledger(Protocol[Key]):
         """Return how many items were claimed on a day, without those that were given up.
 
         Args:
-            day: YYYY-MM-DD in UTC.
+            day: YYYY-MM-DD in UTC; an unknown day gives 0.
+
+        Raises:
+            BusyError, CannotWriteError, DamagedError, UnavailableError: the ledger is locked,
+                cannot be opened, is damaged, or does not answer.
         """
         ...
 
@@ -101,15 +117,17 @@ CREATE TABLE IF NOT EXISTS spent (day TEXT PRIMARY KEY, items INTEGER NOT NULL) 
         Claims of processes that have ended, and claims older than ten minutes, are ended first.
 
         Args:
-            keys: distinct items, claimed in their order.
+            keys: distinct items, claimed in their order; may be empty.
             day: the day of the budget, YYYY-MM-DD in UTC.
             budget: the most items of this day, over all processes; 0 claims none.
 
         Returns:
-            The items that were claimed; items that this process claimed before are not among them.
+            The items that were claimed, in order; items that this process claimed before are not
+            among them. Every other item is queued as requested, once more.
 
         Raises:
-            BusyError, CannotWriteError, DamagedError: nothing was claimed.
+            BusyError, CannotWriteError, DamagedError: the file is locked for 30 s, cannot be made
+                or written, or is damaged; nothing was claimed.
         """
         with self._transaction() as connection:
             moment, claims = time.time(), list[Key]()
@@ -140,7 +158,8 @@ CREATE TABLE IF NOT EXISTS spent (day TEXT PRIMARY KEY, items INTEGER NOT NULL) 
         cost stays in the budget.
 
         Raises:
-            BusyError, CannotWriteError, DamagedError: nothing was changed.
+            BusyError, CannotWriteError, DamagedError: the file is locked for 30 s, cannot be made
+                or written, or is damaged; nothing was changed.
         """
         with self._transaction() as connection:
             self._settle(connection, keys)
@@ -158,7 +177,8 @@ CREATE TABLE IF NOT EXISTS spent (day TEXT PRIMARY KEY, items INTEGER NOT NULL) 
         returned.
 
         Raises:
-            BusyError, CannotWriteError, DamagedError: nothing was changed.
+            BusyError, CannotWriteError, DamagedError: the file is locked for 30 s, cannot be made
+                or written, or is damaged; nothing was changed.
         """
         rows = [(self._name(key),) for key in keys]
         with self._transaction() as connection:
@@ -177,13 +197,18 @@ CREATE TABLE IF NOT EXISTS spent (day TEXT PRIMARY KEY, items INTEGER NOT NULL) 
         """Return the names of queued items, the most requested first.
 
         Args:
-            count: the most names to return.
+            count: the most names to return; 0 gives none, a negative number all.
             where: an SQL condition on the columns `id` and `times` of the queue; never build it
                 from a caller's text. The default leaves out items that failed and were not
                 requested since.
 
+        Returns:
+            Names, the most requested first, equal ones by name.
+
         Raises:
-            BusyError, CannotWriteError, DamagedError: as for this class.
+            BusyError, CannotWriteError, DamagedError: the file is locked, cannot be read or made,
+                or is damaged.
+            sqlite3.OperationalError: `where` is no valid condition.
         """
         with self._reading() as connection:
             rows = connection.execute(
@@ -195,14 +220,19 @@ CREATE TABLE IF NOT EXISTS spent (day TEXT PRIMARY KEY, items INTEGER NOT NULL) 
     def spent(self, day: str) -> int:
         """Return how many items were claimed on a day, YYYY-MM-DD, without those given up.
 
+        Args:
+            day: YYYY-MM-DD in UTC; an unknown day gives 0.
+
         Raises:
-            BusyError, CannotWriteError, DamagedError: the file cannot be read or made.
+            BusyError, CannotWriteError, DamagedError: the file is locked, cannot be read or made,
+                or is damaged.
         """
         with self._reading() as connection:
             return _spent(connection, day)
 
     def close(self) -> None:
-        """Close the file, if it is open; the next call of another method opens it again."""
+        """Close the file, if it is open; the next call of another method opens it again. Claims of
+        this process stay until it ends."""
         with self._lock:
             if self._file is not None:
                 self._file.close()

@@ -92,13 +92,18 @@ CREATE TABLE IF NOT EXISTS native (
         processes.watch_forks(self)
 
     def before_fork(self) -> None:
-        """Lock the object and close the file before this process is forked."""
+        """Lock the object and close the file before this process is forked. It waits until no other
+        thread uses the object."""
         # SQLite locks belong to a process: a connection shared with a child would corrupt the file.
         self._lock.acquire()
         self.close()
 
     def after_fork(self, child: bool) -> None:
-        """Unlock the object, in the parent and in the child."""
+        """Unlock the object, in the parent and in the child; each opens the file again when needed.
+
+        Args:
+            child: whether this process is the new one; ignored.
+        """
         del child  # Parent and child each reopen the file when they need it.
         self._lock.release()
 
@@ -109,8 +114,11 @@ CREATE TABLE IF NOT EXISTS native (
     def get(self, ids: Sequence[str]) -> dict[str, Native]:
         """Return the native vectors of items, by id; items without one are absent.
 
+        Args:
+            ids: ids; repeated ones count once.
+
         Raises:
-            VerificationError: a row of the file is damaged.
+            VerificationError: the file, or a row of it, is damaged.
             BusyError, CannotWriteError: the file cannot be read or made.
         """
         with self._lock:
@@ -121,15 +129,15 @@ CREATE TABLE IF NOT EXISTS native (
         """Return the ids of the native vectors nearest to a query, nearest first, by exact search.
 
         Args:
-            query: float32 [1, dim].
-            count: the most ids to return.
-            metric: cosine, l2 or dot.
+            query: float32 [1, dim]; it is not checked.
+            count: the most ids to return, at least 1.
+            metric: cosine, l2 or inner_product, for which any other text counts.
 
         Returns:
-            At most `count` ids; empty if the file has no vector.
+            At most `count` ids; empty if the file has no vector. Equal distances come in any order.
 
         Raises:
-            VerificationError: a row of the file is damaged.
+            VerificationError: the file, or a row of it, is damaged.
             BusyError, CannotWriteError: the file cannot be read or made.
         """
         with self._lock:
@@ -158,9 +166,10 @@ CREATE TABLE IF NOT EXISTS native (
             vectors: float32 [n, dim]; n may be 0.
 
         Raises:
-            InvalidInputError: the vectors have another dimension or are not finite.
+            InvalidInputError: the vectors have another dimension or dtype.
             ValueError: the three have different lengths.
             BusyError, CannotWriteError, DamagedError: nothing was stored.
+            UnusableRowsError: a vector is not finite, or its norm is above 1e15.
         """
         checked = check_vectors(vectors, self._dim, what="new vectors")
         blobs = (vector.astype("<f4").tobytes() for vector in checked)
@@ -173,6 +182,9 @@ CREATE TABLE IF NOT EXISTS native (
 
     def forget(self, ids: Sequence[str]) -> None:
         """Delete the vectors and requests of items, by id; unknown ids are ignored.
+
+        Args:
+            ids: the ids; without any, the file is not opened.
 
         Raises:
             BusyError, CannotWriteError, DamagedError: nothing was deleted.
@@ -192,7 +204,8 @@ CREATE TABLE IF NOT EXISTS native (
 
         Args:
             old_digest: by id, the digest of the old vector that the native vector to delete belongs
-                to. A vector with another digest stays, because it belongs to newer content.
+                to. A vector with another digest stays, because it belongs to newer content. Unknown
+                ids are ignored; without any, the file is not opened.
 
         Raises:
             BusyError, CannotWriteError, DamagedError: nothing was deleted.
@@ -209,10 +222,11 @@ CREATE TABLE IF NOT EXISTS native (
                     self._drop(name)
 
     def wanted_ids(self, count: int) -> list[str]:
-        """Return ids that queries requested and that have no native vector, most requested first.
+        """Return ids that queries requested or that failed, and that have no native vector, most
+        requested first.
 
         Args:
-            count: the most ids to return.
+            count: the most ids to return; 0 gives none.
 
         Raises:
             BusyError, CannotWriteError, DamagedError: the file cannot be read or made.
@@ -224,7 +238,10 @@ CREATE TABLE IF NOT EXISTS native (
 
         Args:
             last_id: the last id of the page before; empty for the first page.
-            count: the most ids to return.
+            count: the most ids to return, at least 1.
+
+        Returns:
+            Ids and digests; empty at the end.
 
         Raises:
             BusyError, CannotWriteError, DamagedError: the file cannot be read or made.

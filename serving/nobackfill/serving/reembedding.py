@@ -55,7 +55,8 @@ class Backoff(Generic[Key]):
         self._pauses: dict[Key, _Pause] = {}
 
     def ready(self, keys: Sequence[Key]) -> list[Key]:
-        """Return those of the given items that need not wait now, in the same order."""
+        """Return those of the given items that need not wait now, in the same order; an unknown
+        item need not."""
         moment = self._clock()
         with self._lock:
             return [
@@ -65,7 +66,11 @@ class Backoff(Generic[Key]):
             ]
 
     def back_off(self, keys: Collection[Key]) -> None:
-        """Start or double the back-off of items that could not be embedded."""
+        """Start or double the back-off of items that could not be embedded.
+
+        Args:
+            keys: the items; unknown ones begin with the first back-off.
+        """
         moment = self._clock()
         with self._lock:
             for key in keys:
@@ -80,7 +85,8 @@ class Backoff(Generic[Key]):
         return min(2 * last.seconds, self._longest)
 
     def back_off_a_day(self, keys: Collection[Key]) -> None:
-        """Start a back-off of a day for items that their source lacks."""
+        """Start a back-off of a day for items that their source lacks. It replaces any shorter
+        back-off."""
         moment = self._clock()
         with self._lock:
             self._pauses |= dict.fromkeys(keys, _Pause(moment + _DAY_S, _DAY_S))
@@ -187,7 +193,7 @@ class Reembedding(ABC, Generic[Key]):
 
         Args:
             items: the source of the items.
-            limits: bounds of time, bytes, concurrency and budget.
+            limits: bounds of time, bytes, concurrency and budget; they are not checked.
             ledger: the claims and the budget, shared with other processes. The caller closes it.
             backoff: the back-off of failed items; None: failed items are retried at once.
         """
@@ -210,7 +216,8 @@ class Reembedding(ABC, Generic[Key]):
         Runs on a thread of this object, several calls at once.
 
         Args:
-            contents: texts or encoded images by item; may be empty.
+            contents: texts or encoded images by item; may be empty. Items that failed to be read
+                are absent.
             missing: items that the source no longer has.
 
         Returns:
@@ -224,7 +231,7 @@ class Reembedding(ABC, Generic[Key]):
         """Claim items that no other process embeds, within a daily budget; queue the others.
 
         Args:
-            keys: items, claimed in their order.
+            keys: distinct items, claimed in their order.
             budget: the most items of today (UTC), over all processes; 0 only queues.
 
         Returns:
@@ -244,10 +251,11 @@ class Reembedding(ABC, Generic[Key]):
         May be called again.
 
         Args:
-            seconds: how long to wait. A batch whose source hangs ends later by itself.
+            seconds: how long to wait, 30 by default; 0 does not wait. A batch whose source hangs
+                ends later by itself.
 
         Returns:
-            Whether all batches have ended.
+            Whether all batches have ended. Claims of batches that were dropped are given up.
         """
         end = time.monotonic() + seconds
         with self._lock:
@@ -265,13 +273,15 @@ class Reembedding(ABC, Generic[Key]):
         day's budget, are not embedded. Nothing happens after `close`, or without items.
 
         Args:
-            names: the item's name in its source, by key.
-            seconds: how long to wait; at most `limits.seconds`. None: that limit.
+            names: the item's name in its source, by key; may be empty.
+            seconds: how long to wait; at most `limits.seconds`. None: that limit; 0 or less: start
+                the work and return.
 
         Raises:
             ConfigurationError: the process was forked after this object was made.
             DamagedError: the ledger's file is damaged.
             UnavailableError: the ledger's database does not answer.
+            Exception: any other error of the ledger.
         """
         patience = self.limits.seconds if seconds is None else min(seconds, self.limits.seconds)
         deadline = time.monotonic() + patience
@@ -282,18 +292,21 @@ class Reembedding(ABC, Generic[Key]):
         """Re-embed items as `reembed_within_limit` does, but wait longer.
 
         Args:
-            names: the item's name in its source, by key.
-            seconds: how long to wait; None: until all have ended.
+            names: the item's name in its source, by key; may be empty.
+            seconds: how long to wait; None: until all have ended, also where a source hangs.
 
         Raises:
             ConfigurationError: the process was forked after this object was made.
             DamagedError: the ledger's file is damaged.
             UnavailableError: the ledger's database does not answer.
+            Exception: any other error of the ledger. A locked or full ledger raises nothing:
+                nothing is embedded then.
         """
         wait(self._begin(names), timeout=seconds)
 
     def busy(self, keys: Collection[Key]) -> bool:
-        """Return whether this process embeds any of these items, or has one wait for a thread."""
+        """Return whether this process embeds any of these items, or has one wait for a thread;
+        False for no items."""
         with self._lock:
             return any(key in self._under_way for key in keys)
 

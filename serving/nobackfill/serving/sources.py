@@ -43,7 +43,7 @@ class Items(Protocol):
 
         Args:
             name: the item's id.
-            most_bytes: the largest size to accept; of a text, in UTF-8.
+            most_bytes: the largest size to accept, 0 or more; of a text, in UTF-8.
 
         Returns:
             A text, or an encoded image; None if there is no such item.
@@ -52,6 +52,7 @@ class Items(Protocol):
             TooLargeError: the item is larger than `most_bytes`.
             UnavailableError: the source cannot be read now.
             InvalidInputError: the id or the content is not valid.
+            Exception: any error of a function that the caller gave.
         """
 
 
@@ -74,7 +75,7 @@ class FolderItems:
         """Read an item's file.
 
         Args:
-            name: the item's id.
+            name: the item's id, which replaces {id} in the pattern.
             most_bytes: the largest size to accept.
 
         Returns:
@@ -84,7 +85,8 @@ class FolderItems:
             TooLargeError: the file is larger than `most_bytes`.
             InvalidInputError: the id leads out of the folder, also by a link, or can name no file,
                 or a text is not UTF-8.
-            UnavailableError: the file cannot be read.
+            UnavailableError: the file cannot be read, such as by lack of permission or too long a
+                name.
         """
         try:
             path = (self._folder / PurePosixPath(self._pattern.replace("{id}", name))).resolve()
@@ -133,6 +135,7 @@ class FunctionItems:
         Raises:
             TooLargeError: the content is larger than `most_bytes`.
             Exception: any error of the function.
+            UnicodeEncodeError: a text has an unpaired surrogate.
         """
         content = self._function(name)
         if content is not None:
@@ -185,7 +188,7 @@ class UrlItems:
 
         Args:
             name: the item's id; it is quoted, so that it cannot lead to another folder.
-            most_bytes: the largest size to accept.
+            most_bytes: the largest size to accept; reading stops after it.
 
         Returns:
             A text, or an encoded image; None if the host answers 404 or 410.
@@ -193,7 +196,8 @@ class UrlItems:
         Raises:
             TooLargeError: the answer is larger than `most_bytes`.
             InvalidInputError: the id is "." or "..", or no valid Unicode, or a text is not UTF-8.
-            UnavailableError: the host does not answer in time, or answers with another status.
+            UnavailableError: the host does not answer within `timeout` seconds, sends too slowly,
+                or answers with another status, a redirect included.
         """
         if name in (".", ".."):
             raise InvalidInputError(f"item {name!r}: expected an id that names a file")
@@ -258,6 +262,9 @@ def check_item_size(data: bytes, name: str, most_bytes: int) -> bytes:
         name: the item's id, for the error.
         most_bytes: the largest size to accept.
 
+    Returns:
+        `data`.
+
     Raises:
         TooLargeError: `data` has more bytes.
     """
@@ -309,15 +316,17 @@ class LineItems:
 
         Args:
             name: the item's id.
-            most_bytes: the largest size to accept, in UTF-8.
+            most_bytes: the largest size to accept, in UTF-8. Lines that are much longer than it, or
+                than 64 KiB, count as larger.
 
         Returns:
             The text; None if no line has this id.
 
         Raises:
             TooLargeError: the text is larger than `most_bytes`.
-            InvalidInputError: a line is malformed, or the file is no regular file any more.
-            NotFoundError: the file does not exist any more.
+            InvalidInputError: a line is malformed, the text has an unpaired surrogate, or the file
+                is no regular file any more.
+            NotFoundError: the file does not exist any more, or cannot be opened.
             UnavailableError: the file cannot be read, or changes while it is read.
         """
         with self._lock:

@@ -142,7 +142,11 @@ class ExactIndex:
             rows: int [m], distinct indices of the n rows; m may be 0.
 
         Returns:
-            Neighbours [q, k] as `search` returns them.
+            Neighbours [q, k], nearest first, equal distances by label; padded with label -1 and
+            infinity if there are fewer rows.
+
+        Raises:
+            IndexError: An index is out of range.
         """
         return self._search(queries, k, None, rows)
 

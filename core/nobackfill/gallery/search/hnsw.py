@@ -133,6 +133,10 @@ class HnswIndex:
 
         Args:
             ef: Minimum number of candidates; 0 for the graph's own.
+
+        Returns:
+            The new index, which shares labels, vectors and graph with this one; this one does not
+            change.
         """
         index = copy.copy(self)
         index._least = ef

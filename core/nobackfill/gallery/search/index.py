@@ -158,7 +158,11 @@ def rows_of(labels: Labels, targets: Labels) -> Rows:
 
 
 def mask_of(labels: Labels, subset: Labels) -> Mask:
-    """Return which of `labels` (int64 [n], increasing) are in `subset` (int64 [m]), as bool [n]."""
+    """Return which of `labels` (int64 [n], increasing) are in `subset` (int64 [m], in any order),
+    as bool [n].
+
+    Labels of `subset` that `labels` lacks are ignored.
+    """
     mask = np.zeros(len(labels), np.bool_)
     mask[rows_of(labels, subset)] = True
     return mask

@@ -181,7 +181,9 @@ class PackageGraph:
         self._index.resize_index(capacity)
 
     def mark(self, deleted: Mask) -> None:
-        """Mark elements that must not be found, bool [count]; this replaces all earlier marks."""
+        """Mark elements that must not be found, bool [count]; this replaces all earlier marks. It
+        takes over what was written to `records`. Searches of other threads must not run
+        meanwhile."""
         self.records[:, _MARK_BYTE] = deleted
         self._index = hnswlib.Index(self._state() | {"has_deletions": bool(deleted.any())})
 
