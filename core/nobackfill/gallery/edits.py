@@ -49,7 +49,7 @@ class Selection:
 
         Raises:
             DamagedError: A row is invalid.
-            sqlite3.Error: SQLite fails; `Store.reading` translates it.
+            sqlite3.Error: SQLite fails; `Store.read_snapshot` translates it.
         """
         items = [item for item in items_by_label(connection, self.labels) if item is not None]
         if self.condition is not None:

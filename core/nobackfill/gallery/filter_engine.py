@@ -273,7 +273,7 @@ def stored_labels(connection: sqlite3.Connection) -> Labels:
     """Return the labels of all items of a gallery file, int64, increasing.
 
     Raises:
-        sqlite3.Error: SQLite fails, or the table is missing; `Store.reading` translates it.
+        sqlite3.Error: SQLite fails, or the table is missing; `Store.read_snapshot` translates it.
     """
     return np.sort(_integers(connection, "SELECT group_concat(label) FROM items")[0])
 
@@ -291,7 +291,7 @@ def read_column(connection: sqlite3.Connection, key: str, labels: Labels) -> Key
         no row.
 
     Raises:
-        sqlite3.Error: SQLite fails, or the table is missing; `Store.reading` translates it.
+        sqlite3.Error: SQLite fails, or the table is missing; `Store.read_snapshot` translates it.
     """
     return KeyColumn(
         _read_texts(connection, key, labels),

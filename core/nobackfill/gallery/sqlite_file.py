@@ -93,7 +93,7 @@ def read_spaces(connection: sqlite3.Connection) -> list[SpaceInfo]:
     Raises:
         DamagedError: A row is invalid, such as with an unknown state or metric, or a dimension
             below 1.
-        sqlite3.Error: SQLite fails, or the table is missing; `Store.reading` translates it.
+        sqlite3.Error: SQLite fails, or the table is missing; `Store.read_snapshot` translates it.
     """
     rows = connection.execute(f"SELECT {_SPACE_COLUMNS} FROM spaces ORDER BY number").fetchall()
     for row in rows:
@@ -122,7 +122,7 @@ def find_space(connection: sqlite3.Connection, space: str) -> SpaceInfo:
     Raises:
         IncompatibleSpaceError: The gallery does not have it; the message lists its spaces.
         DamagedError: A row of the table of spaces is invalid.
-        sqlite3.Error: SQLite fails, or the table is missing; `Store.reading` translates it.
+        sqlite3.Error: SQLite fails, or the table is missing; `Store.read_snapshot` translates it.
     """
     spaces = read_spaces(connection)
     for info in spaces:
@@ -136,7 +136,7 @@ def commit_count(connection: sqlite3.Connection) -> int:
 
     Raises:
         DamagedError: It is missing, or no integer.
-        sqlite3.Error: SQLite fails, or the table is missing; `Store.reading` translates it.
+        sqlite3.Error: SQLite fails, or the table is missing; `Store.read_snapshot` translates it.
     """
     rows = connection.execute("SELECT count FROM commits").fetchall()
     if len(rows) != 1 or not isinstance(rows[0][0], int):
@@ -192,7 +192,7 @@ def all_labels(connection: sqlite3.Connection, table: str) -> Labels:
     interpreter to other threads.
 
     Raises:
-        sqlite3.Error: SQLite fails, or the table is missing; `Store.reading` translates it.
+        sqlite3.Error: SQLite fails, or the table is missing; `Store.read_snapshot` translates it.
     """
     parts, last = [np.empty(0, np.int64)], np.iinfo(np.int64).min
     while True:
@@ -226,7 +226,7 @@ def joined_blobs(
         `count` is 0, or more than 256 MiB are asked for: read the rows one by one.
 
     Raises:
-        sqlite3.Error: SQLite fails, or the table is missing; `Store.reading` translates it.
+        sqlite3.Error: SQLite fails, or the table is missing; `Store.read_snapshot` translates it.
     """
     if count * size > _MOST_JOINED_BYTES:
         return None
@@ -273,7 +273,7 @@ def live_labels(
         int64, increasing, each label once.
 
     Raises:
-        sqlite3.Error: SQLite fails, or the table is missing; `Store.reading` translates it.
+        sqlite3.Error: SQLite fails, or the table is missing; `Store.read_snapshot` translates it.
     """
     condition, parameters = labels_condition(labels)
     rows = connection.execute(
@@ -601,7 +601,7 @@ def items_by_label(
     Raises:
         IncompatibleSpaceError: The gallery does not have the space.
         DamagedError: A row is invalid.
-        sqlite3.Error: SQLite fails, or a table is missing; `Store.reading` translates it.
+        sqlite3.Error: SQLite fails, or a table is missing; `Store.read_snapshot` translates it.
     """
     numbers = [int(label) for label in labels]
     of_vector, join = "NULL, NULL", ""
@@ -647,7 +647,7 @@ def read_state_value(connection: sqlite3.Connection, key: str) -> Any:
 
     Raises:
         DamagedError: The value is no valid JSON.
-        sqlite3.Error: SQLite fails, or the table is missing; `Store.reading` translates it.
+        sqlite3.Error: SQLite fails, or the table is missing; `Store.read_snapshot` translates it.
     """
     row = connection.execute("SELECT value FROM state WHERE key = ?", (key,)).fetchone()
     return _json(row[0], f"state {key}") if row else None
@@ -660,7 +660,7 @@ def read_state_values(connection: sqlite3.Connection) -> dict[str, Any]:
 
     Raises:
         DamagedError: A value is no valid JSON.
-        sqlite3.Error: SQLite fails, or the table is missing; `Store.reading` translates it.
+        sqlite3.Error: SQLite fails, or the table is missing; `Store.read_snapshot` translates it.
     """
     rows = connection.execute("SELECT key, value FROM state").fetchall()
     return {key: _json(value, f"state {key}") for key, value in rows}
@@ -683,7 +683,7 @@ def items_page(
 
     Raises:
         DamagedError: A row is invalid.
-        sqlite3.Error: SQLite fails, or the condition is wrong; `Store.reading` translates it.
+        sqlite3.Error: SQLite fails, or the condition is wrong; `Store.read_snapshot` translates it.
     """
     rows = connection.execute(
         "SELECT i.label, i.id, i.digest, i.metadata, NULL, NULL FROM items i"
@@ -703,7 +703,7 @@ def count_rows(connection: sqlite3.Connection, space: str | None) -> int:
     Raises:
         IncompatibleSpaceError: The gallery does not have the space.
         DamagedError: A row of the table of spaces is invalid.
-        sqlite3.Error: SQLite fails, or a table is missing; `Store.reading` translates it.
+        sqlite3.Error: SQLite fails, or a table is missing; `Store.read_snapshot` translates it.
     """
     table = "items" if space is None else vector_table(find_space(connection, space).number)
     number: int = connection.execute(f"SELECT count(*) FROM {table}").fetchone()[0]
@@ -717,7 +717,7 @@ def all_vectors(connection: sqlite3.Connection, info: SpaceInfo) -> tuple[Labels
     Raises:
         DamagedError: A vector has another length, there are more vectors than items, or the labels
             are not in order.
-        sqlite3.Error: SQLite fails, or a table is missing; `Store.reading` translates it.
+        sqlite3.Error: SQLite fails, or a table is missing; `Store.read_snapshot` translates it.
     """
     # The number of items is an upper bound, and reads far fewer pages than counting vectors.
     most = count_rows(connection, None)
@@ -793,7 +793,7 @@ def read_vector(connection: sqlite3.Connection, label: int, info: SpaceInfo) -> 
 
     Raises:
         DamagedError: The vector has another length, or is no blob.
-        sqlite3.Error: SQLite fails, or the table is missing; `Store.reading` translates it.
+        sqlite3.Error: SQLite fails, or the table is missing; `Store.read_snapshot` translates it.
     """
     row = connection.execute(
         f"SELECT embedding FROM {vector_table(info.number)} WHERE label = ?", (label,)
@@ -815,7 +815,7 @@ def random_labels(connection: sqlite3.Connection, info: SpaceInfo, count: int) -
         is not reproducible.
 
     Raises:
-        sqlite3.Error: SQLite fails, or the table is missing; `Store.reading` translates it.
+        sqlite3.Error: SQLite fails, or the table is missing; `Store.read_snapshot` translates it.
     """
     table = vector_table(info.number)
 
@@ -846,7 +846,7 @@ def read_vectors(connection: sqlite3.Connection, labels: Labels, info: SpaceInfo
 
     Raises:
         DamagedError: A vector has another length, or is no blob.
-        sqlite3.Error: SQLite fails, or the table is missing; `Store.reading` translates it.
+        sqlite3.Error: SQLite fails, or the table is missing; `Store.read_snapshot` translates it.
     """
     rows = connection.execute(
         f"SELECT embedding FROM {vector_table(info.number)}"
@@ -870,7 +870,7 @@ def stored_vectors(
 
     Raises:
         DamagedError: A vector has another length, or is no blob.
-        sqlite3.Error: SQLite fails, or the table is missing; `Store.reading` translates it.
+        sqlite3.Error: SQLite fails, or the table is missing; `Store.read_snapshot` translates it.
     """
     rows = connection.execute(
         f"SELECT label, origin, uncertainty, embedding, side FROM {vector_table(info.number)}"

@@ -463,7 +463,7 @@ def labels_of(connection: sqlite3.Connection, ids: Sequence[str]) -> Labels:
     id that is given twice counts once.
 
     Raises:
-        sqlite3.Error: The query failed; the context of `Store.reading` translates it.
+        sqlite3.Error: The query failed; the context of `Store.read_snapshot` translates it.
     """
     rows = connection.execute(
         "SELECT label FROM items WHERE id IN (SELECT value FROM json_each(?)) ORDER BY label",
