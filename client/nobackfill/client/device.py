@@ -108,7 +108,7 @@ class Device(GalleryFile):
                 valid. Earlier batches stay stored.
             NoEncoderError: the release embeds no images.
             VerificationError: a file is damaged.
-            BusyError: another process holds the gallery file.
+            BusyError: another process holds the gallery file for 5 seconds.
             CannotWriteError: the disk is full or read-only.
             NotFoundError: the active release is not installed, or the gallery was closed.
         """
@@ -140,7 +140,7 @@ class Device(GalleryFile):
             NoEncoderError: the release embeds no texts.
             ConfigurationError: the extra `text` is not installed.
             VerificationError: a file is damaged.
-            BusyError: another process holds the gallery file.
+            BusyError: another process holds the gallery file for 5 seconds.
             CannotWriteError: the disk is full or read-only.
             NotFoundError: the active release is not installed, or the gallery was closed.
         """
@@ -168,7 +168,7 @@ class Device(GalleryFile):
                 250,000 images.
             NoEncoderError: the release embeds no images.
             VerificationError: a file of the gallery is damaged.
-            BusyError: another process holds the gallery file.
+            BusyError: another process holds the gallery file for 5 seconds.
             CannotWriteError: the disk is full or read-only.
             NotFoundError: the active release is not installed, or the gallery was closed.
         """
@@ -208,7 +208,7 @@ class Device(GalleryFile):
             ConfigurationError: the extra `text` is not installed.
             IncompatibleSpaceError: `embeddings` has no vector of the active space.
             VerificationError: a file is damaged.
-            BusyError: another process holds the gallery file.
+            BusyError: another process holds the gallery file for 5 seconds.
             NotFoundError: the active release is not installed, or the gallery was closed.
             CannotWriteError: the file cannot be opened, or the disk fails.
         """
@@ -237,7 +237,7 @@ class Device(GalleryFile):
         Raises:
             NotFoundError: there is no such item, or the gallery was closed.
             VerificationError: the gallery file is damaged.
-            BusyError: another process holds the gallery file.
+            BusyError: another process holds the gallery file for 5 seconds.
             CannotWriteError: the file cannot be opened, or the disk fails.
         """
         row = self.store.get(id)
@@ -266,7 +266,7 @@ class Device(GalleryFile):
         Raises:
             InvalidInputError: the filter is not valid.
             VerificationError: the gallery file is damaged.
-            BusyError: another process holds the gallery file.
+            BusyError: another process holds the gallery file for 5 seconds.
             IncompatibleSpaceError: the space that was active at the start was dropped during the
                 iteration.
             CannotWriteError: the file cannot be opened, or the disk fails.
@@ -302,7 +302,7 @@ class Device(GalleryFile):
         Raises:
             InvalidInputError: the filter is not valid.
             VerificationError: the gallery file is damaged.
-            BusyError: another process holds the gallery file.
+            BusyError: another process holds the gallery file for 5 seconds.
             CannotWriteError: the file cannot be opened, or the disk fails.
             NotFoundError: the gallery was closed.
         """
@@ -321,7 +321,7 @@ class Device(GalleryFile):
 
         Raises:
             VerificationError: the gallery file is damaged.
-            BusyError: another process holds the gallery file.
+            BusyError: another process holds the gallery file for 5 seconds.
             CannotWriteError: the disk is full or read-only.
             NotFoundError: the gallery was closed.
         """
@@ -337,7 +337,7 @@ class Device(GalleryFile):
 
         Raises:
             VerificationError: the gallery file is damaged.
-            BusyError: another process holds the gallery file.
+            BusyError: another process holds the gallery file for 5 seconds.
             CannotWriteError: the file cannot be opened, or the disk fails.
             NotFoundError: the gallery was closed.
         """

@@ -154,7 +154,7 @@ class GalleryFile:
         Raises:
             NotFoundError: there is no file at `path`.
             VerificationError: the file is damaged, is no gallery, or has a newer format.
-            BusyError: another process has the file for itself.
+            BusyError: another process has the file for itself, for 5 seconds.
             CannotWriteError: the file cannot be read, or the disk has no room for SQLite's files.
         """
         path = Path(path)
@@ -179,7 +179,8 @@ class GalleryFile:
         Later calls that read or write raise NotFoundError.
 
         Raises:
-            BusyError: a statement of another thread does not end.
+            BusyError: a statement of another thread does not end within a minute; the file stays
+                open.
         """
         self.store.close()
 
@@ -232,7 +233,7 @@ class GalleryFile:
 
         Raises:
             DamagedError: the value has the wrong form, or the gallery file is damaged.
-            BusyError: another process holds the gallery file.
+            BusyError: another process holds the gallery file for 5 seconds.
             CannotWriteError: the file cannot be opened, or the disk fails.
             NotFoundError: the gallery was closed.
         """
@@ -256,7 +257,7 @@ class GalleryFile:
             VerificationError: the gallery's state is damaged, or its root metadata is not validly
                 signed. Metadata that is older than the gallery's versions is refused later, by
                 `refresh`.
-            BusyError: another process holds the gallery file.
+            BusyError: another process holds the gallery file for 5 seconds.
             CannotWriteError: the file of trusted metadata cannot be deleted, or the gallery cannot
                 be opened.
             NotFoundError: the gallery was closed.
@@ -285,7 +286,7 @@ class GalleryFile:
             VerificationError: the file is missing, was changed or cannot be read, or the gallery is
                 damaged.
             UnfitError: this program cannot use the release.
-            BusyError: another process holds the gallery file.
+            BusyError: another process holds the gallery file for 5 seconds.
             CannotWriteError: the file cannot be opened, or the disk fails.
         """
         from nobackfill.release.manifest import parse_manifest
@@ -304,7 +305,7 @@ class GalleryFile:
             NotFoundError: the release is not installed, or the gallery was closed.
             VerificationError: the file is missing, was changed or cannot be read, or the gallery is
                 damaged.
-            BusyError: another process holds the gallery file.
+            BusyError: another process holds the gallery file for 5 seconds.
             CannotWriteError: the file cannot be opened, or the disk fails.
         """
         digest = self.state("installed", {}).get(str(release))
@@ -329,7 +330,7 @@ class GalleryFile:
             VerificationError: the manifest is missing, was changed or cannot be read, or the
                 gallery is damaged or does not have exactly one active space.
             UnfitError: this program cannot use the release.
-            BusyError: another process holds the gallery file.
+            BusyError: another process holds the gallery file for 5 seconds.
             CannotWriteError: the file cannot be opened, or the disk fails.
         """
         return self.manifest(self.store.active().spec.release)
@@ -342,7 +343,7 @@ class GalleryFile:
 
         Raises:
             DamagedError: the gallery file is damaged.
-            BusyError: another process holds the gallery file.
+            BusyError: another process holds the gallery file for 5 seconds.
             CannotWriteError: the file cannot be opened, or the disk fails.
             NotFoundError: the gallery was closed.
         """

@@ -56,7 +56,7 @@ def remove(device: GalleryFile, names: Sequence[str]) -> dict[str, Any]:
         NotFoundError: a name is neither an id nor a path; nothing was removed; or the gallery was
             closed.
         DamagedError: the gallery file is damaged.
-        BusyError: another process holds the gallery file.
+        BusyError: another process holds the gallery file for 5 seconds.
         CannotWriteError: the disk is full or read-only.
     """
     ids = list(dict.fromkeys(i for name in names for i in _find(device, name)))
@@ -81,7 +81,7 @@ def delete(device: GalleryFile, ids: Sequence[str]) -> tuple[int, int]:
 
     Raises:
         DamagedError: the gallery file is damaged.
-        BusyError: another process holds the gallery file.
+        BusyError: another process holds the gallery file for 5 seconds.
         CannotWriteError: the disk is full or read-only.
         NotFoundError: the gallery was closed.
     """
@@ -139,7 +139,7 @@ def describe(device: GalleryFile, names: Sequence[str], notes: Metadata) -> int:
         InvalidInputError: a key is path, folder or name, which locate the file; or a key or value
             is not valid, or an item's metadata would become too large.
         DamagedError: the gallery file is damaged.
-        BusyError: another process holds the gallery file.
+        BusyError: another process holds the gallery file for 5 seconds.
         CannotWriteError: the disk is full or read-only.
     """
     reserved = {"path", "folder", "name"} & notes.keys()
@@ -342,7 +342,7 @@ def rescue(path: Path, to: Path) -> dict[str, Any]:
         NotFoundError: there is no file at `path`.
         AlreadyExistsError: a file exists at `to`, or files of an earlier gallery.
         DamagedError: nothing can be saved, because the tables that list the spaces cannot be read.
-        BusyError: another process holds the gallery file.
+        BusyError: another process holds the gallery file for 5 seconds.
         CannotWriteError: the disk is full or read-only.
     """
     if not path.is_file():

@@ -51,7 +51,7 @@ def add(device: GalleryFile, texts: Iterable[TextLine]) -> AddTextsReport:
         NoEncoderError: the active release embeds no texts.
         ConfigurationError: the extra `text` is not installed.
         VerificationError: a model file or the gallery file is damaged.
-        BusyError: another process holds the gallery file.
+        BusyError: another process holds the gallery file for 5 seconds.
         CannotWriteError: the disk is full or read-only.
         NotFoundError: the release of a space is not installed, or the gallery was closed.
     """
@@ -83,7 +83,7 @@ def put(
         NoEncoderError: the active release embeds no texts.
         ConfigurationError: the extra `text` is not installed.
         VerificationError: a model file or the gallery file is damaged.
-        BusyError: another process holds the gallery file.
+        BusyError: another process holds the gallery file for 5 seconds.
         CannotWriteError: the disk is full or read-only.
         NotFoundError: the release of a space is not installed, or the gallery was closed.
     """

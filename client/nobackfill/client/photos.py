@@ -359,7 +359,7 @@ def add(device: GalleryFile, paths: Sequence[Path], notes: Metadata, advance: Ad
             batches stay otherwise.
         NoEncoderError: the active release embeds no images.
         VerificationError: a model file or the gallery file is damaged.
-        BusyError: another process holds the gallery file.
+        BusyError: another process holds the gallery file for 5 seconds.
         CannotWriteError: the disk is full or read-only.
         NotFoundError: the release of a space is not installed, or the gallery was closed.
     """
@@ -394,7 +394,7 @@ def put(
             earlier batches stay stored.
         NoEncoderError: the active release embeds no images.
         VerificationError: a model file or the gallery file is damaged.
-        BusyError: another process holds the gallery file.
+        BusyError: another process holds the gallery file for 5 seconds.
         CannotWriteError: the disk is full or read-only.
         NotFoundError: the release of a space is not installed, or the gallery was closed.
     """

@@ -95,7 +95,7 @@ class Thumbnails:
 
         Raises:
             DamagedError: the gallery file is damaged.
-            BusyError: another process holds the gallery file.
+            BusyError: another process holds the gallery file for 5 seconds.
             CannotWriteError: a file cannot be deleted, and earlier ones are gone; or the gallery
                 cannot be opened.
             NotFoundError: the gallery was closed.
@@ -153,7 +153,7 @@ def write_sheet(device: GalleryFile, answers: Sequence[DeviceAnswer], target: Pa
     Raises:
         InvalidInputError: `target` has another suffix.
         DamagedError: the gallery file is damaged.
-        BusyError: another process holds the gallery file.
+        BusyError: another process holds the gallery file for 5 seconds.
         CannotWriteError: the picture or the gallery's files cannot be written.
         OSError: the picture has more pixels than its format allows, such as many answers in a WebP.
         NotFoundError: the gallery was closed.

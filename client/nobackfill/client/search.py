@@ -129,7 +129,7 @@ class Search:
             IncompatibleSpaceError: the gallery does not hold the space `spec`.
             NotFoundError: the release of the space is not installed, or the gallery was closed.
             VerificationError: the gallery file, a vector or the manifest is damaged.
-            BusyError: another process holds the gallery file.
+            BusyError: another process holds the gallery file for 5 seconds.
             CannotWriteError: the file cannot be opened, or the disk fails.
         """
         self._device = device
@@ -159,7 +159,7 @@ class Search:
         Raises:
             InvalidInputError: the filter is not valid.
             DamagedError: the gallery file is damaged.
-            BusyError: another process holds the gallery file.
+            BusyError: another process holds the gallery file for 5 seconds.
             CannotWriteError: the file cannot be opened, or the disk fails.
             NotFoundError: the gallery was closed.
         """
@@ -211,7 +211,7 @@ class Search:
                 one; or `k` is out of range.
             NoEncoderError: the release embeds no images.
             VerificationError: the model or the gallery file is damaged.
-            BusyError: another process holds the gallery file.
+            BusyError: another process holds the gallery file for 5 seconds.
             ValueError: `images` is empty.
             NotFoundError: the release was removed since, or the gallery was closed.
             IncompatibleSpaceError: the searched space was dropped since.
@@ -259,7 +259,7 @@ class Search:
                 `k` is out of range.
             NotFoundError: the release is not installed, or the gallery was closed.
             VerificationError: the model, the manifest or the gallery file is damaged.
-            BusyError: another process holds the gallery file.
+            BusyError: another process holds the gallery file for 5 seconds.
             IncompatibleSpaceError: the searched space was dropped since.
             CannotWriteError: the file cannot be opened, or the disk fails.
         """
@@ -284,7 +284,7 @@ class Search:
             InvalidInputError: the vector has another size or norm, or is not finite, or `k` is out
                 of range.
             DamagedError: the gallery file is damaged.
-            BusyError: another process holds the gallery file.
+            BusyError: another process holds the gallery file for 5 seconds.
             ValueError: the vector has values that are no numbers.
             CannotWriteError: the file cannot be opened, or the disk fails.
             NotFoundError: the gallery was closed.
@@ -315,7 +315,7 @@ class Search:
             InvalidInputError: `k` is out of range.
             IncompatibleSpaceError: the searched space was dropped since.
             DamagedError: the gallery file is damaged.
-            BusyError: another process holds the gallery file.
+            BusyError: another process holds the gallery file for 5 seconds.
             CannotWriteError: the file cannot be opened, or the disk fails.
         """
         item = self._device.store.get(item_id)

@@ -29,7 +29,7 @@ def status(device: GalleryFile) -> dict[str, Any]:
 
     Raises:
         DamagedError: the gallery file is damaged.
-        BusyError: another process holds the gallery file.
+        BusyError: another process holds the gallery file for 5 seconds.
         IncompatibleSpaceError: another process dropped a space during the call.
         CannotWriteError: the file cannot be opened, or the disk fails.
         NotFoundError: the gallery was closed.

@@ -275,7 +275,7 @@ def make_plan(device: GalleryFile, trust: Trust, target: int, *, int8: bool) -> 
         VerificationError: a manifest or the gallery file is damaged, or the source sends another
             file than was signed.
         UnavailableError: the source does not answer.
-        BusyError: another process holds the gallery file.
+        BusyError: another process holds the gallery file for 5 seconds.
         CannotWriteError: a manifest cannot be written.
         NotPermittedError: the gateway refuses the token.
     """
@@ -436,7 +436,7 @@ def try_plan(device: GalleryFile, plan: SyncPlan) -> None:
         UnfitError: a model fails, or needs the extra `text`, which is not installed; the error
             gives the reason. Nothing is remembered then.
         DamagedError: the gallery file is damaged.
-        BusyError: another process holds the gallery file.
+        BusyError: another process holds the gallery file for 5 seconds.
         CannotWriteError: the disk is full or read-only.
         ConfigurationError: the models passed a trial before, and the extra `text`, which they need,
             is not installed any more.
@@ -524,7 +524,7 @@ def tidy_models(device: GalleryFile) -> int:
     Raises:
         NotFoundError: the release of a space is not installed, or the gallery was closed.
         VerificationError: a manifest or the gallery file is damaged.
-        BusyError: another process holds the gallery file.
+        BusyError: another process holds the gallery file for 5 seconds.
         CannotWriteError: a file cannot be removed; earlier ones are gone. Or the gallery cannot be
             opened.
         OSError: a folder cannot be read.
@@ -570,7 +570,7 @@ def re_embed(device: GalleryFile, manifest: Manifest, budget: int, output: Outpu
         IncompatibleSpaceError: the gallery does not have the space.
         NoEncoderError: the release embeds no images.
         VerificationError: a model file or the gallery file is damaged.
-        BusyError: another process holds the gallery file.
+        BusyError: another process holds the gallery file for 5 seconds.
         CannotWriteError: the disk is full or read-only.
         NotFoundError: the gallery was closed.
     """
@@ -613,7 +613,7 @@ def re_embed_items(
         NoEncoderError: the release embeds no images.
         VerificationError: a model file or the gallery file is damaged. A vault that returns wrong
             bytes only causes a note.
-        BusyError: another process holds the gallery file.
+        BusyError: another process holds the gallery file for 5 seconds.
         CannotWriteError: the disk is full or read-only.
         NotFoundError: the gallery was closed.
     """
@@ -732,7 +732,7 @@ def migrate(
         UnfitError: a model of the release fails. The target's space is dropped.
         NoEncoderError: `budget` is not 0, and the target embeds no images.
         VerificationError: a model file or the gallery file is damaged.
-        BusyError: another process holds the gallery file.
+        BusyError: another process holds the gallery file for 5 seconds.
         CannotWriteError: the disk is full or read-only.
         NotFoundError: the gallery was closed.
     """
@@ -824,7 +824,7 @@ def remember(
     Raises:
         IncompatibleSpaceError: the gallery does not have one of `spaces`.
         DamagedError: the gallery file is damaged.
-        BusyError: another process holds the gallery file.
+        BusyError: another process holds the gallery file for 5 seconds.
         CannotWriteError: the disk is full or read-only.
         NotFoundError: the gallery was closed.
     """
@@ -910,7 +910,7 @@ def return_to(device: GalleryFile, state: dict[str, Any]) -> int:
             the gallery was closed.
         PreconditionError: some items have no vector in the previous space; nothing was changed.
         DamagedError: the gallery file is damaged.
-        BusyError: another process holds the gallery file.
+        BusyError: another process holds the gallery file for 5 seconds.
         CannotWriteError: the disk is full or read-only.
     """
     previous = device.previous()
@@ -964,7 +964,7 @@ def hold_back(device: GalleryFile, release: int, reason: str, digest: str | None
 
     Raises:
         DamagedError: the gallery file is damaged.
-        BusyError: another process holds the gallery file.
+        BusyError: another process holds the gallery file for 5 seconds.
         CannotWriteError: the file cannot be opened, or the disk fails.
         NotFoundError: the gallery was closed.
     """
@@ -991,7 +991,7 @@ def confirm(device: GalleryFile, spare: str | None = None) -> list[int]:
 
     Raises:
         DamagedError: the gallery file is damaged.
-        BusyError: another process holds the gallery file.
+        BusyError: another process holds the gallery file for 5 seconds.
         CannotWriteError: the disk is full or read-only.
         NotFoundError: the gallery was closed.
     """

@@ -34,7 +34,7 @@ def add_texts(arguments: Namespace) -> None:
         NoEncoderError: the active release embeds no texts.
         ConfigurationError: the extra `text` is not installed.
         VerificationError: a model file or the gallery file is damaged.
-        BusyError: another process holds the gallery file.
+        BusyError: another process holds the gallery file for 5 seconds.
         CannotWriteError: the disk is full or read-only.
     """
     from nobackfill.client.device import Device
@@ -68,7 +68,12 @@ def init(arguments: Namespace) -> None:
     Raises:
         ConfigurationError: the root metadata is not confirmed or cannot be read, or the source has
             an unknown form.
-        NobackfillError: as nobackfill.client.creation.init.
+        AlreadyExistsError: the gallery exists.
+        NotFoundError: the source has published no release.
+        VerificationError: the publication fails verification, or a model fails its trial.
+        NotPermittedError, UnavailableError: the source refuses the token, or does not answer.
+        BusyError: another process makes this gallery.
+        CannotWriteError: the disk is full or read-only.
     """
     from nobackfill.client.creation import init as make
     from nobackfill.client.gallery_file import keep_reserve
@@ -117,7 +122,13 @@ def add(arguments: Namespace) -> None:
     Raises:
         SystemExit: code 2 if neither or both of images and texts are given; 65 if some files or
             texts were refused, and the others were added.
-        NobackfillError: as nobackfill.client.photos.add, or `add_texts`.
+        InvalidInputError: a path cannot be read, or metadata is not valid.
+        NoEncoderError: the release embeds no images, or no texts.
+        NotFoundError: there is no gallery, or no file of texts.
+        ConfigurationError: the extra `text` is needed and not installed.
+        VerificationError: a model file or the gallery file is damaged.
+        BusyError: another process holds the gallery file for 5 seconds.
+        CannotWriteError: the disk is full or read-only.
     """
     images, notes, texts = arguments.images, dict(arguments.note or ()), arguments.texts
     if bool(images) == (texts is not None) or (texts is not None and notes):
@@ -167,8 +178,14 @@ def search(arguments: Namespace) -> None:
     Raises:
         SystemExit: code 2 if not exactly one kind of query is given, or a condition cannot be
             parsed.
-        NobackfillError: as the methods of nobackfill.client.search.Search and
-            nobackfill.client.pictures.write_sheet.
+        InvalidInputError: a query cannot be read or embedded, or the sheet's name has another
+            suffix than that of a picture.
+        NotFoundError: there is no gallery, or no such item.
+        NoEncoderError: the release has no encoder for this kind of query.
+        ConfigurationError: the extra `text` is needed and not installed.
+        VerificationError: a model file or the gallery file is damaged.
+        BusyError: another process holds the gallery file for 5 seconds.
+        CannotWriteError: the sheet cannot be written.
     """
     images, item, text = arguments.images, arguments.item, arguments.text
     if bool(images) + (item is not None) + (text is not None) != 1:
@@ -227,7 +244,8 @@ def list_items(arguments: Namespace) -> None:
     Raises:
         NotFoundError: there is no gallery.
         VerificationError: the gallery file is damaged.
-        BusyError: another process holds the gallery file.
+        BusyError: another process holds the gallery file for 5 seconds.
+        IncompatibleSpaceError: a sync dropped the space during the call.
     """
     from nobackfill.client.device import Device
 
@@ -255,7 +273,11 @@ def remove(arguments: Namespace) -> None:
         arguments: the parsed words: gallery, items (ids or paths) and json.
 
     Raises:
-        NobackfillError: as nobackfill.client.maintenance.remove.
+        NotFoundError: there is no gallery, or a name is neither an id nor a path; nothing was
+            removed.
+        VerificationError: the gallery file is damaged.
+        BusyError: another process holds the gallery file for 5 seconds.
+        CannotWriteError: the disk is full or read-only.
     """
     from nobackfill.client.device import Device
     from nobackfill.client.maintenance import remove as forget
@@ -276,7 +298,12 @@ def set_metadata(arguments: Namespace) -> None:
             the last one of a key counts) and json.
 
     Raises:
-        NobackfillError: as nobackfill.client.maintenance.describe.
+        NotFoundError: there is no gallery, or a name is neither an id nor a path; nothing was
+            changed.
+        InvalidInputError: a key locates the file, or a key or value is not valid.
+        VerificationError: the gallery file is damaged.
+        BusyError: another process holds the gallery file for 5 seconds.
+        CannotWriteError: the disk is full or read-only.
     """
     from nobackfill.client.device import Device
     from nobackfill.client.maintenance import describe
@@ -296,8 +323,10 @@ def gc(arguments: Namespace) -> None:
             disk, and made again at the end.
 
     Raises:
-        NobackfillError: as nobackfill.client.maintenance.collect; or NotFoundError, without a
-            gallery.
+        NotFoundError: there is no gallery, or the release of a space is not installed.
+        VerificationError: a manifest or the gallery file is damaged.
+        BusyError: a sync is writing vectors, or another process holds the gallery file.
+        CannotWriteError: the disk is full or read-only.
     """
     from nobackfill.client.device import Device
     from nobackfill.client.gallery_file import free_reserve, keep_reserve
@@ -320,8 +349,9 @@ def verify(arguments: Namespace) -> None:
 
     Raises:
         SystemExit: something is damaged or missing; the code is 65.
-        NobackfillError: as nobackfill.client.maintenance.verify; or NotFoundError, without a
-            gallery.
+        NotFoundError: there is no gallery.
+        VerificationError: the gallery file cannot be opened, or its state is damaged.
+        BusyError: another process holds the gallery file for 5 seconds.
     """
     from nobackfill.client.device import Device
     from nobackfill.client.maintenance import verify as check
@@ -344,7 +374,9 @@ def status(arguments: Namespace) -> None:
         arguments: the parsed words: gallery and json.
 
     Raises:
-        NobackfillError: as nobackfill.client.status.status; or NotFoundError, without a gallery.
+        NotFoundError: there is no gallery.
+        VerificationError: the gallery file is damaged.
+        BusyError: another process holds the gallery file for 5 seconds.
     """
     from nobackfill.client.device import Device
     from nobackfill.client.status import status as look
@@ -382,7 +414,11 @@ def rescue(arguments: Namespace) -> None:
 
     Raises:
         SystemExit: some rows were lost; the code is 65.
-        NobackfillError: as nobackfill.client.maintenance.rescue.
+        NotFoundError: there is no gallery.
+        AlreadyExistsError: the new file exists.
+        VerificationError: nothing can be saved.
+        BusyError: another process holds the gallery file for 5 seconds.
+        CannotWriteError: the disk is full or read-only.
     """
     from nobackfill.client.maintenance import rescue as save
 
@@ -417,7 +453,7 @@ def browse(arguments: Namespace) -> None:
         ConfigurationError: the extra `web` is not installed, or the port cannot be used.
         NotFoundError: there is no gallery.
         VerificationError: the gallery file is damaged.
-        BusyError: another process holds the gallery file.
+        BusyError: another process holds the gallery file for 5 seconds.
         KeyboardInterrupt: always, in the end.
     """
     import threading

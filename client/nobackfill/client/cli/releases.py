@@ -19,7 +19,13 @@ def sync(arguments: Namespace) -> None:
             reserve file is made again at the end.
 
     Raises:
-        NobackfillError: as nobackfill.client.sync.sync; or NotFoundError, without a gallery.
+        NotFoundError: there is no gallery, or the source lacks a release that the gallery uses.
+        ConfigurationError: the source has an unknown form or is missing.
+        VerificationError: the publication fails verification, or a file of the gallery is damaged.
+        NoEncoderError: a backfill was requested, and the release embeds no images.
+        NotPermittedError, UnavailableError: the source refuses the token, or does not answer.
+        BusyError: another sync runs, or other commands keep changing the gallery.
+        CannotWriteError: the disk is full or read-only.
     """
     from nobackfill.client.device import Device
     from nobackfill.client.gallery_file import keep_reserve
@@ -53,7 +59,11 @@ def report(arguments: Namespace) -> None:
         arguments: the parsed words: gallery, to (None: nothing is sent, only printed) and json.
 
     Raises:
-        NobackfillError: as nobackfill.client.sync.send_report; or NotFoundError, without a gallery.
+        NotFoundError: there is no gallery, or no sync has tried another release.
+        ConfigurationError: `to` is no gateway's address.
+        NotPermittedError, UnavailableError: the gateway refuses the call, or does not answer.
+        VerificationError: the gallery file is damaged.
+        BusyError: another process holds the gallery file, or the gateway has too much work.
     """
     from nobackfill.client.device import Device
     from nobackfill.client.sync import send_report as send
@@ -77,7 +87,11 @@ def rollback(arguments: Namespace) -> None:
         arguments: the parsed words: gallery and json.
 
     Raises:
-        NobackfillError: as nobackfill.client.sync.roll_back; or NotFoundError, without a gallery.
+        NotFoundError: there is no gallery, or no previous release.
+        PreconditionError: some items have no vector in the previous space.
+        VerificationError: the gallery file is damaged.
+        BusyError: a sync is writing vectors, or another process holds the gallery file.
+        CannotWriteError: the disk is full or read-only.
     """
     from nobackfill.client.device import Device
     from nobackfill.client.sync import roll_back
@@ -101,8 +115,14 @@ def push(arguments: Namespace) -> None:
             new_key and json. Notes on items that were not pushed go to stderr.
 
     Raises:
-        NobackfillError: as nobackfill.client.vault.transfer.push; or NotFoundError, without a
-            gallery.
+        NotFoundError: there is no gallery.
+        ConfigurationError: a key is missing or malformed, the address is no gateway, or a new vault
+            lacks pushed images.
+        QuotaExceededError: the vault holds as many bytes as it may.
+        NotPermittedError, UnavailableError: the gateway refuses the token, or does not answer.
+        VerificationError: the vault lists malformed blobs, or the gallery file is damaged.
+        BusyError: another push or pull runs, or another process holds the gallery file.
+        CannotWriteError: the disk is full or read-only.
     """
     from nobackfill.client.device import Device
     from nobackfill.client.vault.transfer import push as upload
@@ -147,8 +167,12 @@ def pull(arguments: Namespace) -> None:
 
     Raises:
         SystemExit: an image could not be restored; the code is 65.
-        NobackfillError: as nobackfill.client.vault.transfer.pull; or NotFoundError, without a
-            gallery.
+        NotFoundError: there is no gallery, or it has pushed no image of one of the items.
+        ConfigurationError: the key or the vault's address is missing or malformed.
+        NotPermittedError, UnavailableError: the gateway refuses the token, or does not answer.
+        VerificationError: the vault lists malformed blobs, or the gallery file is damaged.
+        BusyError: another push or pull runs, or another process holds the gallery file.
+        CannotWriteError: the disk is full or read-only.
     """
     from nobackfill.client.device import Device
     from nobackfill.client.vault.transfer import pull as restore

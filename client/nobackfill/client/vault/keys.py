@@ -132,7 +132,7 @@ def own_identity(device: GalleryFile) -> Identity:
         ConfigurationError: the key file is missing or unreadable, or holds another key than the
             gallery's state names. Before the first push, any key is accepted.
         DamagedError: the gallery file is damaged.
-        BusyError: another process holds the gallery file.
+        BusyError: another process holds the gallery file for 5 seconds.
         CannotWriteError: the file cannot be opened, or the disk fails.
         NotFoundError: the gallery was closed.
     """
@@ -163,7 +163,7 @@ def key_problem(device: GalleryFile) -> str | None:
 
     Raises:
         DamagedError: the gallery file is damaged.
-        BusyError: another process holds the gallery file.
+        BusyError: another process holds the gallery file for 5 seconds.
         CannotWriteError: the file cannot be opened, or the disk fails.
         NotFoundError: the gallery was closed.
     """
@@ -194,7 +194,7 @@ def identity_for_push(device: GalleryFile, queue: VaultQueue, new_key: bool) -> 
         ConfigurationError: images were pushed, and the key that opens them is missing; or the
             identity file holds no key, or other users may read it.
         DamagedError: the gallery file is damaged.
-        BusyError: another process holds the gallery file.
+        BusyError: another process holds the gallery file for 5 seconds.
         CannotWriteError: the disk is full or read-only.
         NotFoundError: the gallery was closed.
     """

@@ -90,7 +90,7 @@ class VaultQueue:
 
         Raises:
             DamagedError: a row holds a value that this program never writes.
-            BusyError: another process holds the gallery file.
+            BusyError: another process holds the gallery file for 5 seconds.
             CannotWriteError: the file cannot be opened, or the disk fails.
             NotFoundError: the gallery was closed.
         """
@@ -114,7 +114,7 @@ class VaultQueue:
 
         Raises:
             DamagedError: the gallery file is damaged.
-            BusyError: another process holds the gallery file.
+            BusyError: another process holds the gallery file for 5 seconds.
             CannotWriteError: the file cannot be opened, or the disk fails.
             NotFoundError: the gallery was closed.
         """
@@ -130,7 +130,7 @@ class VaultQueue:
 
         Raises:
             DamagedError: the gallery file is damaged.
-            BusyError: another process holds the gallery file.
+            BusyError: another process holds the gallery file for 5 seconds.
             CannotWriteError: the file cannot be opened, or the disk fails.
             NotFoundError: the gallery was closed.
         """
@@ -146,7 +146,7 @@ class VaultQueue:
             entry: the row to insert, with any state.
 
         Raises:
-            BusyError: another process holds the gallery file.
+            BusyError: another process holds the gallery file for 5 seconds.
             CannotWriteError: the disk is full or read-only.
             DamagedError: the gallery file is damaged, or the blob has a row already.
             NotFoundError: the gallery was closed.
@@ -169,7 +169,7 @@ class VaultQueue:
             state: sealed, stored or removing.
 
         Raises:
-            BusyError: another process holds the gallery file.
+            BusyError: another process holds the gallery file for 5 seconds.
             CannotWriteError: the disk is full or read-only.
             DamagedError: the gallery file is damaged, or has no such table; or `state` is another
                 text.
@@ -185,7 +185,7 @@ class VaultQueue:
         transaction.
 
         Raises:
-            BusyError: another process holds the gallery file.
+            BusyError: another process holds the gallery file for 5 seconds.
             CannotWriteError: the disk is full or read-only.
             DamagedError: the gallery file is damaged, or has no such table.
             NotFoundError: the gallery was closed.
@@ -204,7 +204,7 @@ class VaultQueue:
 
         Raises:
             VerificationError: the gallery file is damaged.
-            BusyError: another process holds the gallery file.
+            BusyError: another process holds the gallery file for 5 seconds.
             CannotWriteError: the disk is full or read-only.
             NotFoundError: the gallery was closed.
         """
@@ -218,7 +218,7 @@ class VaultQueue:
         An unknown blob is ignored.
 
         Raises:
-            BusyError: another process holds the gallery file.
+            BusyError: another process holds the gallery file for 5 seconds.
             CannotWriteError: the disk is full or read-only.
             DamagedError: the gallery file is damaged, or has no such table.
             NotFoundError: the gallery was closed.

@@ -274,7 +274,8 @@ class VaultReader:
 
         Args:
             device: the gallery.
-            identity: an age key file to use instead of the gallery's own; None: the own one.
+            identity: an age key file to use instead of the gallery's own; None: the own one. It is
+                read for each image.
         """
         self._device = device
         self._identity = identity
@@ -317,7 +318,7 @@ class VaultReader:
                 or certificate cannot be read.
             NotPermittedError: the gateway refuses the token.
             UnavailableError: the vault does not answer.
-            BusyError: another process holds the gallery file.
+            BusyError: another process holds the gallery file for 5 seconds.
             CannotWriteError: the disk is full or read-only.
         """
         entry, item = self.queue.of(item_id), self._device.store.get(item_id)
@@ -342,7 +343,7 @@ class VaultReader:
                 or certificate cannot be read.
             NotPermittedError: the gateway refuses the token.
             UnavailableError: the vault does not answer, or the download makes no progress.
-            BusyError: another process holds the gallery file.
+            BusyError: another process holds the gallery file for 5 seconds.
             CannotWriteError: the disk is full or read-only.
         """
         blob = vault_pb2.Blob(id=entry.blob, size=entry.size, sha256=entry.blob_sha256)
@@ -362,7 +363,7 @@ class VaultReader:
                 cannot be read.
             NotPermittedError: the gateway refuses the token.
             UnavailableError: the vault does not answer.
-            BusyError: another process holds the gallery file.
+            BusyError: another process holds the gallery file for 5 seconds.
             CannotWriteError: the file cannot be opened, or the disk fails.
             NotFoundError: the gallery was closed.
         """
@@ -390,7 +391,7 @@ class VaultReader:
             NotPermittedError: the gateway refuses the token.
             UnavailableError: the vault does not answer, or the download makes no progress.
             CannotWriteError: the disk is full or read-only.
-            BusyError: another process holds the gallery file.
+            BusyError: another process holds the gallery file for 5 seconds.
         """
         durable.make_dir(self._inbox, 0o700)
         # The vault's ids are untrusted, so they are not used as file names.

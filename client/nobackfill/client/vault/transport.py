@@ -223,7 +223,7 @@ def vault_address(device: GalleryFile, where: str | None = None) -> str:
     Raises:
         ConfigurationError: the address does not begin with grpc:// or grpcs://.
         DamagedError: the gallery file is damaged.
-        BusyError: another process holds the gallery file.
+        BusyError: another process holds the gallery file for 5 seconds.
         CannotWriteError: the file cannot be opened, or the disk fails.
         NotFoundError: the gallery was closed.
     """
@@ -258,7 +258,7 @@ def check_vault(device: GalleryFile, queue: VaultQueue, gateway: Gateway, addres
         VerificationError: the vault's list is malformed, or the gallery file is damaged.
         NotPermittedError: the gateway refuses the token.
         UnavailableError: the vault does not answer.
-        BusyError: another process holds the gallery file.
+        BusyError: another process holds the gallery file for 5 seconds.
         CannotWriteError: the file cannot be opened, or the disk fails.
         NotFoundError: the gallery was closed.
     """
@@ -291,7 +291,7 @@ def vault_problem(device: GalleryFile) -> str | None:
         ConfigurationError: the gateway's address, token or certificate is not valid.
         NotPermittedError: the gateway refuses the token.
         UnavailableError: the vault does not answer within 5 seconds.
-        BusyError: another process holds the gallery file.
+        BusyError: another process holds the gallery file for 5 seconds.
         CannotWriteError: the file cannot be opened, or the disk fails.
         NotFoundError: the gallery was closed.
     """

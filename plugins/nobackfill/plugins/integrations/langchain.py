@@ -102,7 +102,8 @@ class LangChainVectorStore(VectorStore):  # type: ignore[misc]
     ) -> list[str]:
         """Store texts, and return their ids; a missing id becomes a random one.
 
-        Texts are durable when this returns. An existing id is replaced.
+        Texts are durable when this returns. An existing id is replaced. Other keyword arguments are
+        ignored.
 
         Args:
             texts: The texts; none: nothing is stored.
@@ -132,6 +133,8 @@ class LangChainVectorStore(VectorStore):  # type: ignore[misc]
 
     def delete(self, ids: list[str] | None = None, **_: Any) -> bool:
         """Delete documents; unknown ids are ignored, and None deletes all that has a text.
+
+        Other keyword arguments are ignored.
 
         Returns:
             True, whatever was deleted. An empty list deletes nothing.
@@ -163,6 +166,8 @@ class LangChainVectorStore(VectorStore):  # type: ignore[misc]
     ) -> list[Document]:
         """Return the k nearest documents, nearest first.
 
+        Other keyword arguments are ignored.
+
         Args:
             k: The most documents, 1 to 1000; fewer if no more pass.
             filter: A filter, or values that metadata must equal; None: all documents.
@@ -183,6 +188,8 @@ class LangChainVectorStore(VectorStore):  # type: ignore[misc]
         self, embedding: list[float], k: int = 4, filter: Where | None = None, **_: Any
     ) -> list[Document]:
         """Return the k documents nearest to a vector of `release`, nearest first.
+
+        Other keyword arguments are ignored.
 
         Args:
             k: The most documents, 1 to 1000; fewer if no more pass.
@@ -205,6 +212,8 @@ class LangChainVectorStore(VectorStore):  # type: ignore[misc]
         self, query: str, k: int = 4, filter: Where | None = None, **_: Any
     ) -> list[tuple[Document, float]]:
         """Return the k nearest documents with their distances; smaller is nearer.
+
+        Other keyword arguments are ignored.
 
         Args:
             k: The most documents, 1 to 1000; fewer if no more pass.

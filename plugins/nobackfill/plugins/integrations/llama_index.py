@@ -87,7 +87,8 @@ class LlamaIndexVectorStore(BasePydanticVectorStore):  # type: ignore[misc]
     def add(self, nodes: Sequence[BaseNode], **_: Any) -> list[str]:
         """Store nodes, and return their ids.
 
-        Nodes are durable when this returns. No nodes store nothing.
+        Nodes are durable when this returns. No nodes store nothing. Other keyword arguments are
+        ignored, here and in the other methods.
 
         Raises:
             ValueError: The store has a `release`, and a node has no embedding.
@@ -220,16 +221,30 @@ class LlamaIndexVectorStore(BasePydanticVectorStore):  # type: ignore[misc]
     async def async_add(self, nodes: Sequence[BaseNode], **_: Any) -> list[str]:
         """Store nodes on a thread, as `add` does.
 
+        Other tasks of the event loop go on. If the caller is cancelled, the thread goes on all the
+        same.
+
         Raises:
-            NobackfillError, ValueError: As `add` does.
+            ValueError: The store has a `release`, and a node has no embedding.
+            InvalidInputError: A value of the metadata is not one that a gateway stores: nothing is
+                stored. Or the gateway refused nodes, and stored the others.
+            NotFoundError: No such gallery.
+            NotPermittedError: The gateway refuses the token.
+            BusyError: The gateway has too much work.
+            UnavailableError: The gateway does not answer within the connection's seconds.
         """
         return await asyncio.to_thread(self.add, nodes)
 
     async def adelete(self, ref_doc_id: str, **_: Any) -> None:
         """Delete all nodes of a document on a thread, as `delete` does.
 
+        An unknown document is ignored.
+
         Raises:
-            NobackfillError: As `delete` does.
+            NotFoundError: No such gallery.
+            NotPermittedError: The gateway refuses the token.
+            BusyError: The gateway has too much work.
+            UnavailableError: The gateway does not answer within the connection's seconds.
         """
         await asyncio.to_thread(self.delete, ref_doc_id)
 
@@ -241,8 +256,15 @@ class LlamaIndexVectorStore(BasePydanticVectorStore):  # type: ignore[misc]
     ) -> None:
         """Delete nodes on a thread, as `delete_nodes` does.
 
+        Without ids and filters, nothing is deleted; an empty list of ids matches no node.
+
         Raises:
-            NobackfillError: As `delete_nodes` does.
+            InvalidInputError: More than 10,000 ids, or an operator or a value that a gateway does
+                not have.
+            NotFoundError: No such gallery.
+            NotPermittedError: The gateway refuses the token.
+            BusyError: The gateway has too much work.
+            UnavailableError: The gateway does not answer within the connection's seconds.
         """
         await asyncio.to_thread(self.delete_nodes, node_ids, filters)
 
@@ -250,7 +272,10 @@ class LlamaIndexVectorStore(BasePydanticVectorStore):  # type: ignore[misc]
         """Delete every item with a text on a thread.
 
         Raises:
-            NobackfillError: As `clear` does.
+            NotFoundError: No such gallery.
+            NotPermittedError: The gateway refuses the token.
+            BusyError: The gateway has too much work.
+            UnavailableError: The gateway does not answer within the connection's seconds.
         """
         await asyncio.to_thread(self.clear)
 
@@ -259,8 +284,15 @@ class LlamaIndexVectorStore(BasePydanticVectorStore):  # type: ignore[misc]
     ) -> list[BaseNode]:
         """Return nodes from a thread, as `get_nodes` does.
 
+        Without ids and filters, every node is returned; an empty list of ids matches no node.
+
         Raises:
-            NobackfillError: As `get_nodes` does.
+            InvalidInputError: More than 10,000 ids, or an operator or a value that a gateway does
+                not have.
+            NotFoundError: No such gallery.
+            NotPermittedError: The gateway refuses the token.
+            BusyError: The gateway has too much work.
+            UnavailableError: The gateway does not answer within the connection's seconds.
         """
         return await asyncio.to_thread(self.get_nodes, node_ids, filters)
 
@@ -268,7 +300,14 @@ class LlamaIndexVectorStore(BasePydanticVectorStore):  # type: ignore[misc]
         """Search on a thread, as `query` does.
 
         Raises:
-            NobackfillError: As `query` does.
+            InvalidInputError: Another mode than the default one, an operator that a gateway does
+                not have, no query of the kind that the store needs, or a number of nodes outside 1
+                to 1000.
+            PreconditionError: The gallery cannot answer now, such as NoEncoderError.
+            NotFoundError: No such gallery.
+            NotPermittedError: The gateway refuses the token.
+            BusyError: The gateway has too much work.
+            UnavailableError: The gateway does not answer within the connection's seconds.
         """
         return await asyncio.to_thread(self.query, query)
 

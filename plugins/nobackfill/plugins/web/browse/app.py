@@ -195,7 +195,7 @@ class CachedSearches:
         Raises:
             NotFoundError: the release is not installed.
             VerificationError: a file is damaged.
-            BusyError: another process holds the gallery file.
+            BusyError: another process holds the gallery file for 5 seconds.
             CannotWriteError: the gallery file cannot be opened, or the disk fails.
         """
         while True:
@@ -216,7 +216,7 @@ class CachedSearches:
         Raises:
             NotFoundError: the release is not installed.
             VerificationError: a file is damaged.
-            BusyError: another process holds the gallery file.
+            BusyError: another process holds the gallery file for 5 seconds.
             CannotWriteError: the gallery file cannot be opened, or the disk fails.
         """
         previous = self._device.previous()
@@ -243,7 +243,7 @@ class CachedSearches:
                 range.
             NoEncoderError: the release embeds no images.
             VerificationError: a model file or the gallery file is damaged.
-            BusyError: another process holds the gallery file.
+            BusyError: another process holds the gallery file for 5 seconds.
             IncompatibleSpaceError: the space was dropped since.
             NotFoundError: the release of the space is not installed.
             CannotWriteError: the gallery file cannot be opened, or the disk fails.
@@ -345,7 +345,7 @@ class ItemPages:
         Raises:
             InvalidInputError: a condition or the place is not valid.
             VerificationError: a file of the gallery is damaged.
-            BusyError: another process holds the gallery file.
+            BusyError: another process holds the gallery file for 5 seconds.
             CannotWriteError: the gallery file cannot be opened, or the disk fails.
             IncompatibleSpaceError: a sync dropped the space during the request.
         """
@@ -361,7 +361,7 @@ class ItemPages:
         Raises:
             InvalidInputError: a condition or the place is not valid.
             VerificationError: a file of the gallery is damaged.
-            BusyError: another process holds the gallery file.
+            BusyError: another process holds the gallery file for 5 seconds.
             CannotWriteError: the gallery file cannot be opened, or the disk fails.
             IncompatibleSpaceError: a sync dropped the space during the request.
         """
@@ -401,7 +401,7 @@ class ItemPages:
         Raises:
             NotFoundError: there is no such item, or it has no vector in the active space.
             VerificationError: a file of the gallery is damaged.
-            BusyError: another process holds the gallery file.
+            BusyError: another process holds the gallery file for 5 seconds.
             IncompatibleSpaceError: a sync dropped the space during the request.
             CannotWriteError: the gallery file cannot be opened, or the disk fails.
         """
@@ -442,7 +442,7 @@ class ItemPages:
         Raises:
             NotFoundError: there is no such item.
             VerificationError: a file of the gallery is damaged.
-            BusyError: another process holds the gallery file.
+            BusyError: another process holds the gallery file for 5 seconds.
             CannotWriteError: the gallery file cannot be opened, or the disk fails.
         """
         return self._jpeg(self._thumbnails.of(self._one(request)))
@@ -458,7 +458,7 @@ class ItemPages:
         Raises:
             NotFoundError: there is no such item.
             VerificationError: a file of the gallery is damaged.
-            BusyError: another process holds the gallery file.
+            BusyError: another process holds the gallery file for 5 seconds.
             CannotWriteError: the gallery file cannot be opened, or the disk fails.
         """
         return self._jpeg(self._thumbnails.large(self._one(request)))
@@ -471,7 +471,7 @@ class ItemPages:
 
         Raises:
             VerificationError: a file of the gallery is damaged.
-            BusyError: another process holds the gallery file.
+            BusyError: another process holds the gallery file for 5 seconds.
             CannotWriteError: the gallery file cannot be opened, or the disk fails.
         """
         items = [(hit, self._device.store.get(hit.id)) for hit in answer.hits]
@@ -496,7 +496,7 @@ class ItemPages:
 
         Raises:
             VerificationError: a file of the gallery is damaged.
-            BusyError: another process holds the gallery file.
+            BusyError: another process holds the gallery file for 5 seconds.
             CannotWriteError: the gallery file cannot be opened, or the disk fails.
         """
         old, new = (self.tiles(answer)[:COMPARED] for answer in (old_answer, new_answer))
@@ -591,7 +591,7 @@ class SearchPages:
             NotFoundError: the release of a space is not installed.
             IncompatibleSpaceError: a sync dropped the space during the request.
             VerificationError: a file of the gallery is damaged.
-            BusyError: another process holds the gallery file.
+            BusyError: another process holds the gallery file for 5 seconds.
             CannotWriteError: the gallery file cannot be opened, or the disk fails.
         """
         where = read_where(request)
@@ -632,7 +632,7 @@ class ReleasePages:
         Raises:
             NotFoundError: the release is not installed.
             VerificationError: a file is damaged.
-            BusyError: another process holds the gallery file.
+            BusyError: another process holds the gallery file for 5 seconds.
             IncompatibleSpaceError: a sync dropped a space during the request.
             CannotWriteError: the gallery file cannot be opened, or the disk fails.
         """
