@@ -561,6 +561,8 @@ class VecTable:
     def delete(self, keys: Iterable[Any]) -> None:
         """Delete rows by key; unknown keys are ignored.
 
+        Outside a transaction, earlier rows stay deleted after an error.
+
         Raises:
             BusyError: Others hold the file for longer than 10 s.
             ConfigurationError: The file is read-only.

@@ -439,7 +439,7 @@ def pull(
 
     Returns:
         The paths of the files that were written, how many the folder held already, and the
-        failures.
+        failures. An image that another key encrypted is a failure, too.
 
     Raises:
         NotFoundError: the gallery has pushed no image of one of `items`; nothing was restored; or

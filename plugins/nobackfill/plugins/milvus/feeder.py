@@ -91,13 +91,15 @@ class Feeder:
     def feed(self, schema: str) -> int:
         """Send up to 4,000 pending labels of a gallery to Milvus, in one transaction.
 
+        It creates and loads missing collections. A collection that was lost makes all vectors of
+        its space pending again.
+
         Args:
             schema: the gallery's schema; the gallery must have a journal.
 
         Returns:
             How many labels are no longer pending, with those of dropped spaces, which are not sent.
-            0 if none is pending, or another gateway feeds the gallery. It creates and loads missing
-            collections. A collection that was lost makes all vectors of its space pending again.
+            0 if none is pending, or another gateway feeds the gallery.
 
         Raises:
             UnavailableError: Milvus or the database does not answer; the labels stay pending,
