@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from nobackfill.errors import PreconditionError
+from nobackfill.errors import PreconditionError, VerificationError
 from nobackfill.server.cli.main import main
 from nobackfill.server.gateway import GatewayServer
 from nobackfill.server.storage import forget_move
+from nobackfill.server.transfer import transfer_vault
 from nobackfill.v1 import vault_pb2 as pb
 from tests.server.conftest import Stages, publish_stage
 from tests.server.support import Client, images, running, settings
@@ -143,3 +144,10 @@ def test_a_wrong_source_moves_nothing(tmp_path: Path, postgres: Server) -> None:
         odd = f"sqllite:{tmp_path}"
         assert "expected sqlite:FOLDER" in run("data", "move", "--from", odd, "--to", url, code=78)
         assert "the same store" in run("data", "move", "--from", url, "--to", url, code=78)
+
+
+def test_a_blob_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    blob = tmp_path / "old" / ("a" * 32) / "bb" / f"{'b' * 64}.{'c' * 64}"
+    blob.mkdir(parents=True)
+    with pytest.raises(VerificationError, match=f"{blob}: the blob cannot be read"):
+        transfer_vault(tmp_path / "old", tmp_path / "new")

@@ -97,6 +97,14 @@ def test_any_name_is_kept_in_ascii_and_on_one_line(tmp_path: Path) -> None:
     assert [deed.who for deed in state.deeds()] == names[1:2]
 
 
+def test_an_audit_that_cannot_be_read_is_an_error_with_an_exit_code(tmp_path: Path) -> None:
+    state = StateFile(tmp_path / "state.json")
+    assert state.deeds() == []
+    (tmp_path / AUDIT).mkdir()
+    with pytest.raises(VerificationError, match="the audit cannot be read"):
+        state.deeds()
+
+
 def test_of_very_many_deeds_the_latest_are_told(tmp_path: Path) -> None:
     """Lines that say nothing do not count."""
     state, file = StateFile(tmp_path / "state.json"), tmp_path / AUDIT

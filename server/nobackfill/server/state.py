@@ -217,7 +217,7 @@ class GatewayState(ABC):
     def change(self, **values: object) -> State:
         """Replace some fields of the state, durably; `current` then has them.
 
-        Values that are there already write nothing.
+        Within `transact`, `current` has them after its commit.
 
         Args:
             values: new value by the name of a field of State; other names and wrong types raise
@@ -230,6 +230,7 @@ class GatewayState(ABC):
             CannotWriteError: the state cannot be written; it is unchanged.
             BusyError: the database is busy; the state is unchanged.
             UnavailableError: the database does not answer; the state is unchanged.
+            VerificationError: the state in the database is damaged, or a newer version wrote it.
         """
         return self.revise(lambda _current: values)
 
@@ -237,6 +238,8 @@ class GatewayState(ABC):
     def revise(self, values_of: Callable[[State], Mapping[str, object]]) -> State:
         """Replace fields by values that depend on the present state, atomically and durably;
         `current` then has them.
+
+        Within `transact`, `current` has them after its commit.
 
         Args:
             values_of: computes the new values, by the name of a field of State, from the state;
@@ -250,6 +253,7 @@ class GatewayState(ABC):
             CannotWriteError: the state cannot be written; it is unchanged.
             BusyError: the database is busy; the state is unchanged.
             UnavailableError: the database does not answer; the state is unchanged.
+            VerificationError: the state in the database is damaged, or a newer version wrote it.
         """
 
     def catch_up(self) -> None:
@@ -260,7 +264,8 @@ class GatewayState(ABC):
         Raises:
             BusyError: the database is busy.
             UnavailableError: the database does not answer.
-            VerificationError: a new gallery is damaged, or one of its models fails its check.
+            VerificationError: the shared state or a new gallery is damaged, or a model fails its
+                check.
         """
         self.follow()
 
@@ -273,6 +278,7 @@ class GatewayState(ABC):
         Raises:
             BusyError: the database is busy.
             UnavailableError: the database does not answer.
+            VerificationError: the state in the database is damaged, or a newer version wrote it.
         """
         return {}
 
@@ -392,13 +398,15 @@ class GatewayState(ABC):
 
     @abstractmethod
     def deeds(self) -> "list[Deed]":
-        """Return the latest entries of the audit, at most MOST_DEEDS, latest last.
+        """Return the latest entries of the audit, at most MOST_DEEDS, latest last; empty without
+        any.
 
         An entry that a kill or a full disk has cut is left out.
 
         Raises:
             UnavailableError: the database does not answer.
-            OSError: the file of the audit cannot be read.
+            BusyError: the database is busy.
+            VerificationError: the file of the audit cannot be read.
         """
 
 
@@ -467,12 +475,19 @@ class StateFile(GatewayState):
         An entry that a kill or a full disk has cut is left out.
 
         Raises:
-            OSError: the file cannot be read.
+            VerificationError: the file cannot be read.
         """
-        if not self._deeds.exists():
+        try:
+            lines = self._deeds.read_bytes().split(b"\n")
+        except FileNotFoundError:
             return []
+        except OSError as error:
+            raise VerificationError(
+                f"{self._deeds}: the audit cannot be read ({error.strerror}); check its "
+                "permissions and the disk"
+            ) from error
         deeds: list[Deed] = []
-        for line in reversed(self._deeds.read_bytes().split(b"\n")):
+        for line in reversed(lines):
             if len(deeds) == MOST_DEEDS:
                 break
             # Skip a line that a kill or a full disk has cut.

@@ -276,9 +276,8 @@ def transfer_vault(source: Path, target: Path) -> Transferred:
         The numbers of blobs; `alike` compares names and sizes.
 
     Raises:
-        VerificationError: a blob is damaged; those before it are copied.
+        VerificationError: a blob is damaged, or cannot be read; those before it are copied.
         CannotWriteError: the target cannot be written.
-        OSError: a file of the source cannot be read.
     """
     result = Transferred()
     source_blobs, target_blobs = blobs_of(source), blobs_of(target)
@@ -298,11 +297,19 @@ def transfer_vault(source: Path, target: Path) -> Transferred:
 
 def _copy_blob(source: Path, target: Path) -> None:
     part = target.with_name(f"{durable.TEMPORARY_PREFIX}{target.name}")
-    with source.open("rb") as handle:
-        durable.make_dir(target.parent, 0o700)
-        durable.remove_tree(part)
-        while chunk := handle.read(_CHUNK):
-            durable.append_bytes(part, chunk, 0o600)
+    try:
+        with source.open("rb") as handle:
+            durable.make_dir(target.parent, 0o700)
+            durable.remove_tree(part)
+            while chunk := handle.read(_CHUNK):
+                durable.append_bytes(part, chunk, 0o600)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise VerificationError(
+            f"{source}: the blob cannot be read ({error.strerror}); check its permissions and the "
+            "disk, then run the command again"
+        ) from error
     if sha256_file(part) != target.suffix[1:]:
         durable.remove_tree(part)
         raise VerificationError(
