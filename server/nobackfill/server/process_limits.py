@@ -66,7 +66,9 @@ def raise_limit() -> None:
 
 def open_galleries() -> int:
     """Return how many galleries may be open at once, 8 to 512, by the present soft limit of open
-    files: 16 files each, after 1024 for everything else.
+    files.
+
+    A gallery counts as 16 files, after 1024 files for everything else.
     """
     return max(_MIN_GALLERIES, min(_MAX_GALLERIES, (_limit() - _OTHER_FILES) // _FILES_PER_GALLERY))
 

@@ -168,6 +168,8 @@ def load_settings(flags: dict[str, Any], file: Path | None) -> Settings:
     """Merge the sources of the settings: an option wins over a variable NOBACKFILL_*, a variable
     over the file, and the file over the default.
 
+    Lists and tables in variables are JSON. Unknown variables are ignored.
+
     Args:
         flags: options of the command line by the setting's name; None values are left out.
         file: the TOML file; None means none.
@@ -176,8 +178,9 @@ def load_settings(flags: dict[str, Any], file: Path | None) -> Settings:
         The complete settings. Files and folders that they name are not opened yet.
 
     Raises:
-        ConfigurationError: a value is not valid, values contradict each other, or the file is
-            missing, is no TOML or has unknown keys; the error names every wrong key.
+        ConfigurationError: a value is not valid, values contradict each other, or a variable is no
+            JSON; or the file is missing, cannot be read, is no TOML or has unknown keys. The error
+            names every wrong key.
     """
     if file is not None and not file.is_file():
         raise ConfigurationError(

@@ -88,6 +88,9 @@ def start(
 
     The galleries are upgraded first. The command returns once the canary has begun. The gateway
     stops the canary if the new release is measurably worse than the old one.
+
+    It fails if the release is not published, is older than the active one, or another activation
+    runs.
     """
     canary = _canary_of(share, steps, every)
     canary.shadow = shadow
@@ -126,6 +129,9 @@ def step(
 
     Without --share and --steps, go to the canary's next step now. With --share alone, the share
     stays until the next command.
+
+    It fails if no canary of the release runs, if there is no further step, or if the share would
+    shrink.
     """
     change = _canary_of(share, steps, every) if share or steps or every else None
     with exit_codes(), connect(server) as gateway:
@@ -146,14 +152,22 @@ def step(
 
 @canary_commands.command(epilog=examples("gateway canary promote 2"))
 def promote(number: Number, server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
-    """End a canary by letting its release answer all callers."""
+    """End a canary by letting its release answer all callers.
+
+    The command returns when the switch has ended. It fails if no canary of the release runs, or if
+    the release has answered no query of it.
+    """
     with exit_codes(), connect(server) as gateway:
         report(number, gateway.promote(number), as_json)
 
 
 @canary_commands.command(epilog=examples("gateway canary stop 2"))
 def stop(number: Number, server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
-    """End a canary: the old release answers all callers again."""
+    """End a canary: the old release answers all callers again.
+
+    It fails if no canary of the release runs, also if it was promoted before. Items that the old
+    release does not find are listed.
+    """
     with exit_codes(), connect(server) as gateway:
         # A gateway of an older version ignores `canary`: these two calls guard the rollback there.
         _running_canary(gateway, number)
@@ -167,6 +181,8 @@ def watch(server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
     """Follow a canary to its end: the counts of both releases, and how they compare.
 
     Prints one line a second.
+
+    Without a canary since the gateway started, it prints one line that says so.
     """
     with exit_codes(), connect(server) as gateway:
         for snapshot in gateway.watch_canary():

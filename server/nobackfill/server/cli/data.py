@@ -45,6 +45,8 @@ def backup(
     """Back up a data folder: all galleries and the vault, in one verified copy.
 
     The copy is consistent even while a gateway serves the folder.
+
+    An error leaves no backup. Indexes are left out, because they can be made again.
     """
     with exit_codes():
         from nobackfill.server.backup import backup
@@ -63,6 +65,8 @@ def restore(
     """Make a data folder from a backup.
 
     The backup is verified first. The data folder must be new or empty.
+
+    An error leaves the data folder as it was. No gateway may serve it.
     """
     with exit_codes():
         from nobackfill.server.backup import restore
@@ -80,6 +84,8 @@ def verify(
     """Check that a backup or a data folder is intact.
 
     Reads every file and checks its digest, every page of every gallery, and every vector.
+
+    It stops at the first damage, and exits with 65.
     """
     with exit_codes():
         from nobackfill.server.backup import verify
@@ -145,6 +151,8 @@ def export(
     """Write a gallery's vectors as Parquet files, from one snapshot.
 
     A gateway may serve the store at the same time.
+
+    An error leaves no folder.
     """
     with exit_codes():
         from nobackfill.errors import NotFoundError, join_few
@@ -202,6 +210,8 @@ def migrate(
     """Convert a database to the format of this version, or back to an earlier one.
 
     No gateway may serve the database. A gateway converts its own database when it starts.
+
+    If the database has that format already, nothing changes. An error changes nothing.
     """
     with exit_codes():
         from nobackfill.errors import ConfigurationError
@@ -338,6 +348,8 @@ def audit(
 
     The list has the latest 1000 entries. A caller is shown by the name of its token. A gateway may
     serve the store at the same time.
+
+    The latest entry comes last.
     """
     with exit_codes():
         from nobackfill.server.storage import Storage, need_store

@@ -40,6 +40,8 @@ def create(name: _Name, server: Server = DEFAULT_SERVER, as_json: Json = False) 
     """Create an empty gallery.
 
     The release that answers at present embeds its queries. Fill it with `gateway put`.
+
+    It fails if a gallery has this name, if no release is active yet, or while an activation runs.
     """
     with exit_codes(), connect(server) as gateway:
         answer = gateway.create_gallery(name)
@@ -48,7 +50,10 @@ def create(name: _Name, server: Server = DEFAULT_SERVER, as_json: Json = False) 
 
 @gallery_commands.command("list", epilog=examples("gateway gallery list"))
 def list_command(server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
-    """List the galleries: items, and the release that answers in each."""
+    """List the galleries: items, and the release that answers in each.
+
+    They are sorted by name. A gallery that is not served is listed with the reason.
+    """
     with exit_codes(), connect(server) as gateway:
         found = list(gateway.list_galleries())
     whole = gallery_pb2.ListGalleriesResponse(galleries=found)
@@ -70,6 +75,8 @@ def delete(
     """Delete a gallery and all its items, for good.
 
     Without --yes, only count the items.
+
+    It fails if there is no such gallery, while an activation runs, or if calls use it for a minute.
     """
     with exit_codes(), connect(server) as gateway:
         items = gateway.get_gallery(name).items
@@ -124,6 +131,9 @@ def search(
     """Search a gallery by an image file or by a text.
 
     The score is the probability of a match, where the release has a calibration.
+
+    Hits are listed best first; an empty gallery has none. It fails if the gallery or the file does
+    not exist, or if the release cannot read the query.
     """
     if (image is None) == (text is None):
         raise typer.BadParameter("expected either an image file or --text WORDS, got both or none")

@@ -77,7 +77,10 @@ def connect(server: str) -> Iterator[Gateway]:
 
 @app.command(epilog=examples("gateway releases", "gateway releases --server gateway.example:50051"))
 def releases(server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
-    """List the published releases and their states at this gateway."""
+    """List the published releases and their states at this gateway.
+
+    Withdrawn releases are listed with their reason. Before the first publication the list is empty.
+    """
     with exit_codes(), connect(server) as gateway:
         answer = release_pb2.ListReleasesResponse(releases=gateway.list_releases())
     rows = [["release", "state", "dim", "metric", "upgrades from"]]
@@ -151,6 +154,9 @@ def activate(
     """Upgrade every gallery to a release, and switch to it.
 
     Progress goes to stderr. Ctrl-C ends this command only; the activation goes on.
+
+    If the release is active already, galleries that stayed behind are upgraded. It fails if the
+    release is not published, is older than the active one, or another activation runs.
     """
     if rollout is not None and rollout not in ROLLOUTS:
         raise typer.BadParameter(f"expected one of {', '.join(sorted(ROLLOUTS))}, got {rollout!r}")
@@ -211,6 +217,8 @@ def rollback(
 
     Without --yes, only count and list the items that the older release would not find. Nothing is
     computed.
+
+    It fails if there is no release to return to. A running activation is cancelled.
     """
     with exit_codes(), connect(server) as gateway:
         answer = gateway.rollback()
@@ -238,6 +246,9 @@ def retire(server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
     """Delete the vectors and models of every older release.
 
     Rollback to them is impossible afterwards.
+
+    It fails while an activation runs. Galleries that stayed with an older release keep their
+    vectors.
     """
     with exit_codes(), connect(server) as gateway:
         answer = release_pb2.RetireReleaseResponse(retired=gateway.retire())
@@ -260,6 +271,8 @@ def estimate(
     indexes of the new vectors are built after the upgrade. The quality is the share of the mAP of
     re-embedding that the publisher measured for this route. Items without what the route needs stay
     behind. Nothing is changed.
+
+    It fails if the gallery or the release does not exist, or if no upgrade leads there.
     """
     with exit_codes(), connect(server) as gateway:
         share = tuning(settings, ACTIVATION)["spare_cores"]

@@ -92,6 +92,8 @@ def sample(
 
     It takes seconds, trains nothing and needs no network. The models are linear and know 24 kinds
     of drawn pictures; do not use them for others.
+
+    It fails if the release is there already, or, for release 2, if release 1 is not.
     """
     with exit_codes():
         from nobackfill.server.sample import write_sample
@@ -328,6 +330,9 @@ def install_triton(
     """Create a virtual environment with Triton for `gateway serve`.
 
     pip downloads the packages from its configured index (several GB).
+
+    A folder that exists is completed. It fails without a package index or for Python 3.13 and
+    newer.
     """
     with exit_codes():
         from nobackfill.server.triton.process import default_folder, install

@@ -43,6 +43,8 @@ def upgrade(
 
     The job does the work, and the gateways that share the database follow it. If the job is killed,
     one of them continues. Settings are those of `gateway serve`.
+
+    Progress goes to stderr. It exits with 1 if the activation fails.
     """
     if rollout is not None and rollout not in _ROLLOUTS:
         raise typer.BadParameter(f"expected one of {', '.join(_ROLLOUTS)}, got {rollout!r}")

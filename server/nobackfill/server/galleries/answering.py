@@ -643,8 +643,8 @@ class SpaceChoice:
     def parts(self, query: ByEmbedding, preferred: tuple[PlanPart, ...]) -> tuple[PlanPart, ...]:
         """Choose the parts for a query.
 
-        They are the first that fit: the preferred parts, those of the plan, one part for a single
-        space, or a direct search from another release's space.
+        The first that fit are taken: the preferred parts, those of the plan, then one part for a
+        single space. Last comes a direct search from another release's space.
 
         Args:
             query: embeddings by space; spaces that are not known here are ignored.
@@ -1038,15 +1038,15 @@ class ImmediateAnswers:
         """Answer encoded requests by the route of the last answer; call it on the thread that
         receives calls only.
 
-        Answers are counted in the metrics and for the gallery's speed.
+        Answers are counted in the metrics and for the gallery's speed. A route that is no longer
+        valid is dropped.
 
         Args:
             messages: encoded SearchRequests.
 
         Returns:
-            The encoded answer to each, None for a request that the route does not fit; or None for
-            all if there is no route, or it is no longer valid and is dropped. The caller then uses
-            `answer`.
+            The encoded answer to each, in order, None for a request that the route does not fit.
+            Without a valid route, None for all; the caller then uses `answer`.
         """
         route = self._route
         if (
@@ -1354,7 +1354,7 @@ class ImageAnswers:
     def later(self, gallery: str, image: bytes, k: int, farthest: float) -> Later | None:
         """Return what answers a query later; None if it needs another thread.
 
-        That is so for an unknown gallery, one in a database, one whose plan has two parts for
+        It needs one for an unknown gallery, one in a database, one whose plan has two parts for
         images, and while no model answers.
 
         Args:

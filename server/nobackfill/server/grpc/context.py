@@ -577,8 +577,9 @@ _FOLDERS = re.compile(r"(?<![\w/])/(?:[^\s/:]+/)+")
 
 
 def code_of(error: Exception) -> StatusCode:
-    """Return the gRPC status code of an error: that of its class in wire/statuses.py, UNAVAILABLE
-    for an OSError or an sqlite3.OperationalError, INTERNAL for an unexpected one.
+    """Return the gRPC status code of an error, by its class in wire/statuses.py.
+
+    Another OSError or sqlite3.OperationalError gives UNAVAILABLE, and any other error INTERNAL.
     """
     row = row_of(type(error))
     if row is not None:

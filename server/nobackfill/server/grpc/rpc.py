@@ -587,8 +587,8 @@ class Stalls:
         """Watch a stream; returns the function to call once it has ended. A second call of it does
         nothing.
 
-        Every 0.5 s a thread checks the caller, the age, and how long the client has let it wait:
-        after 60 s without a sent or read message the stream is cancelled.
+        Every 0.5 s a thread checks the caller, the age, and how long the client has let it wait.
+        After 60 s without a sent or read message the stream is cancelled.
         """
         with self._lock:
             self._streams.setdefault(stream.confirm, set()).add(stream)
@@ -1187,9 +1187,9 @@ class Interceptor(grpc.ServerInterceptor):
     def arrive(self, method: str, metadata: Metadata) -> "Handling | None":
         """Return how a call is handled that may be answered where it arrives.
 
-        Returns None if it is handled as any other call: its method has no immediate answer or was
-        not called before, calls are traced, or this one is refused. A call that is returned was
-        counted for its token's rate.
+        Returns None if it is handled as any other call. That is so if its method has no immediate
+        answer or was not called before, if calls are traced, or if it is refused. A call that is
+        returned was counted for its token's rate.
         """
         entry = self._kinds.get(method)
         if entry is None or entry[0].answer_immediately is None or self._tracing is not None:

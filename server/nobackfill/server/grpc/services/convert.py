@@ -25,12 +25,16 @@ _LAST = 253_402_300_799
 
 
 def keys_of(fields: types.Fields | None) -> Collection[str] | None:
-    """Return the metadata keys that an answer includes; None for all."""
+    """Return the metadata keys that an answer includes; None, for a message that is not set, means
+    all. Empty means none.
+    """
     return None if fields is None else frozenset(fields.keys)
 
 
 def to_metadata(metadata: Metadata, keys: Collection[str] | None, into: Values) -> None:
     """Encode an item's metadata.
+
+    Keys that the item does not have are left out. NaN and infinity are written as they are.
 
     Args:
         metadata: the metadata.
@@ -45,8 +49,11 @@ def to_metadata(metadata: Metadata, keys: Collection[str] | None, into: Values) 
 def from_filter(filtered: types.Filter) -> Filter | None:
     """Parse a filter; None if every item passes.
 
+    Clients add a condition with the key NEWER, by which older gateways refuse; it is skipped here.
+    Sizes and NaN are not checked here.
+
     Raises:
-        InvalidInputError: a condition has no test, or an invalid one.
+        InvalidInputError: a condition or an expression has no test, or an invalid value or time.
     """
     parts = [_condition(one) for one in filtered.conditions if one.key != NEWER]
     expression = _expression(filtered.expression) if filtered.HasField("expression") else None
@@ -109,11 +116,11 @@ def _moments(bounds: types.Condition.TimeRange, key: str) -> dict[str, int]:
 
 
 def to_end(space: str, ends: Mapping[str, float], message: Timestamp) -> None:
-    """Fill in when queries of a space end, if an end is announced.
+    """Fill in when queries of a space end; without an announced end the message stays unset.
 
     Args:
         space: id of the space.
-        ends: Unix time by space.
+        ends: Unix time by space; times after the year 9999 become its last second.
         message: the timestamp to fill.
     """
     if space in ends:

@@ -46,14 +46,17 @@ _READ = 50
 def get(hosted: Hosted, name: str) -> pb.GetItemResponse:
     """Read an item: its metadata, its spaces, and the origin of its vector in the active space.
 
+    Without a vector there, origin and uncertainty stay unset.
+
     Args:
         hosted: the gallery.
         name: id of the item.
 
     Raises:
-        NotFoundError: the gallery has no such item.
+        NotFoundError: the gallery has no such item, or was deleted.
         UnavailableError: the database does not answer.
         BusyError: the database is busy.
+        VerificationError: the gallery is damaged.
     """
     entry = hosted.store.get(name)
     if entry is None:
@@ -71,20 +74,23 @@ def get(hosted: Hosted, name: str) -> pb.GetItemResponse:
 def page(hosted: Hosted, request: pb.ListItemsRequest) -> pb.ListItemsResponse:
     """List a page of items, in the order in which they were put, or the least certain first.
 
-    A page ends after DEFAULT_PAGE items if the request has no page size, or early once it has
-    PAGE_BYTES. An empty next_page_token ends the list. Items that are put or deleted between two
-    pages may be missing or listed.
+    A page ends after DEFAULT_PAGE (100) items if the request has no page size, or early once it has
+    PAGE_BYTES (1 MiB). An empty next_page_token ends the list; a page before the last may be the
+    last one that has items. Items that are put or deleted between two pages may be missing or
+    listed.
 
     Args:
         hosted: the gallery.
-        request: the request.
+        request: the request; its page size is at most LARGEST_PAGE (1000).
 
     Raises:
         InvalidInputError: the page size, order, token or filter is not valid.
         DeadlineError: the call's time is over.
         CancelledError: the caller has cancelled the call.
+        NotFoundError: the gallery was deleted.
         UnavailableError: the database does not answer.
         BusyError: the database is busy.
+        VerificationError: the gallery is damaged.
     """
     if request.page_size > LARGEST_PAGE:
         raise InvalidInputError(
@@ -131,12 +137,18 @@ def page(hosted: Hosted, request: pb.ListItemsRequest) -> pb.ListItemsResponse:
 
 
 def count(hosted: Hosted, filtered: types.Filter) -> int:
-    """Count the items that pass a filter; all items without a condition.
+    """Count the items that pass a filter; all items without a condition, with or without a vector.
+
+    Args:
+        hosted: the gallery.
+        filtered: the filter.
 
     Raises:
         InvalidInputError: the filter is not valid.
+        NotFoundError: the gallery was deleted.
         UnavailableError: the database does not answer.
         BusyError: the database is busy.
+        VerificationError: the gallery is damaged.
     """
     conditions = from_filter(filtered)
     return hosted.store.count() if conditions is None else len(hosted.filtering.passing(conditions))
@@ -231,7 +243,8 @@ def _fill_vector(item: StoredItem, into: pb.GetItemResponse | pb.ListedItem) -> 
 
 
 def from_source(message: gallery_pb2.ItemSource) -> HealingSource | None:
-    """Parse the source of an UpdateGallery request; the address is not checked yet.
+    """Parse the source of an UpdateGallery request; the address is not checked, and nothing is
+    opened.
 
     Args:
         message: the source; limits of 0 mean the defaults.
@@ -255,11 +268,11 @@ def from_source(message: gallery_pb2.ItemSource) -> HealingSource | None:
 
 
 def to_source(source: HealingSource, *, address: bool) -> gallery_pb2.ItemSource:
-    """Encode a source.
+    """Encode a source with its limits.
 
     Args:
         source: the source.
-        address: include the address, for callers that may see it.
+        address: include the address, for callers that may see it; otherwise it is empty.
     """
     message = gallery_pb2.ItemSource(
         address=source.address if address else "",
@@ -273,7 +286,10 @@ def to_source(source: HealingSource, *, address: bool) -> gallery_pb2.ItemSource
 
 
 def to_healing(progress: HealingProgress) -> upgrade_pb2.Healing:
-    """Encode the progress of re-embedding; only admins see the last failure."""
+    """Encode the progress of re-embedding; only callers with the role admin see the last failure.
+
+    Numbers that are not known yet stay unset.
+    """
     cost = progress.cost
     message = upgrade_pb2.Healing(
         items=progress.items,
@@ -321,8 +337,15 @@ class GalleryService(GalleryServiceServicer):
     ) -> pb.CreateGalleryResponse:
         """Create an empty gallery in the active release's space.
 
+        If exact distances cannot be set after the gallery was created, the gallery stays.
+
         Raises:
-            NobackfillError: as Lifecycle.create.
+            InvalidInputError: the name is not valid.
+            AlreadyExistsError: a gallery has this name.
+            PreconditionError: no release is active.
+            BusyError: an activation or a rollback is under way, or the database is busy.
+            CannotWriteError: the gallery cannot be written.
+            UnavailableError: the database does not answer.
         """
         self._lifecycle.create(request.name)
         with self._galleries.use_gallery(request.name) as hosted:
@@ -336,12 +359,15 @@ class GalleryService(GalleryServiceServicer):
         """Change the fields of a gallery that the request has, one after the other, durably.
 
         A change before an error stays. A request without any of them only returns the gallery.
+        Changes of the source and of both models are recorded in the audit.
 
         Raises:
             NotFoundError: no gallery has this name, or the source's folder or file does not exist.
             InvalidInputError: a limit of the source is out of its range.
             ConfigurationError: the operator's settings do not allow the source.
-            UnavailableError: the source does not open within 20 s.
+            VerificationError: the gallery is set aside.
+            UnavailableError: the source does not open within 20 s, or the database does not answer.
+            BusyError: the gallery's store is busy.
             CannotWriteError: the gallery cannot be written.
         """
         with self._galleries.use_gallery(request.name) as hosted:
@@ -374,13 +400,16 @@ class GalleryService(GalleryServiceServicer):
     ) -> pb.ListGalleriesResponse:
         """List the galleries that the caller's role is for, by name.
 
-        Without a page size, all are listed. A gallery that is not served has only its name and the
-        reason, without folders of this machine.
+        Without a page size, all are listed. A page begins after the name in the token, which need
+        not exist. A gallery that is not served has only its name and the reason, without folders of
+        this machine.
 
         Raises:
-            InvalidInputError: the page size is too large.
+            InvalidInputError: the page size is above LARGEST_PAGE (1000).
             DeadlineError: the call's time is over.
             CancelledError: the caller has cancelled the call.
+            UnavailableError: the database does not answer.
+            BusyError: the database is busy.
         """
         galleries, caller = self._galleries, current().principal
         if request.page_size > LARGEST_PAGE:
@@ -405,12 +434,16 @@ class GalleryService(GalleryServiceServicer):
     def DeleteGallery(  # noqa: N802
         self, request: pb.DeleteGalleryRequest, context: grpc.ServicerContext
     ) -> pb.DeleteGalleryResponse:
-        """Delete a gallery with all its items for good, once no call uses it.
+        """Delete a gallery with all its items for good, once no call uses it, and record that in
+        the audit.
+
+        A gallery that is set aside can be deleted, too.
 
         Raises:
             NotFoundError: no gallery has this name.
             BusyError: an activation is under way, or calls use the gallery for a minute.
             CannotWriteError: the gallery cannot be deleted.
+            UnavailableError: the database does not answer.
         """
         self._lifecycle.delete(request.name)
         self._audit("delete", f"gallery {request.name}")
@@ -422,15 +455,21 @@ class GalleryService(GalleryServiceServicer):
         """Store the items of each message, and answer once they are durable.
 
         An answer counts the stored and the refused items of the whole stream, and lists the errors
-        of its own message, at most LISTED_ERRORS. Items that were stored before an error stay;
-        sending all of them again is safe.
+        of its own message, at most LISTED_ERRORS. Later messages may leave the gallery's name
+        empty. Items that were stored before an error stay; sending all of them again is safe.
 
         Raises:
             InvalidInputError: a later message names another gallery.
-            NotFoundError: no gallery has this name.
+            NotFoundError: no gallery has this name, or it was deleted meanwhile.
             TooLargeError: a message has too many items.
             NotPermittedError: the caller's role is not for the gallery.
-            NobackfillError: as ItemWriter.put.
+            ItemQuotaError: the caller's galleries would have too many items.
+            VerificationError: the gallery is set aside.
+            UnavailableError: the model server or the database does not answer.
+            DeadlineError: the call's time is over.
+            CancelledError: the caller has cancelled the call.
+            BusyError: the store is locked for too long.
+            CannotWriteError: the store cannot be written.
         """
         name, stored_count, refused_count = "", 0, 0
         for request in request_iterator:
@@ -460,35 +499,88 @@ class GalleryService(GalleryServiceServicer):
     def GetItem(  # noqa: N802
         self, request: pb.GetItemRequest, context: grpc.ServicerContext
     ) -> pb.GetItemResponse:
-        """Return an item's metadata and spaces; see `get` for errors, and GetGallery."""
+        """Return an item's metadata and spaces, and the origin of its vector in the active space.
+
+        Raises:
+            NotFoundError: no gallery has this name, or no item this id.
+            VerificationError: the gallery is set aside or damaged.
+            UnavailableError: the database does not answer.
+            BusyError: the database is busy.
+        """
         with self._galleries.use_gallery(request.gallery) as hosted:
             return get(hosted, request.id)
 
     def ListItems(  # noqa: N802
         self, request: pb.ListItemsRequest, context: grpc.ServicerContext
     ) -> pb.ListItemsResponse:
-        """List a page of items; see `page` for errors, and GetGallery."""
+        """List a page of items; see `page` for its order and its end.
+
+        Raises:
+            InvalidInputError: the page size, order, token or filter is not valid.
+            NotFoundError: no gallery has this name.
+            VerificationError: the gallery is set aside or damaged.
+            DeadlineError: the call's time is over.
+            CancelledError: the caller has cancelled the call.
+            UnavailableError: the database does not answer.
+            BusyError: the database is busy.
+        """
         with self._galleries.use_gallery(request.gallery) as hosted:
             return page(hosted, request)
 
     def CountItems(  # noqa: N802
         self, request: pb.CountItemsRequest, context: grpc.ServicerContext
     ) -> pb.CountItemsResponse:
-        """Count the items that pass a filter; see `count` for errors, and GetGallery."""
+        """Count the items that pass a filter; all items without a condition.
+
+        Raises:
+            InvalidInputError: the filter is not valid.
+            NotFoundError: no gallery has this name.
+            VerificationError: the gallery is set aside or damaged.
+            UnavailableError: the database does not answer.
+            BusyError: the database is busy.
+        """
         with self._galleries.use_gallery(request.gallery) as hosted:
             return pb.CountItemsResponse(items=count(hosted, request.filter))
 
     def SetMetadata(  # noqa: N802
         self, request: pb.SetMetadataRequest, context: grpc.ServicerContext
     ) -> pb.SetMetadataResponse:
-        """Change the metadata of items; see `set_metadata` for errors, and GetGallery."""
+        """Change the metadata of items by ids or by a filter; see `set_metadata`.
+
+        Raises:
+            InvalidInputError: ids and filter are both given, or both missing; or a key, a value or
+                the filter is not valid.
+            TooLargeError: there are more than LARGEST_CHANGE (10,000) ids.
+            NotFoundError: no gallery has this name.
+            VerificationError: the gallery is set aside or damaged.
+            BusyError: the store is locked for too long.
+            CannotWriteError: the store cannot be written.
+            UnavailableError: the database does not answer.
+            DeadlineError: the call's time is over; items that were changed before stay changed.
+            CancelledError: the caller has cancelled the call, likewise.
+        """
         with self._galleries.use_gallery(request.gallery) as hosted:
             return pb.SetMetadataResponse(items=set_metadata(hosted, request))
 
     def DeleteItems(  # noqa: N802
         self, request: pb.DeleteItemsRequest, context: grpc.ServicerContext
     ) -> pb.DeleteItemsResponse:
-        """Delete items, and record their number in the audit; see `delete` for errors."""
+        """Delete items by ids or by a filter, and record their number in the audit; see `delete`.
+
+        After an error, items that were deleted stay deleted, and the audit has no entry.
+
+        Raises:
+            InvalidInputError: ids and filter are both given, or the filter has no condition or is
+                not valid.
+            TooLargeError: there are more than LARGEST_CHANGE (10,000) ids.
+            NotFoundError: no gallery has this name.
+            VerificationError: the gallery is set aside or damaged.
+            BusyError: the store is locked for too long.
+            CannotWriteError: the store cannot be written.
+            UnavailableError: the database does not answer.
+            DeadlineError: the call's time is over.
+            CancelledError: the caller has cancelled the call.
+        """
         with self._galleries.use_gallery(request.gallery) as hosted:
             deleted = delete(hosted, request)
         if deleted:

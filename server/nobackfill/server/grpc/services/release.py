@@ -35,10 +35,11 @@ _STATES = {
 
 
 def from_canary(message: pb.Canary) -> Canary:
-    """Parse the settings of a canary.
+    """Parse the settings of a canary; bounds of 0 mean the defaults.
 
     Raises:
-        InvalidInputError: a share, a time or a bound is not valid.
+        InvalidInputError: a share, a time or a bound is out of its range, or the shares do not
+            grow.
     """
     bounds = {
         name: value
@@ -61,7 +62,8 @@ def to_canary(report: CanaryReport, canary: Canary | None) -> pb.WatchCanaryResp
 
     Args:
         report: the report.
-        canary: its present settings; None without a running canary.
+        canary: its present settings; None without a running canary. Settings of a canary that has
+            ended are left out.
     """
     answer = pb.WatchCanaryResponse(
         release=report.release,
@@ -200,11 +202,14 @@ class ReleaseService(ReleaseServiceServicer):
     def GetRelease(  # noqa: N802
         self, request: pb.GetReleaseRequest, context: grpc.ServicerContext
     ) -> pb.GetReleaseResponse:
-        """Return one release; one that was published a moment ago is found, too.
+        """Return one release, withdrawn or not; one that was published a moment ago is found, too.
 
         Raises:
             NotFoundError: the release is not published.
             VerificationError: the publication or the release's manifest is not valid.
+            UnavailableError: the publication folder cannot be read.
+            CannotWriteError: the verified metadata cannot be stored.
+            BusyError: another process reads the publication at this moment.
         """
         manifest = self._catalog.find(request.number)
         return pb.GetReleaseResponse(release=self._release(manifest))
@@ -231,10 +236,14 @@ class ReleaseService(ReleaseServiceServicer):
     ) -> Iterator[pb.FetchFileResponse]:
         """Yield a published file in pieces from an offset; the first answer has the file's size.
 
+        At the end of the file there is one answer without bytes.
+
         Raises:
             InvalidInputError: the path is absolute, or leads out of the folder.
             NotFoundError: the file is not published.
             OutOfRangeError: the offset is above the file's size.
+            VerificationError: the file is unknown, and the publication is not valid.
+            UnavailableError: the file is unknown, and the publication folder cannot be read.
         """
         file = self._catalog.fetch(request.path, request.offset)
         first = next(file.chunks, b"")
@@ -249,16 +258,19 @@ class ReleaseService(ReleaseServiceServicer):
 
         The activation goes on if the caller leaves. With a canary's settings while a canary of the
         release runs, only its settings change, and one event is yielded. A failed activation is no
-        error of the call: the last event has the phase FAILED.
+        error of the call: the last event has the phase FAILED. The call is recorded in the audit.
+        The events end early when the gateway stops.
 
         Raises:
             InvalidInputError: the rollout, spare_cores, old_space_seconds or the canary is not
                 valid.
             NotFoundError: the release is not published.
+            VerificationError: the publication or the release's manifest is not valid.
             BusyError: another activation, rollback or retirement is under way.
             PreconditionError: the release is older than the active one, or the canary cannot be
                 started, changed or promoted.
             CannotWriteError: the state cannot be written.
+            UnavailableError: the database does not answer.
         """
         if request.rollout not in _ROLLOUTS or not 0 <= request.spare_cores < 1:
             raise InvalidInputError(
@@ -308,10 +320,11 @@ class ReleaseService(ReleaseServiceServicer):
     def ReportSync(  # noqa: N802
         self, request: pb.ReportSyncRequest, context: grpc.ServicerContext
     ) -> pb.ReportSyncResponse:
-        """Count a device's report of a sync in the metrics.
+        """Count a device's report of a sync in the metrics; nothing else is stored.
 
         Raises:
-            InvalidInputError: as `count_report`.
+            InvalidInputError: the release is not published here, the failure is unknown, or a
+                number is out of its range.
         """
         count_report(request, self._metrics, is_published=request.release in self._catalog.releases)
         return pb.ReportSyncResponse()
@@ -325,11 +338,16 @@ class ReleaseService(ReleaseServiceServicer):
         """Roll back to the previous release, or stop a canary; without `confirm`, only report what
         would be lost.
 
+        A rollback cancels the activation under way, and is recorded in the audit. Repeated, it
+        changes nothing: with `to_release`, or without it for five minutes. The answer lists only
+        the first lost items.
+
         Raises:
             PreconditionError: there is no release to return to, `to_release` is not the one that a
                 rollback leads to, or no canary of the release runs.
             BusyError: another rollback, activation or retirement takes too long.
-            UnavailableError: the models cannot be loaded; nothing has changed.
+            UnavailableError: the models cannot be loaded, or the database does not answer; nothing
+                has changed.
             CannotWriteError: the state cannot be written.
         """
         to = request.to_release or None
@@ -353,12 +371,16 @@ class ReleaseService(ReleaseServiceServicer):
     def RetireRelease(  # noqa: N802
         self, request: pb.RetireReleaseRequest, context: grpc.ServicerContext
     ) -> pb.RetireReleaseResponse:
-        """Delete the vectors and models of every release older than the active one, for good.
+        """Delete the vectors and models of every release older than the active one, for good;
+        record that in the audit.
+
+        A gallery that stayed with an older release keeps its vectors. A second call retires none.
 
         Raises:
             BusyError: an activation or a rollback is under way.
             PreconditionError: no release was ever activated.
             CannotWriteError: the state cannot be written.
+            UnavailableError: the database does not answer.
         """
         retired = self._rollbacks.retire()
         self._audit("retire", f"releases {', '.join(map(str, retired)) or 'none'}")
@@ -395,7 +417,11 @@ class ReleaseService(ReleaseServiceServicer):
 
 
 def state_of(number: int, state: State, withdrawn: str | None) -> tuple[pb.ReleaseState, str]:
-    """Return the state of a release, with the reason if it failed or was withdrawn.
+    """Return the state of a release, with the reason if it failed or was withdrawn; the reason is
+    empty otherwise.
+
+    An active release stays active when it is withdrawn, with the reason. A release that is not in
+    the state counts as published.
 
     Args:
         number: the release.

@@ -74,6 +74,8 @@ class SearchService(SearchServiceServicer):
 
         Without k there are at most 10 hits.
 
+        An empty gallery has no hits, and is no error.
+
         Raises:
             InvalidInputError: the query, k, the filter, the accuracy or max_distance is not valid.
             NotFoundError: no gallery has this name, or it was deleted during the search.
@@ -98,14 +100,18 @@ class SearchService(SearchServiceServicer):
     def answer_immediately(
         self, messages: Sequence[tuple[bytes, Principal]]
     ) -> Sequence[bytes | Later | None]:
-        """Answer encoded `Search` requests on the thread that receives calls.
+        """Answer encoded `Search` requests on the thread that receives calls; it raises nothing for
+        a bad request.
+
+        A thread gets each request that is not valid, that its caller may not make, or that needs
+        more work. That thread finds the error.
 
         Args:
             messages: encoded requests with their callers.
 
         Returns:
-            For each the encoded answer, or what answers it later; None if it needs a thread of its
-            own.
+            For each, in order, the encoded answer, or what answers it later; None if it needs a
+            thread of its own.
         """
         route_gallery = self._immediate.route_gallery()
         routed_answers = (
@@ -142,15 +148,27 @@ class SearchService(SearchServiceServicer):
     def SearchBatch(  # noqa: N802
         self, request: pb.SearchBatchRequest, context: grpc.ServicerContext
     ) -> pb.SearchBatchResponse:
-        """Answer up to LARGEST_BATCH queries at once, in their order.
+        """Answer up to LARGEST_BATCH (256) queries at once, in their order.
 
-        A query that is refused for its content has its error in its own response. Empty batches
-        are refused. Without k there are at most 10 hits for each query.
+        A query that is refused for its content has its error in its own response. Empty batches are
+        refused. Without k there are at most 10 hits for each query.
 
         Raises:
-            InvalidInputError: there is no query, or k, the filter or the accuracy is not valid.
-            TooLargeError: there are too many queries.
-            NobackfillError: as Search.
+            InvalidInputError: there is no query, a query has no content or two embeddings of one
+                space, or k, the filter, the accuracy or max_distance is not valid.
+            TooLargeError: there are too many queries, or their images or texts are too large
+                together.
+            NotFoundError: no gallery has this name, or it was deleted during the search.
+            IncompatibleSpaceError: no embedding of a query is in a space that answers.
+            NeedsImageError: the gallery has two spaces, and a query has an embedding of one.
+            NoEncoderError: the release has no model for an image or a text.
+            ReleaseRetiredError: queries of an embedding's space have ended.
+            VerificationError: the gallery is set aside.
+            UnavailableError: the model server or the database does not answer.
+            DeadlineError: the call's time is over.
+            CancelledError: the caller has cancelled the call.
+            BusyError: the database is busy.
+            OverloadedError: too many calls with large pictures are being decoded.
         """
         if not request.queries:
             raise InvalidInputError(f"queries: expected 1 to {LARGEST_BATCH} of them, got none")

@@ -37,7 +37,10 @@ class UpgradeService(UpgradeServiceServicer):
     def EstimateUpgrade(  # noqa: N802 - the contract's name
         self, request: pb.EstimateUpgradeRequest, context: grpc.ServicerContext
     ) -> pb.EstimateUpgradeResponse:
-        """Estimate what a gallery's upgrade to a release costs; nothing is changed.
+        """Estimate what a gallery's upgrade to a release costs; a sample is upgraded, and nothing
+        is changed.
+
+        Without a measured route, `expected_kept` is 0.
 
         Raises:
             InvalidInputError: spare_cores is not from 0 to below 1.
@@ -68,13 +71,18 @@ class UpgradeService(UpgradeServiceServicer):
     ) -> pb.StartUpgradeResponse:
         """Resume or start a gallery's upgrade, or re-embed items from the images of the request.
 
-        Returns at once with the state of the upgrade, except that images are re-embedded first.
+        Returns at once with the state of the upgrade, except that images are re-embedded first. If
+        an id has several images, the last counts.
 
         Raises:
-            InvalidInputError: spare_cores is not from 0 to below 1, or an image cannot be decoded.
+            InvalidInputError: spare_cores is not from 0 to below 1, or an image cannot be decoded;
+                the others are re-embedded.
+            TooLargeError: the images together are too large.
             NotFoundError: no gallery has this name.
+            VerificationError: the gallery is set aside.
             PreconditionError: the request names another release than the active one.
             BusyError: an activation is under way.
+            UnavailableError: the model server or the database does not answer.
             CannotWriteError: the gallery cannot be written.
         """
         job = self._lifecycle.upgrade(
@@ -91,13 +99,17 @@ class UpgradeService(UpgradeServiceServicer):
     ) -> Iterator[pb.WatchUpgradeResponse | None]:
         """Yield the progress of a gallery's upgrade at each change, until the upgrade is over.
 
-        Without an upgrade, one answer says that it is done. None means that nothing is new.
+        Without an upgrade, one answer says that it is done. None means that nothing is new. With
+        `group_by`, quality by subgroup is measured at first and after larger changes, which takes
+        seconds.
 
         Raises:
             NotFoundError: no gallery has this name, or it was deleted meanwhile.
             VerificationError: the gallery is set aside.
             UnavailableError: the database does not answer.
-            InvalidInputError: no item has the metadata key `group_by`, or it has too many values.
+            BusyError: the database is busy.
+            InvalidInputError: no item has the metadata key `group_by`, or it has more than 200
+                values.
         """
         last, report = None, _Report(self._searching, request.group_by)
         while True:
@@ -119,10 +131,12 @@ class UpgradeService(UpgradeServiceServicer):
     def PauseUpgrade(  # noqa: N802
         self, request: pb.PauseUpgradeRequest, context: grpc.ServicerContext
     ) -> pb.PauseUpgradeResponse:
-        """Pause a gallery's upgrade after its present chunk, and later ones until StartUpgrade.
+        """Pause a gallery's upgrade after its present chunk, and later ones until StartUpgrade,
+        also over a restart.
 
         Raises:
             NotFoundError: no gallery has this name.
+            VerificationError: the gallery is set aside.
             CannotWriteError: the state cannot be written.
             UnavailableError: the database does not answer.
         """

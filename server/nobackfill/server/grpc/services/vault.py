@@ -25,9 +25,21 @@ class VaultService(VaultServiceServicer):
     ) -> pb.PutBlobResponse:
         """Store a blob, or its next piece, from a stream whose first message describes it.
 
+        Only the first message's blob and offset are read. Pieces before an error stay, so that the
+        upload can be continued.
+
+        Returns:
+            The number of stored bytes; the blob is complete when it equals the size.
+
         Raises:
-            InvalidInputError: the first message has no blob.
-            NobackfillError: as VaultBlobs.put.
+            InvalidInputError: the first message has no blob, an id or digest is not valid, or the
+                bytes are no age file or have another digest.
+            TooLargeError: the blob is too large, or there are more bytes than announced.
+            OutOfRangeError: the offset is not the number of stored bytes.
+            AlreadyExistsError: the id has another content.
+            BusyError: another call writes or deletes the blob.
+            QuotaExceededError: the caller's blobs would cost more than the quota.
+            CannotWriteError: the blob cannot be written.
         """
         first = next(request_iterator, None)
         if first is None or not first.HasField("blob"):
@@ -48,7 +60,9 @@ class VaultService(VaultServiceServicer):
     def GetBlob(  # noqa: N802
         self, request: pb.GetBlobRequest, context: grpc.ServicerContext
     ) -> Iterator[pb.GetBlobResponse]:
-        """Yield a blob in pieces from an offset; the first answer describes it.
+        """Yield a complete blob in pieces from an offset; the first answer describes it.
+
+        At the end of the blob there is one answer without bytes.
 
         Raises:
             NotFoundError: the caller has no such complete blob.
@@ -62,11 +76,12 @@ class VaultService(VaultServiceServicer):
     def DeleteBlob(  # noqa: N802
         self, request: pb.DeleteBlobRequest, context: grpc.ServicerContext
     ) -> pb.DeleteBlobResponse:
-        """Delete a blob, or an unfinished upload.
+        """Delete a blob, or an unfinished upload, for good.
 
         Raises:
             NotFoundError: the caller has neither.
-            BusyError: another call writes the blob.
+            BusyError: another call writes or deletes the blob.
+            CannotWriteError: it cannot be deleted.
         """
         self._vault.delete(_owner(), request.id)
         return pb.DeleteBlobResponse()
@@ -74,7 +89,10 @@ class VaultService(VaultServiceServicer):
     def ListBlobs(  # noqa: N802
         self, request: pb.ListBlobsRequest, context: grpc.ServicerContext
     ) -> pb.ListBlobsResponse:
-        """List a page of the caller's complete blobs by rising id; an empty token ends the list.
+        """List a page of the caller's complete blobs by rising id, at most 1000; an empty token
+        ends the list.
+
+        Unfinished uploads are left out. After a full page the next one may be empty.
 
         Raises:
             InvalidInputError: the page token is not one of an earlier answer.

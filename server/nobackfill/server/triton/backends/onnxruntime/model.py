@@ -31,7 +31,12 @@ class TritonPythonModel:
         self.outputs = [entry["name"] for entry in config["output"]]
 
     def execute(self, requests):
-        """Run all requests that Triton's dynamic batcher gathered as one batch."""
+        """Run all requests that Triton's dynamic batcher gathered as one batch, and split the
+        outputs.
+
+        Returns:
+            A response for each request, in order. An error of onnxruntime fails the whole batch.
+        """
         columns = [
             [pb.get_input_tensor_by_name(request, name).as_numpy() for request in requests]
             for name in self.inputs
