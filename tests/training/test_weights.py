@@ -2,6 +2,8 @@
 
 import hashlib
 import pickle
+import socket
+import struct
 import sys
 import threading
 from collections.abc import Iterator
@@ -89,6 +91,30 @@ def test_another_file_than_named_is_not_kept(host: str, tmp_path: Path) -> None:
 def test_a_host_without_the_file_is_unavailable(host: str) -> None:
     with pytest.raises(UnavailableError, match="--weights FILE"):
         download(f"{host}/resnet18-0123abcd.pth")
+
+
+def test_a_connection_that_breaks_is_unavailable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "home"))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=answer_and_reset, args=(server,))
+        thread.start()
+        address = f"http://127.0.0.1:{server.getsockname()[1]}/resnet18-0123abcd.pth"
+        with pytest.raises(UnavailableError, match="--weights FILE"):
+            download(address)
+        thread.join()
+    assert not list((tmp_path / "home" / "hub" / "checkpoints").iterdir())
+
+
+def answer_and_reset(server: socket.socket) -> None:
+    """Answer one request with a part of a file, and reset the connection."""
+    connection, _ = server.accept()
+    connection.recv(65536)
+    connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n" + bytes(1000))
+    # Without a time to linger, closing sends a reset instead of an end.
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.close()
 
 
 def test_torchvisions_names_download_from_their_address(

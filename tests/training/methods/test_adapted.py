@@ -127,6 +127,22 @@ def test_what_is_published_is_an_ordinary_embedder(
     assert (answers == tiny.rows()["labels"]).float().mean() > 0.9
 
 
+@pytest.mark.parametrize("name", tiny.ADAPTED)
+def test_a_backbone_without_a_linear_layer_is_refused(
+    name: str, old: Classifier, independent: Checkpoint, tmp_path: Path
+) -> None:
+    inputs = tiny.inputs(
+        tmp_path,
+        old,
+        method=name,
+        embedding_dim=tiny.ADAPTED[name],
+        init=independent.config.run_dir,
+        backbone="fct_resnet50",
+    )
+    with pytest.raises(ConfigurationError, match="fct_resnet50 has no linear layer"):
+        embedder_method(name).objective(inputs)
+
+
 def test_bt2_turns_what_it_keeps_and_puts_the_rest_beside_it(
     finished: dict[str, Path], independent: Checkpoint
 ) -> None:

@@ -182,3 +182,20 @@ def test_damaged_pickles_are_refused(tmp_path: Path, oxford: Path) -> None:
     oxford.write_bytes(pickle.dumps(outside))
     with pytest.raises(InvalidInputError, match="names the gallery image 2, but there are only 1"):
         read_revisited(oxford, "medium")
+
+
+@pytest.mark.parametrize("box", [[1, 2, 3], "no box", ["a", "b", "c", "d"]])
+def test_a_box_that_is_not_four_numbers_is_refused(oxford: Path, box: object) -> None:
+    queries = truth()["gnd"]
+    assert isinstance(queries, list)
+    oxford.write_bytes(pickle.dumps(truth() | {"gnd": [one | {"bbx": box} for one in queries]}))
+    with pytest.raises(InvalidInputError, match="a ground truth with imlist, qimlist, and gnd"):
+        read_revisited(oxford, "medium")
+
+
+def test_a_pickle_that_sets_attributes_of_a_list_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "gnd.pkl"
+    # An empty list, a dict, and the operation that updates the list's attributes by it.
+    path.write_bytes(b"\x80\x02]}X\x01\x00\x00\x00aK\x01sb.")
+    with pytest.raises(InvalidInputError, match="plain data"):
+        read_plain_pickle(path)

@@ -311,7 +311,8 @@ _KINDS: dict[str, type[BaseModel]] = {
 def configs() -> Path:
     """Return the folder of ready configurations, in a checkout or in an installation.
 
-    It has one folder for each data set, with YAML files in it. It is not checked that it exists.
+    It has one folder for each data set, with YAML files in it. It is not checked that it exists. In
+    a checkout it is the folder configs at its top.
     """
     package = Path(__file__).parent
     installed = package / "configs"
@@ -342,14 +343,20 @@ def _yaml(text: str) -> object:
 def load_config(path: Path, overrides: tuple[str, ...] = ()) -> Config:
     """Read a configuration from a YAML file; it opens no other file.
 
+    The models and images that it names need not exist. Weights of timm or open_clip set the key
+    `backbone`, whatever it says.
+
     Args:
-        path: the file.
+        path: the file, in UTF-8.
         overrides: `key=value` each, with the value in YAML; nested keys have dots. Later ones
-            replace earlier ones.
+            replace earlier ones and the file's. An empty value is null, and missing parent keys are
+            made.
 
     Raises:
-        ConfigurationError: the file does not exist, is no YAML with unique keys, or a key or value
-            is not valid. The message lists every problem.
+        ConfigurationError: the file does not exist, cannot be read, is no YAML mapping with unique
+            keys, or a key or value is not valid; or an override has no `=`, no key, a value that is
+            not YAML, or a key below one that has a value. The message lists every problem with keys
+            and values.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -376,6 +383,9 @@ def load_config(path: Path, overrides: tuple[str, ...] = ()) -> Config:
 def parse_config(values: dict[str, object], source: str) -> Config:
     """Validate keys and values of a configuration.
 
+    No file is opened, and `values` is not changed. Weights of timm or open_clip set the key
+    `backbone`, whatever it says.
+
     Args:
         values: the keys as in YAML; `kind` selects what else is allowed.
         source: where they come from, for error messages.
@@ -384,8 +394,8 @@ def parse_config(values: dict[str, object], source: str) -> Config:
         The configuration, with defaults for keys that are absent.
 
     Raises:
-        ConfigurationError: a key is missing, unknown or of a wrong value. The message lists every
-            problem, and for unknown keys the known ones.
+        ConfigurationError: a key is missing, unknown or of a wrong value, or keys contradict each
+            other. The message lists every problem, and for unknown keys the known ones.
     """
     kind = values.get("kind")
     if not isinstance(kind, str) or kind not in _KINDS:

@@ -109,7 +109,7 @@ class UpgradeInputs:
 
     @property
     def options(self) -> dict[str, object]:
-        """The method's options: configured ones, and selected ones, which win."""
+        """The method's options: configured ones, and selected ones, which win; a new dict."""
         return {**self.config.options, **self.selection}
 
     @property
@@ -118,7 +118,10 @@ class UpgradeInputs:
         return self.rows["new"].shape[1] - self.config.mixed_views
 
     def labelled(self) -> tuple[Tensor, Tensor]:
-        """Return new embeddings [n * labelled views,new_dim] with their labels, int64."""
+        """Return new embeddings [n * labelled views,new_dim] with their labels, int64.
+
+        The labelled views of an image lie next to each other, in the order of the images.
+        """
         new = self.rows["new"][:, : self.labelled_views]
         return new.flatten(0, 1), self.rows["labels"].repeat_interleave(new.shape[1])
 

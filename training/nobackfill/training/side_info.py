@@ -34,7 +34,8 @@ def mix_images(pixels: Tensor, alpha: float) -> Tensor:
     """Mix each image of a batch with another one, at most in equal parts.
 
     Labels stay one-hot (FCT section 5.1: mixup of images only), so the larger share of Beta(alpha,
-    alpha) belongs to the image whose label stays.
+    alpha) belongs to the image whose label stays. The shares and partners come from torch's default
+    generator. `pixels` is not changed.
 
     Args:
         pixels: float32 [n,3,H,W].
@@ -52,7 +53,8 @@ class AlternateObjective(Objective):
     """A second old model (fct.txt section 5.1): the old model's training with another seed.
 
     With `mixup`, images are also mixed. The side-information is the backbone's output, not
-    normalised.
+    normalised. Batches contain `images` uint8 [b,H,W,3] and `labels` int64 [b]. The constructor
+    raises the errors of `side_objective`.
     """
 
     def __init__(self, config: SideEncoderConfig, classes: int) -> None:
@@ -65,7 +67,11 @@ class AlternateObjective(Objective):
         self.alpha = config.mixup_alpha if config.side_info == "mixup" else None
 
     def forward(self, batch: Batch) -> Terms:
-        """Return `classification`, the head's mean loss on one augmented view."""
+        """Return `classification`, the head's mean loss on one augmented view.
+
+        Labels are rows of the head. The view and the mixing are drawn from torch's default
+        generator.
+        """
         pixels = self.augment(to_pixels(batch["images"]))
         if self.alpha is not None:
             pixels = mix_images(pixels, self.alpha)
@@ -98,7 +104,10 @@ class Decoder(nn.Module):
         self.layers = nn.Sequential(*layers, nn.Conv2d(width, 3, 3, padding=1), nn.Sigmoid())
 
     def forward(self, code: Tensor) -> Tensor:
-        """Map codes [n,dim] to pixels float32 [n,3,S,S] in 0..1."""
+        """Map codes [n,dim] to pixels float32 [n,3,S,S] in 0..1.
+
+        A side that is no power of two is reached by bilinear scaling of the next larger one.
+        """
         maps = self.start(code).unflatten(1, (self.width, 4, 4))
         pixels: Tensor = self.layers(maps)
         size = (self.image_size, self.image_size)
@@ -107,7 +116,10 @@ class Decoder(nn.Module):
 
 class AutoencoderObjective(Objective):
     """Mean squared error per pixel value between an augmented image and its reconstruction (fct.txt
-    5.1, D.4.2)."""
+    5.1, D.4.2).
+
+    Batches contain `images` uint8 [b,S,S,3], with S the key image_size; labels are not used.
+    """
 
     def __init__(self, config: SideEncoderConfig) -> None:
         super().__init__()
@@ -116,7 +128,10 @@ class AutoencoderObjective(Objective):
         self.augment = Augment(config.augmentation)
 
     def forward(self, batch: Batch) -> Terms:
-        """Return `reconstruction`, the mean squared error of one augmented view."""
+        """Return `reconstruction`, the mean squared error per pixel value of one augmented view.
+
+        The images must have the side of the configuration.
+        """
         pixels = self.augment(to_pixels(batch["images"]))
         return {"reconstruction": F.mse_loss(self.decoder(self.encoder.encode(pixels)), pixels)}
 
@@ -128,10 +143,13 @@ class AutoencoderObjective(Objective):
 def nt_xent(first: Tensor, second: Tensor, temperature: float) -> Tensor:
     """SimCLR's loss: each row must find the other view of its image among the 2n - 1 other rows.
 
+    The loss is the mean over all 2n rows; both views get a gradient. With n = 1 it is 0, and
+    without rows NaN.
+
     Args:
-        first: one view of n images [n,d].
-        second: another view of the same images [n,d].
-        temperature: divisor of the cosines.
+        first: one view of n images [n,d]; normalised here.
+        second: another view of the same images [n,d], in the same order; normalised here.
+        temperature: divisor of the cosines, above 0.
 
     Returns:
         A scalar.
@@ -148,10 +166,13 @@ def nt_xent(first: Tensor, second: Tensor, temperature: float) -> Tensor:
 def one_sided_nt_xent(anchor: Tensor, views: Tensor, temperature: float) -> Tensor:
     """Compute the cross-entropy of finding each anchor's own image among `views` (multi-crop).
 
+    The loss is the mean over anchors; both arguments are normalised here and get a gradient. With n
+    = 1 it is 0, and without rows NaN.
+
     Args:
         anchor: views of n images [n,d], such as small crops.
         views: other views of the same images [n,d], in the same order.
-        temperature: divisor of the cosines.
+        temperature: divisor of the cosines, above 0.
 
     Returns:
         A scalar.
@@ -178,7 +199,11 @@ class SimclrObjective(Objective):
         self.augment = Augment(config.augmentation)
 
     def forward(self, batch: Batch) -> Terms:
-        """Return `contrastive` and, with small crops, `small_crop_0` and so on."""
+        """Return `contrastive` and, for each small crop, `small_crop_0` and so on.
+
+        A small crop's term is its mean attraction to both full views, divided by the number of
+        small crops. Views and crops are drawn from torch's default generator.
+        """
         pixels, temperature = to_pixels(batch["images"]), self.config.temperature
         # Both views in one pass, so that BatchNorm sees one distribution.
         both = self.projection(
@@ -208,13 +233,16 @@ _EPSILON = 1e-4
 def variance_hinge(z: Tensor) -> Tensor:
     """Mean over elements of how far z [n,d] is below a standard deviation of 1: scalar (Eq. 1).
 
-    With n = 1 it is NaN.
+    With n = 1 it is NaN. A variance of 0 gives about 0.99, because 1e-4 is added to variances.
     """
     return F.relu(1 - (z.var(0) + _EPSILON).sqrt()).mean()
 
 
 def covariance_penalty(z: Tensor) -> Tensor:
-    """Sum of squared covariances between different elements of z [n,d], divided by d (Eq. 3, 4)."""
+    """Sum of squared covariances between different elements of z [n,d], divided by d (Eq. 3, 4).
+
+    The result is a scalar. d is at least 2; with n = 1 it is NaN.
+    """
     covariance = torch.cov(z.T)
     return (covariance.square().sum() - covariance.diagonal().square().sum()) / z.shape[1]
 
@@ -240,7 +268,12 @@ class VicregObjective(Objective):
         self.augment = Augment(config.augmentation)
 
     def forward(self, batch: Batch) -> Terms:
-        """Return `invariance`, `variance` and `covariance` of two augmented views."""
+        """Return `invariance`, `variance` and `covariance` of two augmented views, weighted by 25,
+        25 and 1.
+
+        The views are drawn from torch's default generator. With one image, `variance` and
+        `covariance` are NaN.
+        """
         pixels = to_pixels(batch["images"])
         views = torch.cat((self.augment(pixels), self.augment(pixels)))
         first, second = self.expander(self.encoder.encode(views)).float().chunk(2)
@@ -269,7 +302,7 @@ class Projected(nn.Module):
         self.encoder, self.projection = encoder, projection
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """Map pixels float32 [n,3,H,W] in 0..1 to projections [n,projection_dim]."""
+        """Map pixels float32 [n,3,H,W] in 0..1 to raw projections [n,projection_dim]."""
         output: Tensor = self.projection(self.encoder.encode(pixels))
         return output
 
@@ -290,7 +323,11 @@ class DistilledObjective(Objective):
         self.augment = Augment(config.augmentation)
 
     def forward(self, batch: Batch) -> Terms:
-        """Return `distillation` of two augmented views; in training, move the teacher first."""
+        """Return `distillation` of two augmented views; in training, move the teacher first.
+
+        A move takes 1 % of the student's present parameters; in eval mode the teacher stays. The
+        teacher gets no gradient. The views are drawn from torch's default generator.
+        """
         pixels = to_pixels(batch["images"])
         views = torch.cat((self.augment(pixels), self.augment(pixels)))
         predicted = self.predictor(self.student(views))
@@ -322,7 +359,8 @@ class DistilledObjective(Objective):
 def byol_loss(predicted: Tensor, target: Tensor) -> Tensor:
     """Mean of 2 - 2 cos over rows: [n,d], [n,d] -> scalar (BYOL Eq. 2).
 
-    `target` gets no gradient.
+    `target` gets no gradient. Neither argument needs to be normalised; a zero vector has the cosine
+    0. Without rows the result is NaN.
     """
     return 2 - 2 * F.cosine_similarity(predicted.float(), target.detach().float(), dim=1).mean()
 
@@ -346,12 +384,18 @@ _UNLABELLED: Mapping[str, Callable[[SideEncoderConfig], Objective]] = {
 def side_objective(config: SideEncoderConfig, classes: int) -> Objective:
     """Make the training objective of a side-information encoder.
 
+    The network has random weights from torch's default generator; the key `weights` is not loaded.
+
     Args:
-        config: the configuration; its key side_info selects the objective.
-        classes: the number of classes; only `alternate` and `mixup` use it.
+        config: the configuration; its key side_info selects the objective. `inner` has none,
+            because it is not trained, and raises KeyError.
+        classes: the number of classes; only `alternate` and `mixup` use it, and need at least 2.
 
     Raises:
-        ConfigurationError: the backbone or the head does not fit the other keys.
+        ConfigurationError: the backbone is unknown or does not fit the other keys, or its package
+            is not installed; or the head does not fit the other keys or the number of classes.
+        NotFoundError, UnavailableError: the folder of a public backbone (local-dir, hf-hub) does
+            not exist, or its description cannot be downloaded.
     """
     if config.side_info in ("alternate", "mixup"):
         return AlternateObjective(config, classes)

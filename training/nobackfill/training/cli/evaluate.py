@@ -12,7 +12,7 @@ import numpy as np
 import typer
 
 from nobackfill.class_folders import list_images
-from nobackfill.durable import write_file
+from nobackfill.durable import make_dir, write_file
 from nobackfill.errors import ConfigurationError
 from nobackfill.metrics.backfill import BackfillCurve
 from nobackfill.metrics.ranking import Relevance
@@ -40,8 +40,7 @@ def write_picture(cells: Sequence[MatrixCell], path: Path) -> None:
         path: the file. It is replaced if it exists, and its folder is created.
 
     Raises:
-        CannotWriteError: the file cannot be written.
-        OSError: its folder cannot be created.
+        CannotWriteError: the file or its folder cannot be written.
     """
     # Imported here: only --picture needs matplotlib, which takes a second to import.
     import matplotlib
@@ -67,7 +66,7 @@ def write_picture(cells: Sequence[MatrixCell], path: Path) -> None:
     axes.set_ylabel("query: release")
     image = io.BytesIO()
     figure.savefig(image, format="png", dpi=120)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_dir(path.parent)
     write_file(path, image.getvalue())
 
 
@@ -353,7 +352,7 @@ def _report(
 
 def _write(file: Path | None, report: Callable[[], Mapping[str, object]]) -> None:
     if file is not None:
-        file.parent.mkdir(parents=True, exist_ok=True)
+        make_dir(file.parent)
         write_file(file, json.dumps(report(), indent=1).encode())
 
 

@@ -72,7 +72,7 @@ def write_folders(folder: Path, dataset: type[CIFAR100] = CIFAR100) -> None:
 def _load(dataset: type[CIFAR100], scratch: str, part: str) -> CIFAR100:
     try:
         return dataset(scratch, train=part == "train", download=True)
-    except urllib.error.URLError as error:
+    except (urllib.error.URLError, ConnectionError, TimeoutError) as error:
         raise UnavailableError(
             f"CIFAR-100 cannot be downloaded from {dataset.url} ({error}); run the command again, "
             "or copy the images to FOLDER/train/CLASS and FOLDER/test/CLASS yourself"

@@ -30,6 +30,8 @@ class Objective(nn.Module):
     def forward(self, batch: Batch) -> Terms:
         """Return weighted scalar terms by name; the loop minimises their sum and logs each.
 
+        The base class raises NotImplementedError.
+
         Args:
             batch: tensors of b rows by name, and `rows`, their numbers; all on one device.
         """
@@ -39,7 +41,8 @@ class Objective(nn.Module):
         """Prepare an epoch; the base class does nothing.
 
         A resumed run calls this only from its first epoch on, so the effect may depend only on the
-        epoch and on the weights.
+        epoch and on the weights. It runs after torch's generator is seeded for the epoch, and after
+        the modules are put in training mode.
 
         Args:
             epoch: the number of the epoch, from 0.
@@ -49,11 +52,15 @@ class Objective(nn.Module):
     def finish(self) -> None:
         """Complete the training after the last epoch, before the last checkpoint is written.
 
-        The base class does nothing.
+        The base class does nothing. It may change the modules, so `trained_parts` is called again
+        after it.
         """
 
     def trained_parts(self) -> nn.ModuleDict:
-        """Return the modules that the checkpoint stores, by the name of their part."""
+        """Return the modules that the checkpoint stores, by the name of their part.
+
+        The base class raises NotImplementedError.
+        """
         raise NotImplementedError
 
 
@@ -68,7 +75,10 @@ class FrozenModule:
         self.model = model.eval().requires_grad_(False)
 
     def __call__(self, inputs: Tensor) -> Tensor:
-        """Move the model to the device of `inputs`, and return its output without gradients."""
+        """Move the model to the device of `inputs`, and return its output without gradients.
+
+        The model stays on that device. Its output is as of `model(inputs)` in eval mode.
+        """
         self.model.to(inputs.device)
         with torch.no_grad():
             output: Tensor = self.model(inputs)

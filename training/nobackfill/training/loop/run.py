@@ -48,17 +48,22 @@ class Checkpoint:
 
     @property
     def finished(self) -> bool:
-        """Whether the training has completed its last epoch."""
+        """Whether the training has completed its last epoch; a solved run always has."""
         return self.epoch >= self.config.epochs
 
     def part(self, name: str) -> dict[str, Tensor]:
-        """Return the state dict of one part, such as encoder or head; empty without this part."""
+        """Return the state dict of one part, such as encoder or head; empty without this part.
+
+        The tensors are those of the checkpoint, not copies.
+        """
         prefix = name + "."
         return {k.removeprefix(prefix): v for k, v in self.tensors.items() if k.startswith(prefix)}
 
 
 def write_config(run_dir: Path, config: Config) -> None:
     """Write config.yaml with every key, including defaults, to an existing run folder.
+
+    An existing file is replaced atomically.
 
     Raises:
         CannotWriteError: the file cannot be written.
@@ -70,7 +75,8 @@ def write_config(run_dir: Path, config: Config) -> None:
 def write_checkpoint(run_dir: Path, checkpoint: Checkpoint) -> None:
     """Replace the checkpoint of an existing run folder durably.
 
-    A kill leaves the old checkpoint or the new one, never a part.
+    A kill leaves the old checkpoint or the new one, never a part. Tensors are copied to the CPU, so
+    that a second copy of all of them is in memory.
 
     Raises:
         CannotWriteError: the file cannot be written; the old checkpoint stays.
@@ -91,10 +97,13 @@ def write_checkpoint(run_dir: Path, checkpoint: Checkpoint) -> None:
 def read_checkpoint(run_dir: Path) -> Checkpoint:
     """Read the checkpoint of a run folder, finished or not.
 
+    All tensors are read into memory, the optimiser's too.
+
     Raises:
-        ConfigurationError: there is no checkpoint, or its configuration has keys that this version
-            does not know.
+        ConfigurationError: there is no checkpoint, or its configuration has keys or values that
+            this version does not know.
         VerificationError: the file is damaged or no checkpoint of this program.
+        OSError: the file exists, but cannot be opened.
     """
     path = run_dir / CHECKPOINT
     if not path.is_file():
@@ -130,7 +139,8 @@ def read_finished(run_dir: Path) -> Checkpoint:
     """Read the checkpoint of a finished training.
 
     Raises:
-        ConfigurationError: there is no checkpoint, or the training is not finished.
+        ConfigurationError: there is no checkpoint, the training is not finished, or its
+            configuration has keys or values that this version does not know.
         VerificationError: the file is damaged or no checkpoint of this program.
     """
     checkpoint = read_checkpoint(run_dir)
@@ -145,6 +155,8 @@ def read_finished(run_dir: Path) -> Checkpoint:
 def resumable(config: Config, facts: Facts | None = None) -> Checkpoint | None:
     """Return the checkpoint in config.run_dir to resume from; None without one.
 
+    Nothing is locked or written.
+
     Args:
         config: the configuration of the training.
         facts: the facts that the training will record, for example digests of its models; None: do
@@ -154,8 +166,9 @@ def resumable(config: Config, facts: Facts | None = None) -> Checkpoint | None:
         The checkpoint, which may be finished. Keys of how images are read may differ.
 
     Raises:
-        ConfigurationError: the checkpoint has another configuration or other facts.
-        VerificationError: the checkpoint is damaged.
+        ConfigurationError: the checkpoint has another configuration or other facts, or keys that
+            this version does not know.
+        VerificationError: the checkpoint is damaged or was not written by train.py.
     """
     if not (config.run_dir / CHECKPOINT).is_file():
         return None
@@ -186,7 +199,8 @@ def load_part(module: nn.Module, checkpoint: Checkpoint, part: str) -> None:
     Args:
         module: the module; its parameters keep their device.
         checkpoint: the checkpoint.
-        part: the name of the part, such as encoder, head or upgrade.
+        part: the name of the part, such as encoder, head or upgrade; without this part all tensors
+            are missing.
 
     Raises:
         ConfigurationError: a tensor is missing, superfluous or of another shape; the module is
@@ -212,6 +226,7 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Return an optimizer's state, such as momenta, as tensors named `optimizer.INDEX.NAME`.
 
     INDEX is the place of a parameter in the optimizer. Before the first step the result is empty.
+    Tensors of the state are not copied.
     """
     state = optimizer.state_dict()["state"]
     return {
@@ -224,6 +239,9 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, checkpoint: Checkpoint) -> None:
     """Load the momenta that `optimizer_tensors` put into a checkpoint.
+
+    Without momenta in the checkpoint, the optimizer's own are dropped. Its rate and other settings
+    stay.
 
     Args:
         optimizer: an optimizer of the same parameters in the same order; it is changed.

@@ -14,12 +14,13 @@ def entropy_weights(
     Eq. 9 uses the cosines in a softmax without scaling. There the entropy is near log c for every
     image, so the weights differ by about a thousandth (max / min 1.001); methods log this spread.
     Eq. 10 asks for the old classifier's response to the old feature. The published pseudocode does
-    so for the weights but not for the loss; training/methods/dmu.py follows the equation.
+    so for the weights but not for the loss; training/methods/dmu.py follows the equation. The
+    result has a gradient with respect to the cosines; `selective_loss` stops it.
 
     Args:
         old_cosines: products of unit old features and unit old classifier rows [n, c].
         entropy_scale: factor of the cosines; 1 in the paper.
-        weight_temperature: divisor of the entropies; 1 in the paper.
+        weight_temperature: divisor of the entropies, above 0; 1 in the paper.
 
     Returns:
         Weights [n] with the sum 1.
@@ -43,14 +44,16 @@ def confidence_weights(
 ) -> Tensor:
     """Return the weights of DMU Eq. 13: softmax of the true class's probability.
 
+    The result has a gradient with respect to the cosines; `selective_loss` stops it.
+
     Args:
         old_cosines: products of unit old features and unit old classifier rows [n, c].
-        labels: int64 [n], each below c.
+        labels: int64 [n], each from 0 to below c; another label raises RuntimeError.
         entropy_scale: factor of the cosines; 1 in the paper.
-        weight_temperature: divisor of the probabilities; 1 in the paper.
+        weight_temperature: divisor of the probabilities, above 0; 1 in the paper.
 
     Returns:
-        Weights [n] with the sum 1; a batch of one row has the weight 1.
+        Weights [n] with the sum 1; a batch of one row has the weight 1, and an empty one none.
     """
     confidence = true_class_probability(entropy_scale * old_cosines, labels)
     return torch.softmax(confidence / weight_temperature, 0)
@@ -59,6 +62,6 @@ def confidence_weights(
 def selective_loss(losses: Tensor, weights: Tensor) -> Tensor:
     """Sum lambda(x) * l(x; phi_n, omega_o) over the batch (DMU Eq. 10): [n], [n] -> scalar.
 
-    The weights get no gradient.
+    The weights get no gradient. The sum of an empty batch is 0.
     """
     return (weights.detach() * losses).sum()

@@ -12,6 +12,8 @@ def distillation(new_logits: Tensor, old_logits: Tensor) -> Tensor:
     arguments are responses of the *old* classifier, to the new and to the old embedding. The
     temperature 32 of the paper multiplies the cosines; a cosine head's `logits` already contain it.
     The old entropy is constant, so the gradient equals that of KL.
+
+    The old logits get no gradient. The values are not below the entropy of softmax(old_logits).
     """
     soft = old_logits.detach().softmax(1)
     return -(soft * F.log_softmax(new_logits, 1)).sum(1)
@@ -25,6 +27,8 @@ def focal_weights(
     The old classifier is right where the largest of its logits is that of the label, int64.
 
     Source: positive-congruent training (Yan et al. 2021), the baseline of DMU Table 8.
+
+    If several logits are equally large, only one counts.
     """
     return base + focus * (old_logits.argmax(1) == labels).to(old_logits.dtype)
 
@@ -37,6 +41,9 @@ def focal_distillation(
     T is the temperature. The old logits get no gradient.
 
     Source: positive-congruent training (Yan et al. 2021), the baseline of DMU Table 8.
+
+    T is above 0; the default 1 changes nothing. The weights are those of base 1 and focus 5, and
+    there is no factor T^2.
     """
     target = (old_logits.detach() / temperature).log_softmax(1)
     divergence = F.kl_div(
@@ -48,7 +55,8 @@ def focal_distillation(
 def reversed_kl(predicted_logits: Tensor, target_logits: Tensor) -> Tensor:
     """KL(softmax(predicted) || softmax(target)): [n, c], [n, c] -> [n] (FCT Table 12, reversed).
 
-    Both arguments get a gradient.
+    Both arguments get a gradient. The values are at least 0, up to rounding. A logit of -inf gives
+    NaN or infinity.
     """
     predicted = predicted_logits.log_softmax(1)
     return (predicted.exp() * (predicted - target_logits.log_softmax(1))).sum(1)
@@ -58,17 +66,25 @@ def forward_kl(predicted_logits: Tensor, target_logits: Tensor) -> Tensor:
     """KL(softmax(target) || softmax(predicted)): [n, c], [n, c] -> [n] (FCT Table 12; section E.1).
 
     Both are responses of the frozen new classifier: to h's output and to the new embedding. The
-    target gets no gradient.
+    target gets no gradient. The values are at least 0, up to rounding. A logit of -inf gives NaN or
+    infinity.
     """
     return reversed_kl(target_logits.detach(), predicted_logits)
 
 
 def entropy(logits: Tensor) -> Tensor:
-    """Return the entropy of softmax(logits) in nats: [n, c] -> [n]."""
+    """Return the entropy of softmax(logits) in nats, 0 to log c: [n, c] -> [n].
+
+    A logit of -inf gives NaN.
+    """
     log_p = logits.log_softmax(1)
     return -(log_p.exp() * log_p).sum(1)
 
 
 def true_class_probability(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return softmax(logits) of the true class: [n, c], [n] -> [n]."""
+    """Return softmax(logits) of the true class: [n, c], [n] -> [n].
+
+    `labels` are int64, from 0 to below c; another label raises RuntimeError. The result has a
+    gradient.
+    """
     return torch.softmax(logits, 1).gather(1, labels[:, None])[:, 0]

@@ -13,9 +13,9 @@ def gaussian_nll(predicted: Tensor, target: Tensor, log_variance: Tensor) -> Ten
     """Negative log-likelihood per dimension of N(predicted, s^2 I) at `target`.
 
     Args:
-        predicted: upgraded embeddings [n, d].
+        predicted: upgraded embeddings [n, d], d at least 1.
         target: new embeddings [n, d].
-        log_variance: log s^2 [n]; values beyond -20 to 20 are clamped.
+        log_variance: log s^2 [n]; values beyond -20 to 20 are clamped, and get no gradient.
 
     Returns:
         One value per row [n], in nats; it may be negative.
@@ -31,7 +31,8 @@ def attenuated(losses: Tensor, log_variance: Tensor) -> Tensor:
     """Return (l / s^2 + log s^2) / 2 with s^2 = exp(log_variance): [n], [n] -> [n].
 
     The minimum is at s^2 = l. Log variances beyond -20 to 20 are clamped. This is FastFill's
-    objective, where l contains distance and classification.
+    objective, where l contains distance and classification. A clamped value gets no gradient.
+    `losses` are expected to be at least 0; a loss of 0 drives log s^2 to -20.
     """
     log_s2 = log_variance.clamp(-_LARGEST_LOG, _LARGEST_LOG)
     return 0.5 * (losses * torch.exp(-log_s2) + log_s2)
@@ -41,7 +42,8 @@ def variance_factor(predicted: Tensor, target: Tensor, log_variance: Tensor) -> 
     """Return the factor by which to multiply predicted variances to fit held-out residuals.
 
     It is the maximum-likelihood factor, the mean of |predicted - target|^2 / (d s^2) over images.
-    With 1 the variances are calibrated. Without rows the result is NaN.
+    With 1 the variances are calibrated. Without rows the result is NaN. Log variances beyond -20 to
+    20 are clamped. The factor is 0 if all predictions equal their targets.
 
     Args:
         predicted: upgraded embeddings [n, d].

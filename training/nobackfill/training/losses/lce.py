@@ -13,10 +13,12 @@ from torch import Tensor
 def centre_alignment(predicted: Tensor, target: Tensor, labels: Tensor) -> Tensor:
     """Return 1 - cos between the class means of both sides.
 
+    A mean that is a zero vector has the cosine 0.
+
     Args:
-        predicted: transformed features [n, d].
+        predicted: transformed features [n, d], n at least 1.
         target: true features [n, d], without gradient.
-        labels: int64 [n].
+        labels: int64 [n], at least 0; only their equality matters.
 
     Returns:
         One value per class that occurs in the batch, by ascending label.
@@ -31,14 +33,17 @@ def centre_alignment(predicted: Tensor, target: Tensor, labels: Tensor) -> Tenso
 def boundary(predicted: Tensor, target: Tensor, centres: Tensor, labels: Tensor) -> Tensor:
     """Return by how many radians predictions are farther from their class centre than the targets.
 
+    Angles nearer than 0.0014 to 0 or pi count as 0.0014 from it. A zero vector has a right angle to
+    everything. The centres get a gradient if they require one.
+
     Args:
         predicted: transformed features [n, d].
         target: true features [n, d], without gradient.
         centres: class centres [c, d].
-        labels: int64 [n].
+        labels: int64 [n], rows of `centres`.
 
     Returns:
-        Values [n]; 0 if the prediction is nearer.
+        Radians [n], 0 to pi; 0 if the prediction is as near as the target, or nearer.
     """
     own = centres[labels]
     return F.relu(_angle(predicted, own) - _angle(target.detach(), own))

@@ -17,7 +17,7 @@ def regress(embedding: Tensor, old: Tensor) -> Tensor:
     """|phi_n(x) - phi_o(x)|^2: [n, d], [n, d] -> [n] (UniBCT Eq. 11).
 
     The printed equation has a minus sign, which would drive the two apart. The paper's text asks to
-    minimise the distance, as this does.
+    minimise the distance, as this does. The old embedding gets no gradient.
     """
     return (embedding - old.detach()).square().sum(1)
 
@@ -25,7 +25,8 @@ def regress(embedding: Tensor, old: Tensor) -> Tensor:
 def cosine_regression(embedding: Tensor, target: Tensor) -> Tensor:
     """1 - cos(phi_n(x), phi_o(x)): [n, d], [n, d] -> [n] (DMU Eq. 14).
 
-    The target gets no gradient.
+    The target gets no gradient. Neither argument needs to be normalised. A zero vector has the
+    cosine 0, so its value is 1.
     """
     return 1 - F.cosine_similarity(embedding, target.detach(), dim=1)
 
@@ -36,10 +37,10 @@ def contrastive(embedding: Tensor, old: Tensor, labels: Tensor, temperature: flo
     Old features of the same class are neither positive nor negative.
 
     Args:
-        embedding: new features [n, d]; normalised here.
-        old: old features [n, d]; normalised here, without gradient.
+        embedding: new features [n, d]; normalised here; a zero vector has the cosine 0.
+        old: old features of the same images [n, d]; normalised here, without gradient.
         labels: int64 [n].
-        temperature: divisor of the cosines.
+        temperature: divisor of the cosines, above 0.
 
     Returns:
         One value per row [n]; 0 for a batch of one class.

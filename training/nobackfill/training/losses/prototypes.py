@@ -9,14 +9,18 @@ from torch import Tensor
 
 
 def class_average(old: Tensor) -> Tensor:
-    """Return the mean of one class's old features: [m, d] -> [d], m >= 1 (BCT section 2.5)."""
+    """Return the mean of one class's old features: [m, d] -> [d], m >= 1 (BCT section 2.5).
+
+    Without rows the mean is NaN.
+    """
     return old.mean(0)
 
 
 def drop_average(old: Tensor, share: float = 0.1) -> Tensor:
     """Return the mean without the `share` of rows farthest from it: [m, d] -> [d] (UniBCT 4.2).
 
-    The number of dropped rows is rounded down, so a class of few images keeps them all.
+    The number of dropped rows is rounded down, so a class of few images keeps them all. `share` is
+    0 to below 1. At equal distances the earlier row is kept. Without rows the mean is NaN.
     """
     return old[_nearest(old, len(old) - int(share * len(old)))].mean(0)
 
@@ -24,16 +28,16 @@ def drop_average(old: Tensor, share: float = 0.1) -> Tensor:
 def nearest_to_mean(old: Tensor, labels: Tensor, classes: int, share: float) -> Tensor:
     """Select in each class the `share` of rows (rounded up) that are nearest to the class mean.
 
-    A class without rows is allowed.
+    A class without rows is allowed. At equal distances the earlier row is selected.
 
     Args:
         old: features [n, d].
         labels: int64 [n], each below `classes`.
         classes: the number of classes.
-        share: 0 to 1.
+        share: 0 to 1; 0 selects no row, above 0 at least one of each class that has rows.
 
     Returns:
-        A mask, bool [n].
+        A mask, bool [n], on the device of `old`.
     """
     mask = torch.zeros(len(old), dtype=torch.bool, device=old.device)
     for label in range(classes):
@@ -49,7 +53,12 @@ def _nearest(old: Tensor, count: int) -> Tensor:
 def transition(new: Tensor, temperature: float) -> Tensor:
     """Return the transition matrix of UniBCT Eq. 6 for one class: new features [m, d] -> [m, m].
 
-    Each row is a softmax over cosine / temperature of the other images; the diagonal is 0.
+    Each row is a softmax over cosine / temperature of the other images; the diagonal is 0. A zero
+    vector has the cosine 0 to every other.
+
+    Args:
+        new: features of one class [m, d]; normalised here.
+        temperature: divisor of the cosines, above 0.
 
     Raises:
         ValueError: there are fewer than 2 images.
@@ -69,13 +78,14 @@ def refined_features(
     """Return (1 - lambda) (I - lambda E)^-1 V(0), the limit of UniBCT Eq. 8 (Eq. 9): [m, d].
 
     Args:
-        old: old features V(0) of one class [m, d].
-        new: new features of the same images [m, d'].
-        temperature: of the transition matrix E.
-        blend: lambda, 0 to below 1; with 0 the result is V(0).
+        old: old features V(0) of one class [m, d]; m may be 0.
+        new: new features of the same images [m, d']; normalised here; not read if m is below 2.
+        temperature: of the transition matrix E, above 0.
+        blend: lambda, 0 to below 1; with 0 the result equals V(0).
 
     Returns:
-        Refined old features [m, d]; V(0) itself for a class of one image.
+        Refined old features [m, d], in the dtype of `old`; `old` itself for a class of one image or
+        none.
     """
     if len(old) < 2:
         return old
@@ -94,7 +104,7 @@ def refined_average(
 
     The published pseudocode takes the softmax over dim 0, without temperature. The columns of its
     matrix sum to one, so the mean over rows would be that of V(0), and the refinement would have no
-    effect.
+    effect. A class of one image keeps its old feature. Without rows the mean is NaN.
     """
     return refined_features(old, new, temperature=temperature, blend=blend).mean(0)
 
@@ -103,9 +113,10 @@ def by_class(labels: Tensor, classes: int, make: Callable[[Tensor], Tensor]) -> 
     """Compute `make(rows)` [d] for each class, and stack the results [classes, d].
 
     Args:
-        labels: int64 [n].
-        classes: the number of classes.
-        make: a function of the class's row numbers, int64 [m].
+        labels: int64 [n], each from 0 to below `classes`.
+        classes: the number of classes, at least 1.
+        make: a function of the class's row numbers, int64 [m], ascending; called once per class, in
+            order.
 
     Raises:
         ValueError: a class has no rows.

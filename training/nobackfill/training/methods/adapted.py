@@ -62,7 +62,10 @@ class AdaptedLayer(nn.Module):
             nn.utils.parametrizations.orthogonal(self.map)
 
     def forward(self, features: Tensor) -> Tensor:
-        """Map features [n,w] to float32 [n,dim]; autocast does not apply."""
+        """Map features [n,w] to float32 [n,dim]; autocast does not apply.
+
+        The values are those of `folded()`, up to rounding.
+        """
         # Autocast would round the map to bf16, and the result would not be orthogonal.
         with torch.autocast(features.device.type, enabled=False):
             output: Tensor = self.map(self._concatenate(features.float()))
@@ -73,7 +76,10 @@ class AdaptedLayer(nn.Module):
         return own if self.further is None else torch.cat((own, self.further(features)), 1)
 
     def folded(self) -> nn.Linear:
-        """Return one new linear layer that computes the same, on the device of this one."""
+        """Return one new linear layer that computes the same, on the device of this one.
+
+        The layer has a bias, and its values are copies. It is not changed itself.
+        """
         with torch.no_grad():
             layer = nn.Linear(self.own.in_features, self.map.out_features)
             layer.to(self.own.weight.device)
@@ -98,7 +104,8 @@ def _rows(layer: nn.Linear, rows: slice) -> nn.Linear:
 def complete_basis(rows: Tensor) -> Tensor:
     """Complete orthonormal rows [k,n], k <= n, to an orthonormal basis [n,n].
 
-    The basis begins with the given rows.
+    The basis begins with the given rows. The other rows are arbitrary within their space, and the
+    same for the same input. With k = n the result is `rows`.
     """
     return torch.cat((rows, torch.linalg.svd(rows).Vh[len(rows) :]))
 
@@ -110,7 +117,12 @@ class AdaptedOptions(WeightOptions):
 
 
 class AdaptedObjective(CompatibleObjective):
-    """The terms towards the old space; subclasses add the terms that preserve the new space."""
+    """The terms towards the old space; subclasses add the terms that preserve the new space.
+
+    The constructor raises ConfigurationError without an old model, without `init`, with
+    `last_nonlin`, or for a backbone without a linear layer. It encodes images of classes that the
+    old classifier lacks, as `extended_classifier`.
+    """
 
     # The map stays orthogonal.
     orthogonal: bool
@@ -128,21 +140,30 @@ class AdaptedObjective(CompatibleObjective):
         self.old_classifier, extended = extended_classifier(self, inputs)
         self.known_labels.copy_(extended)
         self.images, self.device = inputs.images, inputs.device
-        self.path, _ = linear_layers(self.embedder.backbone)[-1]
+        layers = linear_layers(self.embedder.backbone)
+        if not layers:
+            raise ConfigurationError(
+                f"method {config.method} adds a linear map to the embedding layer, but backbone "
+                f"{config.backbone} has no linear layer; train with another backbone"
+            )
+        self.path, _ = layers[-1]
 
     def start_from(self, checkpoint: Checkpoint, class_names: tuple[str, ...]) -> None:
         """Load and freeze the embedder of a finished run, and put the trained map after it.
 
         All training images are encoded by both models. The map starts as the rotation that brings
-        the new vectors nearest to the old ones.
+        the new vectors nearest to the old ones. Call it once, before the first epoch. The
+        checkpoint is not changed.
 
         Args:
             checkpoint: of the run `init`, of kind embedder.
             class_names: not used; the head is trained from the start.
 
         Raises:
-            ConfigurationError: the run has another backbone or an unsuitable dimension.
+            ConfigurationError: the run has another backbone or an unsuitable dimension, or is of a
+                kind other than embedder.
             InvalidInputError: a file among the images is no image.
+            NobackfillError: a process that reads images was killed.
         """
         before = checkpoint.config
         own_dim = before.embedding_dim if isinstance(before, EmbedderConfig) else 0
@@ -166,13 +187,20 @@ class AdaptedObjective(CompatibleObjective):
 
     @property
     def layer(self) -> AdaptedLayer:
-        """The embedding layer with its map; it exists between `start_from` and `finish`."""
+        """The embedding layer with its map; it exists between `start_from` and `finish`.
+
+        At other times it raises AssertionError.
+        """
         layer = self.embedder.backbone.get_submodule(self.path)
         assert isinstance(layer, AdaptedLayer)
         return layer
 
     def check_dimension(self, own_dim: int) -> None:
-        """Raise ConfigurationError if embedding_dim does not fit the frozen layer's `own_dim`."""
+        """Raise ConfigurationError if embedding_dim does not fit the frozen layer's `own_dim`.
+
+        `own_dim` is 0 for a run of another kind than embedder. This class raises
+        NotImplementedError.
+        """
         raise NotImplementedError
 
     def begin_epoch(self, epoch: int, epochs: int) -> None:
@@ -181,7 +209,10 @@ class AdaptedObjective(CompatibleObjective):
         self.embedder.eval()
 
     def forward(self, batch: Batch) -> Terms:
-        """Return the terms of a batch; the classification trains only the head."""
+        """Return the terms of a batch; the classification trains only the head.
+
+        They are `classification` and those of `compatibility`, on one augmented view of each image.
+        """
         labels = batch["labels"]
         pixels = self.augment(to_pixels(batch["images"]))
         embedding = self.embedder.encode(pixels)
@@ -189,7 +220,10 @@ class AdaptedObjective(CompatibleObjective):
         return terms | self.compatibility(embedding, pixels, labels)
 
     def compatibility(self, embedding: Tensor, pixels: Tensor, labels: Tensor) -> Terms:
-        """Return `influence` and `cosine` towards the old space, and terms of `preservation`."""
+        """Return `influence` and `cosine` towards the old space, and terms of `preservation`.
+
+        `influence` and `cosine` are means over the batch, times the options `weight` and `cosine`.
+        """
         influence = self.old_classifier.loss(embedding, self.known_labels[labels])
         distances = cosine_regression(self.as_old(embedding), self.old_embedding(pixels))
         # In bf16 an orthogonal map would not be orthogonal.
@@ -202,11 +236,17 @@ class AdaptedObjective(CompatibleObjective):
         }
 
     def preservation(self, embedding: Tensor) -> Terms:
-        """Return weighted terms that hold new vectors [b,dim] close to the independent model's."""
+        """Return weighted terms that hold new vectors [b,dim] close to the independent model's.
+
+        This class raises NotImplementedError.
+        """
         raise NotImplementedError
 
     def finish(self) -> None:
-        """Fold the trained map into the embedding layer, so that an ordinary embedder is left."""
+        """Fold the trained map into the embedding layer, so that an ordinary embedder is left.
+
+        Call it once, after `start_from`. A second call raises AssertionError.
+        """
         replace_layer(self.embedder.backbone, self.path, self.layer.folded())
 
 
@@ -236,7 +276,8 @@ class Bt2Objective(AdaptedObjective):
         self.options: Bt2Options = read_options(inputs.config.options, Bt2Options, "bt2")
 
     def check_dimension(self, own_dim: int) -> None:
-        """Raise ConfigurationError unless embedding_dim exceeds `own_dim`."""
+        """Raise ConfigurationError unless embedding_dim exceeds `own_dim`, the dimension of the run
+        `init`."""
         dim = self.config.embedding_dim
         if dim <= own_dim:
             raise ConfigurationError(
@@ -246,13 +287,20 @@ class Bt2Objective(AdaptedObjective):
             )
 
     def forward(self, batch: Batch) -> Terms:
-        """Return the terms of a batch, with the map's matrix exponential computed once."""
+        """Return the terms of a batch, with the map's matrix exponential computed once.
+
+        They are `classification`, `influence`, `cosine` and `kept`.
+        """
         # Two terms use the map's matrix exponential; compute it once.
         with nn.utils.parametrize.cached():
             return super().forward(batch)
 
     def preservation(self, embedding: Tensor) -> Terms:
-        """Return the term `kept`: how far the independent model's part is from `share`."""
+        """Return the term `kept`: how far the independent model's part is from `share`.
+
+        It is the mean squared difference of lengths over the batch, times the option `kept`.
+        Embeddings [b,dim] need not be normalised.
+        """
         layer = self.layer
         before = F.normalize(embedding) @ layer.map.weight
         share = before[:, : layer.own.out_features].norm(dim=1)
@@ -285,7 +333,8 @@ class LambdaObjective(AdaptedObjective):
         self.options: LambdaOptions = read_options(inputs.config.options, LambdaOptions, method)
 
     def check_dimension(self, own_dim: int) -> None:
-        """Raise ConfigurationError unless embedding_dim equals `own_dim`."""
+        """Raise ConfigurationError unless embedding_dim equals `own_dim`, the dimension of the run
+        `init`."""
         dim = self.config.embedding_dim
         if dim != own_dim:
             raise ConfigurationError(
@@ -297,6 +346,7 @@ class LambdaObjective(AdaptedObjective):
         """Return the penalty on how far the map is from an orthogonal one, beyond `threshold`.
 
         The embedding has no part in it. The distance goes to the statistics as `from_orthogonal`.
+        The term is `orthogonality`; it is 0 while the distance is not above `threshold`.
         """
         weight = self.layer.map.weight
         excess = (weight.t() @ weight - torch.eye(len(weight), device=weight.device)).norm()

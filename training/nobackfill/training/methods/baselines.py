@@ -23,7 +23,10 @@ class L2Objective(CompatibleObjective):
         self.weight = read_options(inputs.config.options, WeightOptions, "l2").weight
 
     def compatibility(self, embedding: Tensor, pixels: Tensor, labels: Tensor) -> Terms:
-        """Return the term `l2`; it is 0 for a batch without classes that the old model knows."""
+        """Return the term `l2`; it is 0 for a batch without classes that the old model knows.
+
+        The losses of the other images are added, and divided by the size of the whole batch.
+        """
         known = self.known_labels[labels] >= 0
         losses = half_squared_l2(self.as_old(embedding[known]), self.old_embedding(pixels[known]))
         return {"l2": self.weight * share_of_batch(losses, len(labels))}
@@ -38,7 +41,10 @@ class LwfObjective(CompatibleObjective):
         self.weight = read_options(inputs.config.options, WeightOptions, "lwf").weight
 
     def compatibility(self, embedding: Tensor, pixels: Tensor, labels: Tensor) -> Terms:
-        """Return the term `soft_labels`; 0 for a batch of classes that the old model knows."""
+        """Return the term `soft_labels`; 0 for a batch of classes that the old model knows.
+
+        The losses of the other images are added, and divided by the size of the whole batch.
+        """
         unknown = self.known_labels[labels] < 0
         new_logits = self.old_classifier.logits(embedding[unknown])
         old_logits = self.old_classifier.logits(self.old_embedding(pixels[unknown]))
@@ -54,7 +60,7 @@ class RegressObjective(CompatibleObjective):
         self.weight = read_options(inputs.config.options, WeightOptions, "regress").weight
 
     def compatibility(self, embedding: Tensor, pixels: Tensor, labels: Tensor) -> Terms:
-        """Return the term `regress`, the mean over the batch."""
+        """Return the term `regress`, the mean over the batch; labels are not used."""
         losses = regress(self.as_old(embedding), self.old_embedding(pixels))
         return {"regress": self.weight * losses.mean()}
 
@@ -73,7 +79,10 @@ class ContrastiveObjective(CompatibleObjective):
         self.options = read_options(inputs.config.options, ContrastiveOptions, "contrastive")
 
     def compatibility(self, embedding: Tensor, pixels: Tensor, labels: Tensor) -> Terms:
-        """Return the term `contrastive`; it is 0 for a batch of one class."""
+        """Return the term `contrastive`; it is 0 for a batch of one class.
+
+        It is the mean over the batch.
+        """
         losses = contrastive(
             self.as_old(embedding), self.old_embedding(pixels), labels, self.options.temperature
         )
@@ -99,7 +108,7 @@ class FocalObjective(CompatibleObjective):
         self.known_labels.copy_(extended)
 
     def compatibility(self, embedding: Tensor, pixels: Tensor, labels: Tensor) -> Terms:
-        """Return the term `focal_distillation`, the mean over the batch."""
+        """Return the term `focal_distillation`, the mean over the batch, on all classes."""
         losses = focal_distillation(
             self.old_classifier.logits(embedding),
             self.old_classifier.logits(self.old_embedding(pixels)),

@@ -30,7 +30,7 @@ class BctObjective(CompatibleObjective):
         self.weight = options.weight
 
     def compatibility(self, embedding: Tensor, pixels: Tensor, labels: Tensor) -> Terms:
-        """Return the term `influence`, the weighted second term of Eq. 8."""
+        """Return the term `influence`, the second term of Eq. 8 times the option `weight`."""
         return {"influence": self.weight * self.influence(embedding, labels)}
 
     def influence(self, embedding: Tensor, labels: Tensor) -> Tensor:
@@ -55,7 +55,11 @@ class BctDistillationObjective(BctObjective):
     """BCT with distillation on T_new minus T_old (bct-supplement.txt section 1)."""
 
     def compatibility(self, embedding: Tensor, pixels: Tensor, labels: Tensor) -> Terms:
-        """Return `influence`, and `distillation` on images of classes new to the old model."""
+        """Return `influence`, and `distillation` on images of classes new to the old model.
+
+        Both are sums divided by the size of the whole batch, and have the option `weight`. A term
+        without images is 0.
+        """
         unknown = self.known_labels[labels] < 0
         new_logits = self.old_classifier.logits(embedding[unknown])
         old_logits = self.old_classifier.logits(self.old_embedding(pixels[unknown]))
@@ -96,6 +100,7 @@ def extended_classifier(
     Raises:
         InvalidInputError: a file among the images is no image.
         ValueError: a missing class has no image.
+        NobackfillError: a process that reads images was killed.
     """
     known, old = objective.known_labels, objective.old_classifier
     missing = (known < 0).nonzero()[:, 0]

@@ -24,16 +24,22 @@ class InputShape(NamedTuple):
 
 
 def input_shape(config: UpgradeConfig, shape: UpgradeShape) -> InputShape:
-    """Return the input dimensions of an upgrade with this configuration."""
+    """Return the input dimensions of an upgrade with this configuration.
+
+    Both are 0 if nothing is read.
+    """
     return InputShape(shape.old_dim if config.reads_embedding else 0, shape.side_dim)
 
 
 def concatenate(embedding: Tensor, side: Tensor | None, reads: InputShape) -> Tensor:
     """Concatenate the inputs that are read: [n, embedding + side].
 
+    The result is the argument itself if only one input is read.
+
     Args:
-        embedding: [n, old_dim].
-        side: [n, side_dim]; None is allowed only if side-information is not read.
+        embedding: [n, old_dim]; ignored if embeddings are not read.
+        side: [n, side_dim]; None is allowed only if side-information is not read (else
+            AssertionError).
         reads: which inputs are read.
     """
     if not reads.side:
@@ -43,7 +49,11 @@ def concatenate(embedding: Tensor, side: Tensor | None, reads: InputShape) -> Te
 
 
 def flat(rows: Mapping[str, Tensor], name: str) -> Tensor:
-    """Flatten a feature's views: [n,v,d] -> [n * v,d]; views of one image are consecutive rows."""
+    """Flatten a feature's views: [n,v,d] -> [n * v,d]; views of one image are consecutive rows.
+
+    Raises:
+        KeyError: there is no feature `name`.
+    """
     return rows[name].flatten(0, 1)
 
 
@@ -61,7 +71,10 @@ class LinearMap(nn.Module):
         self.up = nn.Linear(rank if rank is not None else total, dim)
 
     def forward(self, embedding: Tensor, side: Tensor | None) -> Tensor:
-        """Map the inputs that are read, [n,old_dim] and [n,side_dim], to [n,dim]."""
+        """Map the inputs that are read, [n,old_dim] and [n,side_dim], to [n,dim].
+
+        `side` may be None only if it is not read. With `unit` a zero output stays zero.
+        """
         x = concatenate(embedding, side, self.reads)
         if self.down is not None:
             x = self.down(x)
@@ -76,7 +89,13 @@ class LowRankOptions(Options):
 
 
 def set_linear(layer: nn.Linear, solution: AffineMap) -> None:
-    """Copy a solution into a layer of the same shape, in place."""
+    """Copy a solution into a layer of the same shape, in place.
+
+    The values are converted to the layer's dtype and device.
+
+    Raises:
+        RuntimeError: the shapes differ.
+    """
     with torch.no_grad():
         layer.weight.copy_(solution.weight)
         layer.bias.copy_(solution.bias)
@@ -86,7 +105,8 @@ def build_linear(config: UpgradeConfig, shape: UpgradeShape) -> UpgradeNetwork:
     """Build h, and g if new side-information is written, as one linear layer each.
 
     A layer has a bias and reads all inputs that the configuration names, old embedding and
-    side-information. The output of h is scaled to norm 1 if the new embeddings are.
+    side-information. The output of h is scaled to norm 1 if the new embeddings are. The weights are
+    random until `solve_affine`.
 
     Raises:
         ConfigurationError: `options` is not empty.
@@ -103,14 +123,16 @@ def build_linear(config: UpgradeConfig, shape: UpgradeShape) -> UpgradeNetwork:
 def solve_affine(upgrade: UpgradeNetwork, inputs: UpgradeInputs) -> None:
     """Fit the new embedding, and new side-information, by ridge regression on the inputs.
 
-    The penalty is selected by leaving out one image at a time, with all of its views.
+    The penalty is selected by leaving out one image at a time, with all of its views. All views of
+    the training images are used, also mixed ones, in float64 on the CPU. Labels and held-out images
+    are not read.
 
     Args:
         upgrade: the network of `build_linear`; its weights are set.
         inputs: the pairs of vectors.
 
     Raises:
-        ValueError: there are fewer than two images.
+        ValueError: there are fewer than two images, or a value is NaN or infinite.
     """
     reads = input_shape(inputs.config, inputs.shape)
     x = training_inputs(inputs.rows, reads)
@@ -121,13 +143,19 @@ def solve_affine(upgrade: UpgradeNetwork, inputs: UpgradeInputs) -> None:
 
 
 def training_inputs(rows: Mapping[str, Tensor], reads: InputShape) -> Tensor:
-    """Return a map's inputs for the training rows: [n * v, embedding + side]."""
+    """Return a map's inputs for the training rows: [n * v, embedding + side].
+
+    Raises:
+        KeyError: `rows` lacks an input that is read.
+    """
     side = flat(rows, "side") if reads.side else None
     return concatenate(flat(rows, "old"), side, reads)
 
 
 def build_procrustes(config: UpgradeConfig, shape: UpgradeShape) -> UpgradeNetwork:
     """Build h as one linear layer of the embedding; a rotation cannot use side-information.
+
+    The weights are random until `solve_procrustes`. With `unit` its output is normalised.
 
     Raises:
         ConfigurationError: `options` is not empty, or the upgrade is configured to read only
@@ -146,9 +174,16 @@ def build_procrustes(config: UpgradeConfig, shape: UpgradeShape) -> UpgradeNetwo
 def solve_procrustes(upgrade: UpgradeNetwork, inputs: UpgradeInputs) -> None:
     """Fit an orthogonal map from old to new vectors in closed form (Procrustes).
 
+    All views of the training images are used, in float64. The map also has a shift, the difference
+    of the means.
+
     Args:
         upgrade: the network; the weights of its linear map are set.
         inputs: the pairs of vectors. If they are not unit vectors, the map also has one factor.
+
+    Raises:
+        ValueError: there are fewer than two rows.
+        RuntimeError: a value is NaN or infinite.
     """
     assert isinstance(upgrade.h, LinearMap)
     x, y = flat(inputs.rows, "old"), flat(inputs.rows, "new")
@@ -158,9 +193,12 @@ def solve_procrustes(upgrade: UpgradeNetwork, inputs: UpgradeInputs) -> None:
 def build_low_rank(config: UpgradeConfig, shape: UpgradeShape) -> UpgradeNetwork:
     """Build h as two linear layers with `rank` values between them.
 
+    With `unit` its output is normalised. The default rank is a quarter of the new dimension, at
+    least 1. It is not lowered to the input's dimension.
+
     Raises:
-        ConfigurationError: an option is wrong, the rank exceeds a dimension, or the upgrade is
-            configured to write side-information.
+        ConfigurationError: an option is wrong, the rank or its default exceeds a dimension, or the
+            upgrade is configured to write side-information.
     """
     options = read_options(config.options, LowRankOptions, config.method)
     if shape.new_side_dim:
@@ -183,12 +221,14 @@ def build_low_rank(config: UpgradeConfig, shape: UpgradeShape) -> UpgradeNetwork
 def solve_low_rank(upgrade: UpgradeNetwork, inputs: UpgradeInputs) -> None:
     """Fit a reduced-rank regression of the new embedding on the inputs.
 
+    The penalty is selected as by `solve_affine`.
+
     Args:
         upgrade: the network of `build_low_rank`; its weights are set.
         inputs: the pairs of vectors.
 
     Raises:
-        ValueError: there are fewer than two images.
+        ValueError: there are fewer than two images, or a value is NaN or infinite.
     """
     assert isinstance(upgrade.h, LinearMap) and upgrade.h.down is not None
     x = training_inputs(inputs.rows, upgrade.h.reads)

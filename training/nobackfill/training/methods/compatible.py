@@ -48,6 +48,8 @@ AnyOptions = TypeVar("AnyOptions", bound=Options)
 def read_options(options: Mapping[str, object], model: type[AnyOptions], method: str) -> AnyOptions:
     """Validate the key `options` of a configuration.
 
+    Options that are absent get their defaults; an option with an alias is named by it.
+
     Args:
         options: the values by option.
         model: the options of the method, with their defaults.
@@ -72,7 +74,7 @@ class CompatibleObjective(EmbedderObjective):
     """Classification on the new classes, plus the terms of `compatibility`.
 
     The constructor raises ConfigurationError without an old model, or if the new embedding is
-    shorter than the old one.
+    shorter than the old one. Batches contain `images` uint8 [b,H,W,3] and `labels` int64 [b].
     """
 
     known_labels: Tensor
@@ -95,20 +97,32 @@ class CompatibleObjective(EmbedderObjective):
         return terms | self.compatibility(embedding, pixels, labels)
 
     def compatibility(self, embedding: Tensor, pixels: Tensor, labels: Tensor) -> Terms:
-        """Return weighted terms for new embeddings [b,dim] of pixels [b,3,H,W] with labels [b]."""
+        """Return weighted terms for new embeddings [b,dim] of pixels [b,3,H,W] with labels [b].
+
+        Args:
+            embedding: float [b,dim], with gradient.
+            pixels: the augmented view in 0..1, float32.
+            labels: int64, classes of the new training.
+
+        Raises:
+            NotImplementedError: the class has no terms, as this one.
+        """
         raise NotImplementedError
 
     def old_embedding(self, pixels: Tensor) -> Tensor:
         """Return old embeddings float32 [b,old_dim] of pixels [b,3,H,W] in 0..1, without gradient.
 
-        Pixels are resized to the old model's input size.
+        Pixels are resized to the old model's input size. The old model is moved to the device of
+        the pixels. b may be 0.
         """
         return self.old_encoder(pixels).float()
 
     def as_old(self, embedding: Tensor) -> Tensor:
         """Return the first old_dim elements of new embeddings, as they are compared with old ones.
 
-        They are renormalised if the old space holds unit vectors (BCT section 3.6)."""
+        They are renormalised if the old space holds unit vectors (BCT section 3.6). A zero vector
+        stays zero.
+        """
         first = first_elements(embedding, self.old.encoder.dim)
         return F.normalize(first) if self.old.encoder.unit else first
 
@@ -151,7 +165,8 @@ def old_model(inputs: EmbedderInputs) -> Classifier:
 def encode_all(encoder: ImageEncoder, images: Images, device: torch.device) -> Tensor:
     """Encode images uint8 [n,H,W,3] without augmentation.
 
-    Images are resized to the encoder's input size.
+    Images are resized to the encoder's input size. Pixels are computed in float32, 256 images at a
+    time. If an error occurs, mode and device are not restored.
 
     Args:
         encoder: the encoder; its mode and device are restored afterwards.
@@ -163,6 +178,7 @@ def encode_all(encoder: ImageEncoder, images: Images, device: torch.device) -> T
 
     Raises:
         InvalidInputError: a file among the images is no image.
+        NobackfillError: a process that reads images was killed.
     """
     training, before = encoder.training, next(encoder.parameters()).device
     encode = _Resized(encoder.to(device)).eval()

@@ -11,10 +11,17 @@ from nobackfill.training.networks.transform import UpgradeOutput
 
 
 class KlObjective(ForwardObjective):
-    """KL between the frozen new classifier's responses to the new and to the upgraded embedding."""
+    """KL between the frozen new classifier's responses to the new and to the upgraded embedding.
+
+    It is the variant of FCT Table 12 and section E.1. The new classifier is that of
+    `new_classifier`.
+    """
 
     def distance_terms(self, upgraded: UpgradeOutput, view: Batch) -> Terms:
-        """Return FCT's terms, with the mean divergence of logits in place of the distance."""
+        """Return FCT's terms, with the mean divergence of logits in place of the distance.
+
+        The term is still named `distance`. Labels are not read.
+        """
         terms = super().distance_terms(upgraded, view)
         predicted = self.classifier.logits(upgraded.embedding)
         terms["distance"] = self.divergence(predicted, self.classifier.logits(view["new"])).mean()
@@ -26,10 +33,10 @@ class KlObjective(ForwardObjective):
 
 
 class ReversedKlObjective(KlObjective):
-    """The same with the arguments of KL exchanged."""
+    """The same with the arguments of KL exchanged (FCT Table 12, reversed)."""
 
     def divergence(self, predicted: Tensor, target: Tensor) -> Tensor:
-        """Return KL(predicted || target) of logits: [n,c], [n,c] -> [n]."""
+        """Return KL(predicted || target) of logits: [n,c], [n,c] -> [n]; both get a gradient."""
         return reversed_kl(predicted, target)
 
 

@@ -47,7 +47,7 @@ class ForwardAdaptiveHead(nn.Module):
     """psi: three blocks of linear, BatchNorm and ReLU, then a linear layer.
 
     It maps old embeddings [n,old_dim] to [n,new_dim], and reads no side-information. With `unit`
-    its output is normalised.
+    its output is normalised. This is psi of DMU Eq. 11.
     """
 
     def __init__(self, old_dim: int, new_dim: int, hidden_dim: int, unit: bool) -> None:
@@ -60,13 +60,20 @@ class ForwardAdaptiveHead(nn.Module):
         self.unit = unit
 
     def forward(self, embedding: Tensor, side: Tensor | None = None) -> Tensor:
-        """Map old embeddings [n,old_dim] to [n,new_dim]; `side` is ignored."""
+        """Map old embeddings [n,old_dim] to [n,new_dim]; `side` is ignored.
+
+        In training mode BatchNorm needs at least two rows, or raises ValueError. With `unit` a zero
+        output stays zero.
+        """
         output: Tensor = self.layers(embedding)
         return nn.functional.normalize(output) if self.unit else output
 
 
 def build_forward(config: EmbedderConfig, shape: UpgradeShape) -> UpgradeNetwork:
     """Build psi as the upgrade to publish; it reads no side-information.
+
+    The weights are random. The option `forward` is not read: the network is built even if it is
+    false.
 
     Raises:
         ConfigurationError: an option is unknown or of a wrong value.
@@ -77,7 +84,11 @@ def build_forward(config: EmbedderConfig, shape: UpgradeShape) -> UpgradeNetwork
 
 
 class DmuObjective(CompatibleObjective):
-    """DMU Eq. 8: L_new + L_SBC + L_FA, on two augmentations of each image."""
+    """DMU Eq. 8: L_new + L_SBC + L_FA, on two augmentations of each image.
+
+    The constructor raises ConfigurationError for a wrong option or without an old model. It encodes
+    images of classes that the old classifier lacks, as `extended_classifier`.
+    """
 
     def __init__(self, inputs: EmbedderInputs) -> None:
         super().__init__(inputs)
@@ -91,7 +102,13 @@ class DmuObjective(CompatibleObjective):
     def forward(self, batch: Batch) -> Terms:
         """Return `classification`, `selective` and, with the option `forward`, `forward`.
 
-        The ratio of the largest to the smallest weight is logged as `weight_spread`.
+        The ratio of the largest to the smallest weight is logged as `weight_spread`. The two
+        augmentations are drawn independently: the old model sees the first, the new model the
+        second.
+
+        Raises:
+            ValueError: the batch has one row and the measure is entropy, or the option `forward` is
+                set in training mode.
         """
         labels, images = batch["labels"], to_pixels(batch["images"])
         old = self.old_embedding(self.augment(images))
@@ -107,6 +124,8 @@ class DmuObjective(CompatibleObjective):
 
     def weights(self, old: Tensor, labels: Tensor) -> Tensor:
         """Return lambda(x) of Eq. 10 or 13 [b], with the sum 1, or equal weights.
+
+        The weights have a gradient of the old embeddings only, which have none in training.
 
         Args:
             old: old embeddings [b,old_dim].
@@ -131,6 +150,9 @@ class DmuObjective(CompatibleObjective):
     def old_space_losses(self, embedding: Tensor, old: Tensor, labels: Tensor) -> Tensor:
         """Return the losses [b] that Eq. 10 weights: of the old classifier, or Eq. 14.
 
+        The old embeddings are read only by the regression. Classes that the old classifier lacks
+        have synthesized rows.
+
         Args:
             embedding: new embeddings [b,dim].
             old: old embeddings [b,old_dim].
@@ -143,7 +165,8 @@ class DmuObjective(CompatibleObjective):
     def forward_adaptive(self, old: Tensor, embedding: Tensor, labels: Tensor) -> Tensor:
         """Return L_FA (Eq. 11), a scalar: psi's output under the new head; trains psi and the head.
 
-        In the regression variant, only psi is trained, towards the new embedding.
+        In the regression variant, only psi is trained, towards the new embedding. The new embedding
+        is read only by the regression variant, where it gets a gradient, too.
 
         Args:
             old: old embeddings [b,old_dim].

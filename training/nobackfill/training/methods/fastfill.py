@@ -50,13 +50,20 @@ class VarianceHead(nn.Module):
         self.register_buffer("offset", torch.zeros(()))
 
     def forward(self, embedding: Tensor, side: Tensor | None) -> Tensor:
-        """Return log sigma^2 [n] of the inputs that are read."""
+        """Return log sigma^2 [n] of the inputs that are read.
+
+        `side` may be None only if it is not read. In training mode BatchNorm needs at least two
+        rows, or raises ValueError.
+        """
         output: Tensor = self.layers(concatenate(embedding, side, self.reads))
         return output[:, 0] + self.offset
 
 
 def build_fastfill(config: UpgradeConfig, shape: UpgradeShape) -> UpgradeNetwork:
     """Build FCT's h and g, and a small network for the variance.
+
+    The weights are random, and the offset of the variance is 0. `inner_dim` and `projection_dim` of
+    the configuration apply.
 
     Raises:
         ConfigurationError: an option is unknown or of a wrong value.
@@ -72,7 +79,8 @@ class FastFillObjective(ForwardObjective):
 
     The likelihood trains only the variance. Through it, h would improve easy items more than hard
     ones, but an upgrade must migrate the hard ones too. With `joint` it trains h as well and
-    contains the classification.
+    contains the classification. Its parts are FastFill's (Jaeckle et al. 2023). The constructor
+    raises ConfigurationError for a wrong option, or if keep_best has no held-out images.
     """
 
     options_model: type[FastFillOptions] = FastFillOptions
@@ -85,7 +93,9 @@ class FastFillObjective(ForwardObjective):
     def distance_terms(self, upgraded: UpgradeOutput, view: Batch) -> Terms:
         """Return the terms of FastFill for outputs and targets of one view per row.
 
-        With `joint` all but those of side-information are one term, `distance`.
+        With `joint` all but those of side-information are one term, `distance`. Otherwise they are
+        `distance`, `likelihood` and, with a weight above 0, `classification`. Distances are divided
+        by the spread of the new embeddings. Rows without a label count as 0 in the classification.
         """
         terms = super().distance_terms(upgraded, view)
         predicted, target = upgraded.embedding, view["new"]
@@ -112,7 +122,11 @@ class FastFillObjective(ForwardObjective):
     def finish(self) -> None:
         """Scale the variances to the residuals of held-out images; without any, leave them.
 
-        The factor is logged as `variance_factor`.
+        The factor is logged as `variance_factor`. With keep_best the weights of the best epoch are
+        loaded first. The upgrade is in eval mode afterwards if there are held-out images.
+
+        Raises:
+            ValueError: every held-out prediction equals its target.
         """
         super().finish()
         self.adjust_upgrade()
@@ -129,13 +143,17 @@ class FastFillObjective(ForwardObjective):
         self.statistics["variance_factor"] = factor
 
     def adjust_upgrade(self) -> None:
-        """Change the trained network before its variances are scaled; this class does nothing."""
+        """Change the trained network before its variances are scaled; this class does nothing.
+
+        `finish` calls it once, after the best epoch is loaded.
+        """
 
 
 def uses_labels(config: UpgradeConfig, options: type[FastFillOptions] = FastFillOptions) -> bool:
     """Return whether a training needs labels, for a classification term with a weight above 0.
 
-    It does, too, if the key `choose` may select such a weight.
+    It does, too, if the key `choose` may select such a weight. Options that the key `options` lacks
+    have their defaults.
 
     Raises:
         ConfigurationError: an option is unknown or of a wrong value.

@@ -32,7 +32,10 @@ class BestEpoch(nn.Module):
         self.register_buffer("least", torch.tensor(torch.finfo(torch.float32).max))
 
     def offer(self, network: nn.Module, figure: float) -> None:
-        """Copy the weights of `network` if `figure` is below all earlier ones; NaN never is."""
+        """Copy the weights of `network` if `figure` is below all earlier ones; NaN never is.
+
+        At an equal figure the earlier weights stay. Buffers are copied, too.
+        """
         if figure < float(self.least):
             self.kept.load_state_dict(network.state_dict())
             self.least.fill_(figure)
@@ -43,7 +46,10 @@ class BestEpoch(nn.Module):
 
 
 def squared_l2(predicted: Tensor, target: Tensor) -> Tensor:
-    """Mean over rows of |predicted - target|^2: [n,d], [n,d] -> scalar (section 3.3)."""
+    """Mean over rows of |predicted - target|^2: [n,d], [n,d] -> scalar (section 3.3).
+
+    It is computed in float32. Both arguments get a gradient; without rows it is NaN.
+    """
     return (predicted - target).float().square().sum(1).mean()
 
 
@@ -51,7 +57,8 @@ def build_fct(config: UpgradeConfig, shape: UpgradeShape) -> UpgradeNetwork:
     """Build h, and g of the same architecture if new side-information is written (section 4.4).
 
     Keys reads_embedding, projection_dim and inner_dim of the configuration apply. `options` is not
-    read.
+    read. The weights are random. With unit vectors in the new space, h's output is normalised; g's
+    never is.
     """
 
     def transform(dim: int, unit: bool) -> FctTransform:
@@ -76,7 +83,8 @@ class FctObjective(Objective):
 
     Each row of a batch draws one of its cached views, the same for all models; with `both_views` it
     draws a labelled one and a mixed one. Subclasses extend `distance_terms`. The constructor raises
-    ConfigurationError if the key keep_best has no held-out images to select an epoch by.
+    ConfigurationError if the key keep_best has no held-out images to select an epoch by. The loss
+    is l(x) of FCT section 3.3; g's is that of section 4.4.
     """
 
     both_views = False
@@ -95,7 +103,11 @@ class FctObjective(Objective):
         self.best = BestEpoch(upgrade) if inputs.config.keep_best else None
 
     def begin_epoch(self, epoch: int, epochs: int) -> None:
-        """Measure held-out images; from `freeze_at` of the epochs on, freeze BatchNorm."""
+        """Measure held-out images; from `freeze_at` of the epochs on, freeze BatchNorm.
+
+        The figure is h's squared distance in eval mode, in the statistics as `held_out_distance`.
+        It also selects the best epoch for keep_best. Without held-out images nothing is measured.
+        """
         self._measure_held_out()
         if epoch >= self.freeze_at * epochs:
             for module in self.upgrade.modules():
@@ -120,19 +132,30 @@ class FctObjective(Objective):
             self.best.offer(self.upgrade, float(distance))
 
     def finish(self) -> None:
-        """With the key keep_best, load the weights of the best epoch; else do nothing."""
+        """With the key keep_best, load the weights of the best epoch; else do nothing.
+
+        The last epoch is measured before, so that it can be the best one. The part `best` is
+        dropped.
+        """
         if self.best is not None:
             self._measure_held_out()
             self.best.restore(self.upgrade)
             self.best = None
 
     def forward(self, batch: Batch) -> Terms:
-        """Return the terms of one view per row, drawn at random; with `both_views` of two."""
+        """Return the terms of one view per row, drawn at random; with `both_views` of two.
+
+        The batch has the features `old`, `new` and, where they are used, `side` and `new_side`,
+        [b,v,d], and `labels` int64 [b].
+        """
         view = draw_view(batch, self.labelled_views, both=self.both_views)
         return self.distance_terms(self.upgrade(view["old"], view.get("side")), view)
 
     def distance_terms(self, upgraded: UpgradeOutput, view: Batch) -> Terms:
         """Return the terms for outputs and targets of one view per row, [b,dim] each.
+
+        They are `distance` and, if g exists, `side_distance`, each a mean over rows. Labels are not
+        read.
 
         Args:
             upgraded: the outputs of h and g.
@@ -152,13 +175,16 @@ class FctObjective(Objective):
 def draw_view(batch: Batch, labelled: int, *, both: bool = False) -> Batch:
     """Draw views: features [b,v,d] -> [b,d], the same view of a row in every tensor.
 
-    Torch's default generator draws.
+    Torch's default generator draws. The batch is not changed.
 
     Args:
         batch: the batch; its tensors other than features have one value per row.
         labelled: the number of first views that have the row's label; the others get label -1.
         both: draw one labelled and one other view per row. The result has 2b rows: all labelled
-            views, then the others.
+            views, then the others. Without other views it raises RuntimeError.
+
+    Returns:
+        The tensors by name, with `labels` int64; features are [b,d], or [2b,d] with `both`.
     """
     n, views = batch["old"].shape[:2]
     row, picked = torch.arange(n), torch.randint(labelled if both else views, (n,))

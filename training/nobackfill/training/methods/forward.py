@@ -20,7 +20,10 @@ _SCALE = 16.0
 
 
 class ForwardObjective(FctObjective):
-    """FCT's objective with the frozen new classifier; subclasses add terms."""
+    """FCT's objective with the frozen new classifier; subclasses add terms.
+
+    The constructor raises ConfigurationError if keep_best has no held-out images.
+    """
 
     new_labels: Tensor
     spread: Tensor
@@ -37,24 +40,32 @@ class ForwardObjective(FctObjective):
     def relative_distance(self, predicted: Tensor, target: Tensor) -> Tensor:
         """Return FCT's squared L2 divided by the new embeddings' spread: [n,d] -> [n].
 
-        1 means no better than predicting the mean."""
+        1 means no better than predicting the mean. If all new embeddings are equal, it is infinite
+        or NaN.
+        """
         return (predicted - target).square().sum(1) / self.spread
 
     def rows_of(self, labels: Tensor) -> Tensor:
-        """Return the new classifier's row of each label, int64 [n]; -1 without one."""
+        """Return the new classifier's row of each label, int64 [n]; -1 without one.
+
+        Args:
+            labels: int64 [n], classes of the training, or -1 for a view without a label.
+        """
         return torch.where(labels >= 0, self.new_labels[labels.clamp(min=0)], -1)
 
     def classification(self, predicted: Tensor, labels: Tensor) -> Tensor:
         """Return the new classifier's mean loss over rows [n,d]: a scalar.
 
-        Rows of classes that it does not know count as 0.
+        Rows of classes that it does not know count as 0. They stay in the denominator. Only
+        `predicted` gets a gradient.
         """
         return self.class_losses(predicted, labels).mean()
 
     def class_losses(self, predicted: Tensor, labels: Tensor) -> Tensor:
         """Return the new classifier's losses by row: [n,d], labels int64 [n] -> [n].
 
-        A row without a label (-1), or of a class that it does not know, has the loss 0.
+        A row without a label (-1), or of a class that it does not know, has the loss 0. Only
+        `predicted` gets a gradient, because the classifier is fixed.
         """
         own = self.rows_of(labels)
         known = torch.nonzero(own >= 0)[:, 0]
@@ -66,7 +77,9 @@ def new_classifier(inputs: UpgradeInputs) -> tuple[FixedClassifier, Tensor]:
     """Return the new model's classifier, and each training class's row in it (-1: unknown).
 
     A published model has no head. Its classifier is made from class averages of its own embeddings
-    of the training images.
+    of the training images. Only labelled views count. For unit vectors the classifier made is a
+    normalised softmax of scale 16, else one by squared distances to the averages. A class without
+    images has no row.
 
     Args:
         inputs: the inputs of the training.

@@ -11,10 +11,18 @@ from nobackfill.training.networks.transform import UpgradeOutput
 
 
 class LceObjective(ForwardObjective):
-    """Classification by the frozen new classifier, class centre alignment, and a boundary."""
+    """Classification by the frozen new classifier, class centre alignment, and a boundary.
+
+    It is the baseline LCE of FCT appendix J (Meng et al. 2021).
+    """
 
     def distance_terms(self, upgraded: UpgradeOutput, view: Batch) -> Terms:
-        """Return classification, alignment and boundary in place of FCT's distance."""
+        """Return classification, alignment and boundary in place of FCT's distance.
+
+        They are `classification`, `alignment` and `boundary`, and FCT's `side_distance` if g
+        exists. Rows of classes that the new classifier does not know count as 0 in the first and
+        the last. Without labelled rows all three are 0.
+        """
         predicted, labels = upgraded.embedding, view["labels"]
         own = self.rows_of(labels)
         known, labelled = own >= 0, torch.nonzero(labels >= 0)[:, 0]

@@ -31,7 +31,11 @@ class MixBctOptions(Options):
 
 
 class MixBctObjective(CompatibleObjective):
-    """The head's loss on a batch of new and old embeddings."""
+    """The head's loss on a batch of new and old embeddings.
+
+    The constructor encodes all images by the old model. It raises ConfigurationError for a wrong
+    option, without an old model, or if embedding_dim is not the old model's.
+    """
 
     trusted: Tensor
 
@@ -51,7 +55,12 @@ class MixBctObjective(CompatibleObjective):
         self.register_buffer("trusted", trusted)
 
     def forward(self, batch: Batch) -> Terms:
-        """Return `classification`, the head's loss on new embeddings, some replaced by old ones."""
+        """Return `classification`, the head's loss on new embeddings, some replaced by old ones.
+
+        Each image is replaced with the chance `share`, if it is one of the trusted ones. The batch
+        also contains `rows`, the numbers of the images in the training set. Random numbers come
+        from torch's default generator.
+        """
         pixels = self.augment(to_pixels(batch["images"]))
         embedding = self.embedder.encode(pixels)
         drawn = torch.rand(len(pixels)).to(pixels.device) < self.options.share

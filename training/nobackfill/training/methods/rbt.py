@@ -37,7 +37,8 @@ class Bottleneck(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map [n,dim] to [n,dim]."""
+        """Map [n,dim] to [n,dim]; in training mode BatchNorm needs at least two rows, or raises
+        ValueError."""
         output: Tensor = x + self.layers(x)
         return output
 
@@ -53,13 +54,19 @@ class ResidualBottlenecks(nn.Module):
         self.unit = unit
 
     def forward(self, embedding: Tensor, side: Tensor | None) -> Tensor:
-        """Map old embeddings [n,old_dim] to [n,new_dim]; `side` is ignored."""
+        """Map old embeddings [n,old_dim] to [n,new_dim]; `side` is ignored.
+
+        In training mode BatchNorm needs at least two rows, or raises ValueError. With `unit` a zero
+        output stays zero.
+        """
         output: Tensor = self.layers(embedding)
         return F.normalize(output) if self.unit else output
 
 
 def build_rbt(config: UpgradeConfig, shape: UpgradeShape) -> UpgradeNetwork:
     """Build h of residual bottlenecks, which ignores side-information.
+
+    The weights are random. The default bottleneck is half of the new dimension, at least 1.
 
     Raises:
         ConfigurationError: an option is wrong, or the upgrade is configured to read only

@@ -70,12 +70,16 @@ class Whitened(nn.Module):
         self.rotate = nn.Linear(dim, dim).requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map [n,d] to [n,d]."""
+        """Map [n,d] to [n,d]; before `solve` the map is random."""
         output: Tensor = self.rotate((x - self.shift) * self.scale)
         return output
 
     def solve(self, x: Tensor) -> None:
-        """Fit to rows x [n,d], n >= 2, in place. A constant element becomes 0."""
+        """Fit to rows x [n,d], n >= 2, in place. A constant element becomes 0.
+
+        An element counts as constant if its standard deviation is at most 1e-6. If all are, the map
+        is infinite or NaN.
+        """
         deviation = x.std(0)
         self.shift.copy_(x.mean(0))
         # A constant element carries no information: its scale is 0, not infinite.
@@ -109,7 +113,11 @@ class ResidualMap(nn.Module):
         return [self.residual, *(one for one in self.others if isinstance(one, nn.Sequential))]
 
     def forward(self, embedding: Tensor, side: Tensor | None) -> Tensor:
-        """Map the inputs that are read, [n,old_dim] and [n,side_dim], to [n,dim]."""
+        """Map the inputs that are read, [n,old_dim] and [n,side_dim], to [n,dim].
+
+        `side` may be None only if it is not read. If `active` is set, only that network is used. In
+        training mode BatchNorm needs at least two rows, or raises ValueError.
+        """
         white = self.whitened(embedding, side)
         networks = self.members if self.active is None else [self.members[self.active]]
         output: Tensor = networks[0](white)
@@ -134,7 +142,12 @@ class ResidualMap(nn.Module):
     def solve(self, embedding: Tensor, side: Tensor | None, target: Tensor) -> None:
         """Fit whitening and affine map to rows [n, …] and targets [n, dim], n >= 2, in place.
 
-        The residual networks stay as they are.
+        The residual networks stay as they are. All rows are needed in memory, in float64.
+
+        Args:
+            embedding: [n, old_dim]; ignored if embeddings are not read.
+            side: [n, side_dim]; None only if it is not read.
+            target: [n, dim].
         """
         with torch.no_grad():
             if self.embedding is not None:
@@ -164,6 +177,9 @@ def _network(total: int, inner_dim: int, dim: int) -> nn.Sequential:
 def build_residual(config: UpgradeConfig, shape: UpgradeShape) -> UpgradeNetwork:
     """Build h, and g if new side-information is written, with FastFill's variance.
 
+    Its affine parts are random until the objective is made. A residual network starts at zero
+    output.
+
     Raises:
         ConfigurationError: an option is unknown or of a wrong value.
     """
@@ -181,7 +197,9 @@ def build_residual(config: UpgradeConfig, shape: UpgradeShape) -> UpgradeNetwork
 class ResidualObjective(FastFillObjective):
     """FastFill's terms and the listwise term, starting at the affine solution.
 
-    The constructor solves the affine parts of h and g.
+    The constructor solves the affine parts of h and g. The loss is this project's own, not a
+    paper's. The constructor raises ConfigurationError for a wrong option, for `both_views` without
+    mixed views, or if keep_best has no held-out images.
     """
 
     options_model = ResidualOptions
@@ -205,7 +223,10 @@ class ResidualObjective(FastFillObjective):
         self.unit_of_distance = float(mean_squared_distance(flat(inputs.rows, "new")))
 
     def forward(self, batch: Batch) -> Terms:
-        """Return terms averaged over the networks, each of which draws its own view."""
+        """Return terms averaged over the networks, each of which draws its own view.
+
+        Afterwards all networks are used again.
+        """
         h = self.upgrade.h
         assert isinstance(h, ResidualMap)
         total: Terms = {}
@@ -217,7 +238,11 @@ class ResidualObjective(FastFillObjective):
         return total
 
     def distance_terms(self, upgraded: UpgradeOutput, view: Batch) -> Terms:
-        """Add a listwise term: distances to random vectors of the queue rank as the new model's."""
+        """Add a listwise term: distances to random vectors of the queue rank as the new model's.
+
+        The term `listwise` is the mean over rows times its option; its queue is drawn anew, with
+        repetition. With the option `same_class` above 0, a term of that name follows.
+        """
         terms = super().distance_terms(upgraded, view)
         options = self.listwise_options
         assert isinstance(self.queue, Tensor)
@@ -248,12 +273,16 @@ class ResidualObjective(FastFillObjective):
         return losses.sum() / (view["labels"] >= 0).sum().clamp(min=1)
 
     def adjust_upgrade(self) -> None:
-        """Scale the residual networks by the option `share`."""
+        """Scale the residual networks by the option `share`; `finish` calls it once."""
         shrink(self.upgrade, self.listwise_options.share)
 
 
 def shrink(upgrade: UpgradeNetwork, share: float) -> None:
-    """Scale the output of h's residual networks by `share` (0 to 1), in place; repeats multiply."""
+    """Scale the output of h's residual networks by `share` (0 to 1), in place; repeats multiply.
+
+    With 0 the upgrade is its affine part. The variance and g stay. An upgrade of another method
+    raises AssertionError.
+    """
     assert isinstance(upgrade.h, ResidualMap)
     for network in upgrade.h.members:
         last = network[-1]
@@ -264,7 +293,10 @@ def shrink(upgrade: UpgradeNetwork, share: float) -> None:
 
 
 def shrunk(upgrade: UpgradeNetwork, share: float) -> UpgradeNetwork:
-    """Return a copy of an upgrade whose residual networks are scaled by `share` (0 to 1)."""
+    """Return a copy of an upgrade whose residual networks are scaled by `share` (0 to 1).
+
+    The argument is not changed. The variance and g stay.
+    """
     copied = copy.deepcopy(upgrade)
     shrink(copied, share)
     return copied

@@ -42,18 +42,27 @@ class SoftPrototypes(nn.Module):
         self.register_buffer("prototypes", torch.zeros(classes, dim))
 
     def logits(self, embedding: Tensor, side: Tensor | None) -> Tensor:
-        """Return the linear classifier's logits [n,c] for embeddings [n,old_dim] and their side."""
+        """Return the linear classifier's logits [n,c] for embeddings [n,old_dim] and their side.
+
+        `side` may be None only if it is not read. In training mode BatchNorm needs at least two
+        rows, or raises ValueError.
+        """
         output: Tensor = self.classifier(concatenate(embedding, side, self.reads))
         return output
 
     def forward(self, embedding: Tensor, side: Tensor | None) -> Tensor:
-        """Map the inputs that are read to a mixture of prototypes [n,d]."""
+        """Map the inputs that are read to a mixture of prototypes [n,d].
+
+        Before the prototypes are set it is zero. `side` may be None only if it is not read.
+        """
         output = self.logits(embedding, side).softmax(1) @ self.prototypes
         return F.normalize(output) if self.unit else output
 
 
 def build_soft_prototypes(config: UpgradeConfig, shape: UpgradeShape) -> UpgradeNetwork:
     """Build h as a mixture of class averages, which are zero until the objective is made.
+
+    The linear classifier is random. With unit vectors in the new space the output is normalised.
 
     Raises:
         ConfigurationError: the option `classes` is missing or wrong, or the upgrade is configured
@@ -92,7 +101,10 @@ class SoftPrototypesObjective(Objective):
         self.h.prototypes.copy_(means)
 
     def forward(self, batch: Batch) -> Terms:
-        """Return `classification`, the mean cross-entropy of one view per row, 0 for mixed ones."""
+        """Return `classification`, the mean cross-entropy of one view per row, 0 for mixed ones.
+
+        The views are drawn from torch's default generator. Mixed ones stay in the denominator.
+        """
         view = draw_view(batch, self.labelled_views)
         logits = self.h.logits(view["old"], view.get("side"))
         # Mixed views have the label -1.
@@ -100,7 +112,7 @@ class SoftPrototypesObjective(Objective):
         return {"classification": losses.mean()}
 
     def trained_parts(self) -> nn.ModuleDict:
-        """Return the part upgrade."""
+        """Return the part upgrade; the prototypes are a buffer of it."""
         return nn.ModuleDict({"upgrade": self.upgrade})
 
 

@@ -47,7 +47,10 @@ class UniBctOptions(WeightOptions):
 
 
 class UniBctObjective(CompatibleObjective):
-    """UniBCT Eq. 2 and 5: the head's loss against pseudo prototypes, after a warm-up."""
+    """UniBCT Eq. 2 and 5: the head's loss against pseudo prototypes, after a warm-up.
+
+    The constructor raises ConfigurationError for a wrong option or without an old model.
+    """
 
     def __init__(self, inputs: EmbedderInputs) -> None:
         super().__init__(inputs)
@@ -66,13 +69,22 @@ class UniBctObjective(CompatibleObjective):
         self.active = False
 
     def begin_epoch(self, epoch: int, epochs: int) -> None:
-        """Compute prototypes before an epoch of `refreshes`; start the term after the warm-up."""
+        """Compute prototypes before an epoch of `refreshes`; start the term after the warm-up.
+
+        All images are encoded by the new model for refined prototypes, and once by the old one. The
+        classifier is replaced in place.
+
+        Raises:
+            InvalidInputError: a file among the images is no image.
+            NobackfillError: a process that reads images was killed.
+            ValueError: a class has no image.
+        """
         if epoch in self.refreshes:
             self.pseudo_classifier.load_state_dict(self._pseudo_classifier().state_dict())
         self.active = epoch >= self.first
 
     def compatibility(self, embedding: Tensor, pixels: Tensor, labels: Tensor) -> Terms:
-        """Return the term `pseudo_prototypes`; none during the warm-up."""
+        """Return the term `pseudo_prototypes`, a mean over the batch; none during the warm-up."""
         if not self.active:
             return {}
         losses = self.pseudo_classifier.loss(self.as_old(embedding), labels)
@@ -86,7 +98,14 @@ class UniBctObjective(CompatibleObjective):
 
     @cached_property
     def old_features(self) -> Tensor:
-        """Old features of all training images, float32 [n,old_dim]; the first use computes them."""
+        """Old features of all training images, float32 [n,old_dim]; the first use computes them.
+
+        They are on the CPU, in the order of the images, and stay in memory.
+
+        Raises:
+            InvalidInputError: a file among the images is no image.
+            NobackfillError: a process that reads images was killed.
+        """
         return encode_all(self.old.encoder, self.images, self.device)
 
     def _pseudo_classifier(self) -> FixedClassifier:
@@ -110,6 +129,7 @@ def refresh_epochs(epochs: int, options: UniBctOptions) -> tuple[int, set[int]]:
     """Return the first epoch with the term, and the epochs before which prototypes are computed.
 
     Without a warm-up (a share that rounds to no epoch), they are computed once, before epoch 0.
+    Epochs count from 0. Refreshes beyond the last epoch are left out.
 
     Args:
         epochs: the number of epochs of the training.
@@ -131,8 +151,8 @@ def pseudo_classifier(
 
     Args:
         prototypes: one for each class [c,d].
-        old_features: old features of the training images [n,d]; used for a softmax head.
-        labels: int64 [n].
+        old_features: old features of the training images [n,d]; used only for a softmax head.
+        labels: int64 [n], rows of `prototypes`; used only for a softmax head.
         head: gives form, margin and scale.
     """
     form = form_of(head)

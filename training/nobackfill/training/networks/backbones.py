@@ -24,7 +24,10 @@ class GeM(nn.Module):
         self.p = nn.Parameter(torch.tensor(p))
 
     def forward(self, maps: Tensor) -> Tensor:
-        """Pool maps [n,c,h,w] to [n,c,1,1]; values below 1e-6 count as 1e-6."""
+        """Pool maps [n,c,h,w] to [n,c,1,1]; values below 1e-6 count as 1e-6.
+
+        The exponent p is trained and not limited.
+        """
         return maps.clamp(min=1e-6).pow(self.p).mean((2, 3), keepdim=True).pow(1 / self.p)
 
 
@@ -56,7 +59,7 @@ def small(embedding_dim: int, width: int, pooling: str, image_size: int) -> nn.M
     """Build four convolutions and a linear layer, for small simple images.
 
     `width` is the number of channels of the first one, and `pooling` avg or gem. `image_size` is
-    not used, as in the other networks that take any size.
+    not used, as in the other networks that take any size. Any image size works.
     """
     return nn.Sequential(
         _conv(3, width),
@@ -70,7 +73,11 @@ def small(embedding_dim: int, width: int, pooling: str, image_size: int) -> nn.M
 
 
 def small_resnet(embedding_dim: int, width: int, pooling: str, image_size: int) -> nn.Module:
-    """Build a fast ResNet for 32-pixel images: nine weight layers, two residual stages."""
+    """Build a fast ResNet for 32-pixel images: nine weight layers, two residual stages.
+
+    `width` is the number of channels of the first convolution, and `pooling` avg or gem.
+    `image_size` is not used.
+    """
     return nn.Sequential(
         _conv(3, width),
         _conv(width, 2 * width, 2),
@@ -88,7 +95,8 @@ def fct_resnet50(embedding_dim: int, width: int, pooling: str, image_size: int) 
     """Build a ResNet50 whose last block outputs `embedding_dim` channels, which are pooled.
 
     This is the network of FCT's public code (apple/ml-fct, models/resnet.py). It has no linear
-    layer. Its output passed a ReLU, so `last_nonlin` changes nothing.
+    layer. Its output passed a ReLU, so `last_nonlin` changes nothing. `pooling` is avg or gem.
+    `width` and `image_size` are not used.
     """
     from torchvision.models import resnet50
 
@@ -107,6 +115,8 @@ def fct_resnet50(embedding_dim: int, width: int, pooling: str, image_size: int) 
 def small_mobilenet(embedding_dim: int, width: int, pooling: str, image_size: int) -> nn.Module:
     """Build a MobileNetV2 of four inverted residuals; its last maps have an eighth of the side.
 
+    `width` is the number of channels of the first stage. `image_size` is not used.
+
     Raises:
         ConfigurationError: `pooling` is gem, because the network pools by a function.
     """
@@ -122,6 +132,8 @@ def small_mobilenet(embedding_dim: int, width: int, pooling: str, image_size: in
 
 def small_vit(embedding_dim: int, width: int, pooling: str, image_size: int) -> nn.Module:
     """Build a vision transformer of four layers, over patches of an eighth of the image's side.
+
+    The patches have at least 2 x 2 pixels. The width of the transformer is four times `width`.
 
     Raises:
         ConfigurationError: the image has no whole number of patches; or `pooling` is gem, which a
@@ -143,7 +155,11 @@ def small_vit(embedding_dim: int, width: int, pooling: str, image_size: int) -> 
 
 
 def small_swin(embedding_dim: int, width: int, pooling: str, image_size: int) -> nn.Module:
-    """Build a Swin transformer of two stages with two layers each, over patches of 2 x 2 pixels."""
+    """Build a Swin transformer of two stages with two layers each, over patches of 2 x 2 pixels.
+
+    Its first stage has twice `width` channels. Attention windows have an eighth of the image's
+    side, at least 2. `pooling` is avg or gem.
+    """
     from torchvision.models import SwinTransformer
 
     window = max(2, image_size // 8)
@@ -174,7 +190,8 @@ AUXILIARY = ("googlenet", "inception_v3")
 def backbone_names() -> list[str]:
     """List the names that `build_backbone` knows, without public models.
 
-    The names of this project come first, then torchvision's.
+    The names of this project come first, then torchvision's. The first call imports torchvision,
+    which takes seconds. Each part is in alphabetical order.
     """
     # Imported here: it takes seconds, and the small networks do not need it.
     import torchvision
@@ -187,11 +204,15 @@ def build_backbone(
 ) -> nn.Module:
     """Build a network with random weights from torch's default generator.
 
+    The network is on the CPU, in training mode. A model of torchvision is not tried with an image:
+    one that cannot read the size fails at the first batch.
+
     Args:
         name: the backbone.
         embedding_dim: the number of outputs.
-        width: channels of the first stage of networks whose name begins with `small`.
-        pooling: avg or gem.
+        width: channels of the first stage of networks whose name begins with `small`; others ignore
+            it.
+        pooling: avg or gem; public models only have avg.
         last_nonlin: append a ReLU.
         image_size: side of the square images in pixels; not every network depends on it.
 
@@ -199,9 +220,11 @@ def build_backbone(
         A module: pixels float32 [n,3,image_size,image_size] -> float32 [n,embedding_dim].
 
     Raises:
-        ConfigurationError: the name is unknown (similar names are listed), the model has no linear
-            layer to replace (SqueezeNet), no pooling to one cell for GeM, or does not take images
-            of this size; or the package of a public model is not installed.
+        ConfigurationError: the name is unknown (similar names are listed); the model has no linear
+            layer to replace (SqueezeNet) or no pooling to one cell for GeM; small_vit or a public
+            model does not take images of this size; or a public model's package is not installed.
+        NotFoundError, UnavailableError: a public model of local-dir or hf-hub is missing, or its
+            description cannot be downloaded.
     """
     if name in _OWN:
         network = _OWN[name](embedding_dim, width, pooling, image_size)
@@ -288,13 +311,16 @@ def _small_stem(network: nn.Module) -> None:
 def linear_layers(network: nn.Module) -> list[tuple[str, nn.Linear]]:
     """List the linear layers with their paths, in order; a backbone's last one is the embedding.
 
-    Without linear layers the list is empty.
+    Without linear layers the list is empty. The order is that in which the network registers them,
+    which need not be that of the computation.
     """
     return [(p, m) for p, m in network.named_modules() if isinstance(m, nn.Linear)]
 
 
 def replace_layer(network: nn.Module, path: str, module: nn.Module) -> None:
     """Replace the layer at `path` (names with dots between) by `module`, in place.
+
+    A last name that does not exist is added.
 
     Raises:
         AttributeError: there is no parent of such a layer.

@@ -23,7 +23,10 @@ class Binarise(nn.Module):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return signs of the same shape; in eval mode they have no gradient."""
+        """Return signs of the same shape and dtype, -1 or 1; in eval mode they have no gradient.
+
+        NaN becomes -1, but stays NaN in training.
+        """
         signs = torch.where(x >= 0, torch.ones_like(x), -torch.ones_like(x))
         if not self.training:
             return signs
@@ -36,7 +39,7 @@ _NORMALISED = ("simclr", "binary_simclr", "vicreg", "distilled")
 
 
 def to_pixels(images: Tensor) -> Tensor:
-    """Convert uint8 [n,H,W,3] to float32 [n,3,H,W] in 0..1."""
+    """Convert uint8 [n,H,W,3] to float32 [n,3,H,W] in 0..1, on the same device."""
     return images.permute(0, 3, 1, 2).float() / 255
 
 
@@ -72,17 +75,28 @@ class ImageEncoder(nn.Module):
         self.register_buffer("std", torch.tensor(std)[:, None, None], persistent=False)
 
     def features(self, pixels: Tensor) -> Tensor:
-        """Return the backbone's raw output [n,dim] for pixels float32 [n,3,H,W] in 0..1."""
+        """Return the backbone's raw output [n,dim] for pixels float32 [n,3,H,W] in 0..1.
+
+        H and W are `image_size`; another size is an error of the backbone, or is accepted by one
+        that reads any.
+        """
         output: Tensor = self.backbone((pixels - self.mean) / self.std)
         return output
 
     def encode(self, pixels: Tensor) -> Tensor:
-        """Return vectors of the space, float32 [n,dim], for pixels float32 [n,3,H,W] in 0..1."""
+        """Return vectors of the space, float32 [n,dim], for pixels float32 [n,3,H,W] in 0..1.
+
+        With `unit` their length is 1; a zero output stays zero. In training mode an encoder that
+        ends with BatchNorm needs at least two images, or raises ValueError.
+        """
         features = self.features(pixels).float()
         return F.normalize(features) if self.unit else features
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return vectors float32 [n,dim] for images uint8 [n,H,W,3]."""
+        """Return vectors float32 [n,dim] for images uint8 [n,H,W,3].
+
+        H and W are `image_size`. With `unit` the length of a vector is 1; a zero output stays zero.
+        """
         return self.encode(to_pixels(images))
 
 
@@ -90,9 +104,13 @@ def build_encoder(config: EmbedderConfig | SideEncoderConfig) -> ImageEncoder:
     """Build the network of a configuration with random weights; key `weights` is not loaded.
 
     An embedder returns unit vectors unless its head is softmax. Side-information is not normalised.
+    The weights come from torch's default generator. The encoder is on the CPU, in training mode.
 
     Raises:
-        ConfigurationError: the backbone is unknown, or does not fit the other keys.
+        ConfigurationError: the backbone is unknown, does not fit the other keys, or its package is
+            not installed.
+        NotFoundError, UnavailableError: a backbone of local-dir or hf-hub is missing, or its
+            description cannot be downloaded.
     """
     if isinstance(config, EmbedderConfig):
         dim, unit = config.embedding_dim, config.head != "softmax"
@@ -115,7 +133,14 @@ def build_encoder(config: EmbedderConfig | SideEncoderConfig) -> ImageEncoder:
 
 
 def bare_backbone(encoder: ImageEncoder, config: EmbedderConfig | SideEncoderConfig) -> nn.Module:
-    """Return the backbone of an encoder of `build_encoder`, without the layers that it appends."""
+    """Return the backbone of an encoder of `build_encoder`, without the layers that it appends.
+
+    It is the module itself, so changes of it change the encoder.
+
+    Args:
+        encoder: the encoder.
+        config: the configuration that it was built from; another one may raise AssertionError.
+    """
     network = encoder.backbone
     behind = config.last_nonlin + (
         isinstance(config, SideEncoderConfig) and config.side_info in _NORMALISED
@@ -129,7 +154,8 @@ def bare_backbone(encoder: ImageEncoder, config: EmbedderConfig | SideEncoderCon
 class EmbedderObjective(Objective):
     """Trains an embedder under its head: the `independent` method, and the base of the others.
 
-    Batches contain `images` uint8 [b,H,W,3] and `labels` int64 [b].
+    Batches contain `images` uint8 [b,H,W,3] and `labels` int64 [b]. The constructor raises the
+    errors of `build_encoder` and `build_head`.
     """
 
     def __init__(self, config: EmbedderConfig, classes: int) -> None:
@@ -143,7 +169,10 @@ class EmbedderObjective(Objective):
         self.augment = Augment(config.augmentation)
 
     def forward(self, batch: Batch) -> Terms:
-        """Return `classification`, the head's mean loss on one augmented view."""
+        """Return `classification`, the head's mean loss on one augmented view.
+
+        The view is drawn from torch's default generator. Labels are rows of the head.
+        """
         embedding = self.embedder.encode(self.augment(to_pixels(batch["images"])))
         return {"classification": self.head(embedding, batch["labels"])}
 
@@ -151,11 +180,12 @@ class EmbedderObjective(Objective):
         """Load the embedder of another run, and its head if kind and classes are the same.
 
         Args:
-            checkpoint: the checkpoint of the other run.
+            checkpoint: the checkpoint of the other run; one without the part encoder does not fit.
             class_names: the classes of this training; with other ones the head is not loaded.
 
         Raises:
-            ConfigurationError: a tensor is missing, superfluous or of another shape.
+            ConfigurationError: a tensor is missing, superfluous or of another shape. The part
+                that does not fit is unchanged.
         """
         load_part(self.embedder, checkpoint, "encoder")
         before = checkpoint.config
@@ -167,5 +197,5 @@ class EmbedderObjective(Objective):
             load_part(self.head, checkpoint, "head")
 
     def trained_parts(self) -> nn.ModuleDict:
-        """Return the parts encoder and head."""
+        """Return the parts encoder and head; they are the modules themselves."""
         return nn.ModuleDict({"encoder": self.embedder, "head": self.head})

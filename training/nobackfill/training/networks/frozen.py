@@ -84,10 +84,15 @@ class FrozenEncoder:
 def load_encoder(run_dir: Path) -> tuple[ImageEncoder, Checkpoint]:
     """Load the finished embedder or side encoder of a run folder, in eval mode, without gradients.
 
+    The encoder is on the CPU. Building it draws from torch's default generator.
+
     Raises:
         ConfigurationError: the run is missing, unfinished, or neither an embedder nor a side
-            encoder.
-        VerificationError: the checkpoint is damaged.
+            encoder; its configuration has unknown keys; its tensors do not fit the network; or the
+            package of its backbone is not installed.
+        VerificationError: the checkpoint is damaged or was not written by train.py.
+        NotFoundError, UnavailableError: a backbone of local-dir or hf-hub is missing, or its
+            description cannot be downloaded.
     """
     checkpoint = read_finished(run_dir)
     config = checkpoint.config
@@ -104,9 +109,15 @@ def load_encoder(run_dir: Path) -> tuple[ImageEncoder, Checkpoint]:
 def load_classifier(run_dir: Path) -> Classifier:
     """Load the finished embedder of a run folder with its head, in eval mode, without gradients.
 
+    Encoder and head are on the CPU. Building them draws from torch's default generator.
+
     Raises:
-        ConfigurationError: the run is missing, unfinished, or of a kind other than embedder.
-        VerificationError: the checkpoint is damaged.
+        ConfigurationError: the run is missing, unfinished, or of a kind other than embedder; its
+            configuration has unknown keys; its tensors do not fit the network; or the package of
+            its backbone is not installed.
+        VerificationError: the checkpoint is damaged or was not written by train.py.
+        NotFoundError, UnavailableError: a backbone of local-dir or hf-hub is missing, or its
+            description cannot be downloaded.
     """
     encoder, checkpoint = load_encoder(run_dir)
     config = checkpoint.config
@@ -129,13 +140,21 @@ def load_classifier(run_dir: Path) -> Classifier:
 def encoder_of_run(run_dir: Path, kind: str) -> FrozenEncoder:
     """Open the frozen encoder of a run folder, on the GPU if there is one.
 
+    It computes 64 images at a time on a CPU and 256 on a GPU. `run_in_bf16` is there if the run's
+    precision is auto or bf16-mixed, and its configured device multiplies in bf16. The checkpoint is
+    read twice, the second time for its digest.
+
     Args:
         run_dir: the folder of a finished run.
         kind: the expected kind of run, embedder or side_encoder.
 
     Raises:
-        ConfigurationError: the run is missing, unfinished or of another kind than `kind`.
-        VerificationError: the checkpoint is damaged.
+        ConfigurationError: the run is missing, unfinished or of another kind than `kind`; its
+            configuration has unknown keys; its tensors do not fit the network; or the package of
+            its backbone is not installed.
+        VerificationError: the checkpoint is damaged or was not written by train.py.
+        NotFoundError, UnavailableError: a backbone of local-dir or hf-hub is missing, or its
+            description cannot be downloaded.
     """
     encoder, checkpoint = load_encoder(run_dir)
     if checkpoint.config.kind != kind:
@@ -173,17 +192,23 @@ def encoder_of_run(run_dir: Path, kind: str) -> FrozenEncoder:
 def features(encoder: FrozenEncoder, images: ImageSource, cache: Path) -> Floats:
     """Compute the vectors of images, or read them from a cache.
 
+    A damaged file of the cache is computed again and replaced. No image is read if the cache has
+    the features. All vectors are held in memory, and the cache is written at the end.
+
     Args:
         encoder: the encoder.
-        images: n images of its size.
+        images: n images of its size, at least 1.
         cache: a folder, made if missing, that gets one file per encoder and images.
 
     Returns:
-        float32 [n,dim].
+        float32 [n,dim], in the order of the images.
 
     Raises:
         InvalidInputError: a file among the images is missing or no image.
-        CannotWriteError: the cache cannot be written.
+        CannotWriteError: the cache, or the pixel cache of the images, cannot be written.
+        VerificationError: a published model cannot be run, or its output has another shape;
+            UnusableOutputError if some outputs are no vectors.
+        NobackfillError: a process that reads images was killed.
     """
     return _features([encoder], images, cache, bf16=False)[0]
 
@@ -194,19 +219,24 @@ def training_features(
     """Compute the features that an upgrade is trained on, or read them from a cache.
 
     Encoders that were trained in bf16 compute in bf16, if the device can. The images are read once
-    for all encoders, and not at all if all features are cached.
+    for all encoders, and not at all if all features are cached. A damaged file of the cache is
+    computed again and replaced. All vectors are held in memory, and the cache is written at the
+    end.
 
     Args:
-        encoders: encoders of one image size.
-        images: n images of this size.
+        encoders: encoders of one image size; none give an empty list. The size is not checked.
+        images: n images of this size, at least 1.
         cache: a folder, made if missing.
 
     Returns:
-        float32 [n,dim] of each encoder.
+        float32 [n,dim] of each encoder, in the order of the encoders and of the images.
 
     Raises:
         InvalidInputError: a file among the images is missing or no image.
-        CannotWriteError: the cache cannot be written.
+        CannotWriteError: the cache, or the pixel cache of the images, cannot be written.
+        VerificationError: a published model cannot be run, or its output has another shape;
+            UnusableOutputError if some outputs are no vectors.
+        NobackfillError: a process that reads images was killed.
     """
     return _features(encoders, images, cache, bf16=True)
 
@@ -279,17 +309,25 @@ class AugmentedView:
     def digest(self) -> str:
         """SHA-256 of everything that determines this view, in hex; no image is read.
 
+        It covers torch's version, because random numbers may change with it.
+
         Raises:
-            InvalidInputError: a file does not exist.
+            InvalidInputError: a file does not exist or cannot be read.
         """
         drawn = f"{self.seed} {'mixed ' if self.mixed else ''}{self.config.model_dump_json()}"
         what = f"{self.images.digest} {self.size} {drawn}"
         return hashlib.sha256(f"{what} torch-{torch.__version__}".encode()).hexdigest()
 
     def chunks(self) -> Iterator[Tensor]:
-        """Yield all images in order, in chunks; errors as `open_pictures`.
+        """Yield all images in order, at most 256 at a time, uint8 [c,size,size,3] on the CPU.
 
-        It seeds torch's default generator, so nothing else may draw from it between chunks.
+        It seeds torch's default generator at the first chunk, so nothing else may draw from it
+        between chunks. Pixels are computed on the GPU if there is one.
+
+        Raises:
+            InvalidInputError: a file is no image.
+            CannotWriteError: the pixel cache cannot be created.
+            NobackfillError: a process that reads images was killed.
         """
         augment, device, images = Augment(self.config), _device(), self.images.images
         torch.manual_seed(self.seed)
@@ -315,16 +353,18 @@ def augmented_views(
     """Yield views of the images at each of `sizes`, by size.
 
     The first view is the images themselves. The others are augmented at the largest size and then
-    scaled down, so that every model sees the same view. The last `mixed_views` mix two images.
+    scaled down, so that every model sees the same view. The last `mixed_views` mix two images. No
+    image is read before the caller reads a view. All augmented views share the decoded images of
+    the largest size.
 
     Args:
         listing: the images.
-        sizes: image sides in pixels.
-        views: the number of views, the first included.
+        sizes: image sides in pixels, at least one; repeated ones count once.
+        views: the number of views, the first included; at least 1.
         config: the augmentation.
-        seed: the seed of the augmentation.
+        seed: the seed of the augmentation; each view gets another one from it.
         reading: how images are read.
-        mixed_views: the number of additional mixed views.
+        mixed_views: the number of additional mixed views, from 0.
 
     Yields:
         The images of one view by size, not yet read.
@@ -353,11 +393,16 @@ _CHUNK = 256
 def encoders_of_release(source: PublishedSource) -> tuple[FrozenEncoder, FrozenEncoder | None]:
     """Open the embedder of a published release and, if it has one, its side encoder.
 
+    They run on all cores of the CPU. Every file of the publication is verified before.
+
     Raises:
-        ConfigurationError: the release is not published.
+        ConfigurationError: the release is not published, or the folder has no publication.
         InvalidInputError: it reads no square images, or scales them otherwise than training does.
         VerificationError: a file or signature of the publication is wrong.
-        NotFoundError, UnavailableError: the publication cannot be read.
+        NoEncoderError: the release embeds no images.
+        UnfitError: this program cannot use a published release.
+        NotFoundError: the publication is incomplete.
+        UnavailableError: the folder cannot be read.
     """
     manifest = require_release(source.release, read_publication(source.model_repo).manifests)
     return encoders_of_manifest(source.model_repo, manifest)
@@ -367,6 +412,8 @@ def encoders_of_manifest(
     files: Files, manifest: Manifest
 ) -> tuple[FrozenEncoder, FrozenEncoder | None]:
     """Open the embedder and the side encoder of a manifest, on all cores.
+
+    They are named after the release. They compute at most 256 images at a time, and have no bf16.
 
     Args:
         files: the publication folder, or local files by published path.
@@ -379,6 +426,7 @@ def encoders_of_manifest(
         InvalidInputError: the release reads no square images, or scales them otherwise than
             training does.
         VerificationError: a file differs from the manifest's, or cannot be loaded.
+        NoEncoderError: the release embeds no images.
     """
     spec, side = manifest.embedder, manifest.side_encoder
     size, sha256 = _square(manifest)

@@ -38,7 +38,11 @@ class Head(nn.Module):
 
     @abstractmethod
     def forward(self, embedding: Tensor, labels: Tensor) -> Tensor:
-        """Return the mean loss over embeddings [n,dim] and labels int64 [n]."""
+        """Return the mean loss over embeddings [n,dim] and labels int64 [n], rows of the
+        classifier.
+
+        Without rows the mean is NaN.
+        """
 
     @abstractmethod
     def logits(self, embedding: Tensor) -> Tensor:
@@ -46,7 +50,7 @@ class Head(nn.Module):
 
     @abstractmethod
     def classifier(self) -> Tensor:
-        """Return the class weights [classes,dim]."""
+        """Return the class weights [classes,dim], with their gradient; not a copy."""
 
 
 class SoftmaxHead(Head):
@@ -61,17 +65,20 @@ class SoftmaxHead(Head):
         self.linear = nn.Linear(dim, classes)
 
     def forward(self, embedding: Tensor, labels: Tensor) -> Tensor:
-        """Return the mean cross-entropy over embeddings [n,dim] and labels int64 [n]."""
+        """Return the mean cross-entropy over embeddings [n,dim] and labels int64 [n].
+
+        A label that is not a row of the classifier raises IndexError. Without rows the mean is NaN.
+        """
         logits = self.logits(embedding)
         return F.cross_entropy(logits, labels, label_smoothing=self.label_smoothing)
 
     def logits(self, embedding: Tensor) -> Tensor:
-        """Return logits [n,classes] of embeddings [n,dim]."""
+        """Return logits [n,classes] of embeddings [n,dim], which are not normalised."""
         output: Tensor = self.linear(embedding)
         return output
 
     def classifier(self) -> Tensor:
-        """Return the weights [classes,dim], without the bias."""
+        """Return the weights [classes,dim], without the bias; they are the parameter itself."""
         return self.linear.weight
 
 
@@ -87,18 +94,24 @@ class AngularHead(Head):
         self.form, self.loss, self.scale, self.margin = form, loss, scale, margin
 
     def forward(self, embedding: Tensor, labels: Tensor) -> Tensor:
-        """Return the mean loss over embeddings [n,dim] and labels int64 [n], in float32."""
+        """Return the mean loss over embeddings [n,dim] and labels int64 [n], in float32.
+
+        Embeddings need not be normalised. Autocast does not apply.
+        """
         # Autocast would multiply in bf16, which is too coarse for the margin of a cosine.
         with torch.autocast(embedding.device.type, enabled=False):
             output: Tensor = self.loss(embedding.float(), labels)
         return output
 
     def logits(self, embedding: Tensor) -> Tensor:
-        """Return scaled cosines [n,classes] of embeddings [n,dim], without margin."""
+        """Return scaled cosines [n,classes] of embeddings [n,dim], without margin.
+
+        The result is float32 or wider, also under autocast. The cosine of a zero vector is 0.
+        """
         return self.scale * cosines(embedding, self.classifier())
 
     def classifier(self) -> Tensor:
-        """Return the class weights [classes,dim], not normalised."""
+        """Return the class weights [classes,dim], not normalised; a view of the parameter."""
         weight = self.loss.W
         assert isinstance(weight, Tensor)
         return weight.t()
@@ -130,12 +143,16 @@ def build_head(
 ) -> Head:
     """Build an untrained head.
 
+    The weights come from torch's default generator; a simplex draws none.
+
     Args:
         name: softmax, normalized_softmax, cosface, arcface or simplex.
         classes: the number of classes, at least 2; for simplex at most dim + 1.
         dim: the dimension of the embedding.
-        margin: a cosine for CosFace, radians for ArcFace; None: the default.
-        scale: the factor of the cosines; None: the default.
+        margin: a cosine for CosFace, radians for ArcFace; None: the default, .4 and .3. Other heads
+            have none: 0 is accepted except by softmax.
+        scale: the factor of the cosines; None: the default, 32 for CosFace, 30 for ArcFace, else
+            20. softmax has none.
         label_smoothing: the share of softmax's target that is spread over all classes, 0 to 1;
             other heads ignore it.
 
@@ -185,7 +202,8 @@ class FixedClassifier(nn.Module):
         margin, scale: of the head's loss.
         bias: [c], used by the form softmax; None: zeros.
 
-    The constructor raises ConfigurationError for an unknown form.
+    The constructor raises ConfigurationError for an unknown form. The form simplex counts as
+    cosface.
     """
 
     weights: Tensor
@@ -209,6 +227,9 @@ class FixedClassifier(nn.Module):
     def logits(self, embedding: Tensor) -> Tensor:
         """Return scaled logits [n, c], without margin, from the first k elements of [n, K].
 
+        Forms other than softmax return float32 or wider. Only the embedding gets a gradient. n may
+        be 0.
+
         Raises:
             ConfigurationError: K is below k.
         """
@@ -220,9 +241,12 @@ class FixedClassifier(nn.Module):
     def loss(self, embedding: Tensor, labels: Tensor) -> Tensor:
         """Return the head's loss per row [n], from the first k elements of embeddings [n, K].
 
+        Only the embedding gets a gradient.
+
         Args:
             embedding: [n, K]; n may be 0.
-            labels: int64 [n], rows of the weights.
+            labels: int64 [n], rows of the weights; another label, such as -1, raises RuntimeError
+                or IndexError.
 
         Raises:
             ConfigurationError: K is below k.
@@ -256,22 +280,31 @@ class SimplexHead(Head):
         self.fixed = FixedClassifier(simplex(dim), form="cosface", margin=0.0, scale=scale)
 
     def forward(self, embedding: Tensor, labels: Tensor) -> Tensor:
-        """Return the mean cross-entropy over embeddings [n,dim] and labels int64 [n]."""
+        """Return the mean cross-entropy over embeddings [n,dim] and labels int64 [n].
+
+        Labels are numbers of classes. Embeddings need not be normalised. Only they get a gradient.
+        Without rows the mean is NaN.
+        """
         # Autocast would multiply in bf16, which is too coarse for cosines.
         with torch.autocast(embedding.device.type, enabled=False):
             return self.fixed.loss(embedding.float(), labels).mean()
 
     def logits(self, embedding: Tensor) -> Tensor:
-        """Return scaled cosines of embeddings [n,dim] to the vertices."""
+        """Return scaled cosines [n,dim + 1] of embeddings [n,dim] to the vertices, also to those
+        without a class."""
         return self.fixed.logits(embedding)
 
     def classifier(self) -> Tensor:
-        """Return all vertices [dim + 1,dim]; the first rows belong to the classes."""
+        """Return all vertices [dim + 1,dim], without gradient; the first rows belong to the
+        classes."""
         return self.fixed.weights
 
 
 def simplex(dim: int) -> Tensor:
-    """Return the vertices [dim + 1,dim] of a regular simplex: unit rows with cosines of -1/dim."""
+    """Return the vertices [dim + 1,dim] of a regular simplex: unit rows with cosines of -1/dim.
+
+    The rows are float32 on the CPU, the same on every call. `dim` is at least 1.
+    """
     last = torch.full((1, dim), (1 - math.sqrt(1 + dim)) / dim, dtype=torch.float64)
     vertices = torch.cat((torch.eye(dim, dtype=torch.float64), last))
     return F.normalize(vertices - vertices.mean(0)).float()
@@ -280,7 +313,8 @@ def simplex(dim: int) -> Tensor:
 def first_elements(embedding: Tensor, k: int) -> Tensor:
     """Return the first k elements of each embedding [n, K] (BCT section 3.6, other dimensions).
 
-    They are not renormalised, because angular losses and cosine searches do that themselves.
+    They are not renormalised, because angular losses and cosine searches do that themselves. The
+    result is a view. Further elements are dropped, and n may be 0.
 
     Raises:
         ConfigurationError: the embedding has fewer than k elements.
@@ -294,7 +328,10 @@ def first_elements(embedding: Tensor, k: int) -> Tensor:
 
 
 def of_head(head: Head) -> FixedClassifier:
-    """Make a fixed copy of a head; later changes of the head do not affect it."""
+    """Make a fixed copy of a head; later changes of the head do not affect it.
+
+    The copy is on the head's device. That of a simplex has all dim + 1 vertices.
+    """
     bias = head.linear.bias if isinstance(head, SoftmaxHead) else None
     return FixedClassifier(
         head.classifier(), form=form_of(head), margin=head.margin, scale=head.scale, bias=bias
@@ -320,7 +357,7 @@ def gaussian_classifier(prototypes: Tensor, features: Tensor, labels: Tensor) ->
 
     Args:
         prototypes: [c,d].
-        features: [n,d].
+        features: [n,d], n at least 1; without rows the weights are NaN.
         labels: int64 [n], rows of `prototypes`.
 
     Returns:
@@ -338,6 +375,9 @@ def gaussian_classifier(prototypes: Tensor, features: Tensor, labels: Tensor) ->
 
 
 def labels_in(class_names: Sequence[str], new_class_names: Sequence[str]) -> Tensor:
-    """Return each new class's label in `class_names`, -1 without one: int64 [new classes]."""
+    """Return each new class's label in `class_names`, -1 without one: int64 [new classes].
+
+    If a name occurs twice in `class_names`, its last place counts.
+    """
     known = {name: label for label, name in enumerate(class_names)}
     return torch.tensor([known.get(name, -1) for name in new_class_names], dtype=torch.int64)

@@ -19,7 +19,11 @@ class AffineMap:
     bias: Tensor
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Map rows [n, a] to [n, b]."""
+        """Map rows [n, a] to [n, b].
+
+        `x` has the dtype and the device of the map, which is float64 as it is fitted; another dtype
+        raises RuntimeError. n may be 0.
+        """
         return x @ self.weight.t() + self.bias
 
 
@@ -28,15 +32,16 @@ def procrustes(x: Tensor, y: Tensor, *, scaled: bool) -> AffineMap:
 
     Minimises |s (x - mean x) R - (y - mean y)| with R R' = 1. The solution is R = U V' of the
     singular value decomposition of xc' yc. Between different dimensions R is semi-orthogonal: it
-    keeps every direction of the smaller space.
+    keeps every direction of the smaller space. The map is float64, on the device of x.
 
     Args:
         x: [n, a].
         y: [n, b].
-        scaled: also fit the factor s; else s = 1.
+        scaled: also fit the factor s; else s = 1. With equal rows of x the factor is NaN.
 
     Raises:
-        ValueError: x and y are not paired rows.
+        ValueError: x and y are not matrices of paired rows, or there are fewer than 2.
+        RuntimeError: a value is NaN or infinite.
     """
     xc, yc, shift_x, shift_y = _centred(x, y)
     u, singular, vt = torch.linalg.svd(xc.t() @ yc, full_matrices=False)
@@ -51,17 +56,18 @@ def affine(x: Tensor, y: Tensor, ridge: float | None = None, group: int = 1) -> 
     Args:
         x: [n, a].
         y: [n, b].
-        ridge: the penalty, as a multiple of the mean variance of x. None: selected by leaving out
-            one group at a time.
+        ridge: the penalty, as a multiple of the mean variance of x, from 0. None: selected by
+            leaving out one group at a time, on the CPU.
         group: the number of consecutive rows of a group, such as the views of one image; used only
-            to select the penalty.
+            to select the penalty. n must be a multiple of it.
 
     Returns:
         The map in float64, on the device of x.
 
     Raises:
-        ValueError: x and y are not paired rows, there are fewer than 2 rows or groups, or with
-            `ridge` None a value is NaN.
+        ValueError: x and y are not paired rows, or there are fewer than 2; or with `ridge` None,
+            there are fewer than 2 whole groups, or a value is NaN or infinite.
+        RuntimeError: `ridge` is 0 and the columns of x are dependent.
     """
     if ridge is None:
         _check_paired(x, y)
@@ -84,14 +90,18 @@ def low_rank(
     It projects the affine solution onto the leading principal directions of its predictions.
 
     Args:
-        x, y, ridge, group: as in `affine`.
         rank: 1 to min(a, b).
+        x: [n, a].
+        y: [n, b].
+        ridge: the penalty, as in `affine`; None: selected.
+        group: the number of consecutive rows of a group, as in `affine`.
 
     Returns:
-        Two maps, [a -> rank] and [rank -> b].
+        Two maps in float64, [a -> rank] and [rank -> b]; the second is to follow the first.
 
     Raises:
-        ValueError: the rank is out of range, or as in `affine`.
+        ValueError: the rank is out of range, or the rows do not fit; or `ridge` is None and they do
+            not fill the groups or are not finite.
     """
     largest = min(x.shape[1], y.shape[1])
     if not 1 <= rank <= largest:
@@ -110,8 +120,16 @@ def low_rank(
 def principal(x: Tensor, rank: int) -> AffineMap:
     """Fit x [n, d] -> its `rank` directions of largest variance, from its mean (PCA).
 
+    The map is float64, on the device of x; the largest variance comes first. The signs of the
+    directions are arbitrary.
+
+    Args:
+        x: [n, d], n at least 1.
+        rank: the number of directions.
+
     Raises:
         ValueError: the rank is not 1 to d.
+        RuntimeError: a value is NaN or infinite.
     """
     if not 1 <= rank <= x.shape[1]:
         raise ValueError(f"expected a rank of 1 to {x.shape[1]}, got {rank}")
@@ -125,13 +143,18 @@ def principal(x: Tensor, rank: int) -> AffineMap:
 def whitening(x: Tensor, ridge: float = 1e-3) -> AffineMap:
     """Fit a map of rows to uncorrelated directions of unit variance (PCA whitening).
 
+    If all rows are equal, the map is infinite or NaN.
+
     Args:
         x: [n, d], n at least 2; with n = 1 the map is NaN.
-        ridge: a multiple of the mean variance, added to each variance. Directions with less
+        ridge: a multiple of the mean variance, added to each variance, from 0. Directions with less
             variance are therefore not scaled up to 1.
 
     Returns:
         A map [d -> d] in float64; its directions have ascending variance.
+
+    Raises:
+        RuntimeError: a value is NaN or infinite.
     """
     shift = x.double().mean(0)
     xc = x.double() - shift

@@ -35,22 +35,31 @@ class PublicModel:
 
 
 def is_public(name: str) -> bool:
-    """Return whether a name of weights or of a backbone belongs to timm or open_clip."""
+    """Return whether a name of weights or of a backbone has the prefix of timm or open_clip.
+
+    It is not checked that the model exists.
+    """
     return name.startswith((TIMM, OPEN_CLIP))
 
 
 def open_public(name: str, *, weights: bool = True) -> PublicModel:
     """Open a public model of images; its package downloads weights that are not cached.
 
+    Random weights come from torch's default generator. Downloads go to the package's own cache and
+    block without a limit of time. While the model is built, log messages of the whole process up to
+    ERROR are dropped.
+
     Args:
-        name: timm:NAME.TAG or open_clip:NAME/TAG.
-        weights: load the published weights; False: random ones, without a download.
+        name: timm:NAME.TAG or open_clip:NAME/TAG; a name for which `is_public` holds.
+        weights: load the published weights; False: random ones. The description of an hf-hub model
+            is downloaded even then.
 
     Raises:
         ConfigurationError: the package is missing, the name is unknown (similar ones are listed),
-            the model cannot be built, or its preprocessing is not supported.
-        NotFoundError: the weights' folder does not exist.
-        UnavailableError: the weights cannot be downloaded.
+            or open_clip is named without a tag; or the model cannot be built, or its dimension or
+            preprocessing is not supported.
+        NotFoundError: the folder of local-dir, or a file in it, does not exist.
+        UnavailableError: the weights or the description cannot be downloaded.
     """
     open_model = _timm if name.startswith(TIMM) else _open_clip
     return open_model(name, weights)
@@ -118,7 +127,8 @@ def unknown(name: str, package: str, model_name: str, names: list[str]) -> Confi
         name: the name as the user wrote it.
         package: the package without this model.
         model_name: the part of the name that is unknown.
-        names: the package's names; up to five similar ones are listed, else the first five.
+        names: the package's names; up to five similar ones are listed, else the first five; empty:
+            none.
     """
     near = difflib.get_close_matches(model_name, names, 5, 0.4) or names[:5]
     return ConfigurationError(

@@ -25,7 +25,10 @@ def _block(dim_in: int, dim_out: int) -> list[nn.Module]:
 
 
 def projection_unit(dim: int, width: int) -> nn.Sequential:
-    """Make Linear-BatchNorm-ReLU twice: [n,dim] -> [n,width] (D.1: width 256)."""
+    """Make Linear-BatchNorm-ReLU twice: [n,dim] -> [n,width] (D.1: width 256).
+
+    In training mode it needs at least two rows, or raises ValueError.
+    """
     return nn.Sequential(*_block(dim, width), *_block(width, width))
 
 
@@ -34,6 +37,7 @@ class FctTransform(nn.Module):
 
     A dim of 0 omits that branch. This equals FCT's zero vector, whose projection is a constant that
     the mixer's first bias contains. With `unit` the output is normalised, also in training (D.7).
+    At least one of the two dims is above 0.
     """
 
     def __init__(
@@ -56,7 +60,11 @@ class FctTransform(nn.Module):
         )
 
     def forward(self, embedding: Tensor, side: Tensor | None) -> Tensor:
-        """Map embeddings [n,old_dim] and side-information [n,side_dim] to [n,new_dim]."""
+        """Map embeddings [n,old_dim] and side-information [n,side_dim] to [n,new_dim].
+
+        An input whose dim is 0 is ignored, and `side` may be None then. In training mode BatchNorm
+        needs at least two rows, or raises ValueError. With `unit` a zero output stays zero.
+        """
         parts = []
         if self.embedding_projection is not None:
             parts.append(self.embedding_projection(embedding))
@@ -92,7 +100,9 @@ class UpgradeNetwork(nn.Module):
     def forward(self, embedding: Tensor, side: Tensor | None = None) -> UpgradeOutput:
         """Return the outputs for embeddings [n,old_dim] and their side-information [n,side_dim].
 
-        `side` may be None only if the network does not read it.
+        `side` may be None only if the network does not read it. In training mode, networks with
+        BatchNorm need at least two rows, or raise ValueError. Outputs that the upgrade does not
+        have are None.
         """
         return UpgradeOutput(
             self.h(embedding, side),

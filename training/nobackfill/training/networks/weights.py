@@ -82,7 +82,8 @@ def names_file(name: str) -> bool:
 def public_name(name: str) -> str:
     """Return the value of the key `weights` without paths of this machine, for a manifest.
 
-    A file becomes its name without folders; other names stay.
+    A file becomes its name without folders; other names stay. A folder of local-dir is left out, so
+    that only `local-dir` stays. The file or folder need not exist.
     """
     if names_file(name):
         return Path(name).name
@@ -98,18 +99,20 @@ def public_name(name: str) -> str:
 def read_weights(name: str, backbone: str) -> Weights:
     """Read the tensors of a file, of torchvision's weights for the backbone, or of a public model.
 
-    Weights of a package are downloaded if they are not cached.
+    Weights of a package are downloaded if they are not cached. The tensors are on the CPU. Only a
+    safetensors file can bring class names. Downloads block without a limit of time.
 
     Args:
         name: the value of the key `weights`.
-        backbone: the value of the key `backbone`.
+        backbone: the value of the key `backbone`; used only for names of torchvision.
 
     Raises:
-        NotFoundError: the file does not exist.
+        NotFoundError: the file, or the folder of local-dir, does not exist.
         VerificationError: the file is damaged, has another digest, or contains more than plain
             tensors.
         UnavailableError: the download failed.
-        ConfigurationError: the name is unknown, or its package is not installed.
+        ConfigurationError: the name is unknown, its package is not installed, or a public model
+            cannot be built or has an unsupported preprocessing.
         CannotWriteError: the cache cannot be written.
     """
     if names_file(name):
@@ -123,6 +126,8 @@ def read_weights(name: str, backbone: str) -> Weights:
 def normalisation(name: str, backbone: str) -> Normalisation | None:
     """Return the normalisation of pixels that named weights expect.
 
+    Weights are not downloaded, but the description of an hf-hub model is.
+
     Args:
         name: the value of the key `weights`.
         backbone: the value of the key `backbone`.
@@ -131,8 +136,10 @@ def normalisation(name: str, backbone: str) -> Normalisation | None:
         None for a file, which does not contain it.
 
     Raises:
-        ConfigurationError: the name is unknown, or its package is not installed.
-        NotFoundError, UnavailableError: a public model cannot be opened.
+        ConfigurationError: the name is unknown, its package is not installed, or a public model
+            cannot be built or has an unsupported preprocessing.
+        NotFoundError: the folder of local-dir does not exist.
+        UnavailableError: the description of a public model cannot be downloaded.
     """
     if names_file(name):
         return None
@@ -146,14 +153,17 @@ def normalisation(name: str, backbone: str) -> Normalisation | None:
 def download(url: str) -> Path:
     """Download a file to torch's cache (`TORCH_HOME`), unless it is there, and verify it.
 
-    The name must end in the first digits of the SHA-256, which are compared every time.
+    The name must end in the first digits of the SHA-256, which are compared every time. A progress
+    bar appears on stderr. An incomplete download is deleted; the call blocks without a limit of
+    time.
 
     Returns:
         The file in the cache.
 
     Raises:
-        UnavailableError: the download failed.
-        VerificationError: the file has another digest.
+        UnavailableError: the download failed; no file was made.
+        VerificationError: the file has another digest; a new download is deleted, a file of the
+            cache stays.
         CannotWriteError: the cache cannot be written.
     """
     path = Path(torch.hub.get_dir()) / "checkpoints" / Path(urlparse(url).path).name
@@ -162,7 +172,7 @@ def download(url: str) -> Path:
         make_dir(path.parent)
         try:
             torch.hub.download_url_to_file(url, str(path), expected)
-        except urllib.error.URLError as error:
+        except (urllib.error.URLError, ConnectionError, TimeoutError) as error:
             raise UnavailableError(
                 f"the weights {url} cannot be downloaded ({error}); without a network, copy the "
                 f"file to {path}, or train with --weights FILE"
@@ -189,11 +199,13 @@ def download(url: str) -> Path:
 def read_file(path: Path) -> Weights:
     """Read a weights file: safetensors, or a state dict of torch.save. It runs no pickled code.
 
-    The class names of a safetensors file are those in its metadata.
+    The class names of a safetensors file are those in its metadata. A state dict may lie below the
+    key state_dict, model_state_dict or model. All tensors are read to the CPU.
 
     Raises:
         NotFoundError: the file does not exist.
-        VerificationError: it is damaged, or contains more than plain tensors.
+        VerificationError: it is damaged, empty, or contains more than plain tensors.
+        OSError: it exists, but cannot be opened.
     """
     if not path.is_file():
         raise NotFoundError(
@@ -242,6 +254,8 @@ def _state_dict(saved: object, path: Path) -> dict[str, Tensor]:
 def torchvision_weights(name: str, backbone: str) -> "WeightsEnum":
     """Return torchvision's entry of pretrained weights, without downloading them.
 
+    Names are compared exactly, with capitals.
+
     Args:
         name: such as DEFAULT, IMAGENET1K_V2 or ResNet50_Weights.IMAGENET1K_V2.
         backbone: the name of a torchvision model.
@@ -280,18 +294,19 @@ def load_pretrained(
     Some tensors may stay untrained; stderr lists them, or says "nothing". The embedding layer stays
     so if `weights` come from a package, or have another shape there. GeM's exponent and BatchNorm's
     counters stay so if `weights` lack them. If the embedding layer is loaded, the head gets the
-    stored rows of the classes that both know by name.
+    stored rows of the classes that both know by name. Tensors are converted to the dtype and device
+    of the network.
 
     Args:
         encoder: the encoder, which is changed.
         head: the head, which is changed; None: load only the backbone.
-        weights: the weights.
+        weights: the weights; a prefix before all names, such as `module.`, is ignored.
         config: the configuration, with the backbone and the size of images.
         class_names: the head's classes, in its order.
 
     Raises:
         ConfigurationError: any other tensor of the backbone is missing, superfluous or of another
-            shape.
+            shape, or the backbone has no linear embedding layer. Nothing is changed then.
     """
     network = bare_backbone(encoder, config)
     target = network.state_dict()

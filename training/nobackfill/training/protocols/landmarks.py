@@ -184,7 +184,16 @@ def read_plain_pickle(path: Path) -> Any:
         raise NotFoundError(
             f"no protocol file {path}; download the data set's ground truth to this place"
         ) from error
-    except (pickle.UnpicklingError, EOFError, ValueError, KeyError, IndexError, TypeError) as error:
+    except (
+        pickle.UnpicklingError,
+        EOFError,
+        ValueError,
+        KeyError,
+        IndexError,
+        TypeError,
+        AttributeError,
+        OverflowError,
+    ) as error:
         raise InvalidInputError(f"{path}: expected a pickle of plain data: {error}") from error
 
 
@@ -242,7 +251,7 @@ def read_revisited(path: Path, difficulty: Difficulty) -> Revisited:
             [_positions(truth, positive, len(gallery)) for truth in truths],
             [_positions(truth, ignored, len(gallery)) for truth in truths],
         )
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise InvalidInputError(
             f"{path}: expected a ground truth with imlist, qimlist, and gnd with bbx, easy, hard "
             f"and junk of each query ({error!r}); download it again"
