@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from nobackfill.class_folders import decode_listing, list_images
+from nobackfill.errors import CannotWriteError
 from nobackfill.metrics.ranking import same_label
 from nobackfill.quality.cells import parse_cell
 from nobackfill.quality.criterion import compute_criteria
@@ -12,6 +13,7 @@ from nobackfill.quality.embedded import PublishedListing
 from nobackfill.quality.retrieval import MatrixCell
 from nobackfill.release.models import open_embedder, open_side_encoder, open_upgrade
 from nobackfill.release.trust.trust import read_publication
+from nobackfill.training.cli.evaluate import write_picture
 from nobackfill.vectors import Vectors
 from tests.training.life import SIZE, Life, run_evaluate
 
@@ -268,3 +270,12 @@ def test_folders_without_a_class_in_common_are_refused(life: Life, tmp_path: Pat
     result = run_evaluate(life, "--gallery", tmp_path / "g", "--cells", "2/2")
     assert result.exit_code == 65
     assert "no class folder name in common" in result.output
+
+
+def test_a_picture_below_a_file_cannot_be_written(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(b"")
+    one, none = np.ones(1), np.empty((1, 0), np.int64)
+    cell = MatrixCell(parse_cell("1/1"), {"map": 1.0, "cmc1": 1.0}, one, one, none, "a")
+    with pytest.raises(CannotWriteError):
+        write_picture([cell], file / "cells.png")

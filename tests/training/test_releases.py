@@ -273,6 +273,18 @@ def test_a_file_that_is_no_onnx_is_refused(tmp_path: Path) -> None:
     assert "expected an ONNX file" in result.output
 
 
+def test_a_model_without_its_file_of_weights_is_refused(foreign: Path, tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    onnx.save(
+        onnx.load(foreign), path,
+        save_as_external_data=True, location="model.data", size_threshold=0,
+    )  # fmt: skip
+    (tmp_path / "model.data").unlink()
+    result = run_export(tmp_path / "model_repo", 1, "--onnx", path)
+    assert result.exit_code == 65
+    assert "expected an ONNX file" in result.output
+
+
 def test_a_key_that_is_not_at_hand_is_named_before_anything_is_measured(tmp_path: Path) -> None:
     repo, usb = tmp_path / "model_repo", tmp_path / "usb" / "targets.pem"
     begin_publication(repo, SigningKeys.of(repo, {"targets": usb}))

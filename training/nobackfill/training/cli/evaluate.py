@@ -34,6 +34,7 @@ def write_picture(cells: Sequence[MatrixCell], path: Path) -> None:
     """Draw a matrix with the mAP and CMC-1 of every cell into a PNG file.
 
     Rows are query releases, columns are galleries. A cell that was not measured stays white.
+    matplotlib's backend becomes Agg for the whole process. A figure of NaN is drawn as white.
 
     Args:
         cells: the measured cells; at least one.

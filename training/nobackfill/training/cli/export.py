@@ -152,7 +152,10 @@ class EvaluationData:
     seed: int
 
     def listing(self) -> ImageListing | None:
-        """Return the items of the galleries: the images, else the texts, else None."""
+        """Return the items of the galleries: the images, else the texts, else None.
+
+        With images the texts are only queries.
+        """
         return self.texts if self.images is None else self.images
 
     def for_images(self) -> TextListing | None:
@@ -167,7 +170,8 @@ class EvaluationData:
 
         Raises:
             ConfigurationError: texts without labels are given with images; or a release has no
-                image embedder for --eval, or no text encoder for --eval-texts.
+                image embedder for --eval, or no text encoder for --eval-texts. The message names
+                the releases.
         """
         if self.images is not None and self.texts is not None and self.texts.queries:
             raise ConfigurationError(

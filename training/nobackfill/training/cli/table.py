@@ -19,7 +19,9 @@ def gate_table(evidence: ReleaseEvidence) -> str:
 
     Figures are in percent, gains in percentage points with the bounds of their 95 % interval. With
     measurements without labels, the columns are R@1, R@5 and MRR instead of CMC-1, CMC-5 and mAP,
-    and each such cell has a line below the table. A cell without a gate has empty gains.
+    and each such cell has a line below the table. A cell without a gate has empty gains. Rows have
+    the order of the evidence; without cells the table has only its header. The result has no
+    newline at its end.
     """
     known = any(row.agreement_gain is not None for row in evidence.rows)
     first, fifth, mean = ("R@1", "R@5", "MRR") if known else ("CMC-1", "CMC-5", "mAP")
@@ -69,11 +71,15 @@ def matrix_table(
 
     The strict criterion (BCT Eq. 1) is shown as two shares of pairs: different classes/same class.
     "BCT Eq. 2" says "met" if the mean of these images satisfies it, which is no claim about others.
+    The result has no newline at its end.
 
     Args:
         cells: the measured cells.
         criteria: the criteria by the name of a cell, as `nobackfill.quality.criterion` computes
             them. Cells without them have empty columns, and a criterion of None is shown as "-".
+
+    Raises:
+        KeyError: the criteria of a cell lack one of the columns.
     """
     titles = (*_SHARES.values(), "BCT\nEq. 1", "BCT\nEq. 2")
     table = Table("cell", "CMC-1", "CMC-5", "mAP", *titles)
@@ -93,8 +99,13 @@ def matrix_table(
 def protocol_table(cells: Mapping[str, Mapping[str, float]]) -> str:
     """Format a protocol's figures in percent: one row per figure, one column per cell.
 
+    Rows have the order of the first cell's figures. The result has no newline at its end.
+
     Args:
         cells: shares 0 to 1 by cell and figure; each cell has the same figures.
+
+    Raises:
+        KeyError: a cell lacks a figure that another one has.
     """
     names = list(dict.fromkeys(name for figures in cells.values() for name in figures))
     table = Table("figure", *cells)
@@ -106,7 +117,8 @@ def protocol_table(cells: Mapping[str, Mapping[str, float]]) -> str:
 def backfill_table(curves: Mapping[str, Mapping[str, BackfillCurve]]) -> str:
     """Format CMC-1 and mAP in percent at each tenth of a backfill, and the mean of the curve.
 
-    Values between measured shares are interpolated linearly.
+    Values between measured shares are interpolated linearly. The result has no newline at its end;
+    without curves it is a header.
 
     Args:
         curves: the curve by cell and by order of re-embedding.
@@ -126,7 +138,11 @@ def _percent(share: float | bool | None) -> str:
 
 
 def render(table: Table) -> str:
-    """Render a table as plain text, 110 characters wide."""
+    """Render a table as plain text, 110 characters wide, without colours and without a newline at
+    its end.
+
+    Longer cells are wrapped.
+    """
     text = io.StringIO()
     Console(file=text, width=110, color_system=None).print(table)
     return text.getvalue().rstrip("\n")

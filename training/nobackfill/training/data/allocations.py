@@ -31,8 +31,10 @@ class Allocation:
 def extended_data(labels: Rows, share: float, seed: int) -> Allocation:
     """Put `share` of each class's images into the old set, and all images into the new one.
 
+    The number of old images of a class is rounded; at least one image of a class is not old.
+
     Args:
-        labels: the class of each image, int64 [n].
+        labels: the class of each image, int64 [n], n at least 1.
         share: above 0 and below 1; at least one image of a class is old.
         seed: of the random choice.
 
@@ -45,8 +47,10 @@ def extended_data(labels: Rows, share: float, seed: int) -> Allocation:
 def open_data(labels: Rows, share: float, seed: int) -> Allocation:
     """Put `share` of each class's images into the old set, and the others into the new one.
 
+    Both sets contain every class and share no image.
+
     Args:
-        labels: the class of each image, int64 [n].
+        labels: the class of each image, int64 [n], n at least 1.
         share: above 0 and below 1; at least one image of a class is old.
         seed: of the random choice.
 
@@ -59,6 +63,8 @@ def open_data(labels: Rows, share: float, seed: int) -> Allocation:
 
 def extended_class(labels: Rows, share: float, seed: int) -> Allocation:
     """Put the images of `share` of the classes into the old set, all images into the new one.
+
+    The number of old classes is rounded; at least one class is not old. The seed draws which.
 
     Args:
         labels: the class of each image, int64 [n].
@@ -73,6 +79,8 @@ def extended_class(labels: Rows, share: float, seed: int) -> Allocation:
 
 def open_class(labels: Rows, share: float, seed: int) -> Allocation:
     """Put the images of `share` of the classes into the old set, the others into the new one.
+
+    The two sets share no class. The seed draws which classes are old.
 
     Args:
         labels: the class of each image, int64 [n].
@@ -89,8 +97,10 @@ def open_class(labels: Rows, share: float, seed: int) -> Allocation:
 def identical_data(labels: Rows, share: float, seed: int) -> Allocation:
     """Put the same `share` of each class's images into both sets.
 
+    At least one image of a class is in neither set.
+
     Args:
-        labels: the class of each image, int64 [n].
+        labels: the class of each image, int64 [n], n at least 1.
         share: above 0 and below 1; at least one image of a class is old.
         seed: of the random choice.
 
@@ -127,13 +137,14 @@ def allocate(name: str, labels: Rows, share: float = SHARE, seed: int = 666) -> 
 
     Args:
         name: a key of ALLOCATIONS.
-        labels: the class of each image, int64 [n].
+        labels: the class of each image, int64 [n], n at least 1.
         share: the old set's share of the images or classes, above 0 and below 1.
         seed: of the random choice.
 
     Raises:
-        ConfigurationError: the name is unknown, the share is not above 0 and below 1, or there are
-            fewer than two images of a class, or two classes, to divide.
+        ConfigurationError: the name is unknown (the known ones are listed), or the share is not
+            above 0 and below 1; or fewer than two images of a class, or two classes, are there to
+            divide.
     """
     if name not in ALLOCATIONS:
         raise ConfigurationError(

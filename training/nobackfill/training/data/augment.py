@@ -45,6 +45,8 @@ class Augment:
 def small_crops(pixels: Tensor, config: Augmentation, largest_area: float) -> Tensor:
     """Return multi-crop's small views: random crops, scaled to half the side, and recoloured.
 
+    The pixels are not changed. An odd side is halved downwards, so H and W are at least 2.
+
     Args:
         pixels: float32 [n,3,H,W] in 0..1.
         config: the augmentation. Its `crop_area` is replaced, and noise and erasing are left out.
@@ -62,10 +64,16 @@ def small_crops(pixels: Tensor, config: Augmentation, largest_area: float) -> Te
 def affine_matrices(n: int, config: Augmentation, largest_area: float = 1.0) -> Tensor:
     """Draw random affine maps [n,2,3] from output to input coordinates in -1..1, as affine_grid's.
 
+    Angles are drawn evenly within their range, scales evenly in their logarithm, and a flip with a
+    chance of a half.
+
     Args:
         n: the number of maps.
         config: the ranges of rotation, scale, shear, translation, crop and flip.
         largest_area: the largest share of the image that a crop keeps; the least is `crop_area`.
+
+    Returns:
+        float32 [n,2,3], on the CPU.
     """
     angle = _uniform(n) * math.radians(config.rotate_degrees)
     zoom = torch.exp(_uniform(n) * math.log1p(config.scale))
@@ -88,14 +96,19 @@ def affine_matrices(n: int, config: Augmentation, largest_area: float = 1.0) -> 
 def warp(pixels: Tensor, matrices: Tensor, size: tuple[int, int]) -> Tensor:
     """Sample pixels [n,3,H,W] bilinearly to `size` (height, width); the border is repeated.
 
-    `matrices` [n,2,3] map output to input coordinates in -1..1, as of `affine_matrices`.
+    `matrices` [n,2,3] map output to input coordinates in -1..1, as of `affine_matrices`. The result
+    is [n,3,height,width], on the device of the pixels, which are not changed. The matrices have
+    their dtype.
     """
     grid = F.affine_grid(matrices, [len(pixels), pixels.shape[1], *size], align_corners=False)
     return F.grid_sample(pixels, grid, padding_mode="border", align_corners=False)
 
 
 def random_symmetry(pixels: Tensor) -> Tensor:
-    """Rotate or mirror each square picture [n,3,S,S] by one of the eight symmetries, at random."""
+    """Rotate or mirror each square picture [n,3,S,S] by one of the eight symmetries, at random.
+
+    The result is a copy of the same shape. Sides that are not equal may raise RuntimeError.
+    """
     symmetries = torch.randint(8, (len(pixels),))
     out = torch.empty_like(pixels)
     for symmetry in range(8):
@@ -109,7 +122,7 @@ def mix_pictures(pixels: Tensor, others: Tensor) -> Tensor:
     """Mix each picture with another, after a random rotation or mirroring of both.
 
     The share of the first is drawn uniformly from 0..1 for each pair. This is mixup of pixels only
-    (Zhang et al. 2018, alpha 1).
+    (Zhang et al. 2018, alpha 1). The arguments are not changed.
 
     Args:
         pixels: float32 [n,3,S,S] in 0..1.
@@ -125,7 +138,8 @@ def mix_pictures(pixels: Tensor, others: Tensor) -> Tensor:
 def recolour(pixels: Tensor, config: Augmentation) -> Tensor:
     """Change brightness, contrast, saturation and grey of pixels [n,3,H,W], in this order.
 
-    Each image draws its own factors. The result is clamped to 0..1.
+    Each image draws its own factors. The result is clamped to 0..1. A key of 0 changes nothing.
+    Grey pictures are drawn with the chance `grayscale`. The argument is not changed.
     """
     n = len(pixels)
     if config.brightness:
@@ -145,7 +159,8 @@ def erase(pixels: Tensor, share: float) -> Tensor:
     """Set one square of each picture [n,3,H,W] to mid-grey, at a random place.
 
     `share` is the largest side of the square, as a share of the picture's side. A square at the
-    border is cut off there.
+    border is cut off there. Each picture gets another square, whose size is drawn evenly from 0 to
+    the largest. The argument is not changed.
     """
     n, _, height, width = pixels.shape
     half = torch.rand(n, 1, 1) * share / 2

@@ -41,16 +41,18 @@ def main(
 def write_folders(folder: Path, dataset: type[CIFAR100] = CIFAR100) -> None:
     """Write FOLDER/train and FOLDER/test, with CLASS/NUMBER.png; an existing part stays as it is.
 
-    Downloads 161 MiB to a temporary folder in FOLDER. A part appears only when it is complete.
+    Downloads 161 MiB to a temporary folder in FOLDER. A part appears only when it is complete. If
+    both parts exist, nothing is downloaded or looked at. The temporary folder is removed in every
+    case. A part that was complete before an error stays.
 
     Args:
         folder: the folder, made if missing.
         dataset: torchvision's class of the data set.
 
     Raises:
-        UnavailableError: the download failed.
+        UnavailableError: the download failed, or its connection broke.
         VerificationError: the download has another digest.
-        CannotWriteError: FOLDER cannot be written.
+        CannotWriteError: FOLDER cannot be written, or its disk is full.
     """
     missing = [part for part in ("train", "test") if not (folder / part).is_dir()]
     if not missing:

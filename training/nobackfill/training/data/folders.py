@@ -43,7 +43,8 @@ def hold_out(
     """Divide images into those to train on and those to hold out.
 
     Within each class, the images whose name digests are lowest are held out. Their number is
-    rounded down, so a class of one image is trained on.
+    rounded down, so a class of one image is trained on. Images of one class never depend on those
+    of another. A class keeps at least one image to train on.
 
     Args:
         listing: the images.
@@ -61,6 +62,9 @@ def hold_out(
 
 def readable_images(listing: ImageListing, cache: Path) -> tuple[ImageListing, Sequence[str]]:
     """Decode every image once, and return those that can be decoded.
+
+    Images are decoded by one thread per core. Files that are missing are found by the digest of the
+    listing, before anything is decoded.
 
     Args:
         listing: the images.
@@ -111,7 +115,8 @@ def _unreadable(listing: ImageListing) -> NDArray[np.int64]:
 def listing_digest(listing: ImageListing) -> str:
     """Return the SHA-256 of the files' folder, names, lengths and modification times, in hex.
 
-    It reads no content, so a file that keeps its length and time is not noticed as changed.
+    It reads no content, so a file that keeps its length and time is not noticed as changed. The
+    order of the images counts, but not their classes.
 
     Raises:
         InvalidInputError: a file does not exist or cannot be read.
@@ -134,7 +139,9 @@ def listing_digest(listing: ImageListing) -> str:
 def read_stored_vectors(files: StoredVectorFiles, listing: ImageListing) -> Vectors:
     """Return the stored vectors of the listing's images, float32 [n,dim] in its order.
 
-    The files may hold vectors of other images, too; these are checked as well.
+    The files may hold vectors of other images, too; these are checked as well. Both files are read
+    into memory whole. float64 becomes float32. If an image occurs twice in the listing, its vector
+    does, too.
 
     Args:
         files: the .npy file of vectors and the text file of image paths.
@@ -142,8 +149,8 @@ def read_stored_vectors(files: StoredVectorFiles, listing: ImageListing) -> Vect
 
     Raises:
         ConfigurationError: a file is missing.
-        InvalidInputError: a file cannot be read, the .npy file is no float32 or float64 [n,dim],
-            the paths do not match its rows or occur twice, a vector is zero, or an image has no
+        InvalidInputError: a file cannot be read, or the .npy file is no float32 or float64 [n,dim];
+            the paths do not match its rows or occur twice; a vector is zero; or an image has no
             vector.
         UnusableRowsError: a vector has NaN, infinity or a norm above 1e15.
     """

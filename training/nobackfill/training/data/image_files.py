@@ -47,7 +47,7 @@ class PixelCache:
         """Create the folder and its parents, unless they exist.
 
         Raises:
-            CannotWriteError: the folder cannot be made.
+            CannotWriteError: the folder cannot be made, or a file has its name.
         """
         make_dir(self.folder)
 
@@ -55,7 +55,7 @@ class PixelCache:
         """Return the bytes that may be written before only 5 % of the disk are free; at least 0.
 
         Raises:
-            OSError: the folder does not exist.
+            OSError: the folder does not exist or cannot be looked at.
         """
         usage = shutil.disk_usage(self.folder)
         return max(0, int(usage.free - RESERVE * usage.total))
@@ -63,8 +63,13 @@ class PixelCache:
     def read(self, image: Path, size: int) -> Pixels | None:
         """Return the cached pixels of an image file, uint8 [size,size,3], read-only.
 
+        Args:
+            image: the image file; a link counts as its target.
+            size: rows and columns of the pixels.
+
         Returns:
-            None if they are not cached, damaged, or of an earlier version of the file.
+            None if they are not cached, damaged, or of an earlier version of the file, or if the
+            file is missing.
         """
         try:
             data = self._file(image, size).read_bytes()
@@ -78,7 +83,13 @@ class PixelCache:
     def write(self, image: Path, pixels: Pixels) -> None:
         """Cache the pixels of an image file, uint8 [size,size,3]; replace what was cached.
 
-        A full disk, a missing folder or a missing permission is ignored: nothing is cached then.
+        A full disk, a missing folder or a missing permission is ignored: nothing is cached then. A
+        write that fails half-way removes its file. Nothing is written if fewer than 5 % of the disk
+        would stay free.
+
+        Args:
+            image: the image file, of which only path, length and time are read.
+            pixels: square, uint8 [size,size,3].
         """
         # The owner may remove the folder at any time.
         with contextlib.suppress(OSError):
@@ -122,7 +133,8 @@ def reader_context() -> ForkServerContext:
     """Return the multiprocessing context that starts the processes which read images.
 
     It is a fork server, because forks of a process with threads may hang. The server imports torch
-    once for all of them.
+    once for all of them. It is the one server of this process, and what it preloads is set for all
+    its users.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
@@ -153,7 +165,14 @@ class ImageFiles(Dataset[Tensor]):
         return len(self._ends)
 
     def __getitems__(self, rows: list[int]) -> Tensor | UnreadableBatch:
-        """Return the images of `rows`, uint8 [n,size,size,3], or why one cannot be decoded."""
+        """Return the images of `rows`, uint8 [n,size,size,3], or why one cannot be decoded.
+
+        Nothing is raised for a missing or unreadable image. With a cache, decoded images are added
+        to it.
+
+        Args:
+            rows: row numbers from 0; they may repeat. A number beyond the last raises IndexError.
+        """
         images = np.empty((len(rows), self.size, self.size, 3), np.uint8)
         try:
             for place, row in enumerate(rows):
@@ -163,7 +182,11 @@ class ImageFiles(Dataset[Tensor]):
         return torch.from_numpy(images)
 
     def path(self, row: int) -> str:
-        """Return the path of a row, from 0, relative to `root`."""
+        """Return the path of a row, from 0, relative to `root`.
+
+        Raises:
+            IndexError: there is no such row.
+        """
         start = 0 if row == 0 else int(self._ends[row - 1])
         return self._names[start : int(self._ends[row])].decode("utf-8", "surrogateescape")
 

@@ -52,7 +52,10 @@ class ReadingOptions:
 
 
 def reading_options(config: Config) -> ReadingOptions:
-    """Return how a training reads its images, from the keys of its configuration."""
+    """Return how a training reads its images, from the keys of its configuration.
+
+    No file is opened.
+    """
     return ReadingOptions(config.in_memory_mib, config.workers, config.pixel_cache)
 
 
@@ -75,16 +78,26 @@ class Pictures:
         return len(self._rows)
 
     def __getitem__(self, rows: Tensor) -> "Pictures":
-        """Select images by their numbers, int64 [m], or by a mask, bool [n]; read no image."""
+        """Select images by their numbers, int64 [m], or by a mask, bool [n]; read no image.
+
+        The result has processes of its own. Numbers may repeat, in any order.
+
+        Raises:
+            IndexError: a number is not below n, or the mask has another length.
+        """
         return Pictures(self._files, self._rows[rows.numpy()], self._workers)
 
     def in_batches(self, batches: Sequence[Tensor]) -> Iterator[Tensor]:
         """Yield the images of each batch of row numbers, uint8 [b,size,size,3].
 
-        The next batches are read ahead.
+        The next batches are read ahead. The first batch of this object starts the processes. Stop
+        an iterator, or read it to its end, before the next one starts.
+
+        Args:
+            batches: row numbers int64 [b] of each batch; no batches yield nothing.
 
         Raises:
-            InvalidInputError: a file is no image.
+            InvalidInputError: a file is missing or no image; raised when its batch is reached.
             NobackfillError: a process that reads images was killed.
         """
         self._order.rows, self._order.batches = self._rows, batches
@@ -102,7 +115,14 @@ class Pictures:
             ) from error
 
     def chunks(self) -> Iterator[Tensor]:
-        """Yield all images in order, at most CHUNK at a time; errors as `in_batches`."""
+        """Yield all images in order, at most CHUNK at a time, uint8 [c,size,size,3].
+
+        Without images, one empty chunk is yielded.
+
+        Raises:
+            InvalidInputError: a file is missing or no image.
+            NobackfillError: a process that reads images was killed.
+        """
         return self.in_batches(torch.split(torch.arange(len(self)), CHUNK))
 
     @cached_property
@@ -130,12 +150,21 @@ class ImageSource(Protocol):
         """A digest that names these images in a cache of features.
 
         It may cover the files' names, lengths and times instead of their contents.
+
+        Raises:
+            InvalidInputError: a file does not exist or cannot be read.
         """
 
     def __len__(self) -> int: ...
 
     def chunks(self) -> Iterator[Tensor]:
-        """Yield uint8 [c,size,size,3], at most CHUNK images at a time."""
+        """Yield uint8 [c,size,size,3], at most CHUNK images at a time.
+
+        Raises:
+            InvalidInputError: a file is no image.
+            CannotWriteError: a cache of pixels cannot be created.
+            NobackfillError: a process that reads images was killed.
+        """
 
 
 @dataclass(frozen=True)
@@ -157,19 +186,32 @@ class ListedImages:
     def digest(self) -> str:
         """SHA-256 of the files' names, lengths and times, of Pillow's version and of the size.
 
+        It is computed once, and no content is read.
+
         Raises:
-            InvalidInputError: a file does not exist.
+            InvalidInputError: a file does not exist or cannot be read.
         """
         content = f"{listing_digest(self.listing)} {DECODER} {self.size}"
         return hashlib.sha256(content.encode()).hexdigest()
 
     @cached_property
     def images(self) -> Images:
-        """The images; the first use opens them."""
+        """The images, uint8 [n,size,size,3]; the first use opens them.
+
+        Raises:
+            InvalidInputError: a file is no image, and all are held in memory.
+            CannotWriteError: the pixel cache cannot be created.
+        """
         return open_pictures(self.listing, self.size, self.reading)
 
     def chunks(self) -> Iterator[Tensor]:
-        """Yield all images in order, at most CHUNK at a time."""
+        """Yield all images in order, at most CHUNK at a time, uint8 [c,size,size,3].
+
+        Raises:
+            InvalidInputError: a file is missing or no image.
+            CannotWriteError: the pixel cache cannot be created.
+            NobackfillError: a process that reads images was killed.
+        """
         return chunks(self.images)
 
 
@@ -177,7 +219,8 @@ def open_pictures(listing: ImageListing, size: int, reading: ReadingOptions) -> 
     """Open the images of a listing at size x size pixels.
 
     Images that fit in memory are decoded now. Others are decoded when they are read; a line on
-    stderr says if the disk has no room to cache all of them.
+    stderr says if the disk has no room to cache all of them. Images in memory are decoded by one
+    thread per core. `Pictures` start their processes with the first batch.
 
     Args:
         listing: n images.
@@ -188,9 +231,9 @@ def open_pictures(listing: ImageListing, size: int, reading: ReadingOptions) -> 
         uint8 [n,size,size,3]: a tensor if they fit in memory, else `Pictures`.
 
     Raises:
-        InvalidInputError: a file is no image; raised at once if the images are held in memory, else
-            when it is read.
-        CannotWriteError: the cache cannot be created.
+        InvalidInputError: a file is missing or no image; raised at once if the images are held in
+            memory, else when it is read.
+        CannotWriteError: the pixel cache cannot be created.
     """
     if not exceeds_memory(listing, size, reading):
         return torch.from_numpy(decode_listing(listing, size))
@@ -204,19 +247,36 @@ def open_pictures(listing: ImageListing, size: int, reading: ReadingOptions) -> 
 
 
 def exceeds_memory(listing: ImageListing, size: int, reading: ReadingOptions) -> bool:
-    """Return whether the images at size x size are larger than reading.in_memory_mib."""
+    """Return whether the images at size x size are larger than reading.in_memory_mib.
+
+    Their length is that of uint8 pixels in three colours; an equal length fits. No image is read.
+    """
     return _bytes(listing, size) > reading.in_memory_mib * _MIB
 
 
 def in_batches(images: Images, batches: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yield the images of each batch of row numbers int64 [b]; errors as `Pictures.in_batches`."""
+    """Yield the images of each batch of row numbers int64 [b], uint8 [b,size,size,3].
+
+    For a tensor of images it copies rows; a number beyond the last raises IndexError.
+
+    Raises:
+        InvalidInputError: a file is missing or no image.
+        NobackfillError: a process that reads images was killed.
+    """
     if isinstance(images, Pictures):
         return images.in_batches(batches)
     return (images[rows] for rows in batches)
 
 
 def chunks(images: Images) -> Iterator[Tensor]:
-    """Yield all images in order, at most CHUNK at a time; errors as `Pictures.in_batches`."""
+    """Yield all images in order, at most CHUNK at a time, uint8 [c,size,size,3].
+
+    Without images, one empty chunk is yielded. Chunks of a tensor are views.
+
+    Raises:
+        InvalidInputError: a file is missing or no image.
+        NobackfillError: a process that reads images was killed.
+    """
     return images.chunks() if isinstance(images, Pictures) else iter(torch.split(images, CHUNK))
 
 

@@ -42,8 +42,9 @@ def leave_out_trained(
 ) -> tuple[ImageListing, int]:
     """Leave out evaluation images that a run was trained on, which are recognised by content.
 
-    A line on stderr says how many images were left out, or are measured nevertheless, and which
-    runs' training images no longer exist and are not compared.
+    A line on stderr says how many images were left out, or are measured nevertheless. Another one
+    names runs whose training images no longer exist; these are not compared. Every evaluation image
+    is read once, and those training images that have the length of one.
 
     Args:
         listing: the evaluation images.
@@ -56,8 +57,9 @@ def leave_out_trained(
     Raises:
         InvalidInputError: more than 1 % of the images were trained on, without `force`; or an image
             cannot be read.
-        ConfigurationError: a run is missing or unfinished.
-        VerificationError: a run's checkpoint is damaged.
+        ConfigurationError: a run is missing or unfinished, or its configuration has unknown keys.
+        VerificationError: a run's checkpoint is damaged or was not written by train.py.
+        OSError: an image disappears during the call.
     """
     rows, example = _trained_on(listing, runs)
     if not len(rows):
@@ -116,7 +118,10 @@ def add_embedder_run(release: Release, run_dir: Path) -> None:
     """Add a run's embedder to the release, with the older releases that it can search directly.
 
     Warns on stderr if a compatible embedder has another dimension than the old one. Its first
-    elements match old vectors (BCT section 3.6), but a published space has one dimension.
+    elements match old vectors (BCT section 3.6), but a published space has one dimension. A method
+    that searches directly needs its old model among the published releases, but only if the run has
+    one. Keys of the configuration that may contain paths of this machine are left out of the
+    recipe.
 
     Args:
         release: the release, which gets the ONNX file, the method and the run's configuration.
@@ -124,8 +129,12 @@ def add_embedder_run(release: Release, run_dir: Path) -> None:
 
     Raises:
         ConfigurationError: the run is missing, unfinished, or of a kind other than embedder; or its
-            old model is not published.
-        VerificationError: its checkpoint is damaged, or the exported file computes other vectors.
+            configuration or tensors do not fit this version; or its old model is not published.
+        VerificationError: its checkpoint is damaged or was not written by train.py, or the exported
+            file computes other vectors.
+        NotFoundError, UnavailableError: a backbone of local-dir or hf-hub is missing, or its
+            description cannot be downloaded.
+        OSError: the ONNX file cannot be written.
     """
     encoder, checkpoint = load_encoder(run_dir)
     config = checkpoint.config
@@ -163,15 +172,19 @@ def _tell_not_searched(release: Release, source: Manifest, dim: int) -> None:
 def add_forward_head(release: Release, run_dir: Path) -> None:
     """Add the upgrade that an embedder's own training made (DMU); without one, do nothing.
 
-    Side-information stays valid if the release keeps its predecessor's encoder.
+    Side-information stays valid if the release keeps its predecessor's encoder. A run of another
+    kind raises AssertionError.
 
     Args:
         release: the release, to which the run's embedder was added.
         run_dir: the folder of a finished run of kind embedder.
 
     Raises:
-        ConfigurationError: the run is missing or unfinished, or its old model is not published.
-        VerificationError: its checkpoint is damaged, or the exported file computes other vectors.
+        ConfigurationError: the run is missing or unfinished; its configuration or tensors do not
+            fit this version; or its old model is not published.
+        VerificationError: its checkpoint is damaged, the exported file computes other vectors, or a
+            file of the old release is damaged.
+        OSError: a file cannot be written.
     """
     encoder, checkpoint = load_encoder(run_dir)
     config = checkpoint.config
@@ -209,13 +222,17 @@ def add_side_run(release: Release, run_dir: Path) -> None:
     """Add the side encoder of a training run to the release, with its configuration.
 
     Args:
-        release: the release.
+        release: the release, to which its embedder was added (else AssertionError).
         run_dir: the folder of a finished run of kind side_encoder.
 
     Raises:
-        ConfigurationError: the run is missing, unfinished, or of a kind other than side_encoder; or
-            it reads images of another size than the embedder.
+        ConfigurationError: the run is missing, unfinished, or of a kind other than side_encoder;
+            its configuration or tensors do not fit this version; or it reads images of another size
+            than the embedder.
         VerificationError: its checkpoint is damaged, or the exported file computes other vectors.
+        NotFoundError, UnavailableError: a backbone of local-dir or hf-hub is missing, or its
+            description cannot be downloaded.
+        OSError: the ONNX file cannot be written.
     """
     encoder, checkpoint = load_encoder(run_dir)
     if checkpoint.config.kind != "side_encoder":
@@ -233,14 +250,20 @@ def add_side_run(release: Release, run_dir: Path) -> None:
 def add_upgrade_run(release: Release, run_dir: Path) -> None:
     """Add a run's upgrade to the release, from the published release with its old model.
 
+    An int8 file is added, too, and the recipe gets the run's configuration. If several releases
+    have the old model, the newest counts.
+
     Args:
         release: the release, to which its embedder and side encoder were added.
         run_dir: the folder of a finished run of kind upgrade.
 
     Raises:
-        ConfigurationError: the run is missing, unfinished or of another kind; or it was trained
-            with an old model, a new model or a side encoder that differs from the releases'.
-        VerificationError: its checkpoint is damaged, or the exported file computes other vectors.
+        ConfigurationError: the run is missing, unfinished or of another kind; it was trained with
+            an old model, a new model or a side encoder that differs from the releases'; its old
+            release is not published; or it reads side-information that this release lacks.
+        VerificationError: its checkpoint is damaged, the exported file computes other vectors, or a
+            file of the old release is damaged.
+        OSError: a file cannot be written.
     """
     module, checkpoint = read_upgrade(run_dir)
     config, facts = checkpoint.config, checkpoint.facts
@@ -270,6 +293,9 @@ def add_upgrade_run(release: Release, run_dir: Path) -> None:
 
 def upgrade_recipe(name: str, checkpoint: Checkpoint) -> Recipe:
     """Return the configuration of a run for a manifest, without paths of this machine.
+
+    Lists, such as `choose`, are left out, and so are keys that may contain paths. Names of weights
+    lose their folders.
 
     Args:
         name: the prefix of every key, which is followed by a dot.
@@ -364,7 +390,10 @@ class Runs(NamedTuple):
     upgrades: tuple[Path, ...]
 
     def run_folders(self) -> list[Path]:
-        """Return the run folders among the models, without ONNX files."""
+        """Return the run folders among the models, without ONNX files.
+
+        They have the order embedder, side encoder, upgrades. Text models are not among them.
+        """
         runs = (self.embedder, self.side_encoder, *self.upgrades)
         return [run for run in runs if run is not None and run.suffix != SUFFIX]
 
@@ -373,6 +402,8 @@ def check_models(
     runs: Runs, onnx: Path | None, weights: str | None, vectors_of: str | None
 ) -> None:
     """Check that the options of export.py name models of one release; open no file.
+
+    An upgrade that does not exist passes.
 
     Args:
         runs: the models of --embedder, --text-encoder, --query-encoder and so on.
@@ -415,8 +446,10 @@ def check_models(
 def parse_vectors_of(vectors_of: str) -> tuple[str, int]:
     """Parse NAME:DIM to a model's name and its dimension; NAME may contain colons.
 
+    DIM follows the last colon. Spaces belong to the name.
+
     Raises:
-        ConfigurationError: there is no name, or DIM is no whole number above 0.
+        ConfigurationError: there is no name or no colon, or DIM is no whole number above 0.
     """
     name, _, dim = vectors_of.rpartition(":")
     if not name or not dim.isdecimal() or not int(dim):
@@ -430,15 +463,27 @@ def parse_vectors_of(vectors_of: str) -> tuple[str, int]:
 def add_runs(draft: Release, runs: Runs, keep_side_encoder: bool) -> None:
     """Export every model of `runs`, the embedder first, because the others must match it.
 
+    The order is embedder, text encoder, side encoder, an embedder's own upgrade (DMU), and upgrades
+    as given. If one fails, the parts before it stay in the draft. A file that ends with .onnx is a
+    map, every other path a run folder.
+
     Args:
         draft: the release, which gets the files and their entries.
         runs: the models.
-        keep_side_encoder: use the side encoder of the newest published release.
+        keep_side_encoder: use the side encoder of the newest published release; it replaces that of
+            `runs`.
 
     Raises:
-        ConfigurationError, NotFoundError, InvalidInputError, VerificationError: as the functions
-            that add each part: add_embedder_run, add_text_encoder, add_side_run, add_upgrade_run
-            and add_onnx_upgrade.
+        ConfigurationError: a run is missing, unfinished, of another kind or does not fit this
+            version; parts or releases do not fit each other; or no release has a side encoder to
+            keep.
+        NotFoundError: there is no ONNX file of a text model, or a local-dir backbone is missing.
+        UnavailableError: the description of a public backbone cannot be downloaded.
+        NoEncoderError: the newest release embeds no images, but its side encoder is to be kept.
+        InvalidInputError: an ONNX file cannot be read or run, or has another form.
+        VerificationError: a checkpoint or a file of an older release is damaged, or an exported
+            file computes other vectors.
+        OSError: a file cannot be written.
     """
     if runs.embedder is not None:
         add_embedder_run(draft, runs.embedder)

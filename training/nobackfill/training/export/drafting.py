@@ -42,7 +42,10 @@ _PROBES = 8
 
 
 def probe_images(height: int, width: int) -> Images:
-    """Make eight smooth synthetic pictures, uint8 [8,height,width,3], the same on every call."""
+    """Make eight smooth synthetic pictures, uint8 [8,height,width,3], the same on every call.
+
+    Height and width are at least 1.
+    """
     rng = np.random.default_rng(2026)
     coarse = rng.random((_PROBES, 3, 4, 4), dtype=np.float32)
     smooth = F.interpolate(
@@ -88,7 +91,10 @@ class Release:
     searches_directly: list[int] = field(default_factory=list)
 
     def all_files(self) -> dict[str, Path]:
-        """Return local files of this release and of the published ones, by published path."""
+        """Return local files of this release and of the published ones, by published path.
+
+        If both have a path, this release's file counts. The files need not exist.
+        """
         old = {
             file.path: self.repo / file.path
             for manifest in self.published.values()
@@ -99,8 +105,12 @@ class Release:
     def add_embedder(self, encoder: ImageEncoder) -> None:
         """Export phi as ONNX, and set `embedder`. The encoder is moved to the CPU and to eval mode.
 
+        The metric is cosine if the encoder's vectors have length 1, else squared L2. An embedder
+        that was added before is replaced. Its ONNX file stays if the comparison fails.
+
         Raises:
             VerificationError: onnxruntime's output differs from torch's by more than PARITY.
+            OSError: the file cannot be written.
         """
         path = self.local(embedder_path(self.number))
         probes = {"image": torch.from_numpy(probe_images(encoder.image_size, encoder.image_size))}
@@ -117,9 +127,12 @@ class Release:
     def add_side_encoder(self, encoder: ImageEncoder) -> None:
         """Export psi as ONNX, and set `side_encoder`. Add the embedder before.
 
+        An encoder that was added before is replaced. Without an embedder it raises AssertionError.
+
         Raises:
             ConfigurationError: its image size differs from phi's.
             VerificationError: onnxruntime's output differs from torch's by more than PARITY.
+            OSError: the file cannot be written.
         """
         assert self.embedder is not None
         self._check_size(encoder.image_size, "the side encoder")
@@ -135,11 +148,13 @@ class Release:
     def keep_side_encoder(self) -> None:
         """Use psi of the newest published release, so that its side-information stays valid.
 
-        It is the newest one even if it was withdrawn. Add the embedder before.
+        It is the newest one even if it was withdrawn. Add the embedder before. No file is copied:
+        the manifest names the older release's. Without an embedder it raises AssertionError.
 
         Raises:
             ConfigurationError: no release is published, the newest has no psi, or one for another
                 image size.
+            NoEncoderError: the newest release embeds no images.
         """
         newest = self.published[max(self.published)] if self.published else None
         if newest is None or newest.side_encoder is None:
@@ -161,17 +176,21 @@ class Release:
     ) -> None:
         """Export an upgrade from `source`, and its int8 twin.
 
+        The module is moved to the CPU and to eval mode. A second upgrade from the same release gets
+        a second entry, but the same files.
+
         Args:
             module: the upgrade's network.
             source: the published release that it upgrades from.
-            examples: embeddings [n,dim] and side-information [n,side_dim] of `source`, for tracing
-                and for the comparison with onnxruntime.
+            examples: embeddings [n,dim], n at least 1, and side-information [n,side_dim], None
+                without any, of `source`; for tracing and for the comparison with onnxruntime.
             method: the name of the training method.
-            carries: side-information stays valid unchanged.
+            carries: side-information stays valid unchanged; ignored if the upgrade computes new.
 
         Raises:
             ConfigurationError: it reads side-information that `source` does not have.
             VerificationError: onnxruntime's output differs from torch's by more than PARITY.
+            OSError: a file cannot be written.
         """
         graph = UpgradeGraph(module)
         inputs = {"embedding": examples[0]}
@@ -206,11 +225,15 @@ class Release:
     def manifest(self, probes: Probes) -> Manifest:
         """Return the manifest of the parts so far, unmeasured and with the present time.
 
+        Upgrades are sorted by their source, and `searches_directly` names each release once.
+        Without an embedder it raises AssertionError.
+
         Args:
             probes: the entry of the golden probes.
 
         Raises:
-            ValidationError: the parts contradict each other.
+            ValidationError: the parts contradict each other; it is pydantic's.
+            KeyError: `searches_directly` names a release that is not published.
         """
         assert self.embedder is not None
         return Manifest(
@@ -233,7 +256,11 @@ class Release:
         )
 
     def finished(self, manifest: Manifest) -> Draft:
-        """Return what to publish: `manifest`, and those of this release's files that it names."""
+        """Return what to publish: `manifest`, and those of this release's files that it names.
+
+        Files that the manifest does not name, such as those of a dropped int8 upgrade, are left
+        out. No file is read.
+        """
         named = {file.path for file in manifest.files()}
         return Draft(manifest, {path: file for path, file in self.files.items() if path in named})
 
@@ -249,7 +276,10 @@ class Release:
     def local(self, path: str) -> Path:
         """Return the local path for a file that is published as `path`, and record it in `files`.
 
-        Its folder is created, the file is not.
+        Its folder is created, the file is not. A path that was recorded before keeps its place.
+
+        Raises:
+            OSError: its folder cannot be created.
         """
         local = self.folder / path
         local.parent.mkdir(parents=True, exist_ok=True)
@@ -280,7 +310,11 @@ class UpgradeGraph(nn.Module):
         self.outputs += ("uncertainty",) if upgrade.log_variance is not None else ()
 
     def forward(self, embedding: Tensor, side: Tensor | None = None) -> tuple[Tensor, ...]:
-        """Return the outputs of `outputs` for embeddings [n,dim] and side [n,side_dim]."""
+        """Return the outputs of `outputs` for embeddings [n,dim] and side [n,side_dim].
+
+        The variance is the exponential of the network's log-variance, so the output `uncertainty`
+        is above 0. `side` may be None only if the upgrade does not read it.
+        """
         result = self.upgrade(embedding, side)
         variance = None if result.log_variance is None else result.log_variance.exp()
         return tuple(

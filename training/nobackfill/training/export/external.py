@@ -74,7 +74,8 @@ def add_onnx_embedder(release: Release, source: Path, pixels: Pixels) -> None:
 
     It has one input, uint8 [n,H,W,3], float32 [n,3,H,W] or float32 [n,H,W,3] with a free n, and one
     output float32 [n,dim]. It is run once to find out whether its vectors have norm 1; then the
-    metric is cosine, else squared L2. Publishing checks which operators the graph uses.
+    metric is cosine, else squared L2. Publishing checks which operators the graph uses. The recipe
+    gets the digest of the file and of its weights.
 
     Args:
         release: the release, whose embedder and method "brought" are set.
@@ -82,7 +83,9 @@ def add_onnx_embedder(release: Release, source: Path, pixels: Pixels) -> None:
         pixels: the preprocessing; mean and std apply only to float32 input.
 
     Raises:
-        InvalidInputError: the file cannot be read or run, or has another form.
+        InvalidInputError: the file or its external weights cannot be read or run, or it has another
+            form.
+        OSError: the graph cannot be written to the release's folder.
     """
     model = _load(source)
     weights = {tensor.name for tensor in model.graph.initializer}
@@ -120,7 +123,7 @@ def add_onnx_embedder(release: Release, source: Path, pixels: Pixels) -> None:
 def _load(source: Path) -> onnx.ModelProto:
     try:
         return onnx.load(source)
-    except (OSError, DecodeError) as error:
+    except (OSError, DecodeError, onnx.checker.ValidationError) as error:
         raise InvalidInputError(f"--onnx {source}: expected an ONNX file ({error})") from error
 
 
@@ -203,15 +206,19 @@ TORCHVISION = "torchvision:"
 def open_torchvision(name: str) -> PublicModel:
     """Open a torchvision model with verified weights; its embedding is the classifier's input.
 
-    Weights that are not in torch's cache are downloaded.
+    Weights that are not in torch's cache are downloaded. The model is on the CPU and in eval mode.
+    Its vectors are not normalised. The name is compared exactly, with capitals.
 
     Args:
         name: torchvision:NAME/WEIGHTS, such as torchvision:resnet18/IMAGENET1K_V1.
 
     Raises:
-        ConfigurationError: the name is unknown (similar ones are listed), or the model has no such
-            layer.
-        VerificationError, UnavailableError, CannotWriteError: as `read_weights`.
+        ConfigurationError: the model or its weights are unknown (similar or possible ones are
+            listed); it has no linear last layer; or it is googlenet or inception_v3, or its weights
+            have other names.
+        VerificationError: the file has another digest, or is damaged.
+        UnavailableError: the download failed.
+        CannotWriteError: the cache cannot be written.
     """
     import torchvision
 
@@ -255,25 +262,30 @@ def _pixels(transforms: object) -> Preprocessing:
 
 
 def can_be_public(name: str) -> bool:
-    """Return whether a name has a form of `add_public_embedder`; the model need not exist."""
+    """Return whether a name begins with timm:, open_clip: or torchvision:; the model need not
+    exist."""
     return is_public(name) or name.startswith(TORCHVISION)
 
 
 def add_public_embedder(release: Release, name: str) -> None:
     """Add a public image model to the release, with its published weights and preprocessing.
 
-    Its vectors are normalised to length 1. Weights that are not cached are downloaded.
+    Its vectors are normalised to length 1. Weights that are not cached are downloaded. The recipe
+    gets the name, without paths of this machine. An embedder that was added before is replaced.
 
     Args:
         release: the release, whose embedder and method "brought" are set.
         name: timm:NAME.TAG, open_clip:NAME/TAG or torchvision:NAME/WEIGHTS.
 
     Raises:
-        ConfigurationError: the name is unknown, its package is not installed, or the model's input
-            is not square.
-        NotFoundError, UnavailableError, CannotWriteError: the weights cannot be read or downloaded.
+        ConfigurationError: the name is unknown, its package is not installed, the model cannot be
+            built or has an unsupported preprocessing, or its input is not square.
         VerificationError: the weights have another digest, or the exported file computes other
             vectors.
+        NotFoundError: the folder of a local-dir model does not exist.
+        UnavailableError: the weights cannot be downloaded.
+        CannotWriteError: the cache of torchvision's weights cannot be written.
+        OSError: the ONNX file cannot be written.
     """
     model = open_public(name) if is_public(name) else open_torchvision(name)
     (height, width), pixels = model.pixels.size, model.pixels
@@ -302,17 +314,23 @@ def add_onnx_upgrade(release: Release, source: Path) -> None:
     It leads from the published release whose model it was fitted on. If neither the file nor a
     release names the model, it leads from the newest release of dimension a, withdrawn ones last.
     Side-information stays valid if the release keeps its predecessor's encoder. An int8 file of the
-    map is added, too.
+    map is added, too. If several releases fit, the newest counts. The manifest's recipe gets the
+    digest of the file and, if the file names them, the number of pairs and the penalty. Without an
+    embedder it raises AssertionError.
 
     Args:
         release: the release, to which its embedder was added.
         source: the ONNX file, as `nobackfill fit --onnx FILE` writes it.
 
     Raises:
-        InvalidInputError: the file cannot be read or run, has another form, or returns numbers that
-            are not finite.
-        ConfigurationError: its models or dimensions do not match the releases.
-        VerificationError: a file of the older release is damaged.
+        InvalidInputError: the file or its external weights cannot be read or run, it has another
+            form, or returns numbers that are not finite.
+        ConfigurationError: it was fitted on vectors of another new model, no published release has
+            its old model and dimension, or it returns another dimension than the release's; or the
+            older release embeds texts, and the extra `text` is not installed.
+        VerificationError: a file of the older release is damaged, or its model returns unusable
+            vectors.
+        OSError: a file cannot be written.
     """
     assert release.embedder is not None
     model = _loaded(source)
@@ -360,7 +378,7 @@ def add_onnx_upgrade(release: Release, source: Path) -> None:
 def _loaded(source: Path) -> onnx.ModelProto:
     try:
         return onnx.load(source)
-    except (OSError, DecodeError) as error:
+    except (OSError, DecodeError, onnx.checker.ValidationError) as error:
         raise InvalidInputError(f"--upgrade {source}: expected an ONNX file ({error})") from error
 
 

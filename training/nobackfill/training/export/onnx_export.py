@@ -27,15 +27,19 @@ def export_onnx(
 ) -> None:
     """Write `module` as ONNX with a free batch size, and compare its outputs.
 
+    Weights stay inside the file. The logger `torch.onnx` shows only errors from then on.
+
     Args:
         module: the module; it is moved to the CPU and to eval mode, and stays there.
-        inputs: example inputs by name, batch first, in the order of the module's arguments.
+        inputs: example inputs by name, batch first, at least one row each, in the order of the
+            module's arguments.
         outputs: names of the outputs, in the module's order.
         path: the file to write; an existing one is replaced. It stays if the comparison fails.
 
     Raises:
         VerificationError: onnxruntime cannot run the file, or its outputs differ from torch's by
             more than PARITY.
+        OSError: the file cannot be written.
     """
     module = module.eval().cpu()
     examples = tuple(tensor.cpu() for tensor in inputs.values())
@@ -64,7 +68,8 @@ def export_onnx(
 def strip(model: onnx.ModelProto) -> None:
     """Remove everything from a model, in place, that does not change the computation.
 
-    These are traces with paths of this machine, metadata, comments and inferred shapes.
+    These are traces with paths of this machine, metadata, comments and inferred shapes. Weights,
+    names of inputs and outputs, and the operator sets stay. The producer becomes "nobackfill".
     """
     model.doc_string = ""
     model.producer_name, model.producer_version = "nobackfill", ""
@@ -85,9 +90,11 @@ def check_parity(
 ) -> None:
     """Compare the file's outputs with the module's, on the whole batch and on its first row.
 
+    A difference is relative to max(1, |torch's value|). NaN in either counts as a difference.
+
     Args:
         module: the module, on the CPU and in eval mode.
-        inputs: inputs by name, batch first.
+        inputs: inputs by name, batch first, at least one row.
         outputs: names of the outputs; the module's outputs of None are skipped.
         path: the ONNX file.
 
@@ -126,7 +133,7 @@ def run_onnx(
     """Run an ONNX file once on the CPU.
 
     Args:
-        path: the file.
+        path: the file, which exists.
         inputs: arrays by the names of the graph's inputs.
         outputs: names of the outputs to return.
 
@@ -134,7 +141,9 @@ def run_onnx(
         The outputs, in this order.
 
     Raises:
-        VerificationError: onnxruntime cannot load the file, or cannot run it on these inputs.
+        VerificationError: onnxruntime cannot load the file, or cannot run it on these inputs; or it
+            has no input or output of a name.
+        ValueError: an input of the graph is missing.
     """
     from nobackfill.onnx_runtime import onnxruntime, state
 
@@ -164,6 +173,12 @@ def quantise(source: Path, target: Path) -> None:
 
     Weights use 7 of 8 bits. Processors with AVX2 but without VNNI add two products in 16 bits; with
     8 bits they would overflow, and a device would compute other values than the gate (ADR 0006).
+    Metadata and traces of this machine are removed, as by `strip`. During the call the root logger
+    shows only errors.
+
+    Raises:
+        OSError: `source` cannot be read or `target` cannot be written.
+        DecodeError: `source` is no ONNX; it is protobuf's.
     """
     import nobackfill.onnx_runtime  # noqa: F401  # Before anything of onnxruntime's.
 

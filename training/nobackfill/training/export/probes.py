@@ -44,7 +44,8 @@ _DRAWN = 8
 def make_probes(release: Release) -> Probes:
     """Run every model of the release on the probes, and write `probes-N.npz`.
 
-    Every installation computes the same outputs again and compares them within the tolerance.
+    Every installation computes the same outputs again and compares them within the tolerance. An
+    existing file is replaced. Models run one after another on the CPU.
 
     Args:
         release: the release with all its models; the file is added to it.
@@ -54,7 +55,11 @@ def make_probes(release: Release) -> Probes:
         error here, between 0.05 and 10.
 
     Raises:
-        VerificationError: a model cannot be loaded, or returns zero vectors, NaN or infinity.
+        VerificationError: a model cannot be loaded, or returns zero vectors, NaN or infinity
+            (UnusableOutputError).
+        ValidationError: the parts of the release contradict each other; it is pydantic's.
+        ConfigurationError: the release embeds texts, and the extra `text` is not installed.
+        OSError: the file cannot be written.
     """
     placeholder = Probes(
         file=PublishedFile(path=probes_path(release.number), sha256="0" * 64, length=1),
@@ -104,7 +109,7 @@ def source_probes(
     """Compute the embeddings and side-information of the probes by a published release.
 
     The probes are images, texts if the release embeds no images, or random unit vectors if it has
-    no model.
+    no model. The vectors are the same on every call. Models are loaded each time.
 
     Args:
         source: the release.
@@ -115,7 +120,9 @@ def source_probes(
         encoder.
 
     Raises:
-        VerificationError: a file is damaged, or a model returns unusable vectors.
+        VerificationError: a file is damaged, or a model returns unusable vectors
+            (UnusableOutputError).
+        ConfigurationError: the release embeds texts, and the extra `text` is not installed.
     """
     spec = source.embedder
     if spec.file is None and source.text_encoder is not None:
@@ -143,6 +150,10 @@ _SAME = 1e-3
 def single_colour_warnings(manifest: Manifest, files: Mapping[str, Path]) -> list[str]:
     """Describe single-coloured pictures without a vector, or with nearly equal vectors.
 
+    Nothing is printed. Six pictures are embedded: black, grey, white, red, green and blue. Vectors
+    are nearly equal if they differ by at most 0.1 % of the median distance between the probe
+    pictures.
+
     Args:
         manifest: the release.
         files: local files by published path.
@@ -151,7 +162,7 @@ def single_colour_warnings(manifest: Manifest, files: Mapping[str, Path]) -> lis
         At most two sentences; none if all is well, or if the release embeds no images.
 
     Raises:
-        VerificationError: the embedder's file is damaged.
+        VerificationError: the embedder's file is damaged, or onnxruntime cannot run it.
     """
     if manifest.embedder.file is None:
         return []

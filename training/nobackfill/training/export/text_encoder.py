@@ -63,6 +63,9 @@ _MEAN: tuple[tuple[str, list[str], str, dict[str, Any]], ...] = (
 def text_graph(model: onnx.ModelProto, declared: Declaration) -> tuple[str, ...]:
     """Give a text model inputs of TOKENS, int64 [n,t], and append pooling and normalisation.
 
+    An older operator set is raised to 17. With mean pooling an `attention_mask` is added as input
+    if the model has none. After an error the model may be changed in part.
+
     Args:
         model: the ONNX model; it is changed. Its last value is named `embedding`, and it has no
             declared output afterwards (see `declare_output`).
@@ -72,8 +75,10 @@ def text_graph(model: onnx.ModelProto, declared: Declaration) -> tuple[str, ...]
         The names of its inputs, of TOKENS.
 
     Raises:
-        InvalidInputError: it uses other operators than ONNX's, other inputs than TOKENS, fixed
-            numbers of texts or tokens, or an output that cannot be pooled.
+        InvalidInputError: it uses other operators than ONNX's, inputs other than TOKENS, or no
+            input_ids; or fixed numbers of texts or tokens; or its output is missing or cannot be
+            pooled.
+        RuntimeError, ConvertError: onnx cannot convert the operator set.
     """
     _renew(model)
     graph = model.graph
@@ -104,6 +109,8 @@ def text_graph(model: onnx.ModelProto, declared: Declaration) -> tuple[str, ...]
 
 def declare_output(model: onnx.ModelProto, dim: int | None) -> None:
     """Replace the outputs of a graph by one, `embedding` float32 [n, dim].
+
+    The value `embedding` itself is not added.
 
     Args:
         model: the ONNX model; it is changed.
@@ -202,7 +209,8 @@ def add_text_encoder(release: Release, source: Path, queries: Path | None = None
 
     With an embedder of images it must share that embedder's space; alone it makes the release's
     space. It is run once on probe texts. A line on stderr says what was guessed if the model has no
-    declaration. Publishing checks which operators the graph uses.
+    declaration. Publishing checks which operators the graph uses. The recipe gets the digests of
+    the weights and the model's fingerprint. Files are written to the release's folder.
 
     Args:
         release: the release in preparation.
@@ -212,8 +220,10 @@ def add_text_encoder(release: Release, source: Path, queries: Path | None = None
 
     Raises:
         NotFoundError: there is no ONNX file.
-        InvalidInputError: a model has another form, takes longer texts than a release may, lacks
-            its tokenizer, or does not fit the embedder or the other text model.
+        InvalidInputError: a model cannot be read or run, has another form, or takes longer texts
+            than a release may; it lacks its tokenizer; or it does not fit the embedder or the other
+            text model.
+        OSError: a file cannot be written.
     """
     model = _put(release, source, "--text-encoder", text_encoder_path(release.number))
     _share(release, model.vectors, model.file)
@@ -370,8 +380,11 @@ def add_vectors(release: Release, name: str, dim: int) -> None:
 
     Args:
         release: the release, whose embedder and method "vectors" are set.
-        name: the name of the model that computed the vectors.
-        dim: their dimension.
+        name: the name of the model that computed the vectors, not empty.
+        dim: their dimension, 1 to 65,536.
+
+    Raises:
+        ValidationError: the name or the dimension is not allowed; it is pydantic's.
     """
     release.embedder = PublishedEmbedder(dim=dim, metric="cosine", unit=False, vectors_of=name)
     release.method = "vectors"

@@ -55,6 +55,9 @@ class ProgressBars:
     def bar(self, title: str, total: int, start: int = 0) -> Iterator[Callable[[float], None]]:
         """Show a bar over `total` epochs during the block.
 
+        Without a visible bar the function does nothing. The bar disappears or stops with the block,
+        also at an error.
+
         Args:
             title: the text before the bar.
             total: the number of epochs.
@@ -90,7 +93,7 @@ def keep_freed_memory() -> None:
 
     By default glibc returns blocks of some megabytes to the system, which then clears every page
     again: a seventh of a small network's time. The process then needs more memory. With another C
-    library this does nothing.
+    library this does nothing. It cannot be undone.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -108,6 +111,7 @@ def precision_of(config: Config) -> Precision:
 
     `auto` becomes bf16-mixed if the configured device multiplies in bf16, else 32-true. An explicit
     bf16-mixed is used even on a device without bf16; a line on stderr then warns that it is slow.
+    With accelerator auto, a GPU of CUDA counts before one of Apple, and the CPU last.
     """
     if config.precision == "auto":
         return "bf16-mixed" if _multiplies_bf16(config) else "32-true"
@@ -124,7 +128,7 @@ def reads_in_bf16(config: Config) -> bool:
     """Return whether a model trained with this configuration computes features in bf16.
 
     It does if its precision is `auto` or bf16-mixed and the configured device multiplies in bf16,
-    which halves the time.
+    which halves the time. The devices of this machine count, not of the one that trained it.
     """
     return config.precision in ("auto", "bf16-mixed") and _multiplies_bf16(config)
 
@@ -154,14 +158,20 @@ def fit(
 ) -> Checkpoint:
     """Train an objective, and write checkpoints and stats.jsonl to config.run_dir.
 
-    A finished run is returned unchanged. An unfinished run with the same configuration and facts
-    resumes from its last checkpoint. The caller holds the lock of the run folder. Torch's default
-    generator is seeded again in each epoch. Images that do not fill a batch at the end of an epoch
-    are left out of it; fewer images than batch_size are one batch.
+    A finished run is returned unchanged, without a comparison of `class_names`. An unfinished run
+    with the same configuration and facts resumes from its last checkpoint. The caller holds the
+    lock of the run folder. Torch's default generator is seeded again in each epoch. Images that do
+    not fill a batch at the end of an epoch are left out of it; fewer images than batch_size are one
+    batch.
+
+    A checkpoint is written every `checkpoint_every` epochs and after the last; an interrupt leaves
+    the last one. A line of stats.jsonl is appended every `log_every` steps. Lines after the last
+    checkpoint are dropped first. With several devices only the first process writes.
 
     Args:
-        objective: what to minimise; its parameters change.
-        rows: tensors or images of equal length n, at least 1, indexed by the rows of a batch.
+        objective: what to minimise; its parameters change and move to the device.
+        rows: tensors or images of equal length n, at least 1, indexed by the rows of a batch. The
+            first one gives n; longer ones are not noticed.
         config: the training's configuration.
         class_names: names of the labels.
         progress: where to show progress.
@@ -169,13 +179,14 @@ def fit(
         fabric: from `launch_fabric`, if the objective was built with it; None: launch one.
 
     Returns:
-        The checkpoint after the last epoch.
+        The checkpoint after the last epoch, with its tensors on the CPU.
 
     Raises:
         ConfigurationError: the run folder belongs to a training of another configuration, other
-            facts or other classes; or the machine lacks the configured devices.
+            facts or, if it is unfinished, other classes; or the machine lacks the configured
+            devices.
         VerificationError: the checkpoint in the run folder is damaged.
-        InvalidInputError: a file among the images is no image.
+        InvalidInputError: a file among the images is missing or no image.
         NobackfillError: a process that reads images was killed.
         DivergedError: a loss or a weight is not finite; the last checkpoint stays.
         CannotWriteError: the run folder cannot be written.
@@ -235,6 +246,8 @@ def write_solved_run(
 ) -> Checkpoint:
     """Write the run of an upgrade that was solved in closed form, as a finished one.
 
+    An earlier run in the folder is replaced; no lock is taken.
+
     Args:
         parts: the solved networks, by the name of their part in the checkpoint.
         config: the configuration; its run folder is made if missing.
@@ -243,7 +256,7 @@ def write_solved_run(
 
     Raises:
         DivergedError: a solved weight is NaN or infinite; nothing is written.
-        CannotWriteError: the run folder cannot be written.
+        CannotWriteError: the run folder cannot be written; config.yaml may be new then.
     """
     tensors = _tensors(nn.ModuleDict(parts), None, 0, config.run_dir)
     checkpoint = Checkpoint(config, tensors, config.epochs, 0, class_names, dict(facts))
@@ -257,7 +270,8 @@ def learning_rate(config: Config, epoch: float) -> float:
     """Return the rate: linear warm-up over config.warmup_epochs, then a cosine to 0 (FCT D.5).
 
     With config.lr_steps the rate stays config.lr after the warm-up, and each step divides it by 10.
-    At epoch 0 of a warm-up the rate is a thousandth of an epoch's increase, not 0.
+    At epoch 0 of a warm-up the rate is a thousandth of an epoch's increase, not 0. A step counts
+    from its own epoch on.
 
     Args:
         config: the training's configuration.
@@ -274,8 +288,9 @@ def learning_rate(config: Config, epoch: float) -> float:
 def launch_fabric(config: Config) -> "lightning_fabric.Fabric":
     """Start the processes of a training, one for each of config.devices.
 
-    With several devices, lightning-fabric runs the same command once more in each other process.
-    It also sets torch's number of threads to config.threads, if that is given.
+    With several devices, lightning-fabric runs the same command once more in each other process. It
+    also sets torch's number of threads to config.threads, if that is given. A line on stderr may
+    warn of a slow bf16, as in `precision_of`.
 
     Returns:
         The fabric; its `device` is this process's.

@@ -58,10 +58,14 @@ def train(config: Config, progress: ProgressBars) -> Checkpoint:
     """Run a training, or return its finished run unchanged.
 
     It writes to config.run_dir, and features of frozen models to the folder `features` next to it.
-    Pretrained weights are downloaded if they are not cached. An interrupted training resumes.
+    Pretrained weights are downloaded if they are not cached. An interrupted training resumes. The
+    lock of the run folder is not waited for. It is a file `lock`, which is removed after a finished
+    run. Memory that is freed stays with the process, see `keep_freed_memory`. stderr lists files
+    that were left out, and layers that are not pretrained.
 
     Args:
-        config: the configuration of any kind.
+        config: the configuration of any kind. For named weights their pixel normalisation is used,
+            unless the configuration sets one.
         progress: where to show progress.
 
     Returns:
@@ -69,14 +73,18 @@ def train(config: Config, progress: ProgressBars) -> Checkpoint:
 
     Raises:
         BusyError: another process trains in the run folder.
-        ConfigurationError: a key does not fit the images, the other models or this machine, or the
-            run folder holds another training.
-        InvalidInputError: there are too few images or classes, or a file is no image.
-        NotFoundError, UnavailableError: pretrained weights cannot be read or downloaded.
+        ConfigurationError: the method, a key, a model or the classes do not fit; the machine lacks
+            the devices; a package of public models is missing; or the run folder holds another
+            training.
+        InvalidInputError: there are too few images or classes, a file is no image, or stored
+            vectors do not match the images.
         VerificationError: a checkpoint, a release or a file of weights is damaged.
         DivergedError: a loss or a weight is not finite.
-        CannotWriteError: the run folder cannot be written.
+        CannotWriteError: the run folder, a cache or the folder of downloads cannot be written.
         NobackfillError: a process that reads images was killed.
+        NotFoundError: a file of weights, or a folder of a public model, does not exist.
+        UnavailableError: weights cannot be downloaded, or a publication cannot be read.
+        NoEncoderError: a release of an upgrade embeds no images.
     """
     keep_freed_memory()
     config = _normalised(config)
@@ -127,12 +135,19 @@ def _leads() -> bool:
 def split_images(config: Config) -> tuple[ImageListing, ImageListing]:
     """Return the images to train on, and the held-out images, which may be none.
 
-    With skip_corrupt, files that are no images are left out, and stderr lists them.
+    With skip_corrupt, files that are no images are left out, and stderr lists them. Images are
+    checked now if skip_corrupt is set, or if a network's training will read them on demand. The
+    result of a check is kept in the folder `features` next to the run folder.
+
+    Returns:
+        Images to train on and held-out images, with the same class names, both in the order of the
+        listing.
 
     Raises:
         ConfigurationError: the folder of images or the class list cannot be read.
-        InvalidInputError: there are fewer than two classes (one for an upgrade), a class is empty,
-            or, where all files are checked now, a file is no image.
+        InvalidInputError: there are fewer than two classes (one for an upgrade), fewer than the key
+            `classes`, or a class is empty; the class list names a missing folder; or, where files
+            are checked now, one is no image.
         CannotWriteError: the result of that check cannot be written.
     """
     listing = _usable(list_images(config.images, config.classes, config.class_list), config)

@@ -78,8 +78,8 @@ def check_choices(method: UpgradeMethod, config: UpgradeConfig) -> None:
     """Check the options that the key `choose` names; without any, do nothing.
 
     Raises:
-        ConfigurationError: the method cannot select the option, it is set in `options`, or it is
-            named twice.
+        ConfigurationError: the method cannot select the option (those it can are listed), it is set
+            in `options`, or it is named twice.
     """
     for name in config.choose:
         if name not in method.choices:
@@ -103,14 +103,18 @@ def select_options(
     """Select the values of the options that the key `choose` names.
 
     Each combination of values is scored by short trainings, which run in folders below
-    config.run_dir/choice. The module's docstring describes the rule.
+    config.run_dir/choice. The module's docstring describes the rule. The number of trainings is
+    three times the product of the candidate values, without those of variants. Selected values are
+    set for the real training, also if they are the defaults. The default is kept unless another
+    value is better by more than the standard error.
 
     Args:
         method: the upgrade method.
-        inputs: the inputs of the training.
+        inputs: the inputs of the training, with at least one option in `choose`, which
+            `check_choices` accepts.
         rows_of: returns the features of images, given by their row numbers, in views that show no
             other images.
-        train: trains an upgrade.
+        train: trains an upgrade; its errors pass through.
 
     Returns:
         `inputs` with `selection` and `selection_data`.
@@ -118,6 +122,8 @@ def select_options(
     Raises:
         InvalidInputError: there are too few classes and too few images to cluster.
         DivergedError: a loss of a short training is not finite.
+        ConfigurationError: a folder below run_dir/choice holds another training.
+        CannotWriteError: such a folder cannot be written.
     """
     groups = make_groups(inputs)
     trained = [name for name in inputs.config.choose if name not in method.variants]
@@ -156,6 +162,9 @@ def _short(config: UpgradeConfig, name: str) -> UpgradeConfig:
 def best_values(scores: Mapping[tuple[float, ...], Scores]) -> tuple[float, ...]:
     """Return the values with the largest mean score over groups, unless the default is as good.
 
+    If several values have the largest mean, the first counts. With a difference of exactly the
+    standard error the default stays. With NaN the default stays as well.
+
     Args:
         scores: float64 scores per group [g], g at least 2, by values; the first entry has the
             default values.
@@ -173,7 +182,8 @@ def make_groups(inputs: UpgradeInputs) -> Groups:
     """Divide the classes, or clusters of images, into three folds drawn by config.seed.
 
     With fewer than five classes the images are clustered by their new embeddings (k-means, ten
-    clusters).
+    clusters). Every group is in one fold; folds differ by at most one group. The first view of an
+    image is clustered, on the CPU.
 
     Raises:
         InvalidInputError: there are fewer than five classes, and fewer than 100 images or five
@@ -251,7 +261,10 @@ class Sources:
     new_side: FrozenEncoder | None
 
     def encoders(self) -> dict[str, FrozenEncoder]:
-        """Return the encoders by the name of their features: old, side, new, new_side."""
+        """Return the encoders by the name of their features: old, side, new, new_side.
+
+        Encoders that are not used are missing from it.
+        """
         named = {
             "old": self.old,
             "side": self.old_side,
@@ -264,11 +277,18 @@ class Sources:
 def open_sources(config: UpgradeConfig) -> Sources:
     """Load the models that the configuration names; files of stored vectors are not opened.
 
+    A release's side encoder is used unless a run is named. With reads_side: false, the old side
+    encoder is opened, but not used. Publications are verified whole.
+
     Raises:
         ConfigurationError: a run is missing, unfinished or of another kind; a release is not
-            published; or a side encoder is missing.
+            published; the new side encoder is missing for side: maps; or the package of a backbone
+            is not installed.
         InvalidInputError: a release reads images in a way that training does not support.
         VerificationError: a checkpoint or a release is damaged.
+        NoEncoderError: a release embeds no images.
+        NotFoundError: a publication is incomplete, or a backbone of local-dir is missing.
+        UnavailableError: a publication, or the description of a public backbone, cannot be read.
     """
     old = vector_files = old_side = None
     if isinstance(config.old, StoredVectorFiles):
@@ -304,11 +324,13 @@ def upgrade_rows(
 ) -> dict[str, Tensor]:
     """Compute the features that an upgrade is trained on, from the cache or into it.
 
+    The cache is the folder `features` next to the run folder. All rows are in memory.
+
     Args:
         sources: the models.
-        listing: n images.
+        listing: n images, at least 1.
         config: the configuration, with the augmentation, the seed and the place of the cache.
-        views: the number of views, the images themselves included.
+        views: the number of views, the images themselves included; at least 1.
         mixed_views: the number of additional views that mix two images.
 
     Returns:
@@ -316,9 +338,13 @@ def upgrade_rows(
         have them, and `labels` int64 [n]. Stored old vectors have one view.
 
     Raises:
-        InvalidInputError: a file is no image, or stored vectors do not match the images.
+        InvalidInputError: a file is no image, or stored vectors do not match the images or have
+            another form.
         ConfigurationError: a file of stored vectors is missing.
         CannotWriteError: the cache cannot be written.
+        UnusableRowsError: a stored vector has NaN, infinity or a norm above 1e15.
+        VerificationError: a published model cannot be run, or returns unusable vectors.
+        NobackfillError: a process that reads images was killed.
     """
     columns: dict[str, list[np.ndarray]] = {name: [] for name in sources.encoders()}
     for read in _views_read(sources.encoders(), listing, config, views, mixed_views):
@@ -362,7 +388,8 @@ def cache_features(
 ) -> None:
     """Compute the features that `train_upgrade` needs into the cache, and return nothing.
 
-    Each view is made once for all configurations.
+    Each view is made once for all configurations. Models of equal digest count once. Files that the
+    cache has are not computed again.
 
     Args:
         configs: at least one configuration; they must differ only in models and methods.
@@ -370,9 +397,16 @@ def cache_features(
         held_out: the held-out images; may be none.
 
     Raises:
-        ConfigurationError, InvalidInputError, VerificationError: as `open_sources`.
-        InvalidInputError: a file is no image.
+        InvalidInputError: a file is no image, or a release reads images in a way that training does
+            not support.
         CannotWriteError: the cache cannot be written.
+        ConfigurationError: a run is missing, unfinished or of another kind, a release is not
+            published, or a side encoder is missing.
+        NoEncoderError: a release embeds no images.
+        VerificationError: a checkpoint or a release is damaged, or a published model returns
+            unusable vectors.
+        NotFoundError, UnavailableError: a publication is incomplete or cannot be read.
+        NobackfillError: a process that reads images was killed.
     """
     encoders: dict[str, FrozenEncoder] = {}
     for config in configs:
@@ -394,13 +428,14 @@ def repeat_unseen(
     """Repeat the rows of classes that the old model was not trained on.
 
     Old embeddings of images that the old model was trained on differ from those of a gallery, which
-    it never saw; embeddings of unseen classes do not. docs/training.md explains this.
+    it never saw; embeddings of unseen classes do not. docs/training.md explains this. `rows` are
+    not changed.
 
     Args:
         rows: tensors of equal length, with `labels` int64.
-        class_names: names of the labels.
+        class_names: names of the labels; classes without rows count, too.
         old_classes: names of the old model's training classes.
-        copies: how often such a row occurs in the result; other rows occur once.
+        copies: how often such a row occurs in the result, at least 1; other rows occur once.
 
     Returns:
         The tensors with repeated rows next to each other.
@@ -419,7 +454,11 @@ def repeat_unseen(
 
 
 def shape_of(rows: Mapping[str, Tensor], unit: bool) -> UpgradeShape:
-    """Return the dimensions of features [n,v,dim] by name; 0 for old, side, new_side if absent."""
+    """Return the dimensions of features [n,v,dim] by name; 0 for old, side, new_side if absent.
+
+    `unit` is passed on: whether the new space has unit vectors. Other names, such as labels, are
+    ignored.
+    """
     dims = {name: rows[name].shape[2] if name in rows else 0 for name in _FEATURES}
     return UpgradeShape(dims["old"], dims["side"], dims["new"], dims["new_side"], unit)
 
@@ -433,11 +472,12 @@ def train_upgrade(
     """Train the upgrade of a configuration, or return its finished run unchanged.
 
     Features of the frozen models are computed into a cache next to the run folder. The caller holds
-    the lock of the run folder.
+    the lock of the run folder. It does nothing about files that are no images; `split_images`
+    leaves them out before.
 
     Args:
         config: the configuration.
-        train: the images to train on.
+        train: the images to train on, at least two.
         held_out: images that no model was trained on; may be none.
         progress: where to show progress.
 
@@ -445,13 +485,16 @@ def train_upgrade(
         The finished checkpoint.
 
     Raises:
-        ConfigurationError: the method, an option or a model does not fit, or the run folder holds
-            another training.
-        InvalidInputError: there are too few images, a file is no image, or stored vectors do not
-            match the images.
+        ConfigurationError: the method, an option or a model does not fit, or a side encoder is
+            missing; unseen_copies finds no unseen class; or the run folder holds another training.
+        InvalidInputError: there are too few images, a file is no image, a release reads images in
+            an unsupported way, or stored vectors do not match the images.
         VerificationError: a checkpoint or a release is damaged.
         DivergedError: a loss or a weight is not finite.
         CannotWriteError: the run folder or the cache cannot be written.
+        NoEncoderError: a release embeds no images.
+        NotFoundError, UnavailableError: a publication is incomplete or cannot be read.
+        NobackfillError: a process that reads images was killed.
     """
     method = upgrade_method(config.method)
     check_choices(method, config)
@@ -515,7 +558,9 @@ def fit_upgrade(
     """Train or solve an upgrade, and write its run to config.run_dir.
 
     A finished run with the same configuration and facts is returned unchanged if the method is
-    trained; a method in closed form is solved again.
+    trained; a method in closed form is solved again. torch's default generator is seeded by
+    config.seed. The caller holds the lock of the run folder. Labels and views are those of
+    `inputs.rows`.
 
     Args:
         inputs: the features and the configuration.
@@ -526,11 +571,14 @@ def fit_upgrade(
         The finished checkpoint, part `upgrade`.
 
     Raises:
-        ConfigurationError: the method or an option does not fit, or the run folder holds another
-            training.
+        ConfigurationError: the method or an option does not fit; keep_best is set for a method in
+            closed form or without held-out images; or the run folder holds another training, or the
+            machine lacks the devices.
         VerificationError: the checkpoint in the run folder is damaged.
         DivergedError: a loss or a weight is not finite.
         CannotWriteError: the run folder cannot be written.
+        ValueError: a method in closed form gets fewer than two images, or values that are not
+            finite.
     """
     config, shape = inputs.config, inputs.shape
     method = upgrade_method(config.method)
@@ -565,8 +613,11 @@ def fit_upgrade(
 def load_upgrade(checkpoint: Checkpoint) -> UpgradeNetwork:
     """Build the upgrade of a finished checkpoint, on the CPU, in eval mode and without gradients.
 
+    The checkpoint is not changed, and its network is built with random weights first.
+
     Raises:
-        ConfigurationError: the run is of another kind, or its tensors do not fit the network.
+        ConfigurationError: the run is of another kind, its method or options are unknown, or its
+            tensors do not fit the network.
     """
     config, facts = checkpoint.config, checkpoint.facts
     if not isinstance(config, UpgradeConfig):
@@ -593,8 +644,9 @@ def read_upgrade(run_dir: Path) -> tuple[UpgradeNetwork, Checkpoint]:
         The network on the CPU, in eval mode and without gradients, and the checkpoint.
 
     Raises:
-        ConfigurationError: the run is missing, unfinished or of another kind.
-        VerificationError: the checkpoint is damaged.
+        ConfigurationError: the run is missing, unfinished or of another kind, or its configuration
+            or tensors do not fit this version.
+        VerificationError: the checkpoint is damaged or was not written by train.py.
     """
     checkpoint = read_finished(run_dir)
     return load_upgrade(checkpoint), checkpoint

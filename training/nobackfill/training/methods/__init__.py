@@ -71,6 +71,8 @@ UPGRADE_METHODS: dict[str, UpgradeMethod] = {
 def embedder_method(name: str) -> EmbedderMethod:
     """Return an embedder method by its name, a key of EMBEDDER_METHODS.
 
+    Names are compared exactly.
+
     Raises:
         ConfigurationError: the name is unknown; the message lists the known ones.
     """
@@ -79,6 +81,8 @@ def embedder_method(name: str) -> EmbedderMethod:
 
 def upgrade_method(name: str) -> UpgradeMethod:
     """Return an upgrade method by its name, a key of UPGRADE_METHODS.
+
+    Names are compared exactly.
 
     Raises:
         ConfigurationError: the name is unknown; the message lists the known ones.

@@ -330,7 +330,7 @@ def first_elements(embedding: Tensor, k: int) -> Tensor:
 def of_head(head: Head) -> FixedClassifier:
     """Make a fixed copy of a head; later changes of the head do not affect it.
 
-    The copy is on the head's device. That of a simplex has all dim + 1 vertices.
+    The copy is on the head's device. The copy of a simplex has all dim + 1 vertices.
     """
     bias = head.linear.bias if isinstance(head, SoftmaxHead) else None
     return FixedClassifier(

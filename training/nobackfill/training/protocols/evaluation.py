@@ -29,6 +29,8 @@ def protocol_named(
 ) -> Callable[[Path, Path], Protocol]:
     """Return the reader of a protocol, a function of its folder and of a temporary folder.
 
+    No file is opened.
+
     Args:
         name: a key of PROTOCOLS.
         points: operating points for ijbc; None: the protocol's own.
@@ -62,23 +64,30 @@ def evaluate_protocol(
 ) -> dict[str, Figures]:
     """Embed the images of a protocol by published releases, and measure its figures for each cell.
 
+    Images are embedded once for each release, and cells are measured in their order. Query images
+    that are cut out are written to a temporary folder, which is removed.
+
     Args:
         name: the protocol.
         root: the folder of its files and images.
         model_repo: the publication folder.
         manifests: the releases by number.
-        cells: the cells to measure.
+        cells: the cells to measure; none give an empty result.
         int8: use quantised upgrades where they exist.
-        points: operating points for ijbc.
+        points: operating points for ijbc; None: the protocol's own.
 
     Returns:
         Figures by cell; shares 0..1.
 
     Raises:
-        ConfigurationError: the name is unknown, or the protocol has no operating points.
+        ConfigurationError: the name is unknown, the protocol has no operating points, or the folder
+            of vggface2 cannot be read.
         NotFoundError: a file or image is missing, or a cell names an unpublished release.
         InvalidInputError: a file has another form, or vectors of a cell cannot be compared.
         VerificationError: a file of a release is damaged, or a model returns unusable vectors.
+        NoEncoderError: a release of a cell embeds no images.
+        ValueError: a figure has no query with an answer, a rate is out of range, or the first
+            elements of a longer query are all zero.
     """
     read = protocol_named(name, points)
     with tempfile.TemporaryDirectory(prefix="nobackfill-protocol-") as folder:

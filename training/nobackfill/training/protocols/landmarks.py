@@ -58,7 +58,8 @@ class Landmarks:
 def read_landmarks(folder: Path, usage: str = "Private") -> Landmarks:
     """Read the queries of one usage of Google Landmarks v2, and its index.
 
-    Papers report Private (750 queries); Public selects models.
+    Papers report Private (750 queries); Public selects models. Files at the top of the folder count
+    before those below. The order of the queries is that of the file. No image is looked for.
 
     Args:
         folder: the data set's folder, with both CSV files in it, or in `index` and `test`.
@@ -66,8 +67,8 @@ def read_landmarks(folder: Path, usage: str = "Private") -> Landmarks:
 
     Raises:
         NotFoundError: a file is missing.
-        InvalidInputError: a column is missing, an answer is not in the index, or there is no query
-            of this usage.
+        InvalidInputError: a file is no UTF-8 text, a column is missing, or a row is too short; or
+            an answer is not in the index, or there is no query of this usage.
     """
     listed = first_existing(folder / "index.csv", folder / "index" / "index.csv")
     index = tuple(row["id"] for row in read_table(listed, ("id",)))
@@ -97,7 +98,8 @@ def read_landmarks(folder: Path, usage: str = "Private") -> Landmarks:
 def image_path(image_id: str) -> str:
     """Return the path of an image in the data set: below the first three characters of its id.
 
-    The id has at least three characters, such as "0a1b", which gives "0/a/1/0a1b.jpg".
+    The id has at least three characters, such as "0a1b", which gives "0/a/1/0a1b.jpg". A shorter id
+    raises IndexError.
     """
     return f"{image_id[0]}/{image_id[1]}/{image_id[2]}/{image_id}.jpg"
 
@@ -105,12 +107,15 @@ def image_path(image_id: str) -> str:
 def gldv2(root: Path, _scratch: Path) -> Protocol:
     """Read Google Landmarks v2's protocol: mAP@100 of the private queries over the index.
 
+    The figure is `map_at_100`, a share 0 to 1.
+
     Args:
         root: the data set's folder.
 
     Raises:
         NotFoundError: a file or image is missing.
-        InvalidInputError: a file has another form.
+        InvalidInputError: a file is no UTF-8 text or has another form, or an answer is not in the
+            index.
     """
     landmarks = read_landmarks(root)
     queries = images(root / "test", [image_path(query) for query in landmarks.queries])
@@ -170,11 +175,13 @@ class _Plain(pickle.Unpickler):
 def read_plain_pickle(path: Path) -> Any:
     """Read a pickle that contains only lists, dicts, numbers, strings and numpy arrays.
 
-    It runs no other code that the file names.
+    It runs no other code that the file names. Texts of Python 2 are read as latin-1. Only the first
+    object of the file is read.
 
     Raises:
         NotFoundError: the file does not exist.
         InvalidInputError: it is no pickle, or names anything else.
+        OSError: the file cannot be read otherwise, such as a folder.
     """
     try:
         with path.open("rb") as file:
@@ -228,13 +235,16 @@ class Revisited:
 def read_revisited(path: Path, difficulty: Difficulty) -> Revisited:
     """Read a ground truth file of the revisited Oxford or Paris.
 
+    No image is looked for. Queries may have no relevant image.
+
     Args:
         path: gnd_roxford5k.pkl or gnd_rparis6k.pkl.
         difficulty: easy, medium or hard; DMU reports medium.
 
     Raises:
         NotFoundError: the file does not exist.
-        InvalidInputError: the difficulty is unknown, or the file has another form.
+        InvalidInputError: the difficulty is unknown, the file is no pickle of plain data or has
+            another form, or a position is outside the gallery.
     """
     if difficulty not in _SETUPS:
         raise InvalidInputError(
@@ -268,7 +278,8 @@ def trapezoid_average_precision(ranking: Ranking) -> PerQuery:
     """Return average precision as in this benchmark's published code, per query [q].
 
     It is the area under the precision-recall points by trapezia, slightly above
-    `nobackfill.metrics.retrieval.average_precision`. NaN for a query without relevant images.
+    `nobackfill.metrics.retrieval.average_precision`. NaN for a query without relevant images. The
+    order is that of the queries. Relevant images that the ranking lacks count as not found.
     """
     values = []
     for ranks, relevant in zip(ranking.ranks, ranking.relevant, strict=True):
@@ -286,7 +297,7 @@ def precision_at(ranking: Ranking, k: int) -> PerQuery:
     """Return the share of relevant images among the first k (mP@k), per query [q].
 
     If the last relevant image comes earlier, only the images up to it count. NaN for a query
-    without relevant images. k is at least 1.
+    without relevant images. k is at least 1. The order is that of the queries.
     """
     values = []
     for ranks in ranking.ranks:
@@ -301,6 +312,9 @@ def precision_at(ranking: Ranking, k: int) -> PerQuery:
 def oxford(root: Path, scratch: Path) -> Protocol:
     """Read the protocol of mAP and mP@10 on the revisited Oxford, for each difficulty.
 
+    Figures are `map_` and `mp_at_10_` with easy, medium and hard, shares 0 to 1. Query images are
+    cut when this is called; the gallery's are not opened.
+
     Args:
         root: the data set's folder.
         scratch: an empty folder, to which the boxes of the query images are written.
@@ -314,6 +328,9 @@ def oxford(root: Path, scratch: Path) -> Protocol:
 
 def paris(root: Path, scratch: Path) -> Protocol:
     """Read the protocol of mAP and mP@10 on the revisited Paris, for each difficulty.
+
+    Figures are `map_` and `mp_at_10_` with easy, medium and hard, shares 0 to 1. Query images are
+    cut when this is called; the gallery's are not opened. Images may lie in folders below `jpg`.
 
     Args:
         root: the data set's folder.

@@ -85,6 +85,8 @@ class Templates:
     def of(self, ids: Ints) -> Floats:
         """Return the vectors of template ids: int64 [m] -> [m,dim]; ids may repeat.
 
+        `ids` may be empty. The order is that of `ids`.
+
         Raises:
             InvalidInputError: a template has no face.
         """
@@ -130,6 +132,8 @@ class SubjectTemplates:
 def read_faces(folder: Path) -> Faces:
     """Read the faces of IJB-C from ijbc_face_tid_mid.txt in `folder`.
 
+    The order is that of the file, and no image is opened.
+
     Raises:
         NotFoundError: the file does not exist.
         InvalidInputError: it has no line, or a line that is not a name and two numbers.
@@ -148,6 +152,8 @@ def read_faces(folder: Path) -> Faces:
 
 def read_pairs(folder: Path) -> VerificationPairs:
     """Read the template pairs of IJB-C from ijbc_template_pair_label.txt in `folder`.
+
+    The order is that of the file; pairs may repeat.
 
     Raises:
         NotFoundError: the file does not exist.
@@ -168,9 +174,12 @@ def read_pairs(folder: Path) -> VerificationPairs:
 def read_subject_templates(path: Path) -> SubjectTemplates:
     """Read a gallery or probe file of IJB-C, in which a template has one row per media.
 
+    Other columns are ignored. A file without rows gives empty arrays.
+
     Raises:
         NotFoundError: the file does not exist.
-        InvalidInputError: a column is missing, a number is none, or a template has two subjects.
+        InvalidInputError: it is no UTF-8 text, a column is missing, a row is too short, a number is
+            none, or a template has two subjects.
     """
     subjects: dict[int, int] = {}
     for row in read_table(path, ("TEMPLATE_ID", "SUBJECT_ID")):
@@ -189,7 +198,8 @@ def read_subject_templates(path: Path) -> SubjectTemplates:
 def pool_templates(faces: Faces, vectors: Floats) -> Templates:
     """Compute template vectors: the mean of the means of each media, normalised.
 
-    A long video therefore has the same weight as a photograph.
+    A long video therefore has the same weight as a photograph. The media of a template are told
+    apart by their numbers, and a number may occur in several templates.
 
     Args:
         faces: n faces with their templates and media.
@@ -197,6 +207,7 @@ def pool_templates(faces: Faces, vectors: Floats) -> Templates:
 
     Raises:
         InvalidInputError: there is another number of vectors.
+        ValueError: a template's mean is a zero vector.
     """
     if len(vectors) != len(faces.names):
         raise InvalidInputError(
@@ -216,9 +227,10 @@ def verify_templates(
     """Measure the true accept rate (TAR) at each false accept rate (FAR).
 
     The first template of a pair is embedded by one model, the second by another (BCT 3.3).
+    Distances are 1 - cosine. A rate that occurs twice is measured once.
 
     Args:
-        pairs: pairs of one person and of two.
+        pairs: pairs of one person and of two, at least one of each.
         first, second: the templates by each model.
         rates: the FARs, 0 to 1.
 
@@ -245,7 +257,8 @@ def search_templates(
 ) -> Mapping[str, float]:
     """Measure TPIR at each FPIR, rank-1 and rank-5.
 
-    TPIR and FPIR are the true and false positive identification rates.
+    TPIR and FPIR are the true and false positive identification rates. Ranks leave out probes
+    without a mate.
 
     Args:
         probes: the queries.
@@ -262,7 +275,8 @@ def search_templates(
 
     Raises:
         InvalidInputError: a template has no face.
-        ValueError: a gallery has no mated or no non-mated probes, or a rate is out of range.
+        ValueError: a gallery has no mated or no non-mated probes, a rate is out of range, or the
+            two models have different dimensions.
     """
     queries = of_probes.of(probes.templates)
 
@@ -300,8 +314,8 @@ def ijbc(root: Path, _scratch: Path, points: OperatingPoints = OperatingPoints()
         points: the rates to measure at.
 
     Raises:
-        NotFoundError: a file or image is missing.
-        InvalidInputError: a file has another form.
+        NotFoundError: a file or a face image is missing.
+        InvalidInputError: a file is no UTF-8 text or has another form.
     """
     meta = root / "meta"
     faces, pairs = read_faces(meta), read_pairs(meta)
@@ -336,11 +350,12 @@ def subsample(
 ) -> NDArray[np.int64]:
     """Draw `per_class` images of every class; return their rows, ascending.
 
-    The result depends only on the labels and the seed.
+    The result depends only on the labels and the seed. An empty listing without classes raises
+    ValueError.
 
     Args:
         listing: the images.
-        per_class: the number of images of each class.
+        per_class: the number of images of each class, at least 1.
         seed: of the random choice.
 
     Returns:
@@ -365,14 +380,14 @@ def subsample(
 def vggface2(root: Path, _scratch: Path) -> Protocol:
     """Read VGGFace2's protocol: CMC and mAP of 50 images of each subject, among each other.
 
-    A query is left out of its own answers.
+    A query is left out of its own answers. The 50 images are the same on every call.
 
     Args:
         root: the test set, one folder for each subject.
 
     Raises:
-        ConfigurationError: the folder cannot be read.
-        InvalidInputError: a subject has fewer than 50 images.
+        ConfigurationError: the folder does not exist.
+        InvalidInputError: there is no class folder, or a subject has fewer than 50 images.
     """
     listing = list_images(root)
     drawn = listing.select(subsample(listing))
@@ -407,6 +422,8 @@ class PersonImages:
 def read_person_images(folder: Path) -> PersonImages:
     """Read a folder of Market-1501: `query`, `bounding_box_test` or `bounding_box_train`.
 
+    Files with another suffix than .jpg are ignored.
+
     Raises:
         NotFoundError: the folder does not exist.
         InvalidInputError: it has no images, or one with another name than Market-1501's.
@@ -440,6 +457,7 @@ def market_relevance(queries: PersonImages, gallery: PersonImages) -> Relevance:
     These are the images of its person by other cameras.
 
     Bad detections are ignored, and so are images of the query's person by the query's camera.
+    Distractors stay in the gallery as wrong answers. A query without relevant images is allowed.
 
     Returns:
         Relevant and ignored positions in the gallery, one array for each query; it may be empty.
@@ -456,6 +474,8 @@ def market_relevance(queries: PersonImages, gallery: PersonImages) -> Relevance:
 
 def market1501(root: Path, _scratch: Path) -> Protocol:
     """Read Market-1501's protocol: rank-1 and mAP of `query` in `bounding_box_test`.
+
+    Figures are `rank-1` and `map`, shares 0 to 1.
 
     Args:
         root: the folder of the data set.

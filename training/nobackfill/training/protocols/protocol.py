@@ -21,9 +21,13 @@ from nobackfill.vectors import Vectors
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
     """Yield the number, from 1, and the text of each line that is not blank.
 
+    The file is read whole, at the first line. A line is ended as by `str.splitlines`; the number
+    counts blank lines, too.
+
     Raises:
         NotFoundError: the file does not exist.
         InvalidInputError: it is no UTF-8 text.
+        OSError: the file cannot be read otherwise, such as a folder.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -41,16 +45,23 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def first_existing(*paths: Path) -> Path:
-    """Return the first path that is a file, else the first path, of which there is at least one."""
+    """Return the first path that is a file, else the first path, of which there is at least one.
+
+    Links count as their targets.
+    """
     return next((path for path in paths if path.is_file()), paths[0])
 
 
 def read_words(path: Path, count: int) -> Iterator[list[str]]:
     """Yield the words of each line that is not blank, separated by spaces or tabs.
 
+    A file without lines yields nothing.
+
     Raises:
         NotFoundError: the file does not exist.
-        InvalidInputError: it is no UTF-8 text, or a line has not `count` words.
+        InvalidInputError: it is no UTF-8 text, or a line has not `count` words; the message names
+            the line.
+        OSError: the file cannot be read otherwise, such as a folder.
     """
     for number, line in read_lines(path):
         columns = line.split()
@@ -65,11 +76,14 @@ def read_words(path: Path, count: int) -> Iterator[list[str]]:
 def read_table(path: Path, columns: Sequence[str]) -> Iterator[dict[str, str]]:
     """Yield the rows of a CSV file with a header, as texts by column.
 
-    Only the given columns are returned. The header's letter case does not matter.
+    Only the given columns are returned. The header's letter case does not matter. A table without
+    rows yields nothing. Values are not stripped, and blank lines are left out.
 
     Raises:
         NotFoundError: the file does not exist.
-        InvalidInputError: it is no UTF-8 text, the header lacks a column, or a row is too short.
+        InvalidInputError: it is no UTF-8 text, the header lacks a column, or a row is too short; an
+            empty file has no header.
+        OSError: the file cannot be read otherwise, such as a folder.
     """
     reader = csv.DictReader(line for _, line in read_lines(path))
     lower = {column.lower(): column for column in columns}
@@ -90,10 +104,12 @@ def read_table(path: Path, columns: Sequence[str]) -> Iterator[dict[str, str]]:
 
 
 def parse_integer(text: str, path: Path) -> int:
-    """Parse a whole number that was read from the file `path`.
+    """Parse a whole number that was read from the file `path`, which is not opened here.
+
+    A sign and spaces around it are allowed.
 
     Raises:
-        InvalidInputError: the text is no whole number.
+        InvalidInputError: the text is no whole number; the message names the file.
     """
     try:
         return int(text)
@@ -121,6 +137,8 @@ class Protocol:
 def images(root: Path, paths: Sequence[str]) -> ImageListing:
     """List images below `root`, in this order, as one class; no file is opened.
 
+    Without paths the listing is empty. Paths may repeat.
+
     Raises:
         NotFoundError: an image is missing.
     """
@@ -140,6 +158,9 @@ def ranking_protocol(
     figures: Callable[[Ranking], Figures],
 ) -> Protocol:
     """Make a protocol whose figures depend on one ranking of the gallery per query.
+
+    The figures raise ValueError if vectors do not fit the relevance, are not finite, or are zero
+    with cosine.
 
     Args:
         queries, gallery: the images.
