@@ -18,8 +18,9 @@ from nobackfill.adopt.carrying import CarryResult, carry
 from nobackfill.adopt.maps import fit_maps
 from nobackfill.adopt.pairs import match, read_all
 from nobackfill.adopt.sources.opening import open_source
+from nobackfill.adopt.sources.parquet import read_table
 from nobackfill.adopt.sources.source import Target
-from nobackfill.errors import AlreadyExistsError
+from nobackfill.errors import AlreadyExistsError, InvalidInputError
 from nobackfill.vectors import Vectors
 from tests.adopt.made import world, write_parquet
 
@@ -161,3 +162,12 @@ def test_ids_in_bytes_match_the_same_ids_in_text(tmp_path: Path, make: Any) -> N
     new = write_parquet(tmp_path / "new.parquet", MADE.ids, MADE.new)
     matched = match(open_source(str(tmp_path / "old")), open_source(str(new)))
     assert matched.pairs.ids == MADE.ids and not matched.without_old
+
+
+def test_a_damaged_page_is_refused(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "a.parquet", MADE.ids, MADE.old)
+    data = bytearray(path.read_bytes())
+    data[4:600] = bytes([0xFF]) * 596
+    path.write_bytes(data)
+    with pytest.raises(InvalidInputError, match="cannot be read as Parquet"):
+        read_table(path)

@@ -12,11 +12,19 @@ import pytest
 from nobackfill.adopt.carrying import carry
 from nobackfill.adopt.maps import Map, fit_maps
 from nobackfill.adopt.pairs import read_all
+from nobackfill.adopt.sources.arrays import ArraySource
 from nobackfill.adopt.sources.source import Rows, Target, TargetVectors
-from nobackfill.errors import AlreadyExistsError, BusyError, VerificationError
+from nobackfill.errors import (
+    AlreadyExistsError,
+    BusyError,
+    CannotWriteError,
+    NotFoundError,
+    VerificationError,
+)
 from nobackfill.vectors import Vectors, normalise
 from tests.adopt.racing import Racing
 from tests.adopt.stores import MADE, Pgvector, Store, Written, opened
+from tests.support.disks import fill, small_disk
 from tests.support.waiting import wait_until
 
 MAPS = fit_maps(MADE.old, MADE.new)
@@ -254,3 +262,28 @@ def test_writers_that_never_rest_are_not_followed_for_ever(store: Written) -> No
 
     with pytest.raises(BusyError, match="quieter hour"):
         carry(Racing(store.open(), others, others), target(), MAP, window=300)  # type: ignore[arg-type]
+
+
+def test_a_full_disk_leaves_a_folder_of_arrays_that_continues(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", 4) as disk:
+        np.save(disk / "ids.npy", np.array(MADE.ids))
+        np.save(disk / "v.npy", MADE.old)
+        source = ArraySource(disk)
+        place = source.open_target(Target("new", MAP.dims[1], MAP.digest))
+        for window in source.windows(50):
+            rows = place.pending(window)
+            place.write(rows, MAP(rows.vectors))
+        fill(disk, but=0)
+        with pytest.raises(CannotWriteError):
+            place.finish()
+        (disk / "filler").unlink()
+        place.finish()
+        np.testing.assert_array_equal(np.load(disk / "new.npy"), MAP(MADE.old))
+
+
+@on_pgvector
+def test_a_search_of_new_vectors_that_do_not_exist_is_refused(store: Pgvector) -> None:
+    with closing(store.search()) as source:
+        for name in ("absent", "table:absent"):
+            with pytest.raises(NotFoundError):
+                source.nearest(MADE.queries_new[0], 5, name)

@@ -160,12 +160,17 @@ def carry(
     checked in a store where they put new vectors before it. The last rows, which a flip writes
     under its lock, are not checked either.
 
+    It reads and writes windows on `TargetVectors.at_once` threads for a map, and on one thread for
+    a model. A store without items gets an empty target.
+
     Args:
         source: The store of the old vectors.
         target: The place of the new vectors in it, which is created if it is missing.
         maker: A map of the old vectors, or another maker of new vectors.
-        window: Rows of one step; None for the maker's own number.
-        progress: Called with the number of vectors that this run has written so far.
+        window: Rows of one step; None for the maker's own number. At least 1.
+        progress: Called with the number of vectors that this run has written so far. Called on this
+            thread, after each window that wrote some. Its errors end the run, and the written
+            vectors stay.
         flip: Whether to flip to the new vectors as well; other writers wait meanwhile.
 
     Returns:
@@ -178,8 +183,11 @@ def carry(
             are written, and nothing flips.
         AlreadyExistsError: The target holds vectors of another map or model.
         BusyError: After 20 sweeps, others still change items faster than this run writes.
-        VerificationError: The store does not hold the vectors that were written.
-        NobackfillError: As the store or the model raises it.
+        VerificationError: The store does not hold the vectors that were written. Or the model
+            returns no usable ones.
+        UnavailableError: The store's server or the model does not answer.
+        NotPermittedError: The store refuses the user.
+        CannotWriteError: The store's disk is full, or it cannot be written.
     """
     facts = source.facts()
     if flip and isinstance(source, WarningSource) and (obstacles := source.obstacles(target)):

@@ -141,7 +141,10 @@ class MigrationProgress:
 class Migration:
     """A migration in its working folder.
 
-    Methods also raise the errors of `open_items`, `open_embedder` and `carry`.
+    Nothing is read or written until a method is called. Each call opens the table again, so that
+    every method but `plan`, `pause` and `adapter` may also raise UnavailableError (the server does
+    not answer), NotPermittedError (it refuses the user), NotFoundError (the table or the file is
+    gone) and InvalidInputError (the table lacks a column, or its store cannot flip).
 
     Args:
         folder: The working folder; `decide` creates it.
@@ -154,9 +157,11 @@ class Migration:
     def plan(self) -> MigrationPlan:
         """Read the plan from the working folder.
 
+        The state is the saved one; a kill may have prevented the saving. `status` asks the table.
+
         Raises:
             NotFoundError: The folder has no migration.
-            InvalidInputError: The file of the plan cannot be read.
+            InvalidInputError: The file of the plan cannot be read, or is not a plan.
         """
         try:
             return _PLAN.validate_json(self._file.read_bytes())
@@ -171,8 +176,10 @@ class Migration:
     def decide(self, request: MigrationPlan, tell: Callable[[str], None]) -> list[str]:
         """Embed a sample by the new model, and compare the options.
 
-        A run that continues repeats the verdict of the earlier run. Another number of items makes a
-        new verdict, unless vectors are being written. Another price changes the costs alone.
+        It creates the folder, saves the plan, and removes an earlier request to pause. A run that
+        continues repeats the verdict of the earlier run. It embeds only what the earlier run left.
+        Another number of items makes a new verdict, unless vectors are being written. Another price
+        changes the costs alone. No vector of the table changes.
 
         Args:
             request: The request of the command line.
@@ -184,9 +191,19 @@ class Migration:
         Raises:
             AlreadyExistsError: The folder has another migration, or the table already has the new
                 model's vectors.
-            PreconditionError: The migration in the folder is flipped or finished.
-            InvalidInputError: The store cannot flip, or the address has a password.
+            PreconditionError: The migration in the folder is flipped or finished. The table's
+                comment no longer names a flip that was saved.
+            InvalidInputError: The store cannot flip, or the address has a password. Not exactly one
+                of `column` and `items` is set, a name is too long, or the sample cannot be judged,
+                as by `fit_and_judge`.
             BusyError: Another process works in this folder, or `pause` was called.
+            NotFoundError: The table, the items, a model or the file of queries does not exist.
+            UnavailableError: The table's server or the endpoint of a model does not answer.
+            NotPermittedError: The server or the endpoint refuses the user.
+            ConfigurationError: The model's declaration or an address is not valid, or a package is
+                not installed.
+            VerificationError: The model returns no usable vectors.
+            CannotWriteError: The folder cannot be written.
         """
         _refuse_password(request.source)
         if (request.column is None) == (request.items is None):
@@ -296,7 +313,8 @@ class Migration:
 
     def write(self, tell: Callable[[str], None]) -> CarryResult:
         """Execute the verdict, and flip. No other migration of the table runs meanwhile, in
-        whatever working folder it is.
+        whatever working folder it is. After an error or a kill, the written vectors stay, and a
+        second call continues. Call it after `decide`.
 
         Args:
             tell: Called with a line of progress about once a second.
@@ -308,10 +326,20 @@ class Migration:
 
         Raises:
             BusyError: Another process works in this folder or writes to the table by another one,
-                or `pause` was called.
-            PreconditionError: Another migration has flipped the table since the verdict.
-            UnavailableError: The server ended the session that keeps other migrations out.
+                or `pause` was called. Others change rows faster than this writes, or hold the table
+                at the flip.
+            PreconditionError: The table was flipped since the verdict, by another migration or by
+                this one.
+            UnavailableError: The server ended the session that keeps other migrations out. The
+                server or a model's endpoint does not answer.
             CannotWriteError: The disk of the database or of the folder is full. Run it again.
+            NotFoundError: The folder has no migration, or the table is gone.
+            InvalidInputError: The store cannot flip, items got no new vector, or old vectors have
+                NaN or another dimension; see `carry`.
+            AlreadyExistsError: The new name belongs to other data.
+            VerificationError: The store does not hold the vectors that were written, or the model
+                returns no usable ones.
+            NotPermittedError: The server refuses the user.
         """
         with self._alone() as (plan, source, check_lock):
             self._check_same_vectors(plan, source)
@@ -433,11 +461,19 @@ class Migration:
         return source
 
     def status(self) -> MigrationProgress:
-        """Read the progress of the migration from the table itself.
+        """Read the progress of the migration from the table itself. Nothing is saved, and no lock
+        is taken: another process may write meanwhile.
+
+        A plan whose saved state is not "writing", "decided" or "flipped" is returned as it is,
+        without a look at the table.
 
         Raises:
             NotFoundError: The folder has no migration.
             PreconditionError: The table's comment does not name a flip that was saved.
+            InvalidInputError: The plan cannot be read, or the table cannot be opened as its options
+                say.
+            UnavailableError: The server does not answer.
+            NotPermittedError: The server refuses the user.
         """
         plan = self.plan()
         if plan.state not in ("writing", "decided", "flipped"):
@@ -451,11 +487,15 @@ class Migration:
     def pause(self) -> None:
         """Stop the running migration after the rows that it is embedding or writing.
 
-        Returns at once; the other process ends with BusyError.
+        Returns at once; the other process ends with BusyError, which may take as long as one batch
+        of the model. The request is a file `pause` in the folder, which the next `decide` removes.
+        Until then, `write` raises BusyError.
 
         Raises:
             NotFoundError: The folder has no migration.
             PreconditionError: No process works on it.
+            InvalidInputError: The file of the plan cannot be read.
+            CannotWriteError: The folder cannot be written.
         """
         self.plan()
         try:
@@ -473,7 +513,8 @@ class Migration:
         """Undo the migration.
 
         Before the flip, remove the new vectors. After it, give the old vectors their name back, and
-        remove the new ones. Columns of other migrations stay.
+        remove the new ones. Columns of other migrations stay. The working folder stays; its state
+        is then "taken back".
 
         Args:
             lose: Whether rows may lose their only vector, which was written since the flip.
@@ -482,13 +523,16 @@ class Migration:
             The number of rows that lost their only vector; None if nothing was left to undo.
 
         Raises:
-            NotFoundError: The folder has no migration.
-            PreconditionError: The migration is finished.
+            NotFoundError: The folder has no migration. The table, or the old vectors after a flip,
+                do not exist.
+            PreconditionError: The migration is finished. The table's comment does not name a flip
+                that was saved.
             InvalidInputError: Rows would lose their only vector and `lose` is False, or the old
-                vectors may be stale.
+                vectors may be stale. Another object depends on the new vectors.
             NotPermittedError: Row-level security may hide rows from this role.
             BusyError: Another process works in this folder or writes to the table by another one,
                 or others hold the table.
+            UnavailableError: The server does not answer.
         """
         with self._alone() as (plan, source, _):
             state = self._state(plan, source)
@@ -506,14 +550,18 @@ class Migration:
     def finish(self) -> None:
         """Drop the old vectors after the flip. The migration cannot be undone then.
 
-        A second call changes nothing.
+        A second call changes nothing. The mapped vectors of the migration are removed, too; the
+        working folder stays.
 
         Raises:
-            NotFoundError: The folder has no migration.
-            PreconditionError: The migration is not flipped.
+            NotFoundError: The folder has no migration. The old vectors do not exist.
+            PreconditionError: The migration is not flipped. The table's comment does not name a
+                flip that was saved.
             InvalidInputError: An object of the database still depends on the old vectors.
             BusyError: Another process works in this folder or writes to the table by another one,
                 or others hold the table.
+            UnavailableError: The server does not answer.
+            NotPermittedError: The server refuses the user.
         """
         with self._alone() as (plan, source, _):
             state = self._state(plan, source)

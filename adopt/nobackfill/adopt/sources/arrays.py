@@ -28,6 +28,7 @@ from nobackfill.adopt.sources.source import (
     text_of,
 )
 from nobackfill.durable import (
+    append_bytes,
     make_dir,
     remove_temporary_files,
     remove_tree,
@@ -51,6 +52,8 @@ class ArraySource:
 
     A window is a range of rows. The files must not change while they are open.
 
+    The arrays are mapped, not read; every array of the folder is opened once.
+
     Args:
         folder: The folder, with `ids.npy`.
         vector: Name of the old vectors' file without its suffix; None for the only two-dimensional
@@ -59,7 +62,8 @@ class ArraySource:
     Raises:
         NotFoundError: There is no `ids.npy`.
         InvalidInputError: There is no such array or there are several, it has no numbers, or
-            another number of rows than `ids.npy`.
+            another number of rows than `ids.npy`. A file cannot be read as a numpy array, or there
+            are several arrays of vectors and `vector` is None.
     """
 
     def __init__(self, folder: Path, vector: str | None = None) -> None:
@@ -93,7 +97,13 @@ class ArraySource:
         self._others = tuple(p.stem for p in files if _array(p).ndim == 1)
 
     def facts(self) -> Facts:
-        """Return name, dimension, the recorded model and the names of one-dimensional arrays."""
+        """Return name, dimension, the recorded model and the names of one-dimensional arrays.
+
+        The model is None without a record. There is no metric.
+
+        Raises:
+            InvalidInputError: The record of the vectors cannot be read.
+        """
         name = f"{self._folder}#{self._name}"
         mark = _mark(self._folder, self._name) or {}
         return Facts(name, self._vectors.shape[1], None, mark.get("model"), self._others)
@@ -106,12 +116,22 @@ class ArraySource:
         """Divide the rows into windows of exactly `rows` rows, the last one shorter.
 
         A folder without rows gives none.
+
+        Args:
+            rows: Rows of a window, at least 1.
+
+        Raises:
+            ValueError: `rows` is 0.
         """
         for first in range(0, len(self._ids), rows):
             yield Window(first, min(first + rows, len(self._ids)))
 
     def read(self, window: Window) -> Rows:
-        """Read the vectors of a window as float32; every row has one."""
+        """Read the vectors of a window as float32; every row has one.
+
+        Keys become text. The rows have no keys or versions. NaN passes, and a repeated key is not
+        detected.
+        """
         ids = list(map(text_of, self._ids[window.lower : window.upper].tolist()))
         vectors = np.asarray(self._vectors[window.lower : window.upper], np.float32)
         return Rows(ids, vectors)
@@ -143,9 +163,12 @@ class ArraySource:
     def open_target(self, target: Target) -> "NewArray":
         """Create the folder of parts for new vectors, or open that of an earlier run of this map.
 
+        An unfinished file of a killed run is deleted. After a complete run nothing is pending.
+
         Raises:
             AlreadyExistsError: The name has other vectors, or those of another number of rows.
-            InvalidInputError: The name is no plain file name.
+            InvalidInputError: The name is no plain file name. The record of an earlier run cannot
+                be read.
             CannotWriteError: The folder cannot be written.
         """
         parts, final = self._parts(target.name), self._folder / f"{target.name}.npy"
@@ -168,15 +191,22 @@ class ArraySource:
         """Open the new vectors of a name, as a source of their own.
 
         Raises:
-            InvalidInputError: There are none, or they are not complete.
+            InvalidInputError: There are none, or they are not complete. The name is no plain file
+                name, or its file cannot be read.
         """
         return ArraySource(self._folder, file_name(name))
 
     def rollback(self, name: str) -> bool:
         """Delete the array, the parts and the record of new vectors.
 
+        After a kill, a second call completes it.
+
         Returns:
             False, and nothing changes, if nobackfill wrote no vectors of this name.
+
+        Raises:
+            InvalidInputError: The name is no plain file name, or the record cannot be read.
+            CannotWriteError: A file cannot be deleted.
         """
         parts = self._parts(name)
         if _mark(self._folder, name) is None:
@@ -210,14 +240,27 @@ class NewArray:
         self._final, self._target = final, target
 
     def pending(self, window: Window) -> Rows:
-        """Read the old vectors of a window whose part is missing; none if the array is complete."""
+        """Read the old vectors of a window whose part is missing; none if the array is complete.
+
+        The key of each row is the window.
+        """
         if self._final.exists() or self._part(window).is_file():
             return Rows([], np.empty((0, 0), np.float32))
         rows = self._source.read(window)
         return Rows(rows.ids, rows.vectors, [window] * len(rows))
 
     def write(self, rows: Rows, vectors: Vectors) -> None:
-        """Write the new vectors of one window durably, with the permissions of the old array."""
+        """Write the new vectors of one window durably, with the permissions of the old array. They
+        replace an earlier file of the window.
+
+        Args:
+            rows: All rows that `pending` returned for one window.
+            vectors: Their new vectors, float32 [n, dim].
+
+        Raises:
+            CannotWriteError: The disk is full, or the folder cannot be written.
+            ValueError: The rows are of several windows, or there are none.
+        """
         (window,) = set(rows.keys)
         assert isinstance(window, Window)
         buffer = io.BytesIO()
@@ -225,7 +268,11 @@ class NewArray:
         write_file(self._part(window), buffer.getvalue(), mode_of(self._source.path))
 
     def read(self, window: Window) -> Rows:
-        """Read the new vectors of a window; none if its part is missing."""
+        """Read the new vectors of a window; none if its part is missing.
+
+        Raises:
+            InvalidInputError: The file cannot be read.
+        """
         ids = self._source.read(window).ids
         if self._final.exists():
             return Rows(ids, np.asarray(_array(self._final)[window.lower : window.upper]))
@@ -235,28 +282,42 @@ class NewArray:
         return Rows(ids, np.asarray(_array(part)))
 
     def count(self) -> int:
-        """Count the rows of the parts, or of the complete array."""
+        """Count the rows of the parts, or of the complete array.
+
+        Raises:
+            InvalidInputError: A file cannot be read.
+        """
         if self._final.exists():
             return len(_array(self._final))
         return sum(len(_array(part)) for part in self._parts.glob("*.npy"))
 
     def finish(self) -> list[str]:
-        """Join the files of all windows into one array, check it, and delete them.
+        """Join the files of all windows into one array, check it, and delete them. A second call
+        only returns the sentence.
+
+        The caller has written all rows: parts are deleted even if some are missing, and no array is
+        made then.
+
+        Returns:
+            One sentence that names the file to read.
 
         Raises:
-            VerificationError: The joined file differs from its parts.
-            CannotWriteError: The disk is full.
+            VerificationError: The joined file differs from its parts. The joined file differs from
+                its parts. They stay.
+            CannotWriteError: The disk is full. The parts stay, and a later call continues.
+            InvalidInputError: A part cannot be read.
         """
         if not self._final.exists() and self.count() == self._source.count():
             merged = self._parts / ".tmp-whole"
+            remove_tree(merged)
             shape = (self._source.count(), self._target.dim)
-            merged.touch(mode_of(self._source.path))
-            joined = np.lib.format.open_memmap(merged, "w+", np.float32, shape)
-            for part in self._parts.glob("*.npy"):
-                first, last = map(int, part.stem.split("-"))
-                joined[first:last] = _array(part)
-            joined.flush()
-            del joined
+            form = {"descr": "<f4", "fortran_order": False, "shape": shape}
+            header = io.BytesIO()
+            np.lib.format.write_array_header_1_0(header, form)
+            append_bytes(merged, header.getvalue(), mode_of(self._source.path))
+            # Not mapped: on a full disk, a write to a mapped file kills the process.
+            for part in sorted(self._parts.glob("*.npy"), key=lambda p: int(p.stem.split("-")[0])):
+                append_bytes(merged, _array(part).astype("<f4").tobytes())
             self._check(merged)
             replace_file(merged, self._final)
         remove_tree(self._parts)
@@ -302,21 +363,23 @@ class FileSource(Source, Protocol):
         """Open the new vectors of a name, as a source of their own.
 
         Raises:
-            NotFoundError, InvalidInputError: There are none, or they cannot be read.
+            NotFoundError: There are none, in a source of Parquet files.
+            InvalidInputError: There are none, in a folder of arrays; or they cannot be read.
         """
 
 
 class MemorySource:
     """A Searchable that holds all vectors of a source of files in memory.
 
-    Searches are exact, by cosine. New vectors are read at their first search; vectors that are
-    written later are not found.
+    Searches are exact, by cosine; a zero vector has the product 0 with each query. New vectors are
+    read at their first search; vectors that are written later are not found.
 
     Args:
         source: The source; it is read now.
 
     Raises:
         InvalidInputError: Vectors hold NaN or several dimensions, or an id occurs twice.
+        NobackfillError: The source cannot be read, as `Source.read` says.
     """
 
     def __init__(self, source: Source) -> None:
@@ -338,23 +401,49 @@ class MemorySource:
         return len(self._ids)
 
     def windows(self, rows: int) -> Iterator[Window]:
-        """Divide the source itself into windows, not the vectors in memory."""
+        """Divide the source itself into windows, not the vectors in memory.
+
+        Raises:
+            InvalidInputError: A file cannot be read.
+        """
         return self._source.windows(rows)
 
     def read(self, window: Window) -> Rows:
-        """Read a window of the source itself, not of the vectors in memory."""
+        """Read a window of the source itself, not of the vectors in memory.
+
+        Raises:
+            InvalidInputError: A file cannot be read, or its vectors have several dimensions.
+        """
         return self._source.read(window)
 
     def column(self, window: Window, name: str) -> ColumnValues:
-        """Read another column of the source itself."""
+        """Read another column of the source itself.
+
+        Raises:
+            InvalidInputError: There is no such column, or its file cannot be read.
+        """
         return self._source.column(window, name)
 
     def open_target(self, target: Target) -> TargetVectors:
-        """Create or open new vectors in the source itself."""
+        """Create or open new vectors in the source itself.
+
+        Raises:
+            AlreadyExistsError: The name belongs to other data, or to vectors with another mark.
+            InvalidInputError: The name is no plain file name.
+            CannotWriteError: The folder cannot be written.
+        """
         return self._source.open_target(target)
 
     def rollback(self, name: str) -> bool:
-        """Remove new vectors from the source itself; those in memory stay searchable."""
+        """Remove new vectors from the source itself; those in memory stay searchable.
+
+        Returns:
+            False if the source has no new vectors of this name.
+
+        Raises:
+            InvalidInputError: The name is no plain file name.
+            CannotWriteError: A file cannot be deleted.
+        """
         return self._source.rollback(name)
 
     def nearest(self, vector: Vectors, count: int, new_name: str | None = None) -> list[str]:
@@ -369,7 +458,10 @@ class MemorySource:
             Ids, nearest first; none for an empty source.
 
         Raises:
-            NotFoundError, InvalidInputError: There are no new vectors of this name.
+            NotFoundError: There are no new vectors of this name, in a source of Parquet files.
+            InvalidInputError: There are none, in a folder of arrays; or they cannot be read, hold
+                NaN or repeat an id.
+            ValueError: The query has another dimension.
         """
         if new_name is not None and new_name not in self._searched:
             assert isinstance(self._source, FileSource)
@@ -385,13 +477,22 @@ class MemorySource:
         return [ids[row] for row in ordered.tolist()]
 
     def lookup(self, ids: Sequence[str]) -> Rows:
-        """Return old vectors from memory by id, in the order of `ids`; unknown ids are left out."""
+        """Return old vectors from memory by id, in the order of `ids`; unknown ids are left out,
+        and a repeated one comes once.
+        """
         here = [name for name in dict.fromkeys(ids) if name in self._places]
         rows = np.array([self._places[name] for name in here], np.int64)
         return Rows(here, self._old[rows])
 
     def texts(self, ids: Sequence[str], column: str) -> dict[str, str]:
-        """Read another column by id from the source itself; the whole column is read."""
+        """Read another column by id from the source itself; the whole column is read.
+
+        Returns:
+            Values by id. Unknown ids and items without a value are left out.
+
+        Raises:
+            InvalidInputError: There is no such column, or its file cannot be read.
+        """
         wanted, found = set(ids), dict[str, str]()
         for window in self._source.windows(WINDOW):
             one = self._source.column(window, column)

@@ -42,7 +42,11 @@ class Record:
 
     @cached_property
     def digest(self) -> str:
-        """Return a digest of vector, values and partition, as 32 hexadecimal digits."""
+        """Return a digest of vector, values and partition, as 32 hexadecimal digits.
+
+        It is computed once. Numbers that JSON writes alike are equal; a value that JSON does not
+        know counts by its repr, an array by its values.
+        """
         values = json.dumps(self.values, sort_keys=True, default=_plain).encode()
         whole = self.vector.tobytes() + values + self.partition.encode()
         return hashlib.sha256(whole).hexdigest()[:32]
@@ -51,7 +55,9 @@ class Record:
 class Collection(Protocol):
     """One collection of a store, as the client of the store reads and writes it.
 
-    Methods without a docstring do what the method of the same name of Source or Searchable does.
+    Every method may raise UnavailableError (the server does not answer), NotPermittedError (it
+    refuses the key), NotFoundError (the collection was deleted) and InvalidInputError (it refuses
+    the request).
     """
 
     @property
@@ -67,16 +73,27 @@ class Collection(Protocol):
         """
 
     def facts(self) -> Facts:
-        """Return the facts that the store declares about the vectors."""
+        """Return the facts that the store declares about the vectors.
+
+        Raises:
+            InvalidInputError: The metric is not supported, or the field of vectors cannot be
+                chosen.
+        """
 
     def count(self) -> int:
         """Count the items."""
 
     def windows(self, rows: int) -> Iterator[Window]:
-        """Divide all keys into windows of about `rows` items; the last one has no upper end."""
+        """Divide all keys into windows of about `rows` items; the last one has no upper end.
+
+        An empty collection gives one window.
+        """
 
     def records(self, window: Window) -> list[Record]:
-        """Read the items of a window in the order of their keys."""
+        """Read the items of a window in the order of their keys.
+
+        Items without a vector are left out.
+        """
 
     def digests(self, window: Window) -> dict[Any, str]:
         """Read the recorded digests of a copy's items by key; "" for an item of a writer."""
@@ -85,25 +102,36 @@ class Collection(Protocol):
         """Return those of the keys that the collection has."""
 
     def put(self, records: Sequence[Record], vectors: Vectors) -> None:
-        """Upsert copies of items, with their digests and other vectors.
+        """Upsert copies of items, with their digests and other vectors. It returns once the store
+        has them.
 
         Args:
             records: n items of the original.
             vectors: Their new vectors, float32 [n, dim].
+
+        Raises:
+            CannotWriteError: The store's disk is full, or it cannot be written.
         """
 
     def remove(self, keys: Sequence[Any]) -> None:
         """Delete items by key; unknown keys are ignored."""
 
     def lookup(self, ids: Sequence[str]) -> list[Record]:
-        """Read items by their keys as text, in any order; unknown ids are left out."""
+        """Read items by their keys as text, in any order; unknown ids are left out.
+
+        A repeated id may come twice.
+        """
 
     def nearest(self, vector: Vectors, count: int) -> list[str]:
         """Search for the ids of at most `count` items nearest to a vector [dim], nearest first."""
 
 
 class CollectionStore(Protocol):
-    """A store of collections, as its client reads and writes it."""
+    """A store of collections, as its client reads and writes it.
+
+    Every method may raise UnavailableError (the server does not answer) and NotPermittedError (it
+    refuses the key).
+    """
 
     def open_collection(self, name: str) -> Collection:
         """Open a collection by its name or alias.
@@ -122,13 +150,23 @@ class CollectionStore(Protocol):
             target: Name and dimension of the collection.
             like: The original.
             facts: Facts to record in the same step (see `Collection`).
+
+        Raises:
+            InvalidInputError: The store refuses the name or the dimension.
+            CannotWriteError: The store cannot be written.
         """
 
     def drop(self, name: str) -> None:
-        """Delete a collection with all its items."""
+        """Delete a collection with all its items.
+
+        The name is that of a collection, not an alias.
+        """
 
     def steps(self, old: Collection, new: Collection) -> list[str]:
-        """Return the steps by which the owner flips from one collection to the other."""
+        """Return the steps by which the owner flips from one collection to the other.
+
+        Nothing is changed.
+        """
 
     def close(self) -> None:
         """Close the connection to the store."""
@@ -137,12 +175,17 @@ class CollectionStore(Protocol):
 class CopiedSource:
     """The Source of a collection whose new vectors go into a second collection of its store.
 
+    Every method may also raise UnavailableError, NotPermittedError and, if the collection was
+    deleted meanwhile, NotFoundError.
+
     Args:
         store: The store.
         name: Name of the collection.
 
     Raises:
         NotFoundError: There is no such collection.
+        UnavailableError: The server does not answer.
+        NotPermittedError: The server refuses the key.
     """
 
     def __init__(self, store: CollectionStore, name: str) -> None:
@@ -150,7 +193,12 @@ class CopiedSource:
         self._here = store.open_collection(name)
 
     def facts(self) -> Facts:
-        """Return the facts of the collection."""
+        """Return the facts of the collection.
+
+        Raises:
+            InvalidInputError: The metric is not supported, or the field of vectors cannot be
+                chosen.
+        """
         return self._here.facts()
 
     def count(self) -> int:
@@ -161,15 +209,25 @@ class CopiedSource:
         """Divide all keys into windows of about `rows` items; the last one has no upper end.
 
         An empty collection gives one window.
+
+        Args:
+            rows: At least 1.
         """
         return self._here.windows(rows)
 
     def read(self, window: Window) -> Rows:
-        """Read the vectors of a window; a row's key is its Record, and its version its digest."""
+        """Read the vectors of a window; a row's key is its Record, and its version its digest.
+
+        Raises:
+            InvalidInputError: The vectors have several dimensions.
+        """
         return _rows(self._here.records(window), self._here.name)
 
     def column(self, window: Window, name: str) -> ColumnValues:
-        """Read a value of a window's items as text; items where it is empty are left out."""
+        """Read a value of a window's items as text; items where it is empty are left out.
+
+        An unknown name gives no values. A value counts as empty if it is None or "".
+        """
         found = [(str(one.key), one.values.get(name)) for one in self._here.records(window)]
         pairs = [(key, str(value)) for key, value in found if value not in (None, "")]
         return ColumnValues([key for key, _ in pairs], [value for _, value in pairs])
@@ -177,18 +235,36 @@ class CopiedSource:
     def nearest(self, vector: Vectors, count: int, new_name: str | None = None) -> list[str]:
         """Search the collection, or the copy named `new_name`, as the store searches.
 
+        Args:
+            vector: The query, float32 [dim].
+            count: Largest number of hits.
+            new_name: Name of the copy or an alias; None for the collection.
+
+        Returns:
+            Ids, nearest first; the store may search approximately.
+
         Raises:
             NotFoundError: There is no such copy.
+            InvalidInputError: The query has another dimension.
         """
         where = self._here if new_name is None else self._store.open_collection(new_name)
         return where.nearest(vector, count)
 
     def lookup(self, ids: Sequence[str]) -> Rows:
-        """Read old vectors by id, in any order; unknown ids are left out."""
+        """Read old vectors by id, in any order; unknown ids are left out.
+
+        A repeated id comes once.
+
+        Raises:
+            InvalidInputError: The vectors have several dimensions.
+        """
         return _rows(self._here.lookup(list(dict.fromkeys(ids))), self._here.name)
 
     def texts(self, ids: Sequence[str], column: str) -> dict[str, str]:
-        """Read a value of items as text, by id; items without it are left out."""
+        """Read a value of items as text, by id; items without it are left out.
+
+        Unknown ids are left out, and so are empty values.
+        """
         found = {str(one.key): one.values.get(column) for one in self._here.lookup(ids)}
         return {name: str(value) for name, value in found.items() if value not in (None, "")}
 
@@ -201,6 +277,8 @@ class CopiedSource:
 
         Raises:
             AlreadyExistsError: The name belongs to another collection, or to a copy by another map.
+            InvalidInputError: The store refuses the name or the dimension.
+            CannotWriteError: The store cannot be written.
         """
         facts = {"map": target.mark, "of": self._here.name}
         if self._store.exists(target.name):
@@ -221,6 +299,9 @@ class CopiedSource:
 
         Returns:
             False, and nothing changes, if the name is no copy of it, or queries search the copy.
+
+        Raises:
+            CannotWriteError: The store cannot be written.
         """
         if not self._store.exists(name):
             return False
@@ -247,7 +328,13 @@ class CollectionCopy:
         self._store, self._source, self._copy = store, source, copy
 
     def pending(self, window: Window) -> Rows:
-        """Delete copies of deleted and changed items; then read the items without a copy."""
+        """Delete copies of deleted and changed items; then read the items without a copy. An item
+        that a writer put into the copy is never pending, and never deleted.
+
+        Raises:
+            InvalidInputError: The vectors have several dimensions.
+            UnavailableError: The server does not answer.
+        """
         records = self._source.records(window)
         made = self._copy.digests(window)
         now = {one.key: one.digest for one in records}
@@ -258,7 +345,19 @@ class CollectionCopy:
         return _rows(left, self._source.name)
 
     def write(self, rows: Rows, vectors: Vectors) -> None:
-        """Put copies of items with their new vectors; delete those whose original is gone now."""
+        """Put copies of items with their new vectors; delete those whose original is gone now.
+
+        A change between the read and the write is found by the next `pending`. If a writer put one
+        of the items into the copy meanwhile, it is replaced.
+
+        Args:
+            rows: Rows of `pending`; their keys are Records.
+            vectors: Their new vectors, float32 [n, dim].
+
+        Raises:
+            CannotWriteError: The store cannot be written.
+            UnavailableError: The server does not answer.
+        """
         records = [one for one in rows.keys if isinstance(one, Record)]
         self._copy.put(records, vectors)
         there = self._source.existing_keys([one.key for one in records])
@@ -267,17 +366,29 @@ class CollectionCopy:
             self._copy.remove(gone)
 
     def read(self, window: Window) -> Rows:
-        """Read the new vectors of a window that nobackfill wrote; those of writers are left out."""
+        """Read the new vectors of a window that nobackfill wrote; those of writers are left out.
+
+        Raises:
+            InvalidInputError: The vectors have several dimensions.
+            UnavailableError: The server does not answer.
+        """
         ours = {key for key, digest in self._copy.digests(window).items() if digest}
         records = [one for one in self._copy.records(window) if one.key in ours]
         return _rows(records, self._copy.name)
 
     def count(self) -> int:
-        """Count the items of the copy, also those of writers."""
+        """Count the items of the copy, also those of writers.
+
+        Raises:
+            UnavailableError: The server does not answer.
+        """
         return self._copy.count()
 
     def finish(self) -> list[str]:
-        """Return the steps by which queries search the copy in place of the original."""
+        """Return the steps by which queries search the copy in place of the original.
+
+        Nothing is changed.
+        """
         return self._store.steps(self._source, self._copy)
 
 

@@ -111,6 +111,8 @@ def open_searchable(
     A store that does not search by itself (files) is read into memory, and searched exactly by
     cosine.
 
+    The caller closes the source.
+
     Args:
         address: An address, in one of the forms of KINDS.
         key: Column of the keys, as in `open_source`.
@@ -118,8 +120,13 @@ def open_searchable(
         where: Condition of the rows, as in `open_source`.
 
     Raises:
-        InvalidInputError: As `open_source`; or vectors of a file hold NaN or several dimensions.
-        NobackfillError: As `open_source` raises it.
+        InvalidInputError: As `open_source`; or vectors of a file hold NaN or several dimensions, or
+            an id occurs twice.
+        NotFoundError: There is no such file, table or collection.
+        UnavailableError: The server does not answer.
+        NotPermittedError: The server refuses the user or the key.
+        ConfigurationError: As `open_source`.
+        IncompatibleSpaceError: Files of one folder record different models.
     """
     source = open_source(address, key=key, vector=vector, where=where)
     if isinstance(source, Searchable):
@@ -149,7 +156,10 @@ def open_items(
     Raises:
         InvalidInputError: `nobackfill embed` recorded that the vectors are those of queries, from a
             model that encodes queries and documents in two ways; or as `open_source`.
-        NobackfillError: As `open_source` raises it.
+        NotFoundError: There is no such file, table or collection.
+        UnavailableError: The server does not answer.
+        NotPermittedError: The server refuses the user or the key.
+        ConfigurationError: As `open_source`.
     """
     source = open_source(address, key=key, vector=vector, where=where)
     why = (
@@ -162,6 +172,8 @@ def open_items(
 
 def not_read_as(source: Source, role: str, why: str) -> None:
     """Refuse a source whose vectors `nobackfill embed` recorded with a role.
+
+    The recorded role counts by its beginning.
 
     Args:
         source: The source; one without a recorded role passes.

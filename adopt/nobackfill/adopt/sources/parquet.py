@@ -58,8 +58,9 @@ _TAIL = 8
 class ParquetSource:
     """The Source of a Parquet file, or of the *.parquet files of a folder, ordered by name.
 
-    A folder without such files is searched for partitions (`lang=de/`). A window is one row group.
-    The column of vectors is chosen when it is first needed.
+    A folder without such files is searched for partitions (`lang=de/`). Files are listed once:
+    later ones are not read. A window is one row group. The column of vectors is chosen when it is
+    first needed.
 
     Args:
         path: The file or the folder.
@@ -129,6 +130,8 @@ class ParquetSource:
         first file's time includes the model's start, and any file's time what else the machine
         did. Files below half of the largest one of them are left out.
 
+        Values that are no finite number are ignored.
+
         Raises:
             InvalidInputError: One of these files cannot be read.
         """
@@ -145,11 +148,18 @@ class ParquetSource:
         return min((seconds for rows, seconds in times if 2 * rows >= most), default=None)
 
     def reads(self) -> str:
-        """Return the role of the texts that `nobackfill embed` recorded (see `Embedder.reads`)."""
+        """Return the role of the texts that `nobackfill embed` recorded (see `Embedder.reads`),
+        from the first file; empty without one.
+        """
         return str((self._schema.metadata or {}).get(READS, b"").decode(errors="replace"))
 
     def count(self) -> int:
-        """Count the rows that have a vector; reads every vector."""
+        """Count the rows that have a vector; reads every vector.
+
+        Raises:
+            InvalidInputError: A file cannot be read, or a group has several dimensions.
+            IncompatibleSpaceError: Two files record different models.
+        """
         return sum(len(self.read(window)) for window in self.windows(0))
 
     def windows(self, rows: int) -> Iterator[Window]:
@@ -170,9 +180,13 @@ class ParquetSource:
     def read(self, window: Window) -> Rows:
         """Read the vectors of a row group as float32; rows without one are left out.
 
+        `Rows.keys` has the keys in their own type. NaN passes, and a repeated key is not detected.
+        A row group without vectors gives no rows, of dimension 0.
+
         Raises:
-            InvalidInputError: A row has no key, dimensions differ, the file is damaged, or it lacks
-                a column of the first file.
+            InvalidInputError: A row with a vector has no key, dimensions differ, the column of
+                vectors cannot be chosen, the file is damaged, or it lacks a column of the first
+                file.
         """
         return _rows(self._table(window, self._vector), self._key, self._vector, self._path)
 
@@ -180,7 +194,7 @@ class ParquetSource:
         """Read another column of a row group as text; rows without a value are left out.
 
         Raises:
-            InvalidInputError: There is no such column, or the file is damaged.
+            InvalidInputError: There is no such column, or the file is damaged or lacks it.
         """
         if name not in self._schema.names:
             raise InvalidInputError(
@@ -207,7 +221,10 @@ class ParquetSource:
             raise InvalidInputError(f"{file}: cannot be read as Parquet ({error})") from error
 
     def file(self, window: Window) -> Path:
-        """Return the path of the file that holds a window."""
+        """Return the path of the file that holds a window.
+
+        The file need not exist.
+        """
         return self._inside / str(window.lower)
 
     def identity(self, window: Window) -> bytes:
@@ -235,9 +252,13 @@ class ParquetSource:
     def open_target(self, target: Target) -> "NewParquetFiles":
         """Create the folder of new vectors, or open that of an earlier run of this map.
 
+        Unfinished files of a killed run are deleted. A folder that an earlier version made, without
+        a record of its source, is accepted.
+
         Raises:
             AlreadyExistsError: The folder has other files, or vectors of another map or source.
-            InvalidInputError: The name is no plain file name.
+            InvalidInputError: The name is no plain file name. The record of an earlier run cannot
+                be read.
             CannotWriteError: The folder cannot be written.
         """
         folder = self._folder(target.name)
@@ -263,15 +284,21 @@ class ParquetSource:
 
         Raises:
             NotFoundError: There are none.
-            InvalidInputError: A file cannot be read.
+            InvalidInputError: A file cannot be read. The name is no plain file name.
         """
         return ParquetSource(self._folder(name), self._key, name)
 
     def rollback(self, name: str) -> bool:
         """Delete the folder of new vectors.
 
+        After a kill, a second call completes it. It deletes all files of the folder.
+
         Returns:
             False, and nothing changes, if nobackfill wrote no vectors of this name.
+
+        Raises:
+            InvalidInputError: The name is no plain file name.
+            CannotWriteError: A file cannot be deleted.
         """
         folder = self._folder(name)
         if not (folder / _MARK).is_file():
@@ -334,12 +361,13 @@ class NewParquetFiles:
         self._source, self._folder, self._target, self._key = source, folder, target, key
 
     def pending(self, window: Window) -> Rows:
-        # Before its rows are read: a file that is replaced meanwhile is pending again.
         """Read the old vectors of a row group whose new file is missing or of a replaced file.
 
         Raises:
-            InvalidInputError: The source file cannot be read.
+            InvalidInputError: The source file or the new file cannot be read, or its vectors have
+                several dimensions.
         """
+        # Before its rows are read: a file that is replaced meanwhile is pending again.
         now = self._source.identity(window)
         file = self._file(window)
         if file.is_file() and (_opened(file).schema_arrow.metadata or {}).get(OF) == now:
@@ -348,7 +376,18 @@ class NewParquetFiles:
         return replace(rows, versions=[Read(window, now)] * len(rows))
 
     def write(self, rows: Rows, vectors: Vectors) -> None:
-        """Write the new vectors of one row group durably, with the source file's permissions."""
+        """Write the new vectors of one row group durably, with the source file's permissions. It
+        replaces an earlier file of the row group.
+
+        Args:
+            rows: All rows that `pending` returned for one window, or some of them.
+            vectors: Their new vectors, float32 [n, dim].
+
+        Raises:
+            CannotWriteError: The disk is full, or the folder cannot be written.
+            OSError: The source file is gone.
+            ValueError: The rows are of several windows, or there are none.
+        """
         (read,) = set(rows.versions)
         assert isinstance(read, Read)
         metadata = {OF: read.of}
@@ -360,18 +399,34 @@ class NewParquetFiles:
         write_file(file, data, mode_of(self._source.file(read.window)))
 
     def read(self, window: Window) -> Rows:
-        """Read the new vectors of a row group; none if its file is missing."""
+        """Read the new vectors of a row group; none if its file is missing.
+
+        Raises:
+            InvalidInputError: The file cannot be read.
+        """
         file = self._file(window)
         if not file.is_file():
             return Rows([], np.empty((0, self._target.dim), np.float32))
-        return _rows(_opened(file).read(), self._key, self._target.name, file)
+        return _rows(read_table(file), self._key, self._target.name, file)
 
     def count(self) -> int:
-        """Count the rows of all new files."""
+        """Count the rows of all new files.
+
+        Raises:
+            InvalidInputError: A file cannot be read.
+        """
         return sum(_opened(file).metadata.num_rows for file in self._written())
 
     def finish(self) -> list[str]:
-        """Delete new files whose source file is gone, and return the step of the flip."""
+        """Delete new files whose source file is gone, and return the step of the flip.
+
+        May be repeated.
+
+        Raises:
+            InvalidInputError: A source file cannot be read.
+            IncompatibleSpaceError: Two source files record different models.
+            CannotWriteError: A file cannot be deleted.
+        """
         there = {self._file(window) for window in self._source.windows(0)}
         for file in self._written():
             if file not in there:
@@ -412,9 +467,12 @@ def table_bytes(
         key: Name of the column of keys.
         keys: n keys, as an array of pyarrow.
         vector: Name of the column of vectors.
-        vectors: [n, dim], stored as float32 lists of fixed size.
+        vectors: [n, dim] with dim at least 1, stored as float32 lists of fixed size.
         metadata: Metadata of the file.
         others: Further columns of n values by name.
+
+    Raises:
+        pyarrow.ArrowInvalid: A column has another number of values.
     """
     flat = pa.array(np.ascontiguousarray(vectors, np.float32).ravel())
     lists = pa.FixedSizeListArray.from_arrays(flat, vectors.shape[1])
@@ -433,9 +491,12 @@ def read_table(path: Path) -> Any:
     """Read a whole Parquet file into memory, as a table of pyarrow.
 
     Raises:
-        InvalidInputError: The file is missing, or cannot be read as Parquet.
+        InvalidInputError: The file is missing, or it or one of its pages cannot be read as Parquet.
     """
-    return _opened(path).read()
+    try:
+        return _opened(path).read()
+    except (pa.ArrowException, OSError) as error:
+        raise InvalidInputError(f"{path}: cannot be read as Parquet ({error})") from error
 
 
 def _opened(path: Path) -> Any:

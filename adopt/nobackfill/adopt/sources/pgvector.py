@@ -80,6 +80,11 @@ END"""
 class PgvectorSource:
     """A table with vectors.
 
+    The constructor connects and reads the catalogue. Every method that reads the database may raise
+    UnavailableError (the server does not answer), NotPermittedError (rights are missing) and the
+    other errors of `translate_errors`. Columns are those at the opening, or at the last change
+    through this object.
+
     Args:
         address: Address of the database (see `SourceTable`).
         table: Name of the table, with or without its schema.
@@ -92,6 +97,9 @@ class PgvectorSource:
         NotFoundError: There is no such table.
         UnavailableError: The server does not answer.
         InvalidInputError: The table has no such key or column, or PostgreSQL refuses the condition.
+            `vector` is None, and the table has no or several columns of vectors; new vectors and
+            those of an earlier flip do not count.
+        NotPermittedError: The password is wrong, or rights are missing.
     """
 
     def __init__(
@@ -133,7 +141,7 @@ class PgvectorSource:
 
     @property
     def flip_name(self) -> str:
-        """The column that a flip renames."""
+        """Return the name of the column that a flip renames."""
         return self.vector
 
     def facts(self) -> Facts:
@@ -141,8 +149,11 @@ class PgvectorSource:
 
         The dimension is None for a column without a declared one.
 
+        The model is the fingerprint in the column's comment, or None. The metric is read once.
+
         Raises:
             InvalidInputError: The column has indexes of several metrics.
+            UnavailableError: The server does not answer.
         """
         table, vector = self._table, self.vector
         others = tuple(name for name in table.columns if name not in (table.key, vector))
@@ -151,7 +162,10 @@ class PgvectorSource:
 
     @cached_property
     def metric(self) -> SearchMetric | None:
-        """The metric of the old column's indexes; None without an index. It is read once.
+        """Return the metric of the old column's indexes; None without an index. It is read once.
+
+        With a condition of the rows, indexes of the same condition count first, then those of all
+        rows, then others.
 
         Raises:
             InvalidInputError: The indexes are of several metrics.
@@ -172,18 +186,30 @@ class PgvectorSource:
 
     @cached_property
     def halves(self) -> bool:
-        """Whether the old column, or an index of it, has the type halfvec."""
+        """Tell whether the old column, or an index of it, has the type halfvec. It is read once."""
         classes = [name for name, _ in self._table.indexes(self.vector)]
         return self._table.kind(self.vector) == "halfvec" or any(
             name.startswith("halfvec") for name in classes
         )
 
     def count(self) -> int:
-        """Count the rows that have an old vector."""
+        """Count the rows that have an old vector.
+
+        Only rows of the condition count.
+
+        Raises:
+            UnavailableError: The server does not answer.
+        """
         return self.count_vectors(self.vector)
 
     def dims(self) -> dict[int, int]:
-        """Count the rows by the dimension of their old vector."""
+        """Count the rows by the dimension of their old vector.
+
+        Only rows of the condition count. A declared dimension is an entry even without rows.
+
+        Raises:
+            UnavailableError: The server does not answer.
+        """
         dim = self._table.dim(self.vector)
         return self._table.dims(self.vector) if dim is None else {dim: self.count()}
 
@@ -192,9 +218,14 @@ class PgvectorSource:
 
         An empty table gives one window.
 
+        Each window is read when it is requested. The errors come at the first one, too.
+
+        Args:
+            rows: At least 1. Rows of the condition count, also those without a vector.
+
         Raises:
             NotPermittedError: Row-level security may hide rows from this role.
-            NobackfillError: As `translate_errors`.
+            NobackfillError: PostgreSQL does not answer, or refuses a query; see `translate_errors`.
         """
         self._table.every_row_is_seen()
         lower: object = None
@@ -214,16 +245,22 @@ class PgvectorSource:
     def read(self, window: Window) -> Rows:
         """Read the old vectors of a window; rows without one are left out.
 
+        They are sorted by key, and only rows of the condition count.
+
         Raises:
             InvalidInputError: The vectors have several dimensions.
+            UnavailableError: The server does not answer.
         """
         return self.rows(self.vector, window)
 
     def column(self, window: Window, name: str) -> ColumnValues:
         """Read another column of a window as text; rows where it is NULL are left out.
 
+        They are sorted by key.
+
         Raises:
             InvalidInputError: There is no such column.
+            UnavailableError: The server does not answer.
         """
         if name not in self._table.columns:
             raise InvalidInputError(f"{self._table.name}: no column {name!r}")
@@ -236,14 +273,31 @@ class PgvectorSource:
         return ColumnValues([key for key, _ in found], [value for _, value in found])
 
     def nearest(self, vector: Vectors, count: int, new_name: str | None = None) -> list[str]:
-        """Search the items nearest to a vector, by an HNSW index with `count` candidates if there
-        is one. See `Searchable.nearest`."""
+        """Search for the items nearest to a vector, by an HNSW index if there is one.
+
+        The index searches with `count` candidates, but at least 40 and at most 1,000, so that more
+        than 1,000 hits may be incomplete. Without a metric, it is cosine. Rows without a vector are
+        never hits.
+
+        Args:
+            vector: The query, float32 [dim].
+            count: Largest number of hits; 0 gives none.
+            new_name: Column of new vectors, or `table:NAME`; None for the old ones.
+
+        Returns:
+            Keys, nearest first.
+
+        Raises:
+            NotFoundError: There are no new vectors of this name.
+            InvalidInputError: The query has another dimension than the column.
+            UnavailableError: The server does not answer, also at a second attempt.
+        """
         column, of = new_name or self.vector, None
         if column.startswith(pgvector_target.PREFIX):
             of = pgvector_target.table_names(self._table, self.vector, column)["new_table"]
             column = self.vector
         elif column not in self._table.columns:
-            raise InvalidInputError(f"{self._table.name}: no column {column!r}")
+            raise NotFoundError(f"{self._table.name}: no column {column!r}")
         kind, expression = self._searched(column, of)
         # A table of new vectors holds no rows but those of the condition.
         found = self._table.searched(
@@ -292,8 +346,12 @@ class PgvectorSource:
     def lookup(self, ids: Sequence[str]) -> Rows:
         """Read old vectors by key, in any order; unknown keys are left out.
 
+        Rows without an old vector are left out, too.
+
         Raises:
-            InvalidInputError: The vectors have several dimensions.
+            InvalidInputError: The vectors have several dimensions. An id is no value of the key's
+                type.
+            UnavailableError: The server does not answer.
         """
         found = self._table.searched(
             "SELECT {key}::text, {vector_send}({column}::{vector}) FROM {table} t "
@@ -309,8 +367,11 @@ class PgvectorSource:
     def texts(self, ids: Sequence[str], column: str) -> dict[str, str]:
         """Read another column of rows as text, by key; rows where it is NULL are left out.
 
+        Unknown keys are left out.
+
         Raises:
-            InvalidInputError: There is no such column.
+            InvalidInputError: There is no such column. An id is no value of the key's type.
+            UnavailableError: The server does not answer.
         """
         if column not in self._table.columns:
             raise InvalidInputError(f"{self._table.name}: no column {column!r}")
@@ -324,11 +385,17 @@ class PgvectorSource:
         return dict(found)
 
     def close(self) -> None:
-        """Close this process's connections of searches; a later search connects again."""
+        """Close this process's connections, of all threads; a later search connects again."""
         self._table.close()
 
     def warnings(self, to: str) -> list[str]:
-        """Name UPDATE triggers that a new column fires for every row; none for a second table."""
+        """Name UPDATE triggers that a new column fires for every row, in one sentence.
+
+        Empty if there are none, or for a table of its own (`table:NAME`).
+
+        Raises:
+            UnavailableError: The server does not answer.
+        """
         triggers = [] if to.startswith(pgvector_target.PREFIX) else self._table.on_update()
         if not triggers:
             return []
@@ -338,7 +405,13 @@ class PgvectorSource:
         ]
 
     def obstacles(self, target: Target) -> list[str]:
-        """Return sentences about obstacles to a flip to `target`; none if it has taken place."""
+        """Return sentences about obstacles to a flip to `target`; none if it has taken place.
+
+        Nothing is changed; the target need not exist.
+
+        Raises:
+            UnavailableError: The server does not answer.
+        """
         if target.name.startswith(pgvector_target.PREFIX):
             return table_obstacles(self._table)
         if self._flipped(target):
@@ -354,13 +427,20 @@ class PgvectorSource:
         )
 
     def open_target(self, target: Target) -> TargetVectors:
-        """Create the column or the table of new vectors with its triggers, or open it again.
+        """Create the column or the table of new vectors with its triggers, or open it again. The
+        change is one transaction. A missing or disabled trigger is made again. Invalid indexes of a
+        killed build are dropped.
 
         Raises:
-            AlreadyExistsError: The name has other data, or vectors with another mark.
-            InvalidInputError: The name or the dimension is not possible, or the triggers were off.
+            AlreadyExistsError: The name has other data, or vectors with another mark or condition.
+                Or the triggers of native vectors were off, so that some may be stale.
+            InvalidInputError: The name has more than 63 bytes, PostgreSQL refuses the dimension, or
+                `target.content` is no column.
             NotPermittedError: The role may not change the table, or may not see all rows.
             BusyError: Others hold the table for more than 5 seconds.
+            NotFoundError: The table of new vectors was renamed.
+            CannotWriteError: The disk is full, or the server is read-only.
+            UnavailableError: The server does not answer.
         """
         self._table.every_row_is_seen()
         name = target.name.removeprefix(pgvector_target.PREFIX)
@@ -447,9 +527,23 @@ class PgvectorSource:
         return one_line(self._table.text("COMMENT ON COLUMN {here}.{column} IS {comment}", **names))
 
     def watch(self, changes: Changes, target: Target) -> str | None:
-        """Triggers that empty a vector whose old one changes, made or mended: a writer who knows
-        nothing of the new column leaves a vector there that is no longer of the old one. Returns
-        their digest."""
+        """Make or mend the triggers that clear a new vector whose old one, or whose content,
+        changes.
+
+        A writer that does not know the new column would leave a stale vector there. Triggers of
+        earlier names are dropped. It runs in the caller's transaction.
+
+        Args:
+            changes: The transaction.
+            target: The new vectors.
+
+        Returns:
+            The digest of the triggers (see `Triggers`).
+
+        Raises:
+            InvalidInputError: `target.content` is no column of the table.
+            psycopg.Error: PostgreSQL refuses a statement; the connection's block translates it.
+        """
         table, names = self._table, self._names(target.name)
         emptying = table.text(" AS t SET {new} = NULL WHERE t.{key} {equals} $1", **names)
         body = table.trigger_body(_BODY, emptying=emptying, **names)
@@ -474,6 +568,10 @@ class PgvectorSource:
 
         Raises:
             BusyError: Others hold the table for more than 5 seconds.
+            InvalidInputError: Another object, such as a view, depends on the vectors.
+            NotFoundError: The table of new vectors was renamed.
+            NotPermittedError: The role does not own the table.
+            UnavailableError: The server does not answer.
         """
         if name.startswith(pgvector_target.PREFIX):
             return pgvector_target.remove_table(self._table, self.vector, name)
@@ -487,7 +585,16 @@ class PgvectorSource:
         return True
 
     def name_model(self, model: str) -> None:
-        """Note, in a comment of the column, the fingerprint of the model whose space it holds."""
+        """Write the fingerprint of the model whose space the vectors are in into the column's
+        comment.
+
+        The owner's part of the comment stays.
+
+        Raises:
+            BusyError: Others hold the table for more than 5 seconds.
+            NotPermittedError: The role does not own the table.
+            UnavailableError: The server does not answer.
+        """
         said = self._table.comment_facts(self.vector) | {"model": model}
         with self._table.changing() as changes:
             changes.run(
@@ -497,24 +604,49 @@ class PgvectorSource:
             )
 
     def migration_lock(self) -> AbstractContextManager[Callable[[], None]]:
+        """Keep other migrations of the table out for the block, by an advisory lock on a connection
+        of its own; readers and writers do not notice it.
+
+        It waits up to 3 s. The block gets a function that raises UnavailableError where the server
+        has ended the lock's session.
+
+        Raises:
+            BusyError: Another migration holds the lock.
+            UnavailableError: The server does not answer.
+        """
         return self._table.lock("migrate", OTHER_MIGRATION, wait=LOCK_WAIT)
 
     def read_migration_mark(self, column: str) -> str | None:
-        """Return the digest of the transform that fills a column; None for another column."""
+        """Return the mark of new vectors, from their column's comment (see `Target`).
+
+        None for a column that nobackfill did not make, for one that a flip has renamed, and for an
+        unknown one.
+
+        Raises:
+            UnavailableError: The server does not answer.
+        """
         return self._table.mark(column)
 
     def flip_mark(self) -> str | None:
         """Return the digest of the transform that computed the vectors, from the column's comment.
 
         None if no flip put them there.
+
+        Raises:
+            UnavailableError: The server does not answer.
         """
         return self._table.comment_facts(self.vector).get("carried")
 
     def flip_state(self, mark: str) -> Literal["old", "flipped", "finished", "unknown"]:
         """Return whose vectors have the source's name; the states are those of Reversible.
 
+        Whether the old vectors exist is known from the columns at the opening.
+
         Args:
             mark: Digest of the new vectors.
+
+        Raises:
+            UnavailableError: The server does not answer.
         """
         kept = name_before(self.vector) in self._table.columns
         if self.flip_mark() != mark:
@@ -522,7 +654,8 @@ class PgvectorSource:
         return "flipped" if kept else "finished"
 
     def flip_back(self, to: str, *, lose: bool = False) -> int:
-        """Give the old vectors their name back and drop the new ones.
+        """Give the old vectors their name back and drop the new ones, in one transaction that locks
+        the table. Objects that depend on the new vectors move to the old ones.
 
         Args:
             to: The name that the new vectors had before the flip.
@@ -532,7 +665,14 @@ class PgvectorSource:
             The number of rows that lost their only vector.
 
         Raises:
-            NotFoundError, InvalidInputError: as Reversible.flip_back.
+            NotFoundError: There are no old vectors.
+            InvalidInputError: Rows would lose their only vector, and `lose` is False or the column
+                is NOT NULL. Or an object cannot be moved. Or the old vectors may be stale, because
+                the flip was not reversible or triggers were off. Nothing is changed.
+            NotPermittedError: Row-level security may hide rows from this role, or it does not own
+                the table.
+            BusyError: Others hold the table for more than 5 seconds.
+            UnavailableError: The server does not answer.
         """
         table, old = self._table, name_before(self.vector)
         names = self._names(old) | {"name": sql.Identifier(to)}
@@ -597,11 +737,15 @@ class PgvectorSource:
         return lost
 
     def drop_old(self) -> None:
-        """Drop the old vectors after a flip.
+        """Drop the old vectors after a flip, with their triggers and indexes. They cannot be
+        restored.
 
         Raises:
             NotFoundError: There are no old vectors.
             InvalidInputError: An object of the database still depends on them.
+            BusyError: Others hold the table for more than 5 seconds.
+            NotPermittedError: The role does not own the table.
+            UnavailableError: The server does not answer.
         """
         old = name_before(self.vector)
         if old not in self._table.columns:
@@ -624,7 +768,12 @@ class PgvectorSource:
         }
 
     def count_vectors(self, column: str) -> int:
-        """Rows that have a vector in `column`; 0 where there is no such column."""
+        """Count the rows with a vector in a column; 0 if there is no such column. Only rows of the
+        condition count.
+
+        Raises:
+            UnavailableError: The server does not answer.
+        """
         if column not in self._table.columns:
             return 0
         return int(
@@ -649,8 +798,14 @@ class PgvectorSource:
             missing: A column that must be NULL; None for all rows.
             ids: Keys of the rows as text; None for all rows.
 
+        Returns:
+            The rows of the condition, sorted by key, with the place and the writer of each row as
+            its version. Unknown ids are left out.
+
         Raises:
-            InvalidInputError: The vectors have several dimensions.
+            InvalidInputError: The vectors have several dimensions. There is no such column, or an
+                id is no value of the key's type.
+            UnavailableError: The server does not answer.
         """
         found = self._table.copied(
             "SELECT t.{key}::text, {column}::{vector}, t.ctid, t.xmin, t.tableoid "
@@ -680,26 +835,51 @@ class PgvectorSelection(PgvectorSource):
     the foreign key of that table; the old vectors stay in the column. The condition is an
     expression that PostgreSQL accepts in an index: over the table's own columns, and immutable.
 
+    Every method may also raise the errors of PgvectorSource.
+
     Args:
         address, table, key, vector, where: As for `PgvectorSource`.
     """
 
     @property
     def flip_name(self) -> str:
-        """The beginning of the name of the table of new vectors, as `carry --to` takes it."""
+        """Return the beginning of the name of the table of new vectors, `table:NAME`, as `carry
+        --to` takes it.
+        """
         return f"{pgvector_target.PREFIX}{self._table.relation}"
 
     def facts(self) -> Facts:
         # The comment of the column would name one model for the rows of all.
+        """Return the facts of PgvectorSource without a model: the column's comment would name one
+        model for the rows of all.
+
+        Raises:
+            InvalidInputError: The column has indexes of several metrics.
+            UnavailableError: The server does not answer.
+        """
         return replace(super().facts(), model=None)
 
     def name_model(self, model: str) -> None:
         """Do nothing: other rows of the column have another model."""
 
     def obstacles(self, target: Target) -> list[str]:
+        """Return sentences about obstacles to a flip to `target`: a name that is no `table:NAME`,
+        or a key that no foreign key may reference.
+
+        Empty if the store can flip. Nothing is changed.
+
+        Raises:
+            UnavailableError: The server does not answer.
+        """
         return self._column_refusal(target) or super().obstacles(target)
 
     def open_target(self, target: Target) -> TargetVectors:
+        """Create the table of new vectors with its triggers, or open it again; see
+        `PgvectorSource.open_target`.
+
+        Raises:
+            InvalidInputError: The name is no `table:NAME`.
+        """
         if refusal := self._column_refusal(target):
             raise InvalidInputError(f"{self._table.name}: {refusal[0]}")
         return super().open_target(target)
@@ -719,6 +899,15 @@ class PgvectorSelection(PgvectorSource):
         return place if place.belongs else None
 
     def count_vectors(self, column: str) -> int:
+        """Count the vectors in a table of new vectors (`table:NAME`), or the rows of the condition
+        with a vector in a column.
+
+        0 if there is no such table of this source, or no such column.
+
+        Raises:
+            NotFoundError: The table was renamed.
+            UnavailableError: The server does not answer.
+        """
         if not column.startswith(pgvector_target.PREFIX):
             return super().count_vectors(column)
         place = self._place(column)
@@ -728,10 +917,27 @@ class PgvectorSelection(PgvectorSource):
         return int(self._table.one(query, **place.names))
 
     def read_migration_mark(self, column: str) -> str | None:
+        """Return the mark of the vectors in a table of new vectors (see `Target`).
+
+        None if there is no such table of this source, or a flip has taken place.
+
+        Raises:
+            NotFoundError: The table was renamed.
+            UnavailableError: The server does not answer.
+        """
         place = self._place(column)
         return None if place is None else place.mark.get("nobackfill")
 
     def flip_state(self, mark: str) -> Literal["old", "flipped", "finished", "unknown"]:
+        """Return whether a flip to the table of new vectors that `migrate` names has taken place;
+        the states are those of Reversible.
+
+        "finished" also after a flip by `carry`, which cannot be undone.
+
+        Raises:
+            NotFoundError: The table was renamed.
+            UnavailableError: The server does not answer.
+        """
         place = self._place(f"{self.flip_name}_new")
         if place is None or "nobackfill" in place.mark:
             return "old"
@@ -740,7 +946,7 @@ class PgvectorSelection(PgvectorSource):
         return "flipped" if "flipped" in place.mark else "finished"
 
     def flip_back(self, to: str, *, lose: bool = False) -> int:
-        """Drop the table of new vectors.
+        """Drop the table of new vectors, in one transaction that locks it.
 
         Args:
             to: Its name, as `carry --to` takes it.
@@ -754,6 +960,10 @@ class PgvectorSelection(PgvectorSource):
             NotFoundError: There is no such table, or no flip by `nobackfill migrate`.
             InvalidInputError: Rows were written and `lose` is False, or the old vectors cannot be
                 NULL; or the table was restored from a dump, so that this cannot be known.
+            NotPermittedError: Row-level security may hide rows from this role, or it does not own
+                the table.
+            BusyError: Others hold the table for more than 5 seconds.
+            UnavailableError: The server does not answer.
         """
         table, place = self._table, self._place(to)
         if place is None or "flipped" not in place.mark:
@@ -803,11 +1013,13 @@ class PgvectorSelection(PgvectorSource):
         return int(lost)
 
     def drop_old(self) -> None:
-        """Note that nothing can be undone any more. The old vectors stay, because other rows share
-        their column.
+        """Record that the flip cannot be undone any more. The old vectors stay, because other rows
+        share their column. A second call changes nothing.
 
         Raises:
-            NotFoundError: There is no table of new vectors.
+            NotFoundError: There is no table of new vectors. The table was renamed.
+            BusyError: Others hold the table for more than 5 seconds.
+            UnavailableError: The server does not answer.
         """
         place = self._place(f"{self.flip_name}_new")
         if place is None:

@@ -81,14 +81,27 @@ Names = dict[str, sql.Identifier]
 def make_table(table: SourceTable, vector: str, target: Target) -> tuple[Names, str | None]:
     """Make the table of the new vectors and its triggers, or find them again.
 
-    A table follows the names that the source, its column, its key or its schema has now.
+    A table follows the names that the source, its column, its key or its schema has now. All
+    happens in one transaction, which others may hold up for 5 s.
+
+    Args:
+        table: The source.
+        vector: Its column of old vectors.
+        target: The place for new vectors; its name is `table:NAME`.
 
     Returns:
         The names of its parts, and the digest of the triggers; None if the table was flipped to.
 
     Raises:
-        AlreadyExistsError: Another map or source made the table, or its triggers were off.
-        InvalidInputError: A column was renamed after the flip.
+        AlreadyExistsError: Another map or source made the table, or its triggers were off. It is of
+            other rows than those of `where`.
+        InvalidInputError: A column was renamed after the flip. `target.content` is no column of the
+            source, or PostgreSQL refuses a statement.
+        NotFoundError: The table of this name was itself renamed.
+        BusyError: Others hold the source for more than 5 s.
+        NotPermittedError: This role may not create tables, functions or triggers there.
+        UnavailableError: The server does not answer.
+        CannotWriteError: The disk is full, or the server is read-only.
     """
     with table.changing() as changes:
         place = find_table(table, vector, target.name)
@@ -190,8 +203,13 @@ def find_table(table: SourceTable, vector: str, name: str) -> FoundTable:
         vector: The source's column of old vectors.
         name: `table:NAME`.
 
+    Returns:
+        Its place. If there is no such table, `exists` is False. If another program made it, or it
+        is of another source, `belongs` is False.
+
     Raises:
         NotFoundError: The table of this name was itself renamed.
+        UnavailableError: The server does not answer.
     """
     wanted, names = name.removeprefix(PREFIX), table_names(table, vector, name)
     watchers = dict(
@@ -352,7 +370,12 @@ _EVENTS: dict[str, LiteralString] = {
 
 
 def remove_table(table: SourceTable, vector: str, name: str) -> bool:
-    """Remove a table of new vectors and its triggers.
+    """Remove a table of new vectors and its triggers, in one transaction.
+
+    Args:
+        table: The source.
+        vector: Its column of old vectors.
+        name: `table:NAME`; the prefix may be missing.
 
     Returns:
         Whether there was one of this source. One that was flipped to stays: its vectors are
@@ -360,6 +383,10 @@ def remove_table(table: SourceTable, vector: str, name: str) -> bool:
 
     Raises:
         NotFoundError: The table of this name was itself renamed.
+        BusyError: Others hold the table for more than 5 s.
+        InvalidInputError: Another object, such as a view, depends on the table.
+        NotPermittedError: This role does not own it.
+        UnavailableError: The server does not answer.
     """
     with table.changing() as changes:
         place = find_table(table, vector, name)
@@ -371,8 +398,18 @@ def remove_table(table: SourceTable, vector: str, name: str) -> bool:
 
 
 def table_names(table: SourceTable, vector: str, name: str, schema: str | None = None) -> Names:
-    """Return quoted names: the table of the new vectors, its column and its type, the trigger
-    function, and the index of empty vectors. `schema`: of the table; None for the source's."""
+    """Return quoted names: `old` (the column of vectors), `type`, `new_table`, `function` (of the
+    triggers), `empty_name` and `empty` (the index of empty vectors, without and with its
+    schema).
+
+    Nothing is created. The type is read from the columns that the source had at the last look.
+
+    Args:
+        table: The source.
+        vector: Its column of old vectors.
+        name: `table:NAME`; the prefix may be missing.
+        schema: Schema of the new table; None for the source's.
+    """
     new_table = name.removeprefix(PREFIX)
     trigger = table.trigger_name(vector, PREFIX + new_table)
     return {
@@ -442,21 +479,51 @@ class Columns(Protocol):
         missing: str | None = None,
         ids: Sequence[str] | None = None,
     ) -> Rows:
-        """Read vectors of a window from `column`, of rows where `missing` is NULL, or by key."""
+        """Read vectors of a window from a column.
+
+        Args:
+            column: Name of the column.
+            window: The range of keys.
+            missing: Only rows where this other column is NULL; None for all rows.
+            ids: Keys to read, as text; unknown ones are left out. None for all.
+
+        Raises:
+            InvalidInputError: The vectors have several dimensions.
+            UnavailableError: The server does not answer.
+        """
 
     def watch(self, changes: Changes, target: Target) -> str | None:
-        """Create triggers that clear a new vector whose old one changes; return their digest."""
+        """Create triggers that clear a new vector whose old one changes, in the caller's
+        transaction.
+
+        Args:
+            changes: The transaction.
+            target: The new vectors.
+
+        Returns:
+            The digest of the triggers (see `Triggers`).
+
+        Raises:
+            InvalidInputError: `target.content` is no column of the table.
+        """
 
 
 class PgvectorColumn:
-    """New vectors in a column of the same rows."""
+    """New vectors in a column of the same rows.
+
+    Every method may raise UnavailableError (the server does not answer) and the other errors of
+    `translate_errors`.
+    """
 
     put_by_writers = False
 
     @property
     def at_once(self) -> int:
-        """One thread if an index has the old vectors: two transactions keep each other's dead rows,
-        and updating the index costs more than the second thread gains. Else two."""
+        """Return 1 if an index has the old vectors, else 2.
+
+        Two transactions keep each other's dead rows, and updating an index then costs more than the
+        second thread gains.
+        """
         return 1 if self._table.indexes(self._source.vector) else 2
 
     def __init__(
@@ -468,16 +535,48 @@ class PgvectorColumn:
         flipped: bool,
         triggers: str | None,
     ) -> None:
-        """`triggers`: their digest before anything was checked."""
+        """Take the parts that the source has made; nothing is read.
+
+        Args:
+            source: The source of the old vectors.
+            table: Its table.
+            names: Identifiers for statements: `old`, `new` and `function`.
+            target: The new vectors; their column exists.
+            flipped: Whether an earlier flip has given them the old name.
+            triggers: Digest of the triggers before anything was checked; None without triggers.
+        """
         self._source, self._table, self._names, self._target = source, table, names, target
         self.flipped, self._triggers = flipped, triggers
 
     def pending(self, window: Window) -> Rows:
-        """Read the old vectors of a window's rows whose new vector is NULL."""
+        """Read the old vectors of a window's rows whose new vector is NULL.
+
+        Only rows that fulfil the source's condition, by increasing key; none after all are written.
+
+        Raises:
+            InvalidInputError: The old vectors have several dimensions.
+            UnavailableError: The server does not answer.
+        """
         return self._source.rows(self._source.vector, window, missing=self._target.name)
 
     def write(self, rows: Rows, vectors: Vectors) -> None:
-        """Write new vectors to rows that did not change since they were read, in PASSES passes."""
+        """Write new vectors to rows that did not change since they were read, in PASSES passes,
+        each a transaction.
+
+        Rows that have changed stay pending. If another session holds one of the rows for 50 ms, the
+        rows of this and the later passes stay pending; it then sleeps for 0.5 s and raises nothing.
+
+        Args:
+            rows: Rows of `pending`, at least one.
+            vectors: Their new vectors, float32 [n, dim].
+
+        Raises:
+            InvalidInputError: The vectors have another dimension than the column, or a trigger or
+                rule of the table drops each UPDATE.
+            CannotWriteError: The disk is full, or the server is read-only.
+            NotPermittedError: This role may not update the table.
+            UnavailableError: The server does not answer.
+        """
         try:
             self._write(rows, update_passes(rows.versions, vectors))
         except BusyError:
@@ -525,20 +624,44 @@ class PgvectorColumn:
                     changes.run("DROP TABLE pg_temp.nobackfill_pass")
 
     def read(self, window: Window) -> Rows:
-        """Read the new vectors of a window; rows without one are left out."""
+        """Read the new vectors of a window; rows without one are left out.
+
+        Raises:
+            UnavailableError: The server does not answer.
+        """
         return self._source.rows(self._target.name, window)
 
     def pending_items(self, ids: Sequence[str]) -> Rows:
-        """Read the old vectors of rows whose new vector is NULL; unknown keys are left out."""
+        """Read the old vectors of rows whose new vector is NULL; unknown keys are left out.
+
+        Raises:
+            InvalidInputError: The old vectors have several dimensions, or an id is no value of the
+                key's type.
+            UnavailableError: The server does not answer.
+        """
         name = self._target.name
         return self._source.rows(self._source.vector, Window(), missing=name, ids=ids)
 
     def read_items(self, ids: Sequence[str]) -> Rows:
-        """Read the new vectors of rows by key; rows without one are left out."""
+        """Read the new vectors of rows by key; rows without one are left out.
+
+        Raises:
+            InvalidInputError: An id is no value of the key's type.
+            UnavailableError: The server does not answer.
+        """
         return self._source.rows(self._target.name, Window(), ids=ids)
 
     def products(self, window: Window, probe: Vectors) -> tuple[list[str], Vectors]:
-        """Compute in the database the inner product of each new vector with `probe`."""
+        """Compute in the database the inner product of each new vector with `probe` [dim].
+
+        Returns:
+            The keys of the window, increasing, and their products, float32 [n]; rows without a new
+            vector are left out.
+
+        Raises:
+            InvalidInputError: `probe` has another dimension.
+            UnavailableError: The server does not answer.
+        """
         return products_of(
             self._table.copied(
                 "SELECT t.{key}::text, t.{new} {product} {probe}::{vector} FROM {table} t "
@@ -550,16 +673,25 @@ class PgvectorColumn:
         )
 
     def count(self) -> int:
-        """Count the rows with a new vector."""
+        """Count the rows with a new vector.
+
+        Raises:
+            UnavailableError: The server does not answer.
+        """
         return self._source.count_vectors(self._target.name)
 
     @contextmanager
     def prepare_flip(self) -> Iterator[None]:
         """Build the new column's indexes, and refuse other flips of the table during the block.
 
+        A build may take hours; writers continue. Indexes that it has built stay after an error.
+
         Raises:
-            BusyError: Another flip is under way, or the triggers have changed.
-            InvalidInputError: Something depends on the old column and cannot be moved.
+            BusyError: Another flip is under way, or the triggers have changed. Somebody else builds
+                an index of the table.
+            InvalidInputError: Something depends on the old column and cannot be moved. PostgreSQL
+                refuses an index.
+            UnavailableError: The server does not answer.
         """
         refuse_flip(self._table, column_obstacles(self._table, self._source.vector, self._target))
         with self._table.lock("flip", _OTHER_FLIP):
@@ -569,7 +701,11 @@ class PgvectorColumn:
 
     def drop_unfinished_indexes(self) -> None:
         """Drop INVALID indexes of a killed build, which slow down each write. If others hold the
-        table, they stay until the flip."""
+        table for 5 s, they stay until the flip. After the flip it does nothing.
+
+        Raises:
+            UnavailableError: The server does not answer.
+        """
         if not self.flipped:
             with suppress(BusyError):
                 drop_unfinished_indexes(self._table, *self._place, self._indexes())
@@ -581,10 +717,14 @@ class PgvectorColumn:
 
     def flip(self) -> AbstractContextManager[None]:
         """Lock the table for the block, and rename both columns at its end, in one transaction.
+        Neither readers nor writers pass meanwhile. The old vectors get the name COLUMN_before and
+        stay. With `Target.reversible`, triggers then clear an old vector whose new one changes.
 
         Raises:
             BusyError: Others hold the table for more than 5 seconds.
             InvalidInputError: A row has no new vector, or the triggers were off; nothing changes.
+                PostgreSQL refuses to move an object that depends on the old column.
+            UnavailableError: The server does not answer.
         """
         return self._table.flipping(
             self._flip, self._watch_old if self._target.reversible else None
@@ -606,7 +746,13 @@ class PgvectorColumn:
         return []
 
     def finish(self) -> list[str]:
-        """Return the statements that build the missing indexes and flip; none after a flip."""
+        """Return the statements that build the missing indexes and flip; none after a flip. Nothing
+        is changed. If the column cannot be flipped, sentences name the obstacles instead of the
+        flip.
+
+        Raises:
+            UnavailableError: The server does not answer.
+        """
         if self.flipped:
             return []
         missing = missing_indexes(self._table, *self._place, self._indexes())
@@ -690,6 +836,15 @@ def column_obstacles(table: SourceTable, column: str, target: Target) -> list[st
     """Name in sentences what keeps new vectors from taking the place of a column; none if they can.
 
     The new column need not exist yet: a carry with --flip looks before it writes the first row.
+    Only the catalogue is read.
+
+    Args:
+        table: The table with the old vectors.
+        column: Name of the old column.
+        target: The new vectors.
+
+    Raises:
+        UnavailableError: The server does not answer.
     """
     obstacles = table.obstacles(column)
     if table.has_column(name_before(column)):
@@ -716,7 +871,14 @@ def column_obstacles(table: SourceTable, column: str, target: Target) -> list[st
 
 
 def table_obstacles(table: SourceTable) -> list[str]:
-    """Name in sentences what keeps a table of new vectors from a foreign key to `table`."""
+    """Name in sentences what keeps a table of new vectors from a foreign key to `table`.
+
+    Returns:
+        One sentence, or none.
+
+    Raises:
+        UnavailableError: The server does not answer.
+    """
     if table.referable():
         return []
     return [
@@ -726,13 +888,25 @@ def table_obstacles(table: SourceTable) -> list[str]:
 
 
 def refuse_flip(table: SourceTable, obstacles: list[str]) -> None:
-    """Raise InvalidInputError if there are obstacles."""
+    """Raise an error that lists obstacles to a flip; without obstacles do nothing.
+
+    Raises:
+        InvalidInputError: There are obstacles.
+    """
     if obstacles:
         raise InvalidInputError(f"{table.name}: cannot flip: {'; '.join(obstacles)}")
 
 
 def unless(table: SourceTable, hindrance: LiteralString, sentence: str, **names: object) -> str:
-    """Return a statement that fails with a sentence if a condition holds."""
+    """Write a statement, in one line, that fails with a sentence if a condition holds. Nothing is
+    run.
+
+    Args:
+        table: The table, whose name begins the sentence.
+        hindrance: The condition in SQL, with names in braces.
+        sentence: The sentence.
+        names: Identifiers and values for the braces.
+    """
     body = table.text(
         "BEGIN IF " + hindrance + " THEN RAISE EXCEPTION USING MESSAGE = {sentence}; END IF; END",
         sentence=f"{table.name}: {sentence}",
@@ -742,8 +916,14 @@ def unless(table: SourceTable, hindrance: LiteralString, sentence: str, **names:
 
 
 def unless_watched(table: SourceTable, function: sql.Identifier, digest: str | None) -> str:
-    """Return a statement that ends a transaction if writes may have fired no trigger of ours since
-    `digest` was read (see `Triggers`): they leave stale vectors, which only the map can tell."""
+    """Write a statement that ends a transaction if writes may have fired no trigger of nobackfill
+    since a digest was read: such writes leave stale vectors, which only the map can tell.
+
+    Args:
+        table: The table with the triggers.
+        function: The function that they call.
+        digest: The digest (see `Triggers`); None expects no triggers.
+    """
     return unless(
         table,
         "{digest} IS DISTINCT FROM (SELECT " + TRIGGERS_DIGEST + ")",
@@ -754,7 +934,17 @@ def unless_watched(table: SourceTable, function: sql.Identifier, digest: str | N
 
 
 def check_watched(table: SourceTable, function: sql.Identifier, digest: str | None) -> None:
-    """Raise BusyError where a flip would be refused by `unless_watched`."""
+    """Check that a flip would not be refused by `unless_watched`.
+
+    Args:
+        table: The table with the triggers.
+        function: The function that they call.
+        digest: The digest (see `Triggers`); None expects no triggers.
+
+    Raises:
+        BusyError: The triggers have another digest.
+        UnavailableError: The server does not answer.
+    """
     if table.triggers(function).digest != digest:
         raise BusyError(f"{table.name}: {_UNWATCHED}")
 
@@ -766,8 +956,24 @@ _UNWATCHED = (
 
 
 def index_of(table: SourceTable, source: Columns, column: sql.Identifier, dim: int) -> str:
-    """Return the definition of an HNSW index, in PostgreSQL's own words: by the old column's
-    metric, of halves where its own is."""
+    """Return the definition of an HNSW index for new vectors, in PostgreSQL's own words, from the
+    access method on.
+
+    It has the old column's metric, or cosine without one. It is of halves where the old index is,
+    and for more than 2,000 dimensions. PostgreSQL builds it once on an empty temporary table, which
+    is rolled back. A definition that it refuses is returned as it is, and the error comes when it
+    is built.
+
+    Args:
+        table: The table with the old vectors.
+        source: The source of the old vectors.
+        column: The column to index.
+        dim: Its dimension, at least 1.
+
+    Raises:
+        UnavailableError: The server does not answer.
+        NotPermittedError: This role may not create temporary tables.
+    """
     kind = "halfvec" if source.halves or dim > _INDEXED_DIM else "vector"
     metric = source.metric or "cosine"
     name = next(name for name, one in METRICS.items() if one == metric and name.startswith(kind))
@@ -799,7 +1005,11 @@ _NOWHERE = bytes(_SEEN)
 
 
 class PgvectorTable:
-    """New vectors in a table of their own, whose columns have the names of the old table's."""
+    """New vectors in a table of their own, whose columns have the names of the old table's.
+
+    Every method may raise UnavailableError (the server does not answer) and the other errors of
+    `translate_errors`.
+    """
 
     # A write changes no index of the old table.
     at_once = 2
@@ -813,7 +1023,15 @@ class PgvectorTable:
         names: Names,
         triggers: str | None,
     ) -> None:
-        """`triggers`: their digest before anything was checked; None after the flip."""
+        """Take the parts that `make_table` has made; nothing is read.
+
+        Args:
+            source: The source of the old vectors.
+            table: Its table.
+            target: The new vectors.
+            names: Names of the parts, as `make_table` returns them.
+            triggers: Digest of the triggers before anything was checked; None after the flip.
+        """
         self._source, self._table, self._target = source, table, target
         self.flipped, self._triggers = triggers is None, triggers
         self._names = names
@@ -823,7 +1041,15 @@ class PgvectorTable:
         self._own = threading.local()
 
     def pending(self, window: Window) -> Rows:
-        """Read the old vectors of a window's rows whose new vector is missing or cleared."""
+        """Read the old vectors of a window's rows whose new vector is missing or cleared.
+
+        They are sorted by key. In a window that this object wrote completely, only cleared vectors
+        count. The thread that calls it must also call `write` for its rows.
+
+        Raises:
+            InvalidInputError: The old vectors have several dimensions.
+            UnavailableError: The server does not answer.
+        """
         self._own.window = repr(window)
         whole = self._own.window in self._whole
         if not whole and not self._any(window):
@@ -861,7 +1087,22 @@ class PgvectorTable:
         return bool(self._table.one(query, within=within, **self._names))
 
     def write(self, rows: Rows, vectors: Vectors) -> None:
-        """Insert or fill the new vectors of rows that have not changed since they were read."""
+        """Insert or fill the new vectors of rows that have not changed since they were read. Rows
+        that have changed stay pending.
+
+        If another session holds one of the keys for 50 ms, all rows stay pending; it then sleeps
+        for 0.5 s and raises nothing. The vectors become float16 where the old ones are.
+
+        Args:
+            rows: Rows that `pending` returned last on this thread, at least one.
+            vectors: Their new vectors, float32 [n, dim].
+
+        Raises:
+            InvalidInputError: The vectors have another dimension than the table.
+            CannotWriteError: The disk is full, or the server is read-only.
+            NotPermittedError: This role may not write to the table.
+            UnavailableError: The server does not answer.
+        """
         versions = _bytes(rows.versions)
         keys = [one[:-_SEEN] for one in versions]
         places = [one[-_SEEN:] for one in versions]
@@ -909,7 +1150,11 @@ class PgvectorTable:
             )
 
     def read(self, window: Window) -> Rows:
-        """Read the new vectors of a window; cleared ones are left out."""
+        """Read the new vectors of a window; cleared ones are left out.
+
+        Raises:
+            UnavailableError: The server does not answer.
+        """
         found = self._table.copied(
             "SELECT b.{key}::text, b.{old}::{vector} FROM {new_table} b "
             "WHERE b.{old} IS NOT NULL AND {within} ORDER BY b.{key}",
@@ -919,7 +1164,16 @@ class PgvectorTable:
         return parsed(found, self._table.name)
 
     def products(self, window: Window, probe: Vectors) -> tuple[list[str], Vectors]:
-        """Compute in the database the inner product of each new vector with `probe`."""
+        """Compute in the database the inner product of each new vector with `probe` [dim].
+
+        Returns:
+            The keys of the window, increasing, and their products, float32 [n]; cleared vectors are
+            left out.
+
+        Raises:
+            InvalidInputError: `probe` has another dimension.
+            UnavailableError: The server does not answer.
+        """
         return products_of(
             self._table.copied(
                 "SELECT b.{key}::text, b.{old} {product} {probe}::{vector} FROM {new_table} b "
@@ -931,7 +1185,11 @@ class PgvectorTable:
         )
 
     def count(self) -> int:
-        """Count the rows with a new vector that is not cleared."""
+        """Count the rows with a new vector that is not cleared.
+
+        Raises:
+            UnavailableError: The server does not answer.
+        """
         query = "SELECT count(*) FROM {new_table} WHERE {old} IS NOT NULL"
         return int(self._table.one(query, **self._names))
 
@@ -939,8 +1197,13 @@ class PgvectorTable:
     def prepare_flip(self) -> Iterator[None]:
         """Build the indexes of the new table, and refuse other flips of the table during the block.
 
+        A build may take hours; writers continue.
+
         Raises:
-            BusyError: Another flip is under way, or the triggers have changed.
+            BusyError: Another flip is under way, or the triggers have changed. Somebody else builds
+                an index of the table.
+            InvalidInputError: PostgreSQL refuses the index.
+            UnavailableError: The server does not answer.
         """
         with self._table.lock("flip", _OTHER_FLIP):
             check_watched(self._table, self._names["function"], self._triggers)
@@ -951,6 +1214,9 @@ class PgvectorTable:
         """Drop the INVALID indexes that a killed build of this target's index has left.
 
         They stay until the flip if other sessions hold the table. After the flip, do nothing.
+
+        Raises:
+            UnavailableError: The server does not answer.
         """
         if not self.flipped:
             with suppress(BusyError):
@@ -964,14 +1230,25 @@ class PgvectorTable:
     def flip(self) -> AbstractContextManager[None]:
         """Lock the old table for the block; at its end, give the new one keys, rights and policies.
 
+        Neither readers nor writers pass meanwhile. The old table and its vectors stay as they are;
+        the triggers are dropped, and a foreign key joins both tables.
+
         Raises:
             BusyError: Others hold the old table for more than 5 seconds.
             InvalidInputError: A row has no new vector, or the triggers were off; nothing changes.
+                PostgreSQL refuses the foreign key or a policy.
+            UnavailableError: The server does not answer.
         """
         return self._table.flipping(self._flip)
 
     def finish(self) -> list[str]:
-        """Delete vectors whose row is gone; return the statements that build the index and flip."""
+        """Delete vectors whose row is gone; return the statements that build the index and flip;
+        none after a flip, and nothing is deleted then. If the key cannot be referenced, nothing is
+        deleted, and sentences name the obstacles instead of the flip.
+
+        Raises:
+            UnavailableError: The server does not answer.
+        """
         if self.flipped:
             return []
         missing = missing_indexes(self._table, *self._place, [self._index()])
@@ -996,7 +1273,13 @@ class PgvectorTable:
         ]
 
     def owner_tasks(self) -> list[str]:
-        """Name policies that cannot be copied, and objects that still read the old vectors."""
+        """Name policies that cannot be copied, and objects that still read the old vectors.
+
+        Empty if there are none. Nothing is changed.
+
+        Raises:
+            UnavailableError: The server does not answer.
+        """
         old = [name for _, name in dependents(self._table, self._source.vector)]
         return (
             self._security()[1] + [f"the old vectors are still read by {join_few(old)}"][: len(old)]

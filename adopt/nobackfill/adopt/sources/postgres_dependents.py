@@ -40,6 +40,14 @@ def grants(
         to: The relation that gets them.
         columns: The columns whose rights to include; None for all.
         on_relation: Whether to include rights on the whole relation.
+
+    Returns:
+        Statements, sorted by the role; empty without rights. A relation that does not exist gives
+        none.
+
+    Raises:
+        NobackfillError: PostgreSQL refuses a query of the catalogue, or does not answer; see
+            `translate_errors`.
     """
     found = table.described(
         "SELECT format('GRANT %s ON %s TO %s%s', string_agg(what, ', ' ORDER BY what), {to}, "
@@ -65,6 +73,10 @@ def security(
 ) -> tuple[list[str], list[str]]:
     """Write statements that repeat row-level security for another table with the same key.
 
+    Without a policy for each that can be repeated, one policy lets roles read the vectors of rows
+    that they may read. It runs the policies once and rolls them back, to see whether PostgreSQL
+    takes them.
+
     Args:
         table: The table with the policies.
         other: The other table.
@@ -73,6 +85,10 @@ def security(
     Returns:
         The statements, and sentences about the policies that they cannot repeat; both are empty
         without row-level security.
+
+    Raises:
+        NobackfillError: PostgreSQL refuses a query of the catalogue, or does not answer; see
+            `translate_errors`.
     """
     enabled, forced = table.described(
         "SELECT relrowsecurity, relforcerowsecurity FROM pg_class WHERE oid = {oid}", oid=table.oid
@@ -117,7 +133,11 @@ def security(
 
 
 def owner(table: SourceTable, relation: str) -> list[str]:
-    """Write a statement that gives a relation to the table's owner; none if it has it."""
+    """Write a statement that gives a relation to the table's owner; none if it has it.
+
+    Raises:
+        NobackfillError: PostgreSQL does not answer, or refuses the query; see `translate_errors`.
+    """
     found = table.described(
         "SELECT format('ALTER TABLE %s OWNER TO %I', {relation}, pg_get_userbyid(t.relowner)) "
         "FROM pg_class t, pg_class o WHERE t.oid = {oid} AND o.oid = {relation}::regclass "
@@ -129,7 +149,11 @@ def owner(table: SourceTable, relation: str) -> list[str]:
 
 
 def one_line(statement: str) -> str:
-    """Return a statement in one line."""
+    r"""Return a statement in one line.
+
+    A line's end and the spaces around it become one space. Within a literal it becomes the escape
+    \\n; a quoted name stays as it is.
+    """
 
     def flat(match: re.Match[str]) -> str:
         part = match[0]
@@ -160,10 +184,21 @@ class Moves:
 
 
 def moves(table: SourceTable, column: str, dims: tuple[int | None, int]) -> Moves:
-    """Objects that depend on a column of vectors, moved to one that takes its name.
+    """Write statements that move what depends on a column of vectors to the column that takes its
+    name.
 
     PostgreSQL writes each part by the column's name, so that the same text is of the other column
-    afterwards. `dims`: of both."""
+    afterwards. Only the catalogue is read. Without dependents all lists are empty.
+
+    Args:
+        table: The table with the old vectors.
+        column: Name of the old column.
+        dims: Dimensions of the old vectors (None: not declared) and of the new ones.
+
+    Raises:
+        NobackfillError: PostgreSQL refuses a query of the catalogue, or does not answer; see
+            `translate_errors`.
+    """
     parts: dict[str, Any] = {"oid": table.oid, "column": column}
     direct = dependents(table, column)
     # A type of the old length; none is where it stays.
@@ -213,6 +248,11 @@ def dependents(table: SourceTable, column: str) -> list[tuple[int, str]]:
     """Return the oids and names of objects that depend on a column.
 
     Indexes, NOT NULL and the triggers of nobackfill are left out.
+
+    Names are in PostgreSQL's words. Empty for an unknown column.
+
+    Raises:
+        NobackfillError: PostgreSQL refuses the query, or does not answer; see `translate_errors`.
     """
     return table.described(
         "SELECT DISTINCT objid, CASE WHEN rulename = '_RETURN' "
@@ -249,6 +289,9 @@ def column_properties(
     Returns:
         One statement for each setting that is not the default. PLAIN storage becomes MAIN where a
         row of both vectors may be longer than a page.
+
+    Raises:
+        NobackfillError: PostgreSQL refuses the query, or does not answer; see `translate_errors`.
     """
     found = table.described(
         "SELECT format('ALTER TABLE %s ALTER COLUMN %I SET %s', {relation}, {new}, property) "
@@ -277,6 +320,9 @@ def cluster_mark(table: SourceTable, column: str, dims: tuple[int | None, int]) 
     Returns:
         One statement for a transaction that ends after it, as it sets the search path. No statement
         where no index of the column has the mark. Without an equal index it changes nothing.
+
+    Raises:
+        NobackfillError: PostgreSQL refuses the query, or does not answer; see `translate_errors`.
     """
     found = table.described(
         "SELECT pg_get_indexdef(indexrelid) FROM pg_index WHERE indrelid = {oid} "
@@ -304,7 +350,13 @@ def cluster_mark(table: SourceTable, column: str, dims: tuple[int | None, int]) 
 
 
 def row_indexes(table: SourceTable) -> list[str]:
-    """Name the indexes of a table and its partitions whose expression reads whole rows."""
+    """Name the indexes of a table and its partitions whose expression reads whole rows.
+
+    They are sorted. Empty without such indexes.
+
+    Raises:
+        NobackfillError: PostgreSQL refuses the query, or does not answer; see `translate_errors`.
+    """
     found = table.described(
         "SELECT indexrelid::regclass::text FROM pg_index WHERE (indrelid = {oid} OR indrelid IN "
         "(SELECT relid FROM pg_partition_tree({oid}::oid::regclass))) AND concat("
@@ -320,8 +372,20 @@ def index_definitions(
 ) -> list[str]:
     """Write statements that build the indexes of one column for another, with their options.
 
+    It makes a temporary copy of the table without rows, and rolls it back; nothing is built.
+
+    Args:
+        table: The table with the old vectors.
+        old: Name of the old column.
+        new: Name of the new column; it must exist.
+        dims: Dimensions of the old vectors (None: not declared) and of the new ones.
+
     Returns:
         The statements; none if the column has no index, or an index reads whole rows.
+
+    Raises:
+        NobackfillError: PostgreSQL does not answer, or another error of `translate_errors`.
+        InvalidInputError: The table has no such column, or PostgreSQL refuses a statement.
     """
     if row_indexes(table):
         return []
@@ -352,11 +416,23 @@ def index_definitions(
 def build_indexes(
     table: SourceTable, relation: sql.Identifier, column: str, statements: Sequence[str]
 ) -> None:
-    """Build what `missing_indexes` returns, one after another. A build that fails leaves nothing.
+    """Build what `missing_indexes` returns, one after another.
+
+    It returns once all are built, which may take hours. Writers continue, but not during the build
+    for a partitioned table. A build that fails leaves nothing; the earlier ones stay.
+
+    Args:
+        table: The table, whose connection is used.
+        relation: The relation with the new vectors.
+        column: Name of their column.
+        statements: CREATE INDEX statements, as `index_definitions` returns them; none builds
+            nothing.
 
     Raises:
         BusyError: Somebody else builds an index of the relation.
         InvalidInputError: PostgreSQL refuses an index.
+        CannotWriteError: The disk is full.
+        UnavailableError: The server does not answer.
     """
     drop_unfinished_indexes(table, relation, column, statements)
     for statement in missing_indexes(table, relation, column, statements):
@@ -371,9 +447,13 @@ def build_indexes(
 def missing_indexes(
     table: SourceTable, relation: sql.Identifier, column: str, statements: Sequence[str]
 ) -> list[str]:
-    """Return the statements whose index a column of `relation` does not have.
+    """Return the statements whose index a column of a relation does not have.
 
-    None are missing where its owner has built as many others: of vectors, or of other values.
+    None are missing where its owner has built as many others: of vectors, or of other values. An
+    invalid index does not count. The order is that of `statements`.
+
+    Raises:
+        NobackfillError: PostgreSQL refuses the query, or does not answer; see `translate_errors`.
     """
 
     def of_vectors(definition: str) -> bool:
@@ -399,8 +479,12 @@ def drop_unfinished_indexes(
     Carrying has made the column, so an INVALID index of the same definition is one of these.
     No query uses it, but each write does its work.
 
+    Without such an index it takes no lock and changes nothing.
+
     Raises:
         BusyError: Somebody builds an index of the relation, or holds it for longer than 5 s.
+        UnavailableError: The server does not answer.
+        NotPermittedError: This role may not drop the index.
     """
     definitions = set(map(definition_of, statements))
 

@@ -28,8 +28,11 @@ _LENGTH = struct.Struct(">i")
 def split(data: bytes) -> list[Fields]:
     """Decode rows in COPY's binary form without its header and trailer.
 
+    The data must end with a whole row: it is not checked.
+
     Returns:
-        For each field, its values in all rows; empty without rows.
+        For each field, its values in all rows; empty without rows. An array of bytes if each field
+        has one length above 0 in all rows; else lists, in which None is NULL.
     """
     if not data:
         return []
@@ -89,7 +92,7 @@ def vectors(column: Fields, ids: Sequence[str], where: str) -> Vectors:
         where: Name of the table in the error.
 
     Returns:
-        float32 [n, dim].
+        float32 [n, dim]. Copies of the data; [0, m] without rows. NaN passes.
 
     Raises:
         InvalidInputError: Their dimensions differ.
@@ -114,10 +117,12 @@ def parsed(data: bytes, where: str) -> Rows:
     """Decode rows of a key as text, a vector, and other fields.
 
     The other fields of a row, joined, become its value in `Rows.versions`. A field that may be NULL
-    must be last.
+    must be last. No data gives no rows, of dimension 0. `Rows.keys` is empty. No key and no vector
+    may be NULL.
 
     Raises:
         InvalidInputError: The vectors have several dimensions.
+        UnicodeDecodeError: A key is no UTF-8.
     """
     if not data:
         return Rows([], np.empty((0, 0), np.float32))
@@ -132,7 +137,8 @@ def products_of(data: bytes) -> tuple[list[str], Vectors]:
     """Decode rows of a key as text and a result of pgvector's <#>, the negative inner product.
 
     Returns:
-        The keys, and the inner products, float32 [n].
+        The keys, and the inner products, float32 [n]. Both are empty without data. No product may
+        be NULL.
     """
     if not data:
         return [], np.empty(0, np.float32)
@@ -144,9 +150,14 @@ def products_of(data: bytes) -> tuple[list[str], Vectors]:
 def packed(*fields: Sequence[bytes] | Packable) -> bytes:
     """Encode rows in COPY's binary form, without its header and trailer.
 
+    Vectors of float32 become `vector`, those of float16 `halfvec`.
+
     Args:
         fields: For each field, its values in all rows, without NULLs; at least one row. An array
             [n, dim] becomes one vector a row, or a halfvec if it is float16.
+
+    Raises:
+        ValueError: The fields have different numbers of rows.
     """
     values = [_vectors(one) if isinstance(one, np.ndarray) else _values(one) for one in fields]
     if not all(isinstance(one, np.ndarray) for one in values):
@@ -181,8 +192,12 @@ def _vectors(vectors: Packable) -> NDArray[np.void]:
 def update_passes(versions: Sequence[object], vectors: Vectors) -> Iterator[bytes]:
     """Encode the rows of an UPDATE in passes (see PASSES).
 
+    The vectors are encoded as float32, whatever the type of the column is. A pass has at most one
+    row in PASSES of each page.
+
     Args:
-        versions: For each row, 14 bytes: place (tid), writer (xid) and relation (oid).
+        versions: For each row, 14 bytes: place (tid), writer (xid) and relation (oid). All are
+            bytes; see `Rows.versions`.
         vectors: Their new vectors, float32 [n, dim].
 
     Yields:

@@ -38,11 +38,17 @@ T = TypeVar("T")
 
 
 class ThreadConnections:
-    """Each stays open for its thread's next use: making one takes the server longer than reading a
-    thousand rows. All end with this object. A process that is forked makes connections of its own:
-    on one that two share, each gets the other's answers.
+    """Lend each thread a connection of its own, which stays open for the thread's next use.
 
-    `name`: what errors speak of.
+    Opening one takes the server longer than reading a thousand rows. All close with this object. A
+    forked process opens connections of its own: on a shared one, each process would get answers to
+    the other's queries.
+
+    Connecting happens at the first use.
+
+    Args:
+        address: Address as libpq takes it, without a password.
+        name: Name of the table in errors.
     """
 
     def __init__(self, address: str, name: str) -> None:
@@ -53,11 +59,19 @@ class ThreadConnections:
         processes.watch_forks(self)
 
     def before_fork(self) -> None:
-        """Hold the lock while the process forks, so that the child gets a consistent state."""
+        """Hold the lock while the process forks, so that the child gets a consistent state.
+
+        It waits until no other thread looks up a connection.
+        """
         self._lock.acquire()
 
     def after_fork(self, child: bool) -> None:
-        """Release the lock in the process that called fork."""
+        """Release the lock after a fork, and forget the connections in the child without closing
+        them.
+
+        Args:
+            child: Whether this is the new process.
+        """
         if child:
             # Not closed, which would end the parent's: psycopg lets go of the socket alone.
             self._open.clear()
@@ -67,8 +81,13 @@ class ThreadConnections:
     def lend(self) -> Iterator[Any]:
         """Lend this thread's connection for the block, and close it if it breaks.
 
+        Blocks of one thread that are nested share the connection. Other errors than
+        UnavailableError leave it open.
+
         Raises:
-            NobackfillError: As `translate_errors`.
+            NobackfillError: As `translate_errors`. PostgreSQL refuses a statement of the block; see
+                `translate_errors`. Other errors of the block pass through.
+            UnavailableError: The server does not answer, or the connection broke.
         """
         connection = self._lasting()
         try:
@@ -81,7 +100,12 @@ class ThreadConnections:
     def read(self, ask: Callable[[Any], T]) -> T:
         """Return the result of `ask`, called with this thread's connection.
 
-        It is called a second time, with a new connection, if the server was restarted.
+        It is called a second time, with a new connection, if the first one broke, as after a
+        restart of the server.
+
+        Raises:
+            UnavailableError: The server does not answer the second time either.
+            NobackfillError: PostgreSQL refuses a statement; see `translate_errors`.
         """
         try:
             with self.lend() as connection:
@@ -104,7 +128,14 @@ class ThreadConnections:
         return kept
 
     def connect(self) -> Any:
-        """Return a new connection, which the caller closes. Raises our errors for PostgreSQL's."""
+        """Return a new connection, which the caller closes. Each statement commits by itself.
+
+        Raises:
+            UnavailableError: The server does not answer.
+            NotPermittedError: The password is wrong, or missing rights.
+            NotFoundError: There is no such database.
+            InvalidInputError: libpq cannot read the address.
+        """
         with translate_errors(self._name):
             return psycopg.connect(
                 self._address,
@@ -115,7 +146,7 @@ class ThreadConnections:
             )
 
     def close(self) -> None:
-        """End them."""
+        """Close the connections of all threads. A later use opens new ones."""
         with self._lock:
             _end(self._open)
 
@@ -148,6 +179,15 @@ def translate_errors(name: str) -> Iterator[None]:
 
     The message has the first line of PostgreSQL's own, but no part of an address that libpq cannot
     parse: it may hold a password.
+
+    The first class counts: BusyError for a lock, a deadlock or a serialisation failure;
+    NotPermittedError for missing rights or a wrong password; CannotWriteError for a full disk or a
+    read-only transaction; NotFoundError for a missing table or database. Then UnavailableError for
+    every other operational error, such as no answer, and InvalidInputError for the rest. Other
+    errors than psycopg's pass through.
+
+    Args:
+        name: Name of the table, at the start of the message.
     """
     try:
         yield
@@ -251,19 +291,37 @@ class ColumnIndex:
 
 
 def definition_of(statement: str) -> str:
-    """Return the part of a CREATE INDEX that begins with the access method."""
+    """Return the part of a CREATE INDEX that begins with the access method.
+
+    Returns:
+        Empty if the statement has no USING.
+    """
     return statement.partition(" USING ")[2]
 
 
 class SourceTable:
-    """A table at `address` (libpq's; passwords belong into ~/.pgpass or PGPASSWORD).
+    """A table of PostgreSQL with pgvector, at an address.
 
-    `name` may have a schema ("public.documents"); `key`: a column without equal or empty values,
-    None for the primary key; `where`: the condition of the rows to read, None for all. Statements
+    The constructor connects and reads the catalogue; it writes nothing. Statements of its methods
     know {table}, {here} (with its schema), {key}, {equals} (the key's), {same} (a vector's) and
-    {chosen} (the condition, in which columns have no table's name before them); other braces are
-    filled from names (sql.Identifier) and values. Raises UnavailableError, NotFoundError,
-    InvalidInputError.
+    {chosen} (the condition, in which columns have no table's name before them). Other braces are
+    filled from names (sql.Identifier) and values.
+
+    Every method that reads the database may raise UnavailableError (no answer) and the other errors
+    of `translate_errors`.
+
+    Args:
+        address: Address as libpq takes it. Put passwords in ~/.pgpass or PGPASSWORD.
+        name: Name of the table; it may have a schema, as "public.documents".
+        key: Column without equal or empty values; None for the primary key.
+        where: Condition of the rows to read, in SQL; None for all.
+
+    Raises:
+        UnavailableError: The server does not answer.
+        NotPermittedError: The password is wrong, or rights are missing.
+        NotFoundError: There is no such table or database.
+        InvalidInputError: It is no plain or partitioned table, it has no such key, PostgreSQL
+            refuses the condition, or libpq cannot read the address.
     """
 
     def __init__(self, address: str, name: str, key: str | None, where: str | None = None) -> None:
@@ -340,11 +398,17 @@ class SourceTable:
         return None if found is None else str(found)
 
     def of_pgvector(self, name: str) -> sql.Identifier:
-        """Return the name of a type, function or operator class of pgvector in statements."""
+        """Return the name of a type, function or operator class of pgvector in statements.
+
+        It has a schema only if pgvector's is not on the search path. The name is not checked.
+        """
         return sql.Identifier(*filter(None, (self.pgvector, name)))
 
     def operator(self, sign: LiteralString) -> sql.Composable:
-        """Return an operator of pgvector in statements."""
+        """Return an operator of pgvector in statements.
+
+        It has a schema only if pgvector's is not on the search path.
+        """
         if self.pgvector is None:
             return sql.SQL(sign)
         return sql.SQL("OPERATOR({}.{})").format(sql.Identifier(self.pgvector), sql.SQL(sign))
@@ -474,7 +538,13 @@ class SourceTable:
         return sql.SQL("OPERATOR({}.=)").format(sql.Identifier(schema))
 
     def triggers(self, function: sql.Identifier) -> "Triggers":
-        """Return what calls a trigger function of ours on this table and its partitions."""
+        """Return what calls a trigger function of ours on this table and its partitions.
+
+        `body` is None where the function does not exist; its triggers are then empty.
+
+        Raises:
+            UnavailableError: The server does not answer.
+        """
         query: LiteralString = (
             "SELECT (SELECT prosrc FROM pg_proc WHERE oid = to_regproc({function})), "
             "array_agg(tgenabled::text) FILTER (WHERE tgrelid = to_regclass({relation})), "
@@ -488,7 +558,12 @@ class SourceTable:
         return {"function": function.as_string(), "relation": self._known["here"].as_string()}
 
     def trigger_name(self, old: str, new: str) -> str:
-        """Return the name of the triggers for an old and a new column, unique to the pair."""
+        """Return the name of the triggers for an old and a new column, unique to the pair.
+
+        Returns:
+            "nobackfill_" and 16 hexadecimal digits. Another schema or table name gives another
+            name.
+        """
         pair = f"{self.schema}\0{self.relation}\0{old}\0{new}".encode()
         return f"nobackfill_{hashlib.sha256(pair).hexdigest()[:16]}"
 
@@ -502,9 +577,15 @@ class SourceTable:
         )
 
     def heir(self) -> str | None:
-        """The table's owner, where that is another role to whom what is made here can be given: so
-        nobody who may write to the table gets this role's rights by a trigger. One whom its
-        policies bind (FORCE ROW LEVEL SECURITY) would not see every row."""
+        """Return the owner of the table, if objects that this role creates should be given to the
+        owner.
+
+        Then a role that may write to the table does not get this role's rights by a trigger.
+
+        None if this role is the owner, if FORCE ROW LEVEL SECURITY binds the owner (it would not
+        see every row), or if the owner may not create objects in the schema and this role is no
+        superuser.
+        """
         name: str | None = self.one(
             "SELECT pg_get_userbyid(relowner) FROM pg_class WHERE oid = to_regclass({quoted}) "
             "AND relowner <> current_user::regrole AND NOT relforcerowsecurity "
@@ -516,13 +597,19 @@ class SourceTable:
 
     @property
     def unlogged(self) -> bool:
-        """Tell whether the table's rows are not in the write-ahead log."""
+        """Tell whether the table's rows are not in the write-ahead log.
+
+        Such a table is empty after a crash of the server. It asks the server at each call.
+        """
         return bool(
             self.one("SELECT relpersistence = 'u' FROM pg_class WHERE oid = {oid}", oid=self.oid)
         )
 
     def referable(self) -> bool:
-        """Tell whether a foreign key may reference the key."""
+        """Tell whether a foreign key may reference the key.
+
+        That needs a valid unique index of the key alone, without a condition and not deferrable.
+        """
         return bool(
             self.one(
                 "SELECT EXISTS (SELECT FROM pg_index JOIN pg_attribute ON attrelid = indrelid "
@@ -535,7 +622,13 @@ class SourceTable:
         )
 
     def dims(self, column: str) -> dict[int, int]:
-        """Count the rows by the dimension of their vector."""
+        """Count the rows of the condition by the dimension of their vector, the most frequent
+        first; rows without a vector do not count.
+
+        Raises:
+            InvalidInputError: There is no such column, or it has no vectors.
+            UnavailableError: The server does not answer.
+        """
         return dict(
             self.all(
                 "SELECT {dims}({column}::{vector}), count(*) FROM {table} "
@@ -553,7 +646,10 @@ class SourceTable:
         return self.text("CREATE INDEX CONCURRENTLY ON {here} USING ")
 
     def generated(self, column: str) -> bool:
-        """Return whether PostgreSQL computes a column."""
+        """Return whether PostgreSQL computes a column.
+
+        False for an unknown column.
+        """
         return bool(
             self.one(
                 "SELECT attgenerated <> '' FROM pg_attribute "
@@ -564,10 +660,17 @@ class SourceTable:
         )
 
     def changed_text(self, column: str | None) -> sql.Composed:
-        """The rest of a trigger's condition: OR another value in a column, or in one of those that
-        the condition of the rows reads, byte by byte.
+        """Return the rest of a trigger's condition: OR another value in a column, or in one of
+        those that the condition of the rows reads, byte by byte.
 
-        None is no column. Raises InvalidInputError where the table has no such column.
+        Each column is compared once. It is empty if there is no column to compare.
+
+        Args:
+            column: Name of the column; None for none beyond those of the condition.
+
+        Raises:
+            InvalidInputError: The table had no such column when this object was made or last
+                changed it.
         """
         if column is not None and column not in self.columns:
             raise InvalidInputError(
@@ -589,6 +692,10 @@ class SourceTable:
         Args:
             column: Name of the column.
             of: Another table that has it; None for this table and its partitions.
+
+        Returns:
+            Sorted by operator class, each pair once; invalid indexes count. Empty without an index
+            or for an unknown column.
         """
         every = self.every_index(column, of)
         if self.where is not None and of is None:
@@ -599,8 +706,14 @@ class SourceTable:
     def every_index(
         self, column: str, of: sql.Identifier | None = None
     ) -> list[tuple[str, str, str | None]]:
-        """Return operator class, expression and condition of each index that reads a column; `of`
-        is that of `indexes`."""
+        """Return operator class, expression and condition of each index that reads a column.
+
+        The condition is None without one. The order is by these three, and equal indexes come once.
+
+        Args:
+            column: Name of the column.
+            of: Another table that has it; None for this table and its partitions.
+        """
         # PostgreSQL writes conditions in the words of `where`.
         read = self.all if self.where is None else self.described
         return read(
@@ -618,7 +731,11 @@ class SourceTable:
         )
 
     def column_indexes(self, relation: sql.Identifier, column: str) -> list["ColumnIndex"]:
-        """Return the indexes of a relation that read a column, also in an expression."""
+        """Return the indexes of a relation that read a column, also in an expression.
+
+        They are sorted by name. Indexes of partitions are not among them. A missing relation has
+        none.
+        """
         found = self.described(
             "SELECT DISTINCT indexrelid::regclass::text, pg_get_indexdef(indexrelid), indisvalid, "
             "relkind = 'I' FROM pg_index JOIN pg_class c ON c.oid = indexrelid JOIN pg_depend "
@@ -639,12 +756,13 @@ class SourceTable:
         self, purpose: Literal["flip", "migrate"], busy: str, *, wait: float = 0.0
     ) -> Iterator[Callable[[], None]]:
         """Keep other holders of a lock on this table out for the block; readers and writers of the
-        table do not notice it.
+        table do not notice it. It opens a connection of its own for the block, and the end of the
+        process frees the lock.
 
         Args:
             purpose: Name of the lock.
             busy: The error's sentence where another session holds the lock.
-            wait: Seconds to wait for that session.
+            wait: Seconds to wait for that session. 0 tries once; attempts are 0.1 s apart.
 
         Yields:
             A function that raises UnavailableError where the server has ended the lock's session,
@@ -652,6 +770,8 @@ class SourceTable:
 
         Raises:
             BusyError: Another session holds the lock.
+            UnavailableError: The server does not answer.
+            NobackfillError: Connecting fails otherwise, as `connect` says.
         """
         digest = hashlib.sha256(f"nobackfill {purpose} {self.oid}".encode()).digest()
         deadline = time.monotonic() + wait
@@ -688,7 +808,11 @@ class SourceTable:
             yield check
 
     def on_update(self) -> list[str]:
-        """Return the owner's triggers that an update of a new column fires, also of partitions."""
+        """Return the owner's triggers that an update of a new column fires, also of partitions.
+
+        Names are quoted and sorted. Triggers of single columns, disabled ones and those of
+        nobackfill are not among them.
+        """
         found = self.all(
             "SELECT DISTINCT quote_ident(tgname) FROM pg_trigger JOIN pg_proc p ON p.oid = tgfoid "
             "WHERE (tgrelid = {oid} OR tgrelid IN "
@@ -701,7 +825,10 @@ class SourceTable:
         return [name for (name,) in found]
 
     def has_column(self, name: str) -> bool:
-        """Tell whether the table has a column of this name now."""
+        """Tell whether the table has a column of this name now.
+
+        It asks the server, so that it also sees what others have changed; `columns` does not.
+        """
         query: LiteralString = (
             "SELECT EXISTS (SELECT FROM pg_attribute WHERE attrelid = {oid} AND attname = {name} "
             "AND NOT attisdropped)"
@@ -709,14 +836,20 @@ class SourceTable:
         return bool(self.one(query, oid=self.oid, name=name))
 
     def comment(self, column: str) -> str | None:
-        """Read the owner's comment of a column, without the part that carrying wrote."""
+        """Read the owner's comment of a column, without the part that carrying wrote. None without
+        a comment or without such a column.
+        """
         comment = self._comment(column)
         if comment and parse_mark(comment):
             comment = comment.rpartition("\n")[0]
         return comment or None
 
     def obstacles(self, column: str) -> list[str]:
-        """Name in sentences what keeps another column from taking the place of a column."""
+        """Name in sentences what keeps another column from taking the place of a column: a domain
+        with conditions, or an inherited column.
+
+        Empty if nothing does, or if there is no such column.
+        """
         domains = self.all(
             "SELECT t.oid::regtype::text, concat_ws(', ', "
             "CASE WHEN typnotnull THEN 'NOT NULL' END, "
@@ -753,11 +886,16 @@ class SourceTable:
         return sentences
 
     def mark(self, column: str) -> str | None:
-        """Return the digest of the map of a new column, from its comment; None without one."""
+        """Return the digest of the map of a new column, from its comment; None without one.
+
+        None too for an unknown column.
+        """
         return self.comment_facts(column).get("nobackfill")
 
     def comment_facts(self, column: str) -> dict[str, str]:
-        """Return the facts that `note` wrote into the comment of a column; {} for none."""
+        """Return the facts that `note` wrote into the comment of a column; {} if there is none, or
+        no such column.
+        """
         return parse_mark(self._comment(column))
 
     def _comment(self, column: str) -> str | None:
@@ -770,7 +908,11 @@ class SourceTable:
         return comment
 
     def window_condition(self, window: Window, of: str) -> sql.Composable:
-        """Return the condition of a window on the key of a table with the alias `of`."""
+        """Return the condition of a window on the key of a table with the alias `of`.
+
+        The lower bound is exclusive, the upper one inclusive; without bounds it is "true". Nothing
+        is sent.
+        """
         bounds = [(sql.SQL(">"), window.lower), (sql.SQL("<="), window.upper)]
         key = sql.Identifier(of, self.key)
         conditions = [
@@ -781,11 +923,19 @@ class SourceTable:
         return sql.SQL(" AND ").join([sql.SQL("true"), *conditions])
 
     def composed(self, query: LiteralString, **parts: object) -> sql.Composed:
-        """Compose a statement; a part that is no SQL object becomes a literal."""
+        """Compose a statement; a part that is no SQL object becomes a literal.
+
+        Raises:
+            KeyError: A name in braces has no value.
+        """
         return sql.SQL(query).format(**self._known, **parts)
 
     def text(self, query: LiteralString, **parts: object) -> str:
-        """Compose a statement as text, for the owner to run."""
+        """Compose a statement as text, for the owner to run.
+
+        Raises:
+            KeyError: A name in braces has no value.
+        """
         return self.composed(query, **parts).as_string()
 
     def described(self, query: LiteralString, **parts: object) -> list[Any]:
@@ -794,18 +944,21 @@ class SourceTable:
         The query runs in a transaction that is rolled back.
 
         Raises:
-            NobackfillError: As `translate_errors`.
+            NobackfillError: PostgreSQL refuses the query, or does not answer; see
+                `translate_errors`.
         """
         with self.connected() as changes, changes.attempt():
             changes.run("SET LOCAL search_path = pg_catalog")
             return changes.all(query, **parts)
 
     def accepts(self, statements: Sequence[str]) -> bool:
-        """Return whether PostgreSQL runs statements. They are rolled back.
+        """Return whether PostgreSQL runs statements. They run in one transaction, which is rolled
+        back; locks that they take are held until then. No statements give True.
 
         Raises:
-            NobackfillError: As `translate_errors`; a statement that PostgreSQL refuses as invalid,
-                or whose object is missing, gives False instead.
+            NobackfillError: Another error of `translate_errors`, such as BusyError,
+                NotPermittedError or UnavailableError; a statement that PostgreSQL refuses as
+                invalid, or whose object is missing, gives False instead.
         """
         try:
             with self.connected() as changes, changes.attempt():
@@ -816,7 +969,12 @@ class SourceTable:
         return True
 
     def every_row_is_seen(self) -> None:
-        """Raise NotPermittedError if row-level security may hide rows from this role."""
+        """Check that row-level security hides no row from this role.
+
+        Raises:
+            NotPermittedError: It may hide some. The message names the statement that helps.
+            UnavailableError: The server does not answer.
+        """
         role = self.one(
             "SELECT current_user::text WHERE row_security_active({oid}::oid)", oid=self.oid
         )
@@ -832,8 +990,14 @@ class SourceTable:
     ) -> list[Any]:
         """Return all rows of a query, in the same transaction as a statement before it.
 
+        If the connection broke, both run a second time on a new one.
+
+        Args:
+            setting: The statement before it, as SET LOCAL; None for none.
+
         Raises:
-            NobackfillError: As `translate_errors`.
+            NobackfillError: PostgreSQL refuses a statement, or does not answer; see
+                `translate_errors`.
         """
 
         def ask(connection: Any) -> list[Any]:
@@ -846,14 +1010,20 @@ class SourceTable:
         return self._connections.read(ask)
 
     def close(self) -> None:
-        """Close all connections."""
+        """Close the connections of all threads; a later query opens new ones."""
         self._connections.close()
 
     def all(self, query: LiteralString, *, binary: bool = False, **parts: object) -> list[Any]:
         """Return all rows of a query.
 
+        If the connection broke, the query runs a second time on a new one.
+
+        Args:
+            binary: Whether PostgreSQL sends values in its binary form.
+
         Raises:
-            NobackfillError: As `translate_errors`.
+            NobackfillError: PostgreSQL refuses the query, or does not answer; see
+                `translate_errors`.
         """
 
         def ask(connection: Any) -> list[Any]:
@@ -866,8 +1036,11 @@ class SourceTable:
     def copied(self, query: LiteralString, **parts: object) -> bytes:
         """Return all rows in COPY's binary form, without its header and trailer.
 
+        If the connection broke, the query runs a second time. No rows give b"".
+
         Raises:
-            NobackfillError: As `translate_errors`.
+            NobackfillError: PostgreSQL refuses the query, or does not answer; see
+                `translate_errors`.
         """
         statement = sql.SQL("COPY ({}) TO STDOUT (FORMAT BINARY)").format(
             self.composed(query, **parts)
@@ -880,13 +1053,26 @@ class SourceTable:
         return self._connections.read(ask)
 
     def one(self, query: LiteralString, **parts: object) -> Any:
-        """Return the first value of the first row; None without rows."""
+        """Return the first value of the first row; None without rows.
+
+        Raises:
+            NobackfillError: PostgreSQL refuses the query, or does not answer; see
+                `translate_errors`.
+        """
         rows = self.all(query, binary=False, **parts)
         return rows[0][0] if rows else None
 
     @contextmanager
     def changing(self) -> Iterator["Changes"]:
-        """Run one transaction. Raises BusyError where others hold the table longer than 5 s."""
+        """Run the block in one transaction on this thread's connection.
+
+        It commits at the end, rolls back on an error, and then reads the columns again.
+
+        Raises:
+            BusyError: Others hold the table longer than 5 s, or a deadlock ended the transaction.
+            UnavailableError: The server does not answer; it may have committed.
+            NobackfillError: PostgreSQL refuses a statement; see `translate_errors`.
+        """
         with self.connected() as changes, changes.transaction():
             yield changes
         self.columns = self._columns()
@@ -897,8 +1083,20 @@ class SourceTable:
         steps: Callable[[], list[str]],
         last_step: Callable[["Changes"], object] | None = None,
     ) -> Iterator[None]:
-        """One transaction in which nobody else reads or writes the table, and at whose end `steps`
-        gives what to run; then `last_step` makes its changes. Raises as `changing`."""
+        """Run the block in one transaction in which no other session reads or writes the table.
+
+        It commits after the last step. An error in the block or in a step rolls everything back and
+        frees the table.
+
+        Args:
+            steps: Called after the block; returns the statements to run, in their order.
+            last_step: Called after them, to change more; None for no more changes.
+
+        Raises:
+            BusyError: Others hold the table longer than 5 s, or a deadlock ended the transaction.
+            UnavailableError: The server does not answer; it may have committed.
+            NobackfillError: PostgreSQL refuses a statement; see `translate_errors`.
+        """
         with self.changing() as changes:
             # At once: a weaker lock that grows would meet readers that are about to write.
             changes.run("LOCK TABLE {table} IN ACCESS EXCLUSIVE MODE")
@@ -910,29 +1108,49 @@ class SourceTable:
                 last_step(changes)
 
     def run_alone(self, statement: str) -> None:
-        """Run a statement that PostgreSQL refuses inside a transaction."""
+        """Run a statement that PostgreSQL refuses inside a transaction.
+
+        It commits by itself and has no time limit.
+
+        Raises:
+            NobackfillError: PostgreSQL refuses it, or does not answer; see `translate_errors`.
+        """
         with self.connected() as changes:
             changes.run_text(statement)
 
     @contextmanager
     def connected(self) -> Iterator["Changes"]:
-        """Lend one connection for several transactions, which must not change the columns."""
+        """Lend one connection for several transactions, which must not change the columns. It is
+        this thread's connection, which stays open.
+
+        Raises:
+            UnavailableError: The server does not answer, or the connection broke.
+            NobackfillError: PostgreSQL refuses a statement of the block; see `translate_errors`.
+        """
         with self._connections.lend() as connection:
             yield Changes(self, connection)
 
 
 class Changes:
-    """Statements of one connection."""
+    """Statements of one connection.
+
+    Its methods raise psycopg's errors; `SourceTable.connected`, which made it, translates them at
+    the end of its block.
+    """
 
     def __init__(self, table: SourceTable, connection: Any) -> None:
         self._table, self._connection = table, connection
 
     @contextmanager
     def transaction(self, wait: str = _LOCK_WAIT) -> Iterator[None]:
-        """Run a transaction to the end of the block.
+        """Run the block in a transaction, which commits at its end and rolls back on an error.
+
+        Args:
+            wait: Longest time to wait for one lock, as PostgreSQL writes it: "5s".
 
         Raises:
-            BusyError: Others hold a lock for longer than `wait`.
+            psycopg.errors.LockNotAvailable: Others hold a lock for longer; BusyError outside of the
+                connection's block.
         """
         with self._connection.transaction():
             self.run("SET LOCAL lock_timeout = {wait}", wait=wait)
@@ -940,12 +1158,15 @@ class Changes:
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
-        """Run a transaction and roll it back at the end of the block."""
+        """Run a transaction and roll it back at the end of the block.
+
+        It has no time limit for locks.
+        """
         with self._connection.transaction(force_rollback=True):
             yield
 
     def run(self, query: LiteralString, **parts: object) -> int:
-        """Run a statement, and return the number of its rows."""
+        """Run a statement, and return the number of its rows; -1 where the statement has none."""
         return int(self._connection.execute(self._table.composed(query, **parts)).rowcount)
 
     def all(self, query: LiteralString, **parts: object) -> list[Any]:
@@ -959,7 +1180,10 @@ class Changes:
         self._connection.cursor(binary=True).execute(statement.encode())
 
     def run_text(self, statement: str) -> None:
-        """Run a statement that is already text."""
+        """Run a statement that is already text.
+
+        It may be several statements.
+        """
         self._connection.execute(statement.encode())
 
     def watch(
@@ -970,8 +1194,8 @@ class Changes:
         content: sql.Composable,
         **names: sql.Identifier,
     ) -> str | None:
-        """Make a trigger function and triggers of the table that call it, in replication, too, if
-        they are not there already.
+        """Make a trigger function and triggers of the table that call it, also in replication.
+        Nothing changes if all of them are there and enabled.
 
         A function of an earlier commit is dropped with its triggers. So is one that somebody else
         has made: replaced, it would stay theirs.
@@ -980,6 +1204,7 @@ class Changes:
             body: The function's source.
             triggers: When each trigger fires, by its name.
             names: Identifiers for the statements; `function` is the function.
+            content: SQL that each trigger's event may contain as {content}.
 
         Returns:
             The digest of the triggers (see `Triggers`): a flip needs them to be the same still.
@@ -1011,11 +1236,16 @@ class Changes:
         return self._table.triggers(names["function"]).digest
 
     def forget_watchers(self, **names: sql.Identifier) -> None:
-        """Drop trigger functions of ours that empty the column `new` and have another name than
-        `function`: they were made before the table, its schema or the old column was renamed.
+        """Drop trigger functions of nobackfill, with their triggers, that empty the column `new`
+        and have another name than `function`: they were made before the table, its schema or the
+        old column was renamed.
 
-        So are functions that empty no column of the table: the new column was renamed, and each
-        change of an old vector fails."""
+        It also drops functions that empty no column of the table: the new column was renamed, and
+        each change of an old vector fails.
+
+        Args:
+            names: Identifiers; `new` is the new column, `function` the present function.
+        """
         found = self.all(
             "SELECT DISTINCT p.oid::regprocedure::text FROM pg_trigger t "
             "JOIN pg_proc p ON p.oid = tgfoid WHERE tgrelid = {oid} "
@@ -1032,8 +1262,15 @@ class Changes:
             self.run("DROP FUNCTION {named} CASCADE", named=sql.SQL(function))
 
     def owned(self, kind: LiteralString, name: sql.Composable) -> None:
-        """Give the made object to the table's owner, and to nobody else, whatever default
-        privileges gave. `kind`: TABLE or FUNCTION."""
+        """Give a new object to the table's owner (see `SourceTable.heir`), and revoke every other
+        grant that default privileges gave.
+
+        Without an heir only the grants are revoked.
+
+        Args:
+            kind: TABLE or FUNCTION.
+            name: Name of the object in statements.
+        """
         names = {"kind": sql.SQL(kind), "name": name}
         heir = self._table.heir()
         if heir is not None:
@@ -1053,7 +1290,11 @@ class Changes:
             )
 
     def copy(self, into: sql.Identifier, rows: bytes) -> None:
-        """Insert rows in COPY's binary form into a table."""
+        """Insert rows in COPY's binary form into a table.
+
+        The rows have no header or trailer. It returns once the server has them all; the transaction
+        decides whether they stay.
+        """
         statement = sql.SQL("COPY {} FROM STDIN (FORMAT BINARY)").format(into)
         with self._connection.cursor() as cursor, cursor.copy(statement) as copy:
             # At once: a call of psycopg's a row takes longer than the server does.
@@ -1081,13 +1322,23 @@ def stale_sentence(place: str, confirmation: str | None) -> str:
 
 
 def note(owners: str | None = None, **facts: str | None) -> str:
-    """A comment of ours, of what is known. `owners`: the owner's comment, which precedes it."""
+    """Write a comment of a column or table that records facts of new vectors, as JSON in its last
+    line.
+
+    Args:
+        owners: The owner's comment, which precedes it; None or empty for none.
+        facts: Values by name; None is left out.
+    """
     ours = json.dumps({name: one for name, one in facts.items() if one is not None})
     return f"{owners}\n{ours}" if owners else ours
 
 
 def parse_mark(comment: object) -> dict[str, str]:
-    """Return what `note` wrote into the last line of a comment; {} where somebody else wrote it."""
+    """Return the facts that `note` wrote into the last line of a comment.
+
+    {} where another program wrote the comment, or where it is None. Unknown names are left out, and
+    every value becomes text.
+    """
     try:
         found = json.loads(str(comment).rpartition("\n")[2])
         return {name: str(found[name]) for name in _SAID if name in found}

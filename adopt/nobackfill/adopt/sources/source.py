@@ -135,6 +135,9 @@ class TargetVectors(Protocol):
     """The new vectors in a store, which `Source.open_target` creates or opens.
 
     An item that is deleted from the source loses its new vector.
+
+    Every method may also raise UnavailableError (the store's server does not answer),
+    NotPermittedError (it refuses the user) and InvalidInputError (a file is damaged).
     """
 
     @property
@@ -143,6 +146,9 @@ class TargetVectors(Protocol):
 
     def pending(self, window: Window) -> Rows:
         """Read the old vectors of a window whose new vector is missing or stale.
+
+        Returns:
+            Rows in the order of the keys; none after all are written.
 
         Raises:
             InvalidInputError: Vectors of the window have several dimensions.
@@ -159,18 +165,36 @@ class TargetVectors(Protocol):
 
         Raises:
             CannotWriteError: The disk is full, or the store cannot be written.
+            UnavailableError: The server does not answer.
+            InvalidInputError: The vectors have another dimension than the target.
         """
 
     def read(self, window: Window) -> Rows:
-        """Read the new vectors of a window; items without one are left out."""
+        """Read the new vectors of a window; items without one are left out.
+
+        Raises:
+            InvalidInputError: A file is damaged.
+            UnavailableError: The server does not answer.
+        """
 
     def count(self) -> int:
-        """Count the items that have a new vector."""
+        """Count the items that have a new vector.
+
+        Raises:
+            UnavailableError: The server does not answer.
+        """
 
     def finish(self) -> list[str]:
         """Complete the new vectors, and return sentences or statements by which the owner flips.
 
         The caller has written all rows. May be repeated.
+
+        Returns:
+            Empty if the store has flipped already.
+
+        Raises:
+            CannotWriteError: The store cannot be written.
+            UnavailableError: The server does not answer.
         """
 
 
@@ -197,10 +221,15 @@ class Flippable(TargetVectors, Protocol):
         Raises:
             BusyError: Another flip is under way.
             InvalidInputError: The store cannot flip to these vectors, or refuses an index.
+            UnavailableError: The server does not answer.
         """
 
     def owner_tasks(self) -> list[str]:
-        """Return sentences that name the owner's tasks after the flip; empty if there are none."""
+        """Return sentences that name the owner's tasks after the flip; empty if there are none.
+
+        Raises:
+            UnavailableError: The server does not answer.
+        """
 
     def flip(self) -> AbstractContextManager[None]:
         """Lock the store against other writers for the block, and flip at its end.
@@ -211,6 +240,7 @@ class Flippable(TargetVectors, Protocol):
         Raises:
             BusyError: Others hold the store for too long; nothing has changed.
             InvalidInputError: An item would lose its vector; nothing has changed.
+            UnavailableError: The server does not answer; it may have flipped.
         """
 
 
@@ -222,10 +252,21 @@ class ReadById(TargetVectors, Protocol):
         """Read the old vectors of those items whose new vector is missing or stale.
 
         Unknown ids are left out; the order is arbitrary.
+
+        Raises:
+            InvalidInputError: An id is no value of the key's type, or the vectors have several
+                dimensions.
+            UnavailableError: The server does not answer.
         """
 
     def read_items(self, ids: Sequence[str]) -> Rows:
-        """Read the new vectors of items in any order; items without one are left out."""
+        """Read the new vectors of items in any order; items without one, and unknown ids, are left
+        out.
+
+        Raises:
+            InvalidInputError: An id is no value of the key's type.
+            UnavailableError: The server does not answer.
+        """
 
 
 @runtime_checkable
@@ -237,6 +278,10 @@ class Multiplied(TargetVectors, Protocol):
 
         Returns:
             The ids in the order of `pending`, and the products, float32 [n].
+
+        Raises:
+            InvalidInputError: `probe` has another dimension.
+            UnavailableError: The server does not answer.
         """
 
 
@@ -252,13 +297,17 @@ class Source(Protocol):
         Raises:
             InvalidInputError: The store searches by a metric that is not supported, or its column
                 of vectors cannot be chosen.
+            UnavailableError: The server does not answer.
         """
 
     def count(self) -> int:
         """Count the items that have a vector.
 
+        Files may be read whole for it.
+
         Raises:
-            NobackfillError: The store cannot be read.
+            UnavailableError: The server does not answer.
+            InvalidInputError: A file cannot be read.
         """
 
     def windows(self, rows: int) -> Iterator[Window]:
@@ -267,9 +316,14 @@ class Source(Protocol):
         In a database the last window has no upper end, so that it includes later items. An empty
         database gives one window; files without rows may give none.
 
+        Args:
+            rows: At least 1.
+
         Raises:
-            NobackfillError: The store cannot be read, such as UnavailableError or
-                NotPermittedError.
+            UnavailableError: The server does not answer.
+            NotPermittedError: The server refuses the user, or may hide rows from this role.
+            InvalidInputError: A file cannot be read.
+            IncompatibleSpaceError: Files of one folder record different models.
         """
 
     def read(self, window: Window) -> Rows:
@@ -277,6 +331,7 @@ class Source(Protocol):
 
         Raises:
             InvalidInputError: The vectors have several dimensions, or a file is damaged.
+            UnavailableError: The server does not answer.
         """
 
     def column(self, window: Window, name: str) -> ColumnValues:
@@ -285,6 +340,7 @@ class Source(Protocol):
         Raises:
             InvalidInputError: There is no such column. A store without fixed columns returns no
                 values instead.
+            UnavailableError: The server does not answer.
         """
 
     def open_target(self, target: Target) -> TargetVectors:
@@ -294,6 +350,9 @@ class Source(Protocol):
             AlreadyExistsError: The name belongs to other data, or to vectors with another mark.
             InvalidInputError: The store cannot hold such vectors, or the name is not valid.
             CannotWriteError: The store cannot be written.
+            BusyError: Others hold the store.
+            UnavailableError: The server does not answer.
+            NotPermittedError: The user may not change the store.
         """
 
     def rollback(self, name: str) -> bool:
@@ -302,6 +361,13 @@ class Source(Protocol):
         Returns:
             False, and nothing changes, if `open_target` did not create vectors of this name, or a
             flip has given them the name of the old ones.
+
+        Raises:
+            BusyError: Others hold the store.
+            InvalidInputError: Another object depends on the vectors, or the name is not valid.
+            CannotWriteError: The store cannot be written.
+            UnavailableError: The server does not answer.
+            NotPermittedError: The user may not change the store.
         """
 
 
@@ -310,18 +376,28 @@ class WarningSource(Source, Protocol):
     """A source that predicts the side effects of writing new vectors."""
 
     def warnings(self, to: str) -> list[str]:
-        """Return sentences about side effects of writing vectors under a name; empty if none."""
+        """Return sentences about side effects of writing vectors under a name; empty if none.
+
+        Raises:
+            UnavailableError: The server does not answer.
+        """
 
     def obstacles(self, target: Target) -> list[str]:
         """Return sentences about obstacles to a flip to `target`; empty if the store can flip.
 
         The target need not exist; nothing is written.
+
+        Raises:
+            UnavailableError: The server does not answer.
         """
 
 
 @runtime_checkable
 class Reversible(Source, Protocol):
     """A source whose store preserves the old vectors after a flip, and can restore their name.
+
+    Every method may also raise UnavailableError (the store's server does not answer) and
+    NotPermittedError (the user's rights are missing).
 
     Attributes:
         vector: The column of its vectors.
@@ -334,23 +410,36 @@ class Reversible(Source, Protocol):
         """Return the name of the column or table that a flip renames."""
 
     def count_vectors(self, column: str) -> int:
-        """Count the rows with a vector under a name of new vectors; 0 if there is no such name."""
+        """Count the rows with a vector under a name of new vectors; 0 if there is no such name.
+
+        Raises:
+            UnavailableError: The server does not answer.
+        """
 
     def name_model(self, model: str) -> None:
-        """Write the fingerprint of the model in whose space the vectors are into the store."""
+        """Write the fingerprint of the model in whose space the vectors are into the store.
+
+        An earlier fingerprint is replaced. A source of some rows of a table does nothing.
+
+        Raises:
+            BusyError: Others hold the store.
+            CannotWriteError: The store cannot be written.
+        """
 
     def migration_lock(self) -> AbstractContextManager[Callable[[], None]]:
         """Keep other migrations of the same vectors out for the block, from any working folder.
 
-        The death of the holder frees the lock. Yields a function that raises UnavailableError where
-        the lock was lost meanwhile.
+        It waits up to 3 s for the lock. The death of the holder frees it. Yields a function that
+        raises UnavailableError where the lock was lost meanwhile.
 
         Raises:
             BusyError: Another migration holds the lock.
         """
 
     def read_migration_mark(self, column: str) -> str | None:
-        """Return the mark of new vectors (see Target); None if the name has none."""
+        """Return the mark of new vectors (see Target); None if the name has none, does not exist,
+        or a flip has taken place.
+        """
 
     def flip_mark(self) -> str | None:
         """Return the mark of the source's own vectors; None if no flip put them there."""
@@ -382,6 +471,7 @@ class Reversible(Source, Protocol):
                 depends on the new ones, or the flip was not reversible (see Target).
             NotFoundError: There are no old vectors.
             BusyError: Others hold the store.
+            NotPermittedError: Rows may be hidden from this user.
         """
 
     def drop_old(self) -> None:
@@ -391,6 +481,7 @@ class Reversible(Source, Protocol):
             NotFoundError: There are no old vectors.
             InvalidInputError: Another object of the database still depends on them.
             BusyError: Others hold the store.
+            CannotWriteError: The store cannot be written.
         """
 
 
@@ -399,7 +490,11 @@ class EmbeddedSource(Source, Protocol):
     """A source that `nobackfill embed` may have written."""
 
     def seconds_per_item(self) -> float | None:
-        """Return the measured time to embed an item in seconds; None if it was not measured."""
+        """Return the measured time to embed an item in seconds; None if it was not measured.
+
+        Raises:
+            InvalidInputError: A file cannot be read.
+        """
 
     def reads(self) -> str:
         """Return the role in which the texts were embedded, as `Embedder.reads`; empty if none."""
@@ -410,7 +505,12 @@ class Dimensioned(Source, Protocol):
     """A source whose items may have vectors of several dimensions."""
 
     def dims(self) -> dict[int, int]:
-        """Count the items by the dimension of their vector."""
+        """Count the items by the dimension of their vector; items without one do not count. Every
+        vector may be read.
+
+        Raises:
+            UnavailableError: The server does not answer.
+        """
 
 
 @runtime_checkable
@@ -430,13 +530,30 @@ class Searchable(Source, Protocol):
 
         Raises:
             NotFoundError: There are no new vectors of this name.
+            InvalidInputError: The query has another dimension, or, in some stores, there are no new
+                vectors of this name.
+            UnavailableError: The server does not answer.
         """
 
     def lookup(self, ids: Sequence[str]) -> Rows:
-        """Read old vectors by id. Unknown ids are left out; the order is arbitrary."""
+        """Read old vectors by id. Unknown ids, and items without a vector, are left out; the order
+        is arbitrary.
+
+        Raises:
+            InvalidInputError: The vectors have several dimensions, or an id is no value of the
+                key's type.
+            UnavailableError: The server does not answer.
+        """
 
     def texts(self, ids: Sequence[str], column: str) -> dict[str, str]:
-        """Read another column of items as text, by id; items without a value are left out."""
+        """Read another column of items as text, by id; items without a value are left out.
+
+        Unknown ids are left out, too.
+
+        Raises:
+            InvalidInputError: There is no such column, in a store with fixed columns.
+            UnavailableError: The server does not answer.
+        """
 
     def close(self) -> None:
         """Close the connections of searches; a later search opens them again."""
@@ -444,6 +561,8 @@ class Searchable(Source, Protocol):
 
 def fingerprint_of(*models: str | None) -> str | None:
     """Return the first of some model names that is a fingerprint; None if there is none.
+
+    An empty text counts as a fingerprint.
 
     Args:
         models: Fingerprints, ids of spaces of releases ("sp-…"), or None.
@@ -458,6 +577,8 @@ def same_model(first: str | None, second: str | None, what: str) -> None:
 
     A release's space and a model's fingerprint cannot be compared, so such a pair passes; None is
     an unknown model and passes.
+
+    An empty text counts as a fingerprint.
 
     Args:
         first: Fingerprint or space of the one model.
@@ -532,14 +653,19 @@ LOCK_WAIT = 3.0
 
 @contextmanager
 def lock_by_file(path: Path, name: str) -> Iterator[Callable[[], None]]:
-    """Hold `Reversible.migration_lock` by a lock file next to an embedded store.
+    """Hold `Reversible.migration_lock` by a lock file next to an embedded store. It waits up to 3
+    s.
 
     Args:
         path: The lock file; its holder removes it at the end.
         name: Name of the table in the error.
 
+    Returns:
+        A function that does nothing, because a file's lock cannot be lost.
+
     Raises:
         BusyError: Another migration holds the lock.
+        CannotWriteError: The lock file cannot be created.
     """
     with ExitStack() as locks:
         try:
@@ -551,14 +677,18 @@ def lock_by_file(path: Path, name: str) -> Iterator[Callable[[], None]]:
 
 
 def name_before(column: str) -> str:
-    """Return the name of the old vectors after a flip: COLUMN_before, in at most 63 bytes."""
+    """Return the name of the old vectors after a flip: COLUMN_before, in at most 63 bytes. Longer
+    names lose their end, between characters.
+    """
     end = b"_before"
     start = column.encode("utf-8", "surrogateescape")[: MOST_NAME - len(end)]
     return (start.decode("utf-8", "ignore").encode() + end).decode()
 
 
 def text_of(value: object) -> str:
-    """Return a key or another value as text: bytes decoded from UTF-8, or as their repr."""
+    """Return a key or another value as text: bytes decoded from UTF-8, or as their repr; any other
+    value by `str`, so None is "None".
+    """
     if isinstance(value, bytes):
         try:
             return value.decode()
@@ -593,6 +723,8 @@ def mode_of(path: Path) -> int:
 def read_mark(path: Path) -> object:
     """Read the JSON file that records the map of new vectors.
 
+    A folder in its place counts as no file.
+
     Returns:
         Its value, of any type; None if there is no file.
 
@@ -609,7 +741,9 @@ def read_mark(path: Path) -> object:
 
 
 def repeated(ids: Iterable[str]) -> list[str]:
-    """Return each further occurrence of an id that occurred before, in order."""
+    """Return each further occurrence of an id that occurred before, in order; an id that occurs
+    three times comes twice. Empty if all differ.
+    """
     earlier = set[str]()
     return [name for name in ids if name in earlier or earlier.add(name)]  # type: ignore[func-returns-value]
 
@@ -653,6 +787,8 @@ STATUSES: dict[int, type[NobackfillError]] = {
 
 def server_address(place: str, kind: str, key: str) -> SplitResult:
     """Parse a server's address: https://HOST:PORT, or http:// on this machine.
+
+    No connection is made.
 
     Args:
         place: The address.
