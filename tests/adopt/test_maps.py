@@ -142,3 +142,9 @@ def test_vectors_of_another_model_are_refused() -> None:
         found(made.new)
     with pytest.raises(InvalidInputError, match="at least 2 pairs"):
         fit_maps(made.old[:1], made.new[:1])
+
+
+def test_a_kind_that_does_not_exist_is_refused() -> None:
+    made = world(30)
+    with pytest.raises(InvalidInputError, match="expected kinds of maps among affine"):
+        fit_maps(made.old, made.new, kinds=["linear"])

@@ -82,9 +82,12 @@ class Card(BaseModel):
 def read_card(path: Path) -> Card:
     """Read the card of a converter; paths of ONNX files in it are relative to the card's folder.
 
+    Only a name that ends in .onnx is a path.
+
     Raises:
         NotFoundError: There is no such file.
         InvalidInputError: The file is no JSON object of this form; the error names the field.
+        OSError: The file cannot be read.
     """
     if not path.is_file():
         raise NotFoundError(
@@ -116,9 +119,15 @@ def model_card(model: _Model, vectors: Vectors, made_by: str | None, where: str)
         made_by: Fingerprint of the model that computed them; None: not known.
         where: Name of the vectors in errors.
 
+    Returns:
+        `unit` is True if all the vectors have norm 1; `weights` is None for a model that is no ONNX
+        file.
+
     Raises:
         IncompatibleSpaceError: Another model computed the vectors, or it is not known which one.
-        NobackfillError: The model cannot be opened (see `open_embedder`).
+        NotFoundError: There is no such model file, module or function.
+        InvalidInputError: The model cannot be used, or its files cannot be read.
+        ConfigurationError: The address of an endpoint is not allowed, or an extra is not installed.
     """
     if made_by is None:
         raise IncompatibleSpaceError(
@@ -150,6 +159,8 @@ _LEAST_NORM = 1e-12
 
 def graph_of(mapping: Map) -> bytes:
     """Build the ONNX graph of a map: `embedding` float32 [n, a] to `upgraded` float32 [n, b].
+
+    Kind, facts and direction are not in it.
 
     Args:
         mapping: The map, with or without layers.
@@ -195,7 +206,7 @@ def graph_of(mapping: Map) -> bytes:
 def upgrade_of(mapping: Map) -> bytes:
     """Build the ONNX graph of a map as `graph_of` does, with its kind and facts as metadata.
 
-    `export.py --upgrade` reads it.
+    `export.py --upgrade` reads it. Facts replace a kind among them.
     """
     model = onnx.load_from_string(graph_of(mapping))
     helper.set_model_props(model, {"kind": mapping.kind, **mapping.facts})
@@ -210,6 +221,9 @@ def map_of(data: bytes, kind: str, facts: dict[str, str]) -> Map:
         data: The bytes of an ONNX file, which may be hostile.
         kind: The kind of the map.
         facts: The facts of the map.
+
+    Returns:
+        A map without layers, which normalises if the graph does.
 
     Raises:
         UnfitError: The graph is any other, also one with layers, or holds NaN or infinity.
@@ -253,7 +267,10 @@ class VerifiedConverter:
 
     @property
     def sentence(self) -> str:
-        """Return both models, their licences and the measured quality in one line."""
+        """Return both models, their licences and the measured quality in one line.
+
+        An option without the deciding figure counts as 0.0 %.
+        """
         one, evidence = self.manifest, self.manifest.evidence
         figures = {name: ways.get(evidence.judged_by, 0.0) for name, ways in evidence.ways.items()}
         shown = ", ".join(f"{name} {100 * value:.1f} %" for name, value in figures.items())
@@ -283,8 +300,13 @@ def publish(
     Raises:
         PreconditionError: The new model is worse than the old one; nothing is published.
         IncompatibleSpaceError: The card names other models than computed the vectors.
-        NobackfillError: A model cannot be opened (see `open_embedder`), or publishing fails (see
-            `publish_converter`).
+        NotFoundError: There is no such model file, module or function.
+        InvalidInputError: A model cannot be used.
+        ConfigurationError: The address of an endpoint is not allowed, an extra is not installed, or
+            a signing key is missing or invalid.
+        BusyError: Another process publishes in this folder.
+        CannotWriteError: The folder cannot be written.
+        VerificationError: The folder's metadata is not valid.
     """
     again = next(way for way in verdict.ways if way.name == "re-embed")
     if again.worse:
@@ -324,6 +346,9 @@ def open_converter(
     The trusted root and the downloaded files are stored in this user's state folder
     ($XDG_STATE_HOME/nobackfill). Later calls need no root.
 
+    Withdrawn converters are skipped without a number, unless no other fits. A file that was
+    downloaded earlier is verified, not fetched again.
+
     Args:
         release: FOLDER or URL of a publication, with #N for converter N; or N alone for converter N
             in the folder `model_repo`. Without a number, the newest converter for the two models.
@@ -343,6 +368,7 @@ def open_converter(
         UnfitError: The file is no linear map.
         UnavailableError: The host does not answer.
         CannotWriteError: The state folder cannot be written.
+        BusyError: Another process updates the trusted root.
     """
     place, number = _place(release)
     trust = _trusted(place, root)
@@ -448,6 +474,8 @@ def mapping_for(
 ) -> tuple[Map, list[str]]:
     """Open the map that a user names, and check that it is for the vectors of a store.
 
+    A file whose facts name no model passes for every store.
+
     Args:
         facts: The facts of the store.
         file: File of a map; None if `release` is given.
@@ -463,7 +491,13 @@ def mapping_for(
         NotFoundError: There is no such file, model or converter.
         IncompatibleSpaceError: The map is for another model's vectors; or a converter is used, and
             neither the store nor `model` tells which model computed the vectors.
-        NobackfillError: As `open_converter` and `open_embedder` raise it.
+        PreconditionError: No root is trusted yet and none was given, or the converter was
+            withdrawn.
+        VerificationError: The converter is not signed by the root, or was changed.
+        UnfitError: The converter is no linear map.
+        UnavailableError: The publication's host does not answer.
+        ConfigurationError: The address of an endpoint is not allowed, or an extra is not installed.
+        CannotWriteError: The state folder cannot be written.
     """
     if (file is None) == (release is None):
         raise InvalidInputError(

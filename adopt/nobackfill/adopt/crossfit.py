@@ -61,6 +61,7 @@ def correct_converter(converter: Map, pairs: Pairs) -> Map:
     Raises:
         IncompatibleSpaceError: The pairs have other dimensions.
         ValueError: Fewer than 2 pairs.
+        InvalidInputError: A vector holds NaN or infinity.
     """
     residual = residual_pairs(converter, pairs)
     correction = ridge.fit_ridge(split_into_blocks(residual.old, residual.new), sample=LEFT_OUT)
@@ -74,8 +75,12 @@ def correct_converter(converter: Map, pairs: Pairs) -> Map:
 def residual_pairs(converter: Map, pairs: Pairs) -> Pairs:
     """Return pairs whose new vectors are the error of the converter before its normalisation.
 
+    Returns:
+        The ids and the old vectors are shared. The metric is cosine.
+
     Raises:
         IncompatibleSpaceError: The pairs have other dimensions than the converter.
+        InvalidInputError: An old vector holds NaN or infinity.
     """
     dims = (pairs.old.shape[1], pairs.new.shape[1])
     if dims != converter.dims:
@@ -91,6 +96,8 @@ def residual_pairs(converter: Map, pairs: Pairs) -> Pairs:
 def add_correction(converter: Map, old: Vectors, correction: Vectors) -> Vectors:
     """Migrate vectors by a converter, and add a correction before its normalisation.
 
+    A sum of zero stays zero.
+
     Args:
         converter: The converter; if its `unit` is set, the sums are normalised.
         old: Old vectors [n, a].
@@ -101,6 +108,7 @@ def add_correction(converter: Map, old: Vectors, correction: Vectors) -> Vectors
 
     Raises:
         InvalidInputError: `old` has another dimension than the converter, or NaN or infinity.
+        ValueError: `correction` has another shape.
     """
     sums = replace(converter, unit=False)(old) + correction
     return normalise(sums) if converter.unit else sums
@@ -114,7 +122,10 @@ LEAST = 10
 
 
 def fold_count(pairs: Pairs) -> int:
-    """Return the number of folds for pairs: 10, or 5 if a side has 1,000 dimensions or more."""
+    """Return the number of folds for pairs: 10, or 5 if a side has 1,000 dimensions or more.
+
+    It does not look at the number of pairs.
+    """
     dims = max(pairs.old.shape[1], pairs.new.shape[1])
     return FOLDS if dims < MANY_DIMS else FEW
 
@@ -123,6 +134,9 @@ def fitted_share(folds: int) -> float:
     """Return the share of the pairs, 0 to 1, that each map of a cross-fit is fitted to.
 
     Each map leaves two of the `folds` out.
+
+    Args:
+        folds: At least 3.
     """
     return (folds - 2) / folds
 
@@ -155,6 +169,8 @@ def cross_fit_candidates(
 ) -> dict[str, CrossFit]:
     """Cross-fit every candidate: each kind of map, a trained map, and a converter.
 
+    An unknown name in `kinds` is ignored.
+
     Args:
         pairs: At least 10 pairs of old vectors [n, a] and new vectors [n, b].
         query_sets: Sets of queries with rows among the pairs.
@@ -172,6 +188,7 @@ def cross_fit_candidates(
     Raises:
         InvalidInputError: Fewer than 10 pairs, or unusable layers of the trainer.
         IncompatibleSpaceError: The converter has other dimensions than the pairs.
+        ValueError: A vector holds NaN or infinity, or `folds` is too small.
     """
     of_converter = () if converter is None else (CORRECTED, CONVERTER)
     of_trainer = () if trainer is None else (RESIDUAL,)
@@ -222,8 +239,8 @@ def cross_fit(
         subset: Share of the other folds' pairs that maps are fitted to, for a learning curve.
         folds: Number of folds, at least 3; None for `fold_count`.
         fitted_queries: Queries that are fitted on as further pairs, each left out with its item.
-        trainer: Trains the residual map; called once for every two folds. Without it, "residual"
-            has no values.
+        trainer: Trains the residual map; called once for every two folds; its errors pass through.
+            Without it, the arrays of "residual" are not filled.
         adapts_queries: Judge each map as a query adapter. `pairs` and `query_sets` are reversed
             then: "old" is the new model, whose queries are migrated.
 
@@ -231,8 +248,10 @@ def cross_fit(
         The cross-fit of each kind by its name. The same pairs always give the same folds.
 
     Raises:
-        InvalidInputError: Fewer than 10 pairs, or unusable layers of the trainer.
+        InvalidInputError: Fewer than 10 pairs, or unusable layers of the trainer. A kind is
+            unknown.
         IncompatibleSpaceError: The converter has other dimensions than the pairs.
+        ValueError: A vector holds NaN or infinity.
     """
     folds = fold_count(pairs) if folds is None else folds
     if len(pairs) < LEAST:
@@ -295,6 +314,9 @@ def strength(pairs: Pairs, rows: Ints, moments: Moments) -> Strength:
         rows: Rows to leave out in turn, int [m]: items alone, because an item and its query are too
             alike for one to test the other.
         moments: The moments that maps are solved from. The penalty is a multiple of their variance.
+
+    Returns:
+        Parameters whose penalty is in multiples of the variance of `moments`.
     """
     blocks = split_into_blocks(pairs.old[rows], pairs.new[rows])
     of_items = Moments.of(blocks())
@@ -314,6 +336,9 @@ def add_queries(pairs: Pairs, queries: Queries | None) -> Pairs:
     Returns:
         New pairs of n items and q queries, whose ids are "query 0" to "query q-1"; the pairs
         themselves if `queries` is None.
+
+    Raises:
+        ValueError: A query has another dimension than the items.
     """
     if queries is None:
         return pairs

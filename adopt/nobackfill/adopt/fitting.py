@@ -99,6 +99,9 @@ def fit_and_judge(
 
     The stores are only read; the old one is read whole. Files are written after the verdict.
 
+    It may take minutes and much memory: pairs, queries and maps are held at once. To estimate times
+    it migrates pairs in a temporary folder.
+
     Args:
         old: Address of the store with the old vectors.
         new: Address of the new model's vectors of some of these items, with the same ids. Items
@@ -120,12 +123,17 @@ def fit_and_judge(
     Raises:
         InvalidInputError: There are fewer than 20 pairs, or fewer than 20 queries whose item is
             among them; dimensions differ; only one of both addresses of queries is given; or items
-            and queries are mixed up.
+            and queries are mixed up. Vectors hold NaN, an id occurs twice, both addresses give the
+            same vectors, or the trainer's layers do not fit.
         IncompatibleSpaceError: Vectors are of another model than expected.
         NotFoundError: There is no such store, card, converter or trainer.
         PreconditionError: The map was to be published, and the new model is worse than the old.
         CannotWriteError: A file cannot be written, or its folder does not exist.
-        NobackfillError: As the sources, the trainer or publishing raise it.
+        UnavailableError: A store's server does not answer.
+        NotPermittedError: A server refuses the user.
+        ConfigurationError: An address would send vectors unencrypted, or an extra is not installed.
+        VerificationError: The converter or the publication has no valid signature.
+        AlreadyExistsError: The publication holds a converter between other models.
     """
     _check_folders(files)
     trainer = None if trainer_name is None else open_trainer(trainer_name)
@@ -281,7 +289,10 @@ def _steps(way: str, files: FitFiles) -> list[str]:
 
 
 def adapter_example(file: Path) -> str:
-    """Return a line of Python that searches the stored vectors by a query of the new model."""
+    """Return a line of Python that searches the stored vectors by a query of the new model.
+
+    The file need not exist.
+    """
     return (
         f"search by AdapterSearch.open(source, Path({str(file)!r})).search(query_by_new_model) of "
         "nobackfill.serve; no stored vector changes"
@@ -302,6 +313,7 @@ def known_items(pairs: Pairs, old: Source, new: Source) -> Queries:
     Raises:
         InvalidInputError: Dimensions differ from those of the pairs, an id occurs twice, a vector
             is unusable, or fewer than 20 queries have their item among the pairs.
+        NobackfillError: A source cannot be read, as `Source.read` says.
     """
     queries = match(old, new).pairs
     dims = (queries.old.shape[1], queries.new.shape[1])

@@ -87,7 +87,10 @@ class ScanQueries:
     in_old_distances: Mapping[str, Block]
 
     def part(self, rows: Ints) -> "ScanQueries":
-        """Select queries by their numbers, 0 to q - 1."""
+        """Select queries by their numbers, 0 to q - 1.
+
+        Their order is that of `rows`; the rank fusions stay.
+        """
         return ScanQueries(
             self.queries.part(rows),
             self.migrated[rows],
@@ -103,6 +106,13 @@ class ScanQueries:
         Args:
             items: Their old vectors [w, a].
             migrated: Distances [q, w] of new queries to the migrated items.
+
+        Returns:
+            "stay", "map" and each way of `in_old`; smaller is nearer. The block of "map" is
+            `migrated` itself.
+
+        Raises:
+            ValueError: An item has another dimension, or with cosine is zero.
         """
         metric = self.queries.metric
         return {
@@ -292,7 +302,10 @@ class NativeModel:
         self.centres = self._low + self._width * (np.arange(BINS) + 0.5)
 
     def predict(self, old: Block, migrated: Block) -> Block:
-        """Return the expected native nearness, float32 of the shape of both arguments."""
+        """Return the expected native nearness, float32 of the shape of both arguments.
+
+        Both are standardised as in the constructor, [q, w], for the same q queries.
+        """
         predicted = np.full(old.shape, self._line[0], np.float32)
         for weight, feature in zip(self._line[1:], _features(old, migrated)[1:], strict=True):
             predicted += weight * feature
@@ -300,12 +313,17 @@ class NativeModel:
         return own
 
     def bins(self, predicted: Block) -> Ints:
-        """Return the bin of each predicted nearness, 0 to BINS - 1."""
+        """Return the bin of each predicted nearness, 0 to BINS - 1.
+
+        Predictions beyond those of the sample belong to the first or the last bin.
+        """
         bins: Ints = np.clip((predicted - self._low) / self._width, 0, BINS - 1).astype(np.int64)
         return bins
 
     def residuals(self, left_out: Mask | None = None) -> _Residuals:
         """Estimate the distribution of residuals.
+
+        If all items are left out, the result is not usable.
 
         Args:
             left_out: Bool [n] of items to leave out; None for all items.
@@ -449,7 +467,11 @@ class SetScan:
         self._add({name: np.where(out, np.inf, block) for name, block in blocks.items()}, hub, 0)
 
     def hub(self, migrated: Vectors) -> Block:
-        """Measure the hubness [q, w] of migrated items [w, b] for each query's rank fusion."""
+        """Measure the hubness [q, w] of migrated items [w, b] for each query's rank fusion.
+
+        Returns:
+            Zeros where a rank fusion corrects no hubs. Without items [q, 0].
+        """
         first, second = (
             measure_hubs(migrated, joining.crowd)[None] for joining in self._one.joinings
         )
@@ -469,10 +491,12 @@ class SetScan:
     def add(self, blocks: Mapping[str, Block], hub: Block, first: int) -> None:
         """Add items outside the sample.
 
+        The blocks are not changed. An item must be added once.
+
         Args:
             blocks: For each way their distances [q, w], as `ScanQueries.distances` has them.
-            hub: Their hubness [q, w] or [1, 1].
-            first: The number of the first.
+            hub: Their hubness [q, w] or [1, 1]. [1, 1] if no rank fusion corrects hubs.
+            first: The number of the first. The number of the first; the sample has 0 to n - 1.
         """
         old = blocks["stay"]
         predicted = self.model.predict(self._of_old(old), self._of_new(blocks["map"]))
@@ -494,6 +518,10 @@ class SetScan:
             items: Items of the gallery, those of the sample too.
             errors: The error of agreement@10 that each way showed in `back_test`; None leaves the
                 intervals out.
+
+        Returns:
+            Figures of "stay", "map", "both", "lazily", "re-embed" and each way of `in_old`. Nothing
+            is changed, so that more items may follow.
         """
         model, queries = self.model, self._queries
         both = self._candidates()
@@ -700,7 +728,8 @@ def back_test(
         figures: Figures of each way among the pairs.
 
     Returns:
-        For each way, how far its mean agreement@10 was off.
+        For each way, how far its mean agreement@10 was off. Empty if the quarter has at most 10
+        items, or fewer than 2 queries. Positive: the estimate was too high.
     """
     order = np.random.default_rng(3).permutation(len(pairs))
     quarter, others = np.sort(order[: len(pairs) // 4]), np.sort(order[len(pairs) // 4 :])
@@ -745,6 +774,9 @@ def scan_gallery(
 
     Holds one window of the store and STEP_DISTANCES distances of each kind at a time.
 
+    Vectors of zeros outside of the sample do not count. Items of the sample that the store lacks
+    count nevertheless.
+
     Args:
         source: The store of the old vectors.
         pairs: The n items with native vectors.
@@ -759,7 +791,10 @@ def scan_gallery(
         The number of items, and for each set its figures.
 
     Raises:
-        InvalidInputError: A vector of another dimension, or with NaN.
+        InvalidInputError: A vector of the store has another dimension than the pairs, or NaN or
+            infinity.
+        UnavailableError: The store's server does not answer.
+        NotPermittedError: The server refuses the user, or may hide rows from this role.
     """
     errors = [
         back_test(one, pairs, migrated, ways) for one, ways in zip(sets, figures, strict=True)

@@ -40,6 +40,10 @@ def fit_line(matches: Block, others: Block, seed: int = 0) -> OddsLine:
     Returns:
         A line whose slope is above 0 and whose share (the weight of the second column) is 0 or
         more. If `matches` or `others` is empty, the line that returns nearness unchanged.
+
+    Raises:
+        ValueError: The two arrays have different widths.
+        numpy.linalg.LinAlgError: A value is NaN.
     """
     count = matches.shape[1]
     if not len(matches) or not len(others):
@@ -78,7 +82,7 @@ def save_joining(path: Path, joining: Joining) -> None:
     An existing file is replaced in one step.
 
     Raises:
-        CannotWriteError: The file cannot be written.
+        CannotWriteError: The file cannot be written. Its folder does not exist.
     """
     lines = {name: [line.slope, line.intercept, line.share] for name, line in _lines(joining)}
     header = {"format": FORMAT, "weight": joining.weight, "mark": joining.mark, **lines}
@@ -99,6 +103,8 @@ def save_joining(path: Path, joining: Joining) -> None:
 
 def load_joining(path: Path) -> Joining:
     """Read a rank fusion that `save_joining` wrote, of this version or an earlier one.
+
+    The file may be hostile: nothing in it is run.
 
     Raises:
         NotFoundError: There is no such file.

@@ -56,22 +56,42 @@ class Queries:
     metric: Metric = "cosine"
 
     def part(self, rows: Ints) -> "Queries":
-        """Select queries by their numbers, 0 to q - 1."""
+        """Select queries by their numbers, 0 to q - 1.
+
+        Vectors and rows are copies, in the order of `rows`.
+        """
         return Queries(self.old[rows], self.new[rows], self.rows[rows], self.own, self.metric)
 
     @property
     def reverse(self) -> "Queries":
-        """The same queries with the roles of both models exchanged, for a query adapter."""
+        """Return the same queries with the roles of both models exchanged, for a query adapter.
+        Arrays are shared.
+        """
         return Queries(self.new, self.old, self.rows, self.own, self.metric)
 
 
 def blocked(queries: Vectors, items: Vectors, metric: Metric = "cosine") -> Block:
-    """Compute distances of queries [q, d] to items [g, d], float32 [q, g]; smaller is nearer."""
+    """Compute distances of queries [q, d] to items [g, d]; smaller is nearer.
+
+    Args:
+        queries: float32 [q, d].
+        items: float32 [g, d]; g or q may be 0.
+        metric: "cosine", "l2" (squared) or "inner_product" (negative).
+
+    Returns:
+        float32 [q, g].
+
+    Raises:
+        ValueError: The dimensions differ, a value is not finite, or with cosine a vector is zero.
+    """
     return distances(queries, items, metric).astype(np.float32)
 
 
 def measure_figures(native: Block, queries: Queries) -> tuple[Callable[[Block], Figures], Mask]:
     """Prepare the figures of a set of queries.
+
+    With fewer than ten other items, all of them are the true neighbours. Among items at an equal
+    distance, which ones are neighbours is arbitrary.
 
     Args:
         native: Distances [q, g] by the new model alone, which define the true neighbours.
@@ -119,6 +139,9 @@ def deciding_figure(figures: Mapping[str, PerQuery], own: bool) -> PerQuery:
 
     Returns:
         [q]: agreement@10 if `own`, else MRR.
+
+    Raises:
+        KeyError: The figure is missing.
     """
     return figures["agreement@10" if own else "MRR"]
 
@@ -195,6 +218,9 @@ class MixedGallery:
         Valleys of less than MOST_BELOW count as equal; among these the highest mean figure wins. A
         match is the item to find, or one of the new model's own ten neighbours.
 
+        It measures at most 500 queries. Scales that are equal in both respects keep the order
+        plain, odds, shared.
+
         Args:
             halves: Bool [q]. Each half of the queries is judged by lines of the other half.
         """
@@ -220,7 +246,13 @@ class MixedGallery:
         return ScaleChoice(self._lines(best, every), curves[best], lines[best], native)
 
     def raw(self) -> Curves:
-        """Measure the curves of the nearness as it is."""
+        """Measure the curves of the nearness as it is.
+
+        At most 500 queries count, and each curve is the mean over three random orders of the items.
+
+        Returns:
+            For each figure its mean at each of SHARES, 0 to 1.
+        """
         return self._curves(self.migrated[:MOST_HEALING], self.native[:MOST_HEALING])
 
     def _lines(self, scale: Scale, some: Mask) -> Lines:
@@ -274,7 +306,11 @@ class MixedGallery:
 
 
 def valley(curve: list[float]) -> float:
-    """Return how far a curve of at least one point falls below the lower of its ends; 0 if not."""
+    """Return how far a curve of at least one point falls below the lower of its ends; 0 if not.
+
+    Raises:
+        ValueError: The curve is empty.
+    """
     return max(0.0, min(curve[0], curve[-1]) - min(curve))
 
 
@@ -326,7 +362,12 @@ def sample_queries(queries: Queries, items: int, seed: int = 0) -> Queries:
 
 
 def item_queries(pairs: Pairs, seed: int = 0) -> Queries:
-    """Make queries for neighbours from a random sample of the items (see `sample_queries`)."""
+    """Make queries for neighbours from a random sample of the items (see `sample_queries`).
+
+    Returns:
+        Queries with `own`: each item's own answer leaves it out. At most 2,000, in the order of the
+        pairs; the same for the same seed.
+    """
     rows = np.arange(len(pairs), dtype=np.int64)
     queries = Queries(pairs.old, pairs.new, rows, own=True, metric=pairs.metric)
     return sample_queries(queries, len(pairs), seed)
@@ -358,12 +399,18 @@ def judge(
     The weight, the correction of hubs and the lines are chosen on one half of the queries and
     judged on the other, each half in turn. The returned fusion is fitted to all queries.
 
+    Needs at least 2 queries and 2 items. Only the anchors are random: the same seed gives the same
+    judgement.
+
     Args:
         gallery: The g items.
         queries: The q queries.
         migrated: Distances [q, g] of new queries to migrated items, by maps that were fitted
             without both; None for those of the gallery's migrated vectors.
         seed: Seed of the random choice of anchor items.
+
+    Raises:
+        ValueError: A vector is not finite, or with cosine is zero; or dimensions differ.
     """
     stay, migrated, native = _blocks(gallery, queries, migrated)
     figures, truth = measure_figures(native, queries)
@@ -455,6 +502,9 @@ def judge_fusion(
 
     Returns:
         Figures of "stay", "map", "both", "lazily" and "re-embed".
+
+    Raises:
+        ValueError: A vector is not finite, or with cosine is zero; or dimensions differ.
     """
     ways = rank_by_way(gallery, queries, joining, migrated)
     figures, _ = measure_figures(ways["re-embed"], queries)
@@ -470,6 +520,8 @@ def rank_by_way(
 ) -> dict[str, Block]:
     """Compute the values by which each option ranks the gallery.
 
+    "both" ranks the candidates of both models only, and "lazily" the first hits among them.
+
     Args:
         gallery: The g items.
         queries: The q queries.
@@ -480,6 +532,9 @@ def rank_by_way(
     Returns:
         For "stay", "map", "both", "lazily" and "re-embed" a block [q, g]: the smallest value ranks
         first, and infinity is not in the answer.
+
+    Raises:
+        ValueError: A vector is not finite, or with cosine is zero; or dimensions differ.
     """
     stay, migrated, native = _blocks(gallery, queries, migrated)
     anchors = anchor_rows(gallery, seed)
@@ -552,6 +607,12 @@ def figures_of(migrated: Block, pairs: Pairs, queries: Queries) -> Figures:
         migrated: Distances [q, n] of the new model's queries to the migrated items.
         pairs: The n items; their new vectors define the true neighbours.
         queries: The q queries.
+
+    Returns:
+        Figures by name, each [q]; see `measure_figures`.
+
+    Raises:
+        ValueError: A new vector is not finite, or with cosine is zero.
     """
     return measure_figures(blocked(queries.new, pairs.new, queries.metric), queries)[0](migrated)
 
@@ -563,6 +624,12 @@ def figure_of(vectors: Vectors, pairs: Pairs, queries: Queries) -> Figures:
         vectors: The migrated vectors of the n items [n, b].
         pairs: The n items; their new vectors define the true neighbours.
         queries: The queries.
+
+    Returns:
+        Figures by name, each [q]; see `measure_figures`.
+
+    Raises:
+        ValueError: A vector is not finite, or with cosine is zero.
     """
     return figures_of(blocked(queries.new, vectors, queries.metric), pairs, queries)
 

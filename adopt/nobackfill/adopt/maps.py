@@ -49,6 +49,8 @@ class Map:
 
     Call it with an array of old vectors; a query adapter, with new queries.
 
+    The arrays are not copied or checked; do not change them.
+
     Attributes:
         kind: Name of the method that fitted it, such as "affine".
         weight: float32 [b, a].
@@ -70,7 +72,10 @@ class Map:
 
     @property
     def dims(self) -> tuple[int, int]:
-        """Return the dimension a of the vectors it reads, and b of those it returns."""
+        """Return the dimension a of the vectors it reads, and b of those it returns.
+
+        For a query adapter, the first is the new model's dimension.
+        """
         return self.weight.shape[1], self.weight.shape[0]
 
     def of_models(self, old: str | None, new: str | None) -> "Map":
@@ -88,6 +93,8 @@ class Map:
         """Return the SHA-256 of weights, biases and `unit` as 64 hexadecimal digits.
 
         Stores mark migrated vectors with it. Kind and facts do not change it.
+
+        The direction does not change it either. It is computed at each call.
         """
         arrays = (self.weight, self.bias, *(part for layer in self.layers for part in layer))
         parts = (str(self.unit).encode(), *(array.tobytes() for array in arrays))
@@ -95,6 +102,8 @@ class Map:
 
     def __call__(self, vectors: Vectors) -> Vectors:
         """Migrate old vectors, or map new queries if `direction` says so.
+
+        The input is not changed. A row whose output is zero stays zero.
 
         Args:
             vectors: float32 or float64 [n, a]; n may be 0.
@@ -120,7 +129,10 @@ class Map:
 
 
 def is_unit(vectors: Floats) -> bool:
-    """Tell whether all rows of an array [n, d] have norm 1 within 1e-3; False if n is 0."""
+    """Tell whether all rows of an array [n, d] have norm 1 within 1e-3; False if n is 0.
+
+    NaN is not norm 1.
+    """
     norms = np.linalg.norm(vectors, axis=1)
     return bool(len(norms)) and float(np.abs(norms - 1).max()) <= UNIT_TOLERANCE
 
@@ -152,9 +164,12 @@ def save_map(path: Path, mapping: Map) -> None:
 def load_map(path: Path) -> Map:
     """Read a map that `save_map` wrote, of this version or an earlier one.
 
+    The file may be hostile: nothing in it is run.
+
     Raises:
         NotFoundError: There is no such file.
-        InvalidInputError: The file is damaged, larger than 2 GiB, or no file of a map.
+        InvalidInputError: The file is damaged, larger than 2 GiB, a query adapter, or no file of a
+            map.
     """
     mapping = _load(path, "nobackfill fit")
     if mapping.direction != "old to new":
@@ -167,6 +182,8 @@ def load_map(path: Path) -> Map:
 
 def load_adapter(path: Path) -> Map:
     """Read a query adapter that `save_map` wrote.
+
+    The file may be hostile: nothing in it is run.
 
     Raises:
         NotFoundError: There is no such file.
@@ -214,7 +231,7 @@ def written_by(path: Path, command: str) -> Iterator[None]:
 
     Raises:
         NotFoundError: There is no such file.
-        InvalidInputError: The block raises any exception.
+        InvalidInputError: The block raises any exception, or the path is a folder's.
     """
     if not path.is_file():
         raise NotFoundError(f"{path}: no such file; `{command}` writes one")
@@ -307,7 +324,9 @@ class Strength:
 
     @property
     def of_ridge_alone(self) -> "Strength":
-        """Return the parameters of ridge without a rotation, as residuals of a converter need."""
+        """Return the parameters of ridge without a rotation, as residuals of a converter need. The
+        penalty is then that of least error.
+        """
         return Strength(self.penalty / PENALTY_FACTOR, 0.0)
 
 
@@ -327,14 +346,16 @@ def fit_maps(
     Args:
         old: Vectors by the old model, float32 [n, a].
         new: Vectors of the same items by the new model, float32 [n, b].
-        kinds: Names of KINDS.
-        group: Number of adjacent rows that belong to one item and are left out together.
+        kinds: Names of KINDS; none give no maps.
+        group: Number of adjacent rows that belong to one item and are left out together. At least
+            1.
 
     Returns:
         The maps by kind.
 
     Raises:
-        InvalidInputError: `old` and `new` differ in length, or have fewer than 2 groups of rows.
+        InvalidInputError: `old` and `new` differ in length, or have fewer than 2 groups of rows. A
+            kind is not in KINDS.
         ValueError: A vector holds NaN or infinity.
     """
     if len(old) != len(new) or len(old) < 2 * group:
@@ -372,6 +393,12 @@ class Solver:
         Args:
             blocks: Yields the pairs whose moments these are.
             group: As in `fit_maps`.
+
+        Returns:
+            The penalty is a multiple of the mean input variance; the share is 0 to 0.6.
+
+        Raises:
+            ValueError: The blocks hold NaN or infinity.
         """
         found = ridge.fit_ridge(blocks, group=group, moments=self._moments, sample=LEFT_OUT)
         unexplained = found.error / found.spread if found.spread > 0 else 0.0
@@ -382,6 +409,8 @@ class Solver:
     ) -> dict[str, Map]:
         """Solve for the maps of some kinds.
 
+        Nothing is fitted again: the same moments give the same maps.
+
         Args:
             strength: Parameters of the affine map; None if all kinds are "procrustes".
             unit: Whether the maps normalise their output, as in Map.
@@ -389,7 +418,14 @@ class Solver:
 
         Returns:
             The maps by kind, float32.
+
+        Raises:
+            InvalidInputError: A kind is not in KINDS.
         """
+        if unknown := [kind for kind in kinds if kind not in KINDS]:
+            raise InvalidInputError(
+                f"expected kinds of maps among {', '.join(KINDS)}, got {unknown[0]!r}"
+            )
         moments, maps = self._moments, {}
         affine = None if strength is None else self._affine(strength)
         for kind in kinds:
@@ -469,6 +505,8 @@ Trainer = Callable[[Vectors, Vectors, Vectors], Sequence[tuple[Floats, Floats]]]
 def open_trainer(name: str) -> Trainer:
     """Import the function that trains a residual network.
 
+    Other errors of the module's own code pass through.
+
     Args:
         name: `module:function`. The module is looked for on Python's path, and its code is run.
 
@@ -496,11 +534,16 @@ def open_trainer(name: str) -> Trainer:
 def train_residual(affine: Map, old: Vectors, new: Vectors, trainer: Trainer) -> Map:
     """Train a network for the residual of an affine map, and return the map with both.
 
+    The trainer gets the arrays themselves, not copies.
+
     Args:
         affine: The affine map, without layers.
         old: Vectors by the old model, float32 [n, a].
         new: Vectors of the same items by the new model, float32 [n, b].
         trainer: Trains the network; its errors pass through.
+
+    Returns:
+        A map of the kind "residual" with the facts of `affine`.
 
     Raises:
         InvalidInputError: The trainer returns no layers, layers that do not fit one another or the

@@ -13,9 +13,11 @@ _COLOUR = "#0072b2"
 
 def render(verdict: Verdict) -> str:
     """Render a verdict as an HTML page, with the learning curve and the options as pictures.
+    Nothing is written.
 
     Args:
-        verdict: The verdict; a learning curve of fewer than two points is left out.
+        verdict: The verdict; a learning curve of fewer than two points is left out. It needs at
+            least one option with figures.
 
     Returns:
         The page as text, without references to other files.
@@ -43,6 +45,8 @@ def render(verdict: Verdict) -> str:
 def percent(way: Way, figure: str) -> str:
     """Format a figure of an option in percent: '97.4%', and '~97.4%' for an estimate.
 
+    One decimal. Figures are shares from 0 to 1.
+
     Args:
         way: The option.
         figure: Name of one of its figures, such as "R@1".
@@ -55,7 +59,8 @@ def percent(way: Way, figure: str) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """Format a duration in the largest unit of which it has at least two: '3.5 h', '12.0 ms'.
+    """Format a duration in the largest unit of which it has at least two: '3.5 h', '12.0 ms'. Below
+    2 s it counts milliseconds.
 
     Args:
         seconds: Seconds, 0 or more; None becomes 'not measured', and 0 becomes '0'.

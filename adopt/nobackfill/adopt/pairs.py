@@ -54,7 +54,9 @@ class Pairs:
 
     @property
     def reverse(self) -> "Pairs":
-        """The same pairs with the roles of both models exchanged, for a query adapter."""
+        """Return the same pairs with the roles of both models exchanged, for a query adapter.
+        Arrays are shared, and the metric stays.
+        """
         return Pairs(self.ids, self.new, self.old, self.metric)
 
 
@@ -83,8 +85,11 @@ def read_all(source: Source, only: Collection[str] | None = None) -> Rows:
         are left out.
 
     Raises:
-        InvalidInputError: A vector holds NaN or infinity, dimensions differ, or an id occurs twice.
-        NobackfillError: As the source raises it.
+        InvalidInputError: A vector holds NaN or infinity, dimensions differ, an id occurs twice
+            among the returned rows, or a file is damaged.
+        UnavailableError: The source's server does not answer.
+        NotPermittedError: The server refuses the user, or may hide rows from this role.
+        IncompatibleSpaceError: Files of one folder record different models.
     """
     where = source.facts().name
     ids: list[str] = []
@@ -131,15 +136,18 @@ def match(old: Source, new: Source, *, least: int = 20) -> Matched:
     Args:
         old: Vectors by the old model; usually the gallery.
         new: Vectors by the new model; usually a sample of it.
-        least: Smallest number of pairs.
+        least: Smallest number of pairs. With 0, no pairs are no error.
 
     Returns:
         The pairs in the order of `old`, with its metric; ids of `new` that `old` lacks.
 
     Raises:
         InvalidInputError: Fewer than `least` items have both vectors, a vector of a pair has only
-            zeros, the metric of `old` cannot be judged; or as `read_all`.
-        NobackfillError: As the sources raise it.
+            zeros, the metric of `old` cannot be judged; or as `read_all`. An id occurs twice in
+            `new`, or twice in `old` among the matched ones.
+        UnavailableError: The server of a source does not answer.
+        NotPermittedError: The server refuses the user, or may hide rows from this role.
+        IncompatibleSpaceError: Files of one folder record different models.
     """
     sample = read_all(new)
     stored = read_all(old, set(sample.ids))
@@ -181,7 +189,7 @@ def sample(rows: Rows, count: int, seed: int = 0) -> list[str]:
     and at least one item while there are enough.
 
     Args:
-        rows: All items.
+        rows: All items. All items. Their vectors are finite; their order matters for the choice.
         count: Number of items to choose, 1 to all.
         seed: Seed of the random choice; the same seed chooses the same items.
 
@@ -206,6 +214,8 @@ def sample(rows: Rows, count: int, seed: int = 0) -> list[str]:
 def sample_with(rows: Rows, count: int, queried: Sequence[str]) -> list[str]:
     """Choose items as `sample` does with seed 0, and replace some of them by items of queries.
 
+    An id that is listed twice counts once. At least half of the sample is chosen at random.
+
     Args:
         rows: All items.
         count: Number of items to choose, 1 to all.
@@ -216,7 +226,7 @@ def sample_with(rows: Rows, count: int, queried: Sequence[str]) -> list[str]:
         `count` ids; the items of queries that replaced others come last.
 
     Raises:
-        InvalidInputError: As `sample`.
+        InvalidInputError: As `sample`. `count` is less than 1 or more than there are items.
     """
     drawn = sample(rows, count)
     others, items = set(rows.ids).difference(drawn), set(queried)
@@ -235,6 +245,9 @@ def encode_ids(ids: Sequence[str], where: str) -> str:
         ids: The ids.
         where: Name of their source in the error.
 
+    Returns:
+        Each line ends with a line feed.
+
     Raises:
         InvalidInputError: An id contains a line break.
     """
@@ -248,6 +261,8 @@ def encode_ids(ids: Sequence[str], where: str) -> str:
 
 def read_ids(path: Path) -> set[str]:
     """Read a file of ids, one in each line; empty lines are ignored.
+
+    Spaces belong to the id, and a byte order mark does not. An id that occurs twice counts once.
 
     Raises:
         InvalidInputError: The file is missing, cannot be read, or is not UTF-8.
@@ -275,7 +290,10 @@ class Coverage:
 
     @property
     def sentence(self) -> str:
-        """Return both distances and their comparison in one sentence."""
+        """Return both distances and their comparison in one sentence.
+
+        If `at_random` is 0, it says 0 % nearer.
+        """
         nearer = 1 - self.of_sample / self.at_random if self.at_random > 0 else 0.0
         word = "nearer" if nearer >= 0 else "farther"
         return (
@@ -289,10 +307,15 @@ class Coverage:
 def coverage(rows: Rows, ids: Sequence[str], seed: int = 0) -> Coverage:
     """Measure how well a sample covers a source, compared with a random sample.
 
+    A zero vector has the distance 1 to each item.
+
     Args:
         rows: All items; distances are measured for a random 20,000 of them at most.
         ids: Ids of the sample, at least one; unknown ids are ignored.
         seed: Seed of both random choices.
+
+    Raises:
+        ValueError: No id of `ids` is known.
     """
     rng = np.random.default_rng(seed + 1)
     wanted = set(ids)
@@ -315,6 +338,8 @@ def coverage(rows: Rows, ids: Sequence[str], seed: int = 0) -> Coverage:
 def clusters(vectors: Vectors, count: int, rng: np.random.Generator) -> Ints:
     """Cluster vectors by k-means, fitted to a random 20,000 of them at most.
 
+    There are fewer clusters than `count` if there are fewer different vectors.
+
     Args:
         vectors: float32 [n, dim], n at least 1.
         count: Most clusters, at least 1.
@@ -322,6 +347,9 @@ def clusters(vectors: Vectors, count: int, rng: np.random.Generator) -> Ints:
 
     Returns:
         The cluster of each row, int64 [n], numbered from 0 without gaps.
+
+    Raises:
+        ValueError: There are no vectors, or one holds NaN.
     """
     some = vectors
     if len(vectors) > _FITTED_ON:
@@ -410,7 +438,7 @@ class Inspection:
 
     @property
     def sentences(self) -> list[str]:
-        """The inspection in sentences, one line each."""
+        """Return the inspection in sentences, one line each, with `refusals` last."""
         metric = self.facts.metric or "not declared, so cosine"
         lines = [
             f"{self.facts.name}: {self.count} vectors"
@@ -441,8 +469,13 @@ def inspect(source: Source) -> Inspection:
     A window that cannot be read becomes a sentence in `refusals`. A source with vectors of several
     dimensions is described by these alone.
 
+    An id that occurs twice is not detected. One hash for each vector stays in memory.
+
     Raises:
-        NobackfillError: As the source raises it, for example UnavailableError of a server.
+        UnavailableError: The source's server does not answer.
+        NotPermittedError: The server refuses the user, or may hide rows from this role.
+        InvalidInputError: The metric is not supported, or the column of vectors cannot be chosen.
+        IncompatibleSpaceError: Files of one folder record different models.
     """
     facts = source.facts()
     if isinstance(source, Dimensioned) and len(mixed := source.dims()) > 1:

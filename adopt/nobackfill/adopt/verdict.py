@@ -70,18 +70,25 @@ class MapChoice:
 
     @property
     def figure(self) -> float:
-        """Return the figure of the chosen candidate."""
+        """Return the figure of the chosen candidate.
+
+        Raises:
+            ValueError: There are no figures, as in the choices of a query adapter.
+        """
         return max(self.figures.values())
 
     def fit(self, pairs: Pairs, converter: Map | None = None) -> Map:
         """Fit the chosen candidate to all pairs, and to its queries.
+
+        The figures and the cross-fit are not used.
 
         Args:
             pairs: All pairs.
             converter: The published map; required for the kinds "converter" and "corrected".
 
         Raises:
-            InvalidInputError: The trainer returns unusable layers.
+            InvalidInputError: The trainer returns unusable layers. There are fewer than 2 pairs, or
+                `kind` needs a converter or a trainer that is missing.
             IncompatibleSpaceError: The converter has other dimensions than the pairs.
         """
         if converter is not None and self.kind in (CONVERTER, CORRECTED):
@@ -111,7 +118,8 @@ class MapChoice:
             converter: As in `fit`.
 
         Raises:
-            InvalidInputError, IncompatibleSpaceError: As `fit`.
+            InvalidInputError: Fewer than 2 pairs are left, or the trainer returns unusable layers.
+            IncompatibleSpaceError: The converter has other dimensions than the pairs.
         """
         if left_out.all():
             return self.fit(pairs, converter)
@@ -136,6 +144,9 @@ def choose_map(
     is fitted to the queries as well, if that raises the figure on queries that are left out. A
     converter and a trained map are not.
 
+    Among equal figures the first candidate wins, in the order of `cross_fit_candidates`. The same
+    arguments give the same choice.
+
     Args:
         pairs: At least 10 pairs.
         query_sets: One set of queries among the pairs, or more. The cross-fit has the distances of
@@ -146,6 +157,8 @@ def choose_map(
     Raises:
         InvalidInputError: Fewer than 10 pairs, or unusable layers of the trainer.
         IncompatibleSpaceError: The converter has other dimensions than the pairs.
+        ValueError: A vector holds NaN or infinity.
+        IndexError: There is no set of queries.
     """
     candidates = crossfit.cross_fit_candidates(pairs, query_sets, converter, trainer=trainer)
     queries = query_sets[0]
@@ -184,6 +197,10 @@ class AdapterChoice:
         Args:
             number: Which set; the first one chose.
             queries: Number of its queries.
+
+        Returns:
+            For the first set: the even queries by one half's choice, the odd ones by the other's.
+            For other sets: one choice for all.
         """
         every = np.arange(queries)
         if number > 0:
@@ -194,6 +211,9 @@ class AdapterChoice:
         """Return the distances [q, n] of a set of queries, mapped to the old space, to the pairs.
 
         No query is judged by a candidate that it chose, nor by a map that its item is fitted on.
+
+        Returns:
+            A new array, float32.
         """
         block = self.choice.cross_fit.distances[number].copy()
         for choice, rows in self.by_half(number, len(block)):
@@ -203,6 +223,8 @@ class AdapterChoice:
     def map_queries(self, number: int, queries: Queries, pairs: Pairs, fold: Ints) -> Vectors:
         """Map a set of queries to the old space, each by a map that was fitted without its fold.
 
+        It fits one map for each fold and half.
+
         Args:
             number: Which set.
             queries: Its q queries.
@@ -211,6 +233,9 @@ class AdapterChoice:
 
         Returns:
             float32 [q, a].
+
+        Raises:
+            InvalidInputError: A fold leaves fewer than 2 pairs.
         """
         mapped = np.empty((len(queries.rows), pairs.old.shape[1]), np.float32)
         for choice, rows in self.by_half(number, len(queries.rows)):
@@ -224,12 +249,17 @@ class AdapterChoice:
 def choose_adapter(pairs: Pairs, query_sets: Sequence[Queries]) -> AdapterChoice:
     """Choose the query adapter as `choose_map` chooses a map, with the two models exchanged.
 
+    Among equal figures the first kind wins. Queries with known answers are also tried as further
+    pairs.
+
     Args:
         pairs: At least 10 pairs.
         query_sets: Sets of queries among the pairs, as in `choose_map`.
 
     Raises:
         InvalidInputError: Fewer than 10 pairs.
+        ValueError: A vector holds NaN or infinity.
+        IndexError: There is no set of queries.
     """
     reverse, queries = pairs.reverse, query_sets[0]
     sets = [one.reverse for one in query_sets]
@@ -386,6 +416,9 @@ def decide(
 
     Nothing is written. The same arguments give the same verdict.
 
+    It takes seconds to minutes, and holds up to 20,000,000 distances of each option in memory. More
+    than 2,000 queries are sampled.
+
     Args:
         pairs: At least 10 pairs of old and new vectors.
         cost: Number of items of the gallery, and measured seconds of the models and of the store.
@@ -404,7 +437,10 @@ def decide(
         InvalidInputError: Fewer than 10 pairs, unusable layers of the trainer, or an unusable
             vector in `source`.
         IncompatibleSpaceError: The converter has other dimensions than the pairs.
-        NobackfillError: As `source` raises it.
+        ValueError: A vector of the pairs or the queries holds NaN or infinity, or with cosine is
+            zero.
+        UnavailableError: The server of `source` does not answer.
+        NotPermittedError: The server refuses the user, or may hide rows from this role.
     """
     similar = judgement.item_queries(pairs)
     judged_queries = similar if queries is None else judgement.sample_queries(queries, len(pairs))
@@ -631,6 +667,9 @@ def choose_way(
     A query adapter must be measurably better than staying in the deciding figure, unless the old
     model is gone.
 
+    Among options that are as good, the first of `ways` wins; among the others, the one with the
+    best deciding figure. "both" is chosen only if it finds at least as much as either model alone.
+
     Args:
         ways: All of WAYS, cheapest first, without SWITCH.
         judged_by: The figure that decides: "MRR" or "agreement@10".
@@ -641,6 +680,9 @@ def choose_way(
 
     Returns:
         The name of the option, and the reason in words.
+
+    Raises:
+        KeyError: A way of "stay" or "re-embed", or the deciding figure, is missing.
     """
     by_name = {way.name: way for way in ways}
     stay, reembed = by_name["stay"], by_name["re-embed"]
@@ -764,6 +806,9 @@ def _curve_notes(curves: HealingCurves, reembed: Way, judged_by: str) -> list[st
 
 def gain_of_doubling(curve: list[CurvePoint]) -> float | None:
     """Estimate how much twice the pairs would raise the figure, from the last two doublings.
+
+    Args:
+        curve: Points by increasing number of pairs, each with twice as many.
 
     Returns:
         The gain, 0 or more, on the scale of the figure; None for fewer than 2 points.

@@ -64,9 +64,11 @@ def open_embedder(
 
     Args:
         model: The path of an ONNX file, `module:function`, or the URL of an endpoint. The module's
-            code is run; the working folder is added to Python's path.
+            code is run, and any error of it but ImportError and AttributeError passes through; the
+            working folder is added to Python's path.
         name: The model's name at an endpoint; other models ignore it.
-        patience: Seconds for which one request to an endpoint is repeated.
+        patience: Seconds for which one request to an endpoint is repeated. At least 0; 0 tries
+            once.
         queries: Whether the texts are queries, which some ONNX models encode in another way.
         pixels: Fields of `Declaration` by name, such as {"size": 224}: how an ONNX file reads
             images, in place of the files in its folder. None: as these files declare.
@@ -109,6 +111,8 @@ def reading_of(embedder: Embedder) -> str:
 
     Vectors are useless if the preparation is wrong.
 
+    The model is not run.
+
     Returns:
         Size, crop and normalisation of images, or assumptions about texts without a declaration.
         Empty for texts with a declaration, for endpoints and for Python functions.
@@ -133,7 +137,21 @@ class QueryEmbedder:
         self.reads = f"{QUERIES} by {encoder.fingerprint}"
 
     def embed(self, items: list[str] | list[Path] | list[bytes]) -> Vectors:
-        """Embed queries by the query encoder; items and errors are those of `Embedder.embed`."""
+        """Embed queries by the query encoder.
+
+        Args:
+            items: As for `Embedder.embed`.
+
+        Returns:
+            float32 [n, dim] of the encoder.
+
+        Raises:
+            UnusableItemsError: A query cannot be embedded.
+            InvalidInputError: The encoder's output cannot be used.
+            UnavailableError: An endpoint does not answer.
+            BusyError: An endpoint is still busy after `patience` seconds.
+            NotPermittedError: An endpoint refuses the key.
+        """
         return self._encoder.embed(items)
 
 
@@ -147,12 +165,14 @@ class PythonFunction:
     module; the working folder is put first on Python's path. The fingerprint is the module's
     FINGERPRINT, or else a digest of its source code, which does not change with the weights.
 
+    Other errors of the module's own code pass through.
+
     Args:
         name: `module:function`.
 
     Raises:
         NotFoundError: The function cannot be imported.
-        InvalidInputError: The name leads to no function, or FINGERPRINT is no text.
+        InvalidInputError: The name leads to no function, or FINGERPRINT is no text or empty.
     """
 
     kind: Kind | None = None
@@ -179,7 +199,10 @@ class PythonFunction:
         self.fingerprint = _fingerprint(found, name)
 
     def embed(self, items: list[str] | list[Path] | list[bytes]) -> Vectors:
-        """Call the function; any exception of it becomes UnusableItemsError with its line.
+        """Call the function; an exception of it becomes an error that names its line.
+
+        Returns:
+            float32 [n, dim], a copy.
 
         Raises:
             UnusableItemsError: The function raises, or a vector holds NaN or infinity.

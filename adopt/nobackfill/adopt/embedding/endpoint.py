@@ -70,13 +70,14 @@ class Endpoint:
 
     It repeats a request after status 429, a fault of the server or an incomplete answer, and waits
     as long as the header Retry-After tells. Texts leave this machine only over TLS. The variable
-    NOBACKFILL_ENDPOINT_KEY holds the key. Nothing is sent before `embed`.
+    NOBACKFILL_ENDPOINT_KEY holds the key. Nothing is sent before `embed`. The key is read from the
+    environment at each request; without one, none is sent.
 
     Args:
         url: Address of the endpoint: https://, or http:// on this machine. `#dimensions=512` behind
             it is sent as `dimensions`, for models that shorten their vectors.
         model: Name of the model there; with `url`, it determines the fingerprint.
-        patience: Seconds for which one request is repeated.
+        patience: Seconds for which one request is repeated. 0 tries once.
         timeout: Seconds to wait for one answer.
 
     Raises:
@@ -127,10 +128,15 @@ class Endpoint:
 
         The request is repeated for `patience` seconds while the endpoint is busy or fails.
 
+        It blocks until then; one answer may take `timeout` seconds more. After three faults of the
+        server it also sends a plain text, to see whether these texts cause them. Redirects are not
+        followed. Each item is sent as its text.
+
         Raises:
             UnusableItemsError: The endpoint refuses these texts, or their number.
             InvalidInputError: The answer is malformed or has another dimension than before, or the
-                endpoint refuses every text.
+                endpoint refuses every text. The endpoint answers with a status that a retry cannot
+                help, or the answer is larger than 1 MiB for each text.
             NotPermittedError: The endpoint refuses the key.
             BusyError: It still answers 429 after `patience` seconds.
             UnavailableError: It still does not answer, or fails, after `patience` seconds.

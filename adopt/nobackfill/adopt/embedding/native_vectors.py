@@ -66,7 +66,9 @@ class Contents(Protocol):
             Rows without an original, or with an empty one, are left out.
 
         Raises:
-            NobackfillError: As the store raises it.
+            UnavailableError: The store's server does not answer.
+            InvalidInputError: The store refuses the query, or a file of it is damaged.
+            NotPermittedError: The server refuses the user.
         """
 
 
@@ -86,7 +88,13 @@ class ColumnTexts:
         self.column: str | None = column
 
     def of(self, rows: Rows, window: Window) -> dict[str, str | Path]:
-        """Read the texts of rows from the column, by id; rows without a text are left out."""
+        """Read the texts of rows from the column, by id; rows without a text are left out.
+
+        Raises:
+            InvalidInputError: There is no such column, or the store refuses the query.
+            UnavailableError: The store's server does not answer.
+            NotPermittedError: The server refuses the user.
+        """
         if isinstance(self._source, Searchable):
             return dict(self._source.texts(rows.ids, self._column))
         texts = self._source.column(window, self._column)
@@ -110,7 +118,10 @@ class ListedContents:
         self._values: dict[str, str | Path] = dict(zip(items.ids, items.values, strict=True))
 
     def of(self, rows: Rows, window: Window) -> dict[str, str | Path]:
-        """Return the texts, or paths, of rows by id; rows that the list lacks are left out."""
+        """Return the texts, or paths, of rows by id; rows that the list lacks are left out.
+
+        Files that were deleted since the list was made are not left out.
+        """
         del window
         return {name: self._values[name] for name in rows.ids if name in self._values}
 
@@ -123,7 +134,8 @@ def contents_name(column: str | None, items: str | None) -> str:
         items: Folder of images or FILE.jsonl; None for a column.
 
     Returns:
-        The absolute path of `items` with links resolved, or else the column.
+        The absolute path of `items` with links resolved, or else the column. The path need not
+        exist. Without both, the text "None".
     """
     return str(Path(items).resolve()) if items is not None else str(column)
 
@@ -148,8 +160,10 @@ def open_contents(source: Source, column: str | None, items: str | None) -> Cont
 
     Raises:
         InvalidInputError: Both or neither of `column` and `items` are given, the store has no such
-            column; or as `read_items`.
+            column; or as `read_items`. An id of `items` occurs twice, or a line of FILE.jsonl is
+            malformed.
         NotFoundError: There is no such path, or no item in it.
+        UnavailableError: The store's server does not answer.
     """
     if (column is None) == (items is None):
         raise InvalidInputError(
@@ -170,17 +184,20 @@ def open_contents(source: Source, column: str | None, items: str | None) -> Cont
 class VectorFolder:
     """A folder of vectors that `nobackfill embed` wrote, read by id.
 
-    Args:
-        path: The folder. Opening reads its ids and digests, and its first file.
+    Later changes of the folder are not seen.
 
     Attributes:
         model: Fingerprint of the model that computed the vectors.
         dim: Their dimension.
 
+    Args:
+        path: The folder. Opening reads its ids and digests, and its first file.
+
     Raises:
         NotFoundError: There is no Parquet file.
         InvalidInputError: The folder has vectors of queries, records no model or no digests of
             contents, or a file is damaged.
+        IncompatibleSpaceError: Two files record different models.
     """
 
     def __init__(self, path: Path) -> None:
@@ -210,6 +227,8 @@ class VectorFolder:
     def get(self, digests: dict[str, str]) -> dict[str, Vectors]:
         """Return vectors of items whose content has not changed since they were embedded.
 
+        An id that the folder lacks has no vector. Up to 16 files stay in memory.
+
         Args:
             digests: Present digests of contents by id, as `content_digest` returns them.
 
@@ -238,7 +257,10 @@ class VectorFolder:
 class NativeVectorMaker:
     """The VectorMaker that gives rows the new model's own vectors.
 
-    A vector is taken from `folder`, else from `natives`, else `embedder` computes it.
+    A vector is taken from `folder`, else from `natives`, else `embedder` computes it. It closes
+    nothing that it is given.
+
+    If `folder` and `natives` both have a vector, that of the folder counts.
 
     Attributes:
         model: Fingerprint of the new model.
@@ -303,7 +325,9 @@ class NativeVectorMaker:
 
     @property
     def rows_under_lock(self) -> int:
-        """Return the number of rows that the model embeds in about a second, 1 to 32."""
+        """Return the number of rows that the model embeds in about a second, 1 to 32; 32 before the
+        first one was embedded.
+        """
         if not self._seconds_per_item:
             return ROWS_UNDER_LOCK
         return min(ROWS_UNDER_LOCK, max(1, int(1 / self._seconds_per_item)))
@@ -316,7 +340,8 @@ class NativeVectorMaker:
             reversible: As in `Target`.
 
         Returns:
-            A target whose mark is the digest of the model and of the name of the originals.
+            A target whose mark is the digest of the model and of the name of the originals. Its
+            content is the column of the originals, or None where they are outside of the store.
         """
         return Target(
             name,
@@ -336,6 +361,11 @@ class NativeVectorMaker:
 
         Returns:
             At most WINDOW ids; none without a file of lazy re-embedding.
+
+        Raises:
+            VerificationError: The file of lazy re-embedding is damaged.
+            BusyError: Another process holds the file.
+            CannotWriteError: The file cannot be read or written.
         """
         if self._natives is None:
             return []
@@ -355,6 +385,8 @@ class NativeVectorMaker:
         Vectors of items that searches returned are also stored in the file of lazy re-embedding, so
         that searches use them at once.
 
+        `missing` grows; the caller clears it.
+
         Args:
             rows: Rows of the store, with their old vectors.
             window: The range of the store that the rows are in.
@@ -365,9 +397,12 @@ class NativeVectorMaker:
 
         Raises:
             InvalidInputError: Vectors have several dimensions, or none of the first 100 items or
-                more can be embedded.
-            UnavailableError, BusyError, NotPermittedError: As `Embedder.embed`.
+                more can be embedded. A file of the folder, or of an original, cannot be read.
             CannotWriteError: The file of lazy re-embedding cannot be written.
+            UnavailableError: The store or an endpoint does not answer.
+            BusyError: An endpoint is still busy after its patience, or `pause` raises it.
+            NotPermittedError: The store or an endpoint refuses the user or the key.
+            VerificationError: The file of lazy re-embedding is damaged.
         """
         if self._pause is not None:
             self._pause()
@@ -393,7 +428,10 @@ class NativeVectorMaker:
         return _select(rows, places), normalise(made) if self._directions else made
 
     def repeat(self, rows: Rows) -> None:
-        """Return None, because to embed items again costs as much as the first time."""
+        """Return None, because to embed items again costs as much as the first time.
+
+        So `carry` compares only the vectors of its own run.
+        """
         del rows
 
     def _store_wanted(self, rows: Rows, vectors: dict[str, Vectors]) -> None:
@@ -453,6 +491,8 @@ def open_native_vectors(
 
     Without a folder, one item is embedded to learn the dimension.
 
+    The caller does not close anything: the file of lazy re-embedding closes with the maker.
+
     Args:
         source: The store.
         contents: The originals of its items.
@@ -467,7 +507,12 @@ def open_native_vectors(
             or no digests, or the model can embed no item of the store.
         IncompatibleSpaceError: Folder, file and model are not of one model.
         NotFoundError: There is no such folder, model file or module.
-        NobackfillError: As the store, the model or the file raises it.
+        UnavailableError: The store or an endpoint does not answer.
+        BusyError: An endpoint is still busy after its patience, or another process holds the file.
+        NotPermittedError: The store or an endpoint refuses the user or the key.
+        ConfigurationError: The address of an endpoint is not allowed, or an extra is not installed.
+        VerificationError: The file of lazy re-embedding is damaged.
+        CannotWriteError: That file cannot be created.
     """
     embedder = None if model is None else open_embedder(model, name=model_name)
     stored = None if folder is None else VectorFolder(folder)

@@ -65,7 +65,11 @@ class ImageInput:
 
     @property
     def description(self) -> str:
-        """Return a sentence on how the model reads images, and on the file that declares it."""
+        """Return a sentence on how the model reads images, and on the file that declares it.
+
+        It names size, fit, interpolation and, except for uint8, mean and deviation. Without a
+        declaring file it says that these are assumptions.
+        """
         declared, frame = self._declared, self._frame
         how = f"{frame.width} x {frame.height} pixels, {frame.fit}"
         how += f" from {frame.shortest}" if frame.fit == "crop" else ""
@@ -93,6 +97,7 @@ class ImageInput:
 
         Raises:
             UnusableItemsError: An item cannot be read or decoded as an image.
+            ValueError: There are no items.
         """
         try:
             pixels: Any = np.stack([_pixels(item, self._frame) for item in items])
@@ -157,6 +162,9 @@ class OnnxModel:
     A graph with an input `input_ids` reads texts, by a tokenizer in its folder; any other reads
     images. Files in the folder declare the preprocessing.
 
+    The file is run in this process, without the trials that a release must pass; take it only from
+    a source that you trust.
+
     Args:
         path: The file.
         queries: Whether the texts are queries; ignored for images.
@@ -165,8 +173,10 @@ class OnnxModel:
     Raises:
         NotFoundError: There is no such file, or no tokenizer for texts.
         InvalidInputError: The file is no ONNX, its declaration is malformed or does not fit it, or
-            `pixels` are given for texts.
+            `pixels` are given for texts. A file of weights is missing or outside of its folder, or
+            the tokenizer's file is no tokenizer.
         ConfigurationError: An extra is not installed.
+        OSError: A file of the model cannot be read.
     """
 
     def __init__(
@@ -199,7 +209,10 @@ class OnnxModel:
 
     @property
     def declared(self) -> dict[str, object]:
-        """Return the fields of the declaration, which the fingerprint covers besides the files."""
+        """Return the fields of the declaration, which the fingerprint covers besides the files.
+
+        Changes of the result do not reach the model.
+        """
         return self._declared.model_dump()
 
     @property
@@ -215,12 +228,23 @@ class OnnxModel:
         )
 
     def embed(self, items: list[str] | list[Path] | list[bytes]) -> Vectors:
-        """Embed items as `Embedder.embed` does; the vectors are normalised if that is declared.
+        """Embed items in one or more runs of the graph; the vectors are normalised if that is
+        declared.
+
+        Longer texts are truncated to the declared number of tokens. A graph with a fixed batch size
+        runs several times.
+
+        Args:
+            items: n texts, or n images as paths or encoded bytes; at least one.
+
+        Returns:
+            float32 [n, dim], finite, in the order of `items`.
 
         Raises:
             UnusableItemsError: An item cannot be decoded or tokenized, the graph fails, or a vector
                 holds NaN or infinity.
             InvalidInputError: The graph has unknown inputs, or an output of an unexpected shape.
+                Declared modules behind the pooling do not fit the vectors.
         """
         feed, mask = (
             self._texts(items) if self._pixels is None else (self._pixels.feed(items), None)

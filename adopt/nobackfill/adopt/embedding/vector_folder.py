@@ -74,6 +74,8 @@ def read_items(
 ) -> ItemList:
     """Read the items to embed: texts into memory, or the paths of images.
 
+    The order is that of the source or file, and of sorted paths for images.
+
     Args:
         address: A folder with images at any depth, whose ids are their paths in it; FILE.jsonl with
             an object in each line; or a source, as `open_source` opens it. Hidden files, `@eaDir`
@@ -92,7 +94,10 @@ def read_items(
         InvalidInputError: An id occurs twice, an id or a text is no valid Unicode, there is no such
             column, a line of FILE.jsonl is malformed, or `where` is given for another store than
             PostgreSQL.
-        NobackfillError: As the source raises it.
+        UnavailableError: The source's server does not answer.
+        NotPermittedError: The server refuses the user.
+        ConfigurationError: The address would send a password unencrypted, or an extra is not
+            installed.
     """
     path = Path(address)
     # Only a table of PostgreSQL takes a condition; `open_source` refuses it for anything else.
@@ -198,12 +203,18 @@ def embed_into(
     of items that are not in `items` stay. Finished batches stay after any error or interrupt; call
     it again to continue.
 
+    An item that failed in an earlier run is tried again. Two runs must not write to one folder at
+    the same time.
+
     Args:
-        folder: The folder of Parquet files; it is created if it does not exist.
+        folder: The folder of Parquet files; it is created if it does not exist. Temporary files of
+            a killed run are deleted. Files have mode 0600 and up to 500 items.
         items: The items.
         embedder: The model.
-        batch: Number of items that the model gets at a time. A batch that fails is halved.
-        progress: Called with the number of items tried so far.
+        batch: Number of items that the model gets at a time. A batch that fails is halved. At least
+            1.
+        progress: Called with the number of items tried so far. Its errors end the run; what was
+            embedded before is stored.
         refuse: Called with the id and the reason of each item that the model cannot embed; such an
             item is left out. None leaves it out silently.
 
@@ -216,7 +227,9 @@ def embed_into(
         InvalidInputError: The model reads another kind of item, returns vectors of several
             dimensions, or embeds none of the first 1,000 items; or a file of the folder is damaged.
         CannotWriteError: The folder cannot be written.
-        UnavailableError, BusyError, NotPermittedError: As `Embedder.embed`.
+        UnavailableError: An endpoint does not answer.
+        BusyError: An endpoint is still busy after its patience, or `progress` raises it.
+        NotPermittedError: An endpoint refuses the key.
     """
     if embedder.kind not in (None, items.kind):
         raise InvalidInputError(
@@ -264,16 +277,17 @@ def _digest_or_empty(value: str | Path) -> str:
 class EmbeddingRun:
     """Embeds items in batches, and halves a batch that fails until it finds the failing items.
 
+    Attributes:
+        made: Number of items embedded so far.
+        tried: Number of items tried so far, with failing ones.
+        batch: At least 1.
+
     Args:
         items: The items.
         embedder: The model.
         batch: Number of items that the model gets at a time. It falls for later batches if the
             model takes each item but not so many at a time.
         refuse: Called with the id and the reason of each failing item; None: no call.
-
-    Attributes:
-        made: Number of items embedded so far.
-        tried: Number of items tried so far, with failing ones.
     """
 
     def __init__(
@@ -288,6 +302,8 @@ class EmbeddingRun:
     def embed(self, rows: Sequence[int]) -> Iterator[tuple[Sequence[int], Vectors]]:
         """Embed some of the items, and yield them batch by batch, without failing ones.
 
+        The model runs when the next batch is requested.
+
         Args:
             rows: Their numbers in the list of items.
 
@@ -297,7 +313,9 @@ class EmbeddingRun:
         Raises:
             InvalidInputError: Vectors of this run have several dimensions, or none of the first
                 1,000 items can be embedded.
-            UnavailableError, BusyError, NotPermittedError: As `Embedder.embed`.
+            UnavailableError: An endpoint does not answer.
+            BusyError: An endpoint is still busy after its patience.
+            NotPermittedError: An endpoint refuses the key.
         """
         start = 0
         while start < len(rows):
