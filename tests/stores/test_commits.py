@@ -82,3 +82,32 @@ def test_a_thread_that_writes_leaves_one_mark(postgres: Server) -> None:
         write()
         assert marks() == 2
         database.close()
+
+
+def test_a_nested_transaction_is_part_of_the_outer_one(postgres: Server) -> None:
+    with postgres.database() as url:
+        database = Database(url)
+        database.open(schema.prepare)
+        ends: list[str] = []
+
+        def insert(value: int) -> None:
+            database.write(lambda one: run(one, "INSERT INTO numbers VALUES (%s)", [value]))
+            database.after_commit(lambda: ends.append(f"{value} is durable"))
+
+        def nested(error: Exception | None) -> None:
+            insert(1)
+            database.transact(lambda: insert(2))
+            insert(3)
+            assert ends == []
+            if error is not None:
+                raise error
+
+        database.write(lambda one: run(one, "CREATE TABLE numbers (number integer)"))
+        with pytest.raises(ZeroDivisionError):
+            database.transact(lambda: nested(ZeroDivisionError()))
+        query = "SELECT count(*) FROM numbers"
+        assert database.read(lambda one: run(one, query).fetchone()) == (0,)
+        database.transact(lambda: nested(None))
+        assert database.read(lambda one: run(one, query).fetchone()) == (3,)
+        assert ends == ["1 is durable", "2 is durable", "3 is durable"]
+        database.close()

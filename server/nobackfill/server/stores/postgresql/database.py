@@ -498,6 +498,8 @@ class Database:
     def transact(self, work: Callable[[], Result]) -> Result:
         """Run all reads and writes of `work`, in this thread, as one transaction.
 
+        Within another `transact` of this thread, `work` joins that transaction.
+
         Args:
             work: the work; it may be called more than once, as in `write`.
 
@@ -507,6 +509,9 @@ class Database:
         Raises:
             NobackfillError: as `write`.
         """
+
+        if self._own.connection is not None:
+            return work()
 
         def body(connection: Connection) -> Result:
             self._own.connection, self._own.endings = connection, []
