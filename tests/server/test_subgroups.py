@@ -12,7 +12,8 @@ from nobackfill.errors import InvalidInputError
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.cli.main import main
 from nobackfill.server.gateway import GatewayServer
-from nobackfill.v1 import upgrade_pb2
+from nobackfill.v1 import gallery_pb2, upgrade_pb2
+from nobackfill.wire.values import to_value
 from tests.server.conftest import Stages, publish_stage
 from tests.server.support import Client, images, refused
 from tests.support.blocks import png
@@ -126,6 +127,33 @@ def test_a_key_that_makes_no_groups_is_refused(ready: Client) -> None:
     ready.put("g", dict.fromkeys(names, png(images(1)[0])), notes)
     with refused(InvalidInputError, "has 201 values"):
         watched(ready, "serial")
+
+
+def test_an_item_with_a_list_has_each_of_its_texts(client: Client) -> None:
+    client.create_gallery("g")
+    tags = {"tags": to_value(["red", "blue"])}
+    items = [
+        gallery_pb2.PutItem(id=f"i{i}", image=png(image), metadata=tags)
+        for i, image in enumerate(images(6))
+    ]
+    assert not client.put_items("g", items)
+    groups = watched(client, "tags").quality.subgroups
+    assert [group.value.text for group in groups] == ["blue", "red"]
+    assert [(group.items, group.cmc1) for group in groups] == [(6, 1.0), (6, 1.0)]
+
+
+def test_a_number_is_no_flag(client: Client) -> None:
+    """Each kind of value has its own group, although True == 1."""
+    client.create_gallery("g")
+    names = ["flag", "other flag", "number", "other number"]
+    pictures = dict.fromkeys(names, png(images(1)[0]))
+    client.put("g", pictures, {name: {"key": 1 if "number" in name else True} for name in names})
+    groups = {
+        group.value.WhichOneof("kind"): group for group in watched(client, "key").quality.subgroups
+    }
+    assert {kind: group.items for kind, group in groups.items()} == {"integer": 2, "flag": 2}
+    # All are equally near, so that the first item, a flag, is the nearest of each number.
+    assert {kind: group.cmc1 for kind, group in groups.items()} == {"integer": 0.0, "flag": 1.0}
 
 
 def test_the_command_shows_the_worst_first(gateway: GatewayServer, ready: Client) -> None:
