@@ -66,8 +66,10 @@ class Mirror:
     def offer(self, work: Callable[[], None], size: int) -> bool:
         """Queue work, without waiting.
 
+        At most 64 works and 64 MiB wait. An error of the work is logged and counted.
+
         Args:
-            work: the work.
+            work: the work; it runs later, in the thread of comparisons.
             size: bytes that it holds in memory.
 
         Returns:
@@ -87,7 +89,10 @@ class Mirror:
         return True
 
     def close(self) -> None:
-        """Stop; waiting work is dropped."""
+        """Stop; waiting work is dropped.
+
+        It waits for the work that runs. A later `offer` returns False.
+        """
         self._pool.shutdown(cancel_futures=True)
 
     def _do(self, work: Callable[[], None], size: int) -> None:
@@ -123,12 +128,17 @@ class Canaries:
         self._comparison: CanaryComparison | None = None
 
     def close(self) -> None:
-        """Stop comparing; comparisons that wait are dropped."""
+        """Stop comparing; comparisons that wait are dropped.
+
+        It waits for the comparison that runs. Queries are still answered.
+        """
         self._mirror.close()
 
     def begin(self, release: int) -> None:
         """Start the comparison for a canary of a release; counts of an earlier canary are dropped,
         also those of the same release.
+
+        The settings are those of the state, also if it has none yet.
         """
         self._comparison = CanaryComparison(release, self.setting)
 
@@ -136,6 +146,8 @@ class Canaries:
         """End the present comparison, if any; its report stays until the next canary begins.
 
         The first end counts: a later call does not change it.
+
+        It changes nothing in the state: queries go on until the plan changes.
 
         Args:
             state: how the canary ended.
@@ -145,23 +157,36 @@ class Canaries:
             self._comparison.end(state, message)
 
     def setting(self) -> Canary | None:
-        """Return the settings of the canary under way; None without one."""
+        """Return the settings of the canary under way; None without one.
+
+        It reads memory only. An activation without a canary gives None.
+        """
         record = self._state.current.activation
         return None if record is None else record.canary
 
     def report(self) -> CanaryReport:
         """Return the report of the last canary since the gateway started; an empty one
         without any.
+
+        It may be of a canary that has ended. The empty one has release 0 and state ENDED.
         """
         return NOTHING if self._comparison is None else self._comparison.report()
 
     def has_answered(self, release: int) -> bool:
-        """Tell whether a release has answered a query since its canary began at this gateway."""
+        """Tell whether a release has answered a query since its canary began at this gateway.
+
+        Answers for comparison only count, too. It is False for another release than the last
+        canary's.
+        """
         report = self.report()
         return report.release == release and report.new.queries > report.new.errors
 
     def verdict(self) -> str | None:
-        """Return why the canary under way must stop; None if it need not, or there is none."""
+        """Return why the canary under way must stop; None if it need not, or there is none.
+
+        Returns:
+            A sentence for operators; see CanaryComparison.verdict.
+        """
         canary = self.setting()
         return (
             None if canary is None or self._comparison is None else self._comparison.verdict(canary)
@@ -169,6 +194,8 @@ class Canaries:
 
     def feedback(self, request_id: str, item: str, kind: Kind) -> bool:
         """Record feedback about a hit.
+
+        Feedback of both pairs' answers counts. It is kept in memory only.
 
         Args:
             request_id: id of the answer.
@@ -186,6 +213,8 @@ class Canaries:
     def answerer(self, old: PlainAnswerer, new: PlainAnswerer) -> "CanaryAnswerer":
         """Make the answerer of a plan that has a canary.
 
+        The settings are read at each query.
+
         Args:
             old: answers by the active release.
             new: answers by the canary's release.
@@ -193,7 +222,15 @@ class Canaries:
         return CanaryAnswerer(self, old, new)
 
     def offer(self, mirrored: "_MirroredQuery", compare: Callable[[], None]) -> None:
-        """Queue a comparison of both pairs; it is counted as skipped if too many wait."""
+        """Queue a comparison of both pairs; it is counted as skipped if too many wait.
+
+        It does not wait. The comparison runs only if the gallery and its plan are the same by then.
+        Its errors are dropped.
+
+        Args:
+            mirrored: the query.
+            compare: compares the answers; it runs in the thread of comparisons.
+        """
 
         def work() -> None:
             hosted = mirrored.hosted
@@ -210,7 +247,10 @@ class Canaries:
             mirrored.comparison.count_skipped()
 
     def comparison(self, release: int) -> CanaryComparison:
-        """Return the comparison of a release; it starts again after a restart of the gateway."""
+        """Return the comparison of a release; it starts again after a restart of the gateway.
+
+        Another release drops the present comparison.
+        """
         comparison = self._comparison
         if comparison is None or comparison.release != release:
             comparison = self._comparison = CanaryComparison(release, self.setting)
@@ -238,11 +278,40 @@ class CanaryAnswerer:
         return None
 
     def space_part(self, hosted: Hosted, space: str) -> PlanPart | None:
-        """Return the old pair's part: a query by one embedding can be answered by no other pair."""
+        """Return the old pair's part: a query by one embedding can be answered by no other pair.
+
+        None if the old pair has no such part.
+        """
         return self.old.space_part(hosted, space)
 
     def answer(self, hosted: Hosted, request: SearchRequest) -> list[QueryAnswer]:
-        """Answer each query of a request; see CanaryAnswerer for the choice of the pair."""
+        """Answer each query of a request by one pair; see CanaryAnswerer for the choice.
+
+        If the new pair fails, or takes more than its share of the call's time, the old one answers,
+        and the failure is counted. For the share of callers that the canary chooses, a comparison
+        of a single query is queued. A single answer has a `request_id` for feedback, unless only
+        one pair can read it or the new pair failed.
+
+        Args:
+            hosted: the gallery; the caller uses it and its plan.
+            request: the request.
+
+        Returns:
+            For each query, in order, the result, or the InvalidInputError that refused it. A single
+            query that is refused raises instead.
+
+        Raises:
+            InvalidInputError: the filter is not valid; TooLargeError if the images together are too
+                large.
+            NoEncoderError, IncompatibleSpaceError, NeedsImageError, ReleaseRetiredError: a query
+                does not suit the gallery; see Searching.search.
+            OutdatedError: another gateway has replaced the plan; the caller begins again.
+            DeadlineError, CancelledError: the call's time is over, or its caller has gone.
+            BusyError, UnavailableError: the store is busy, a server does not answer, or too many
+                images are being decoded (OverloadedError).
+            NotFoundError: the gallery was closed or deleted.
+            VerificationError: the store, or a model's output, is damaged.
+        """
         canary = self._canaries.setting()
         if canary is None:
             return self.old.answer(hosted, request)
@@ -426,7 +495,13 @@ class CanarySeries(Collector):
         self._canaries = canaries
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics of the last canary."""
+        """Yield the metrics of the last canary.
+
+        Without a canary the share is 0 and the counters are 0; means without data are left out.
+
+        Yields:
+            The share, queries, quantiles in seconds, scores, feedback, comparisons and evidence.
+        """
         canary, report = self._canaries.setting(), self._canaries.report()
         yield GaugeMetricFamily(
             "nobackfill_canary_share",

@@ -25,6 +25,8 @@ _DURATIONS = 1000
 def overlap(one: Sequence[str], other: Sequence[str]) -> float:
     """Return the share of the longer answer's items that both answers have.
 
+    A repeated id counts once among the common ones.
+
     Args:
         one: item ids of an answer.
         other: item ids of the other answer.
@@ -40,8 +42,8 @@ def rank_correlation(one: Sequence[str], other: Sequence[str]) -> float | None:
     """Return Spearman's rank correlation of the items that both answers have.
 
     Args:
-        one: item ids of an answer, best first.
-        other: item ids of the other answer, best first.
+        one: item ids of an answer, best first, without repeats.
+        other: item ids of the other answer, best first, without repeats.
 
     Returns:
         -1 to 1; None if fewer than two items are common.
@@ -78,6 +80,8 @@ class PairFigures:
     def count(self, answer: SearchResult, seconds: float | None) -> None:
         """Count an answer.
 
+        The latest 1000 durations are kept. A first hit without a score counts for no mean.
+
         Args:
             answer: the answer.
             seconds: its duration; None if no caller waited for it.
@@ -93,11 +97,13 @@ class PairFigures:
 
     @property
     def score(self) -> float | None:
-        """Mean calibrated score of the first hits; None if no hit had a score."""
+        """Return the mean score of first hits, 0 to 1; None if no hit had a score."""
         return self.scores / self.scored if self.scored else None
 
     def quantile(self, share: float) -> float | None:
         """Return a quantile of the latest durations in seconds; None without any.
+
+        The latest 1000 are kept; values between two of them are interpolated.
 
         Args:
             share: the quantile, 0 to 1.
@@ -122,7 +128,14 @@ class Likeness:
     correlated: int = 0
 
     def count(self, old: SearchResult, new: SearchResult) -> None:
-        """Count a query that both pairs have answered."""
+        """Count a query that both pairs have answered.
+
+        Two empty answers have overlap 1 and no rank correlation.
+
+        Args:
+            old: the old pair's answer.
+            new: the new pair's answer.
+        """
         one, other = ([hit.item.id for hit in answer.hits] for answer in (old, new))
         self.compared += 1
         self.overlaps += overlap(one, other)
@@ -133,12 +146,12 @@ class Likeness:
 
     @property
     def overlap(self) -> float | None:
-        """Mean overlap, 0 to 1; None without a query."""
+        """Return the mean overlap, 0 to 1; None without a query."""
         return self.overlaps / self.compared if self.compared else None
 
     @property
     def rank_correlation(self) -> float | None:
-        """Mean rank correlation, -1 to 1; None if it is defined for no query."""
+        """Return the mean rank correlation, -1 to 1; None if it is defined for no query."""
         return self.correlations / self.correlated if self.correlated else None
 
 
@@ -271,7 +284,7 @@ class CanaryComparison:
         """Start a comparison.
 
         Args:
-            release: the release of the canary.
+            release: the release of the canary; 0 for none.
             setting: returns the newest settings; None once the canary has ended.
         """
         self.release = release
@@ -293,10 +306,14 @@ class CanaryComparison:
     ) -> bool:
         """Count an answer that a caller got.
 
+        An answer of the new pair is also evidence for it against the bound on errors. Latency
+        counts once the old pair has answered 200 queries, and for each key once in 10 s. A change
+        of share or shadow restarts the sessions, but not the evidence.
+
         Args:
             canary: the settings that chose the pair.
             answer: the answer.
-            seconds: its duration.
+            seconds: its duration as the caller saw it.
             caller: the caller.
             new: True if the new pair answered.
 
@@ -323,6 +340,9 @@ class CanaryComparison:
 
         A query that is as slow in the old pair is no evidence against the new one.
 
+        Nothing is counted in the new pair's favour. It is slow if it takes more than
+        `largest_p99_ratio` times the old pair's time.
+
         Args:
             canary: the settings.
             old: seconds that the old pair took.
@@ -333,7 +353,13 @@ class CanaryComparison:
                 self._latency.see(True, _SLOW_SHARE)
 
     def count_failure(self, canary: Canary) -> None:
-        """Count a query that failed in the new pair and was answered by the old one."""
+        """Count a query that failed in the new pair and was answered by the old one, as an error.
+
+        It is evidence against the new pair.
+
+        Args:
+            canary: the settings, with the bound on errors.
+        """
         with self._lock:
             self._counts.new.queries += 1
             self._counts.new.errors += 1
@@ -345,8 +371,10 @@ class CanaryComparison:
         The rest, a quarter to a half, is left for the old pair, which answers if the new one does
         not.
 
+        Before the old pair's 99th percentile is known, it is a half.
+
         Args:
-            remaining: seconds until the caller's deadline.
+            remaining: seconds until the caller's deadline; infinity without one gives infinity.
 
         Returns:
             Seconds for the new pair.
@@ -366,6 +394,9 @@ class CanaryComparison:
 
         It counts only if the bounds allow no query to take so long. Otherwise callers with short
         deadlines would stop any release.
+
+        A timeout that counts is an error in the figures. It is evidence for latency after the
+        repeat, if the percentile is known; otherwise it is evidence for errors at once.
 
         Args:
             canary: the settings.
@@ -395,13 +426,22 @@ class CanaryComparison:
             return False
 
     def count_batch(self, canary: Canary) -> None:
-        """Count a call of several queries that the new pair answered, as one query."""
+        """Count a call of several queries that the new pair answered, as one query.
+
+        It is evidence for the new pair against the bound on errors.
+
+        Args:
+            canary: the settings.
+        """
         with self._lock:
             self._counts.new.queries += 1
             self._errors.see(False, canary.most_errors)
 
     def count_unpaired(self) -> None:
-        """Count a query that only the new pair can read: there is nothing to compare it with."""
+        """Count a query that only the new pair can read: there is nothing to compare it with.
+
+        It is no evidence.
+        """
         with self._lock:
             self._counts.new.queries += 1
 
@@ -409,6 +449,9 @@ class CanaryComparison:
         self, canary: Canary, old: SearchResult, new: SearchResult, *, is_new_mirrored: bool
     ) -> None:
         """Count a query that both pairs answered.
+
+        A mirrored answer of the new pair is evidence for it against the bound on errors; it has no
+        duration.
 
         Args:
             canary: the settings.
@@ -429,16 +472,30 @@ class CanaryComparison:
             self._counts.skip_count += 1
 
     def feedback(self, request_id: str, item: str, kind: Kind) -> bool:
-        """Record feedback about a hit; see CanarySessions.feedback."""
+        """Record feedback about a hit.
+
+        The first feedback of each kind in a session is evidence. It is still accepted after `end`.
+
+        Args:
+            request_id: id of the answer.
+            item: id of the hit.
+            kind: approved or rejected.
+
+        Returns:
+            False if the answer is unknown, or no longer remembered, or has no such hit. True
+            otherwise, also if the session has sent feedback of this kind before.
+        """
         with self._lock:
             return self._sessions.feedback(request_id, item, kind)
 
     def end(self, state: CanaryState, message: str) -> None:
         """End the comparison; a second call changes nothing.
 
+        Counts go on for queries under way.
+
         Args:
             state: how the canary ended.
-            message: why.
+            message: why, for operators; may be empty.
         """
         with self._lock:
             self._ended = self._ended or (state, message)
@@ -446,13 +503,23 @@ class CanaryComparison:
     def verdict(self, canary: Canary) -> str | None:
         """Return why the canary must stop, as a sentence for operators; None while no bound is
         crossed.
+
+        A bound is crossed once its evidence reaches STOPS_AT. If several are crossed, the first of
+        BOUNDS is named. It does not end the comparison.
+
+        Args:
+            canary: the settings, for the sentence.
         """
         report = self.report()
         crossed = [bound for bound in BOUNDS if report.evidence[bound] >= STOPS_AT]
         return _stop_reason(crossed[0], report, canary) if crossed else None
 
     def report(self) -> CanaryReport:
-        """Return the figures so far."""
+        """Return the figures so far.
+
+        All figures are of one moment. Without queries shares and quantiles are None, and the
+        evidence is 1.
+        """
         with self._lock:
             counts, sessions = self._counts, self._sessions
             state, message = self._ended or (CanaryState.RUNNING, "")

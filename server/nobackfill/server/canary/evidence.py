@@ -33,6 +33,8 @@ class CanaryEvidence:
     def see(self, outcome: bool, bound: float) -> None:
         """Count an outcome.
 
+        It is not thread-safe. A capital never grows beyond 1e250.
+
         Args:
             outcome: True if the bad event happened.
             bound: highest probability of True under the hypothesis, given all earlier outcomes. A
@@ -48,8 +50,10 @@ class CanaryEvidence:
 
     @property
     def value(self) -> float:
-        """The evidence, above 0: it begins at 1, and its mean stays at most 1 under the
-        hypothesis.
+        """Return the evidence, above 0.
+
+        It begins at 1, and its mean stays at most 1 under the hypothesis. It may fall as well as
+        rise.
         """
         reserve = 1 / (self._outcomes + 1)
         return reserve + sum(self._capitals)

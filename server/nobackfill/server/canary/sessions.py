@@ -47,6 +47,10 @@ class CanarySessions:
     def count_answer(self, key: int, request_id: str, items: Sequence[str], *, new: bool) -> None:
         """Record an answer that its caller got.
 
+        If a key changes its pair, its session begins again without feedback. Beyond 100,000
+        sessions or 20,000 answers the oldest is forgotten. Feedback is possible for the first 100
+        hits. A repeated `request_id` replaces the earlier answer.
+
         Args:
             key: digest of the caller's key.
             request_id: id of the answer, for later feedback.
@@ -69,6 +73,9 @@ class CanarySessions:
         """Record feedback about a hit.
 
         The first feedback of each kind in a session is evidence.
+
+        An approval is evidence if the old pair answered; a rejection, if the new one did. Others
+        count against it. Two items may have one hash, but seldom.
 
         Args:
             request_id: id of the answer.
@@ -96,6 +103,8 @@ class CanarySessions:
         """Forget all sessions after a change of the share, which assigns keys to pairs again.
 
         The evidence stays.
+
+        Feedback for earlier answers is no longer accepted.
         """
         self._sessions.clear()
         self._answers.clear()

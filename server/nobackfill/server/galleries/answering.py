@@ -257,7 +257,7 @@ class Searching:
             NotFoundError: the gallery was deleted.
             UnavailableError: the model server, or the database, does not answer; or this gateway
                 cannot follow another one that changed the gallery (OutdatedError).
-            VerificationError: the model's output has another shape, or the gallery is damaged.
+            VerificationError: the store, or a model's output, is damaged.
             DeadlineError: the call's time is over.
             CancelledError: the caller has cancelled the call.
             BusyError: the database is busy.
@@ -272,10 +272,13 @@ class Searching:
     ) -> list[QueryAnswer]:  # fmt: skip
         """Answer several queries by one plan.
 
+        If another gateway replaces the plan meanwhile, all are answered again. The caller is a user
+        of the gallery.
+
         Args:
             hosted: the gallery.
             queries: the queries, each as in `search`; empty gives no answers.
-            k: most hits for each.
+            k: most hits for each, at least 1.
             filtered: only items that pass this filter; None means all.
             ef: width of the graph search, as in Index.search; 0 means the index's own.
             heal: re-embed first hits if the gallery does so.
@@ -284,8 +287,8 @@ class Searching:
             For each query, in order, the result, or the InvalidInputError that refused it alone.
 
         Raises:
-            NobackfillError: as `search`, for the whole call: a query whose space does not fit or
-                has ended refuses all, as an invalid filter does.
+            NobackfillError: each class that `search` names, for the whole call: a query whose space
+                does not fit or has ended refuses all, as an invalid filter does.
             TooLargeError: the images, or the texts, together are too large.
             OverloadedError: too many images are being decoded.
         """
@@ -408,6 +411,12 @@ class Answerers:
     def count(self, questions: "Iterable[Question]") -> None:
         """Count searches in the metrics, once for each part of a question, by whether they compare
         every vector or use a graph.
+
+        Raises:
+            OutdatedError: another gateway has deleted a space.
+            IncompatibleSpaceError, NotFoundError: a view is needed that cannot be made.
+            BusyError, UnavailableError: the store is busy, or does not answer.
+            VerificationError: the store is damaged.
         """
         for question in questions:
             for part in question.parts:
@@ -457,12 +466,25 @@ class PlainAnswerer:
     def answer(self, hosted: Hosted, request: SearchRequest) -> list[QueryAnswer]:
         """Answer each query of a request.
 
+        Args:
+            hosted: the gallery; the caller uses it and its plan.
+            request: the request.
+
         Returns:
-            For each query, in order, its hits, or the InvalidInputError that refused it alone.
+            For each query, in order, the result, or the InvalidInputError that refused it.
 
         Raises:
             NobackfillError: as Searching.batch.
-            OutdatedError: another gateway has replaced the plan.
+            OutdatedError: another gateway has replaced the plan; the caller begins again.
+            InvalidInputError: the filter is not valid; TooLargeError if the images together are too
+                large.
+            NoEncoderError, IncompatibleSpaceError, NeedsImageError, ReleaseRetiredError: a query
+                does not suit the gallery; see Searching.search.
+            DeadlineError, CancelledError: the call's time is over, or its caller has gone.
+            BusyError, UnavailableError: the store is busy, a server does not answer, or too many
+                images are being decoded (OverloadedError).
+            NotFoundError: the gallery was closed or deleted.
+            VerificationError: the store, or a model's output, is damaged.
         """
         questions = self.questions(hosted, request)
         answers = self.find(hosted, valid_questions(questions), request)
@@ -486,11 +508,22 @@ class PlainAnswerer:
         """Embed the queries of a request, and choose their spaces. Searches are counted in the
         metrics, except those in the background.
 
+        Args:
+            hosted: the gallery.
+            request: the request.
+
         Returns:
-            For each query, in order, its question, or why it was refused.
+            For each query, in order, its question, or why it was refused. The values of an
+            embedding are not checked yet.
 
         Raises:
-            NobackfillError: as Searching.batch.
+            NoEncoderError: the release embeds no texts, or no images.
+            IncompatibleSpaceError, NeedsImageError, ReleaseRetiredError: as SpaceChoice.parts.
+            UnavailableError: the model server or the database does not answer, or OutdatedError.
+            DeadlineError, CancelledError: the call's time is over, or its caller has gone.
+            TooLargeError, OverloadedError: the images or texts are too many, for this call or for
+                the gateway.
+            VerificationError: a model's output has another shape.
         """
         items = [query for query in request.queries if isinstance(query, bytes | str)]
         embedded = iter(self._shared.embed([part.query for part in self.parts], items, request))
@@ -535,6 +568,7 @@ class PlainAnswerer:
             CancelledError: the caller has cancelled the call.
             NobackfillError: the store's error: BusyError, NotFoundError, UnavailableError or
                 VerificationError.
+            OutdatedError: another gateway has replaced the plan.
         """
         answers: dict[Question, QueryAnswer] = {}
         if not questions:
@@ -598,6 +632,8 @@ def vector_of(manifest: Manifest, query: ByEmbedding) -> Vectors:
     """Return a query's embedding of a release.
 
     Its values are checked later, when it is searched together with others.
+
+    The array shares the query's memory and cannot be written. NaN and infinity pass.
 
     Args:
         manifest: the release.
@@ -716,6 +752,8 @@ def find_nearest(
 
     If one of them is not valid, they are searched one by one.
 
+    The neighbours have the largest `k` of the questions with the same parts.
+
     Args:
         questions: at least one question, all of one gallery.
         matches: items that may be hits; None means all.
@@ -727,6 +765,7 @@ def find_nearest(
     Raises:
         NobackfillError: the store's error: BusyError, NotFoundError, UnavailableError or
             VerificationError.
+        OutdatedError: another gateway has deleted a space.
     """
     if len(questions) == 1:
         return _group(questions, matches, timed)
@@ -772,6 +811,12 @@ def rank_nearest(question: Question, nearest: Nearest) -> QueryAnswer:
 
     Reads the items: errors of the store pass through, such as BusyError, UnavailableError and
     VerificationError.
+
+    Returns:
+        At most `k` hits without deleted items; or the error.
+
+    Raises:
+        OutdatedError: another gateway has deleted the space.
     """
     if isinstance(nearest, InvalidInputError):
         return nearest
@@ -819,11 +864,25 @@ class BothAnswerer:
         A query that the previous model cannot read, or that has no vector of both models, is
         answered by the new model alone.
 
+        Args:
+            hosted: the gallery; the caller uses it and its plan.
+            request: the request.
+
         Returns:
-            For each query, in order, its hits, or the InvalidInputError that refused it alone.
+            For each query, in order, the result, or the InvalidInputError that refused it.
 
         Raises:
             NobackfillError: as Searching.batch.
+            InvalidInputError: the filter is not valid; TooLargeError if the images together are too
+                large.
+            NoEncoderError, IncompatibleSpaceError, NeedsImageError, ReleaseRetiredError: a query
+                does not suit the gallery; see Searching.search.
+            OutdatedError: another gateway has replaced the plan; the caller begins again.
+            DeadlineError, CancelledError: the call's time is over, or its caller has gone.
+            BusyError, UnavailableError: the store is busy, a server does not answer, or too many
+                images are being decoded (OverloadedError).
+            NotFoundError: the gallery was closed or deleted.
+            VerificationError: the store, or a model's output, is damaged.
         """
         pairs = self._pairs(hosted, request)
         answers: dict[int, QueryAnswer] = {
@@ -903,6 +962,8 @@ def rank_by_both(
     Ties go by the new distance, then by label. Items that have no vector in the new space are left
     out.
 
+    Each model gives as many candidates as `collect_candidates` says, at least HITS.
+
     Args:
         question: the query in the new space.
         both: the previous space and the weights.
@@ -916,6 +977,7 @@ def rank_by_both(
         InvalidInputError: a vector is not valid.
         NobackfillError: the store's error: BusyError, NotFoundError, UnavailableError or
             VerificationError.
+        OutdatedError: another gateway has deleted a space.
     """
     hosted, part, new = question.hosted, question.parts[0], question.vectors[0]
     labels = collect_candidates(
@@ -1094,7 +1156,9 @@ class ImmediateAnswers:
             queries: the queries.
 
         Returns:
-            An encoded SearchResponse to each query, in order; None if it needs another thread.
+            An encoded SearchResponse to each query, in order; None if it needs another thread, also
+            because the gallery is slow, its items are not in memory, or queries of the space have
+            ended.
         """
         state, hosted = self._state.current, self._galleries.ready_gallery(gallery)
         if not isinstance(hosted, HostedInFile):
@@ -1362,6 +1426,9 @@ class ImageAnswers:
             image: the encoded image; it is checked later.
             k: most hits.
             farthest: largest distance of a hit, inclusive; infinite means any.
+
+        Returns:
+            The later answer, which counts as a user of the gallery until it ends; or None.
         """
         hosted = self._galleries.ready_gallery(gallery)
         if (

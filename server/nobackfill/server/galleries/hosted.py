@@ -80,6 +80,8 @@ _held = _HeldLocks()
 def check_lock_order(level: Level, name: str = "") -> None:
     """Check that this thread may wait for a lock.
 
+    Nothing is locked or recorded. Python's -O does not switch it off.
+
     Args:
         level: the kind of lock.
         name: the gallery's name, for locks of one gallery; names are taken in rising order.
@@ -98,6 +100,9 @@ def check_lock_order(level: Level, name: str = "") -> None:
 @contextmanager
 def hold_level(level: Level, name: str = "") -> Iterator[None]:
     """Record that this thread holds a lock during a block.
+
+    The order is not checked; call `check_lock_order` before the wait. The record belongs to the
+    thread and ends with the block, also after an error.
 
     Args:
         level: the kind of lock.
@@ -126,17 +131,20 @@ class Users:
             return not self._is_closed
 
     def leave(self) -> None:
-        """Count one user less."""
+        """Count one user less.
+
+        Call it once for each `enter` that returned True. The last user wakes those that wait.
+        """
         with self._lock:
             self._count -= 1
             if not self._count:
                 self._is_free.notify_all()
 
     def wait_until_none(self, timeout_s: float) -> bool:
-        """Wait until there is no user.
+        """Wait until there is no user; new ones may enter meanwhile and afterwards.
 
         Args:
-            timeout_s: longest wait in seconds.
+            timeout_s: longest wait in seconds; 0 only looks.
 
         Returns:
             False if there is still a user.
@@ -147,8 +155,10 @@ class Users:
     def close(self, timeout_s: float) -> bool:
         """Wait until there is no user, and from then on let none enter.
 
+        Users may enter during the wait. A second call returns True if there is none.
+
         Args:
-            timeout_s: longest wait in seconds.
+            timeout_s: longest wait in seconds; 0 only looks.
 
         Returns:
             False if there is still a user; then the object stays open.
@@ -158,7 +168,10 @@ class Users:
             return self._is_closed
 
     def reopen(self) -> None:
-        """Let users enter again."""
+        """Let users enter again.
+
+        It does nothing if the object is open.
+        """
         with self._lock:
             self._is_closed = False
 
@@ -185,6 +198,9 @@ class WriteLock:
     def shared(self) -> Iterator[None]:
         """Hold the lock during a block, together with others that share it.
 
+        It waits without a time limit while another thread holds or awaits the lock exclusively. A
+        thread that has it may not take it again.
+
         Raises:
             LockOrderError: the thread holds a lock that comes later.
         """
@@ -203,6 +219,9 @@ class WriteLock:
     @contextmanager
     def exclusive(self) -> Iterator[None]:
         """Hold the lock during a block, alone.
+
+        It waits without a time limit for all who share it. A thread that has it may not take it
+        again.
 
         Raises:
             LockOrderError: the thread holds a lock that comes later.
@@ -238,6 +257,8 @@ class Allowance:
 
     def check(self, present: int, new: int) -> None:
         """Check that new items fit.
+
+        Reaching the limit exactly is allowed.
 
         Args:
             present: items that the galleries have.
@@ -285,6 +306,8 @@ class Speed:
     def record(self, seconds: float, queries: int = 1) -> None:
         """Record a search.
 
+        The estimates are of this process, and approximate when several threads record at once.
+
         Args:
             seconds: its duration.
             queries: number of queries that it answered at once.
@@ -297,6 +320,8 @@ class Speed:
     def record_immediate(self, seconds: float, queries: int) -> None:
         """Record searches on the receiving thread that found all their items in memory.
 
+        It also counts `queries` answers that were found in memory. 0 queries count as one search.
+
         Args:
             seconds: their duration.
             queries: number of queries.
@@ -307,15 +332,20 @@ class Speed:
 
     @property
     def is_fast(self) -> bool:
-        """Whether searches are fast, and mostly find their items in memory."""
+        """Tell whether searches take less than 1 ms each, and mostly find their items in memory."""
         return self._typical < _FAST_SECONDS and self._in_memory > _MIN_IN_MEMORY
 
     def is_quick(self, snapshot: Snapshot) -> bool:
-        """Tell whether a search of a snapshot takes no longer than handing it to a thread."""
+        """Tell whether a search of a snapshot takes no longer than handing it to a thread.
+
+        The search must also compare fewer than 2^20 numbers.
+        """
         return self._typical < _FAST_SECONDS and is_light(snapshot)
 
     def record_attempt(self, *, in_memory: bool) -> None:
         """Record a search on the receiving thread.
+
+        It changes no duration.
 
         Args:
             in_memory: whether all its items were in memory.
@@ -325,18 +355,28 @@ class Speed:
     def should_try(self) -> bool:
         """Tell whether to search on the receiving thread: not if items are mostly read from
         disk.
+
+        Each call counts a query. If items are mostly read from disk, every 16th query is still
+        tried.
         """
         self._queries += 1
         return self._in_memory > _MIN_IN_MEMORY or self._queries % _TRY_INTERVAL == 0
 
     def is_slow(self, views: Iterable[LiveView]) -> bool:
-        """Tell whether searches of some views are slow at present, as without a graph."""
+        """Tell whether searches of some views are slow at present, as without a graph.
+
+        They are if the moving mean of searches is above 20 ms, or the views together compare more
+        than 2^24 numbers.
+        """
         comparisons = sum(view.snapshot().compared_count for view in views)
         return self._mean > _SLOW_SECONDS or comparisons > _SLOW_ELEMENTS
 
 
 def is_light(snapshot: Snapshot) -> bool:
-    """Tell whether a search of a snapshot compares few numbers, however busy the machine is."""
+    """Tell whether a search of a snapshot compares few numbers, however busy the machine is.
+
+    Few means less than 2^20.
+    """
     return snapshot.compared_count < _FAST_ELEMENTS
 
 
@@ -363,11 +403,18 @@ class Hosted(ABC):
     def __init__(self, name: str, folder: Path, store: GalleryStore, filtering: Filtering) -> None:
         """Serve an open store.
 
+        It subscribes to the store, and reads its state once.
+
         Args:
             name: the gallery's name.
             folder: folder for its indexes.
             store: the store; closed with the gallery.
             filtering: evaluates filters; closed with the gallery.
+
+        Raises:
+            NotFoundError: the gallery is closed or deleted.
+            BusyError, UnavailableError: the store is busy, or does not answer.
+            VerificationError: the store is damaged.
         """
         self.name, self.folder, self.store = name, folder, store
         self.users = Users()
@@ -386,7 +433,11 @@ class Hosted(ABC):
         self.speed = Speed()
 
     def enter_plan(self) -> Plan:
-        """Return the present plan with one more user; the caller leaves `plan.users`."""
+        """Return the present plan with one more user; the caller leaves `plan.users`.
+
+        It never waits for long: it repeats if the plan is replaced at that moment. `replan` must
+        have run before; otherwise it raises AttributeError.
+        """
         while True:
             plan = self.plan
             plan.users.enter()
@@ -396,7 +447,13 @@ class Hosted(ABC):
 
     @contextmanager
     def use_plan(self) -> Iterator[Plan]:
-        """Use the present plan during a block."""
+        """Use the present plan during a block.
+
+        A caller that replaces the plan may wait for the end of the block, so keep it short.
+
+        Yields:
+            The plan, also if it is replaced meanwhile.
+        """
         plan = self.enter_plan()
         try:
             with hold_level(Level.PLAN, self.name):
@@ -412,6 +469,9 @@ class Hosted(ABC):
 
         Views that its searches need are made before it is used; `forget_views` frees the others.
 
+        After an error the present plan stays. The replaced plan may still have users. Do not call
+        it in two threads at once.
+
         Args:
             state: the gateway's state.
             manifests: published releases by number.
@@ -423,6 +483,10 @@ class Hosted(ABC):
 
         Raises:
             ConfigurationError: the gallery has a space of a release that is not published here.
+            NotFoundError: the gallery is closed or deleted.
+            BusyError, UnavailableError: the store is busy, or does not answer.
+            VerificationError: the store, or an index that searches need, is damaged.
+            NobackfillError: whatever `check` raises.
         """
         spaces, rollout, epoch = self._read()
         if missing := {info.spec.release for info in spaces} - set(manifests):
@@ -449,21 +513,32 @@ class Hosted(ABC):
         digests: Sequence[str | None], metadata: Sequence[Metadata | None],
         allowance: Allowance | None = None,
     ) -> None:  # fmt: skip
-        """Store items whose vectors were made for a plan.
+        """Store items whose vectors were made for a plan, durably, all or none.
+
+        The caller holds `write_lock` shared. An item with the same digest keeps its vectors and
+        gets those that it lacks; any other existing item is replaced.
 
         Args:
             plan: the plan.
             ids: ids of the items, without repeats.
             vectors: vectors of all items, for each space of the plan.
-            digests: digest of each item's content; None if unknown.
-            metadata: metadata of each item; None keeps what it has.
-            allowance: limit of the caller's items; None means no limit.
+            digests: digest of each item's content; None if unknown, which replaces an existing
+                item.
+            metadata: metadata of each item; None keeps what an unchanged item has.
+            allowance: limit of the caller's items, which only a database checks here; None means no
+                limit.
 
         Raises:
-            OutdatedError: another gateway has replaced the plan.
-            ItemQuotaError: there would be too many items.
+            OutdatedError: another gateway has replaced the plan; only in a database.
+            ItemQuotaError: there would be too many items; only in a database.
+            InvalidInputError: an id, a vector or metadata is not valid, or an id is repeated.
+            IncompatibleSpaceError: the gallery lacks a space.
+            NotFoundError: the gallery is closed or deleted.
             BusyError: the store is locked for too long.
+            UnavailableError: the database does not answer, or the outcome is unknown; repeating is
+                safe.
             CannotWriteError: the store cannot be written.
+            VerificationError: the store is damaged.
         """
         self.store.put(ids, vectors, digests=digests, metadata=metadata)
 
@@ -473,13 +548,21 @@ class Hosted(ABC):
 
         Raises:
             DamagedError: a part is missing that was not deleted by a gateway.
+            BusyError, UnavailableError: the database is busy, or does not answer.
         """
 
     @abstractmethod
     def wake(self) -> None:
         """Make the views that the plan searches, unless they exist.
 
-        A small gallery makes them at its first use, not at the start.
+        A small gallery makes them at its first use, not at the start. It reads all vectors, which
+        may take seconds. In a database it does nothing.
+
+        Raises:
+            IncompatibleSpaceError: the gallery does not have a space of the plan.
+            NotFoundError: the gallery is closed or deleted.
+            BusyError, UnavailableError: the store is busy, or does not answer.
+            VerificationError: the store is damaged.
         """
 
     @abstractmethod
@@ -487,16 +570,25 @@ class Hosted(ABC):
         """Make what searches of a plan need, unless `wake` will do so."""
 
     def views(self) -> Mapping[str, LiveView]:
-        """Return the live views in this process, by space."""
+        """Return the live views in this process, by space.
+
+        A space that no search has used has none; a database has no views at all. The mapping is
+        replaced and never changed.
+        """
         return {}
 
     @abstractmethod
     def forget_views(self, plan: Plan) -> None:
-        """Free the views that a plan does not search; no older plan may be in use."""
+        """Free the views that a plan does not search; no older plan may be in use.
+
+        It frees cached items of other spaces, too. In a database it does nothing.
+        """
 
     @abstractmethod
     def items(self, labels: list[int], space: str) -> list[StoredItem | None]:
         """Read items as a space shows them.
+
+        Origin and uncertainty are those of the space; both are None without a vector there.
 
         Args:
             labels: labels of the items.
@@ -504,10 +596,25 @@ class Hosted(ABC):
 
         Returns:
             The items in the order of `labels`; None for deleted ones.
+
+        Raises:
+            IncompatibleSpaceError: the gallery does not have the space.
+            OutdatedError: another gateway has deleted the space; only in a database.
+            NotFoundError: the gallery is closed or deleted.
+            BusyError, UnavailableError: the store is busy, or does not answer.
+            VerificationError: the store is damaged.
         """
 
     def spaces_of(self, label: int) -> list[str]:
-        """Return the spaces in which an item has a vector."""
+        """Return the spaces in which an item has a vector.
+
+        A deleted item has none. Oldest space first.
+
+        Raises:
+            NotFoundError: the gallery is closed or deleted.
+            BusyError, UnavailableError: the store is busy, or does not answer.
+            VerificationError: the store is damaged.
+        """
         spaces = [info.spec.space for info in self.spaces()]
         return [space for space in spaces if self.store.vector(label, space) is not None]
 
@@ -523,35 +630,59 @@ class Hosted(ABC):
         """Search some parts of the gallery.
 
         Args:
-            parts: the parts; each item is found in the first part that has it.
+            parts: one part, or two; each item is found in the first part that has it.
             queries: for each part float32 [q, dim].
-            k: most neighbours of each query.
+            k: most neighbours of each query, at least 1.
             matches: items that may be found; None means all.
             ef: width of the graph search, as in Index.search; 0 means the index's own.
 
         Returns:
-            The neighbours of all queries, for each part.
+            The neighbours of all queries, for each part: nearest first, equal distances by label,
+            padded with -1.
 
         Raises:
             InvalidInputError: a query is not a valid vector.
+            OutdatedError: another gateway has deleted a space or the gallery; only in a database.
+            DeadlineError, CancelledError: the call's time is over, or its caller has gone; only in
+                a database.
+            NotFoundError: the gallery is closed or deleted.
+            BusyError, UnavailableError: the store is busy, or does not answer.
+            VerificationError: the store is damaged.
         """
 
     @abstractmethod
     def compares(self, part: PlanPart, ef: int) -> bool:
-        """Tell whether a search of a part compares every vector instead of using a graph."""
+        """Tell whether a search of a part compares every vector instead of using a graph.
+
+        Args:
+            part: the part.
+            ef: width of the graph search; 0 means the index's own.
+
+        Raises:
+            OutdatedError: another gateway has deleted the space; only in a database.
+            NotFoundError: the gallery is closed or deleted.
+            BusyError, UnavailableError: the store is busy, or does not answer.
+            VerificationError: the store is damaged.
+        """
 
     @abstractmethod
     def expect(self, space: str) -> None:
-        """Load a space that is about to be searched, before a switch makes puts wait.
+        """Prepare a space that is about to be searched, before a switch makes puts wait.
+
+        A gallery in a file loads its view. A database records which items have a vector there.
 
         Raises:
             IncompatibleSpaceError: the gallery does not have the space.
-            BusyError, UnavailableError: the database is busy, or does not answer.
+            NotFoundError: the gallery is closed or deleted.
+            BusyError, UnavailableError: the store is busy, or does not answer.
+            CannotWriteError: the store cannot be written.
+            VerificationError: the store is damaged.
         """
 
     @abstractmethod
     def make_ready(self, space: str, check_stop: Callable[[], None]) -> None:
-        """Make the first index of a space that an upgrade has filled.
+        """Make the first index of a space that an upgrade has filled; return once it can be
+        searched.
 
         Args:
             space: id of the space.
@@ -559,23 +690,38 @@ class Hosted(ABC):
 
         Raises:
             IncompatibleSpaceError: the gallery does not have the space.
+            NotFoundError: the gallery is closed or deleted.
+            BusyError, UnavailableError: the store is busy, or does not answer.
             CannotWriteError: the store cannot be written.
+            VerificationError: the store is damaged.
             NobackfillError: whatever `check_stop` raises.
         """
 
     def drop_space(self, space: str) -> None:
         """Delete a space that no plan uses, with its vectors and its index file.
 
+        Whether a plan uses it is not checked.
+
         Raises:
             IncompatibleSpaceError: the gallery does not have the space.
             PreconditionError: the space is the active one.
-            BusyError: the store is locked for too long.
+            NotFoundError: the gallery is closed or deleted.
+            BusyError, UnavailableError: the store is busy, or does not answer.
             CannotWriteError: the store cannot be written.
+            VerificationError: the store is damaged.
         """
         self.store.drop_space(space)
 
     def spaces(self) -> tuple[SpaceInfo, ...]:
-        """Return all spaces, oldest first, as of the last commit."""
+        """Return all spaces, oldest first, as of the last commit.
+
+        They are cached until this process changes the spaces, or a new plan is made in a database.
+
+        Raises:
+            NotFoundError: the gallery is closed or deleted.
+            BusyError, UnavailableError: the store is busy, or does not answer.
+            VerificationError: the store is damaged.
+        """
         with self._lock:
             if self._spaces is None:
                 self._spaces = tuple(self.store.spaces())
@@ -584,10 +730,13 @@ class Hosted(ABC):
     def state(self, key: str) -> Any:
         """Return a small JSON value that is stored with the gallery; None without one.
 
-        It is cached until this process or, in a shared database, another gateway changes it.
+        It is cached until this process changes it or, in a shared database, a new plan is made. Do
+        not change the value.
 
         Raises:
-            UnavailableError: the database does not answer.
+            NotFoundError: the gallery is closed or deleted.
+            BusyError, UnavailableError: the store is busy, or does not answer.
+            VerificationError: the store is damaged.
         """
         with self._lock:
             if self._state is None:
@@ -595,14 +744,20 @@ class Hosted(ABC):
             return self._state.get(key)
 
     def remember(self, values: Mapping[str, Any]) -> None:
-        """Store small JSON values with the gallery, durably.
+        """Store small JSON values with the gallery, durably and all at once.
+
+        Other keys stay. The plan is not made again. After an error the values are read again.
 
         Args:
             values: value by key; None deletes a key.
 
         Raises:
-            BusyError: the store is locked for too long.
+            TypeError: a value cannot be written as JSON.
+            ValueError: a value contains NaN or infinity.
+            NotFoundError: the gallery is closed or deleted.
+            BusyError, UnavailableError: the store is busy, or does not answer.
             CannotWriteError: the store cannot be written.
+            VerificationError: the store is damaged.
         """
         try:
             self.store.update_state(values)
@@ -611,11 +766,27 @@ class Hosted(ABC):
                 self._state = None
 
     def count(self) -> int:
-        """Return the number of items; cached until the next commit."""
+        """Return the number of items.
+
+        It is cached until the next commit of this process; in a database for half a second.
+
+        Raises:
+            NotFoundError: the gallery is closed or deleted.
+            BusyError, UnavailableError: the store is busy, or does not answer.
+            VerificationError: the store is damaged.
+        """
         return self._count(None)
 
     def sizes(self) -> Mapping[str, int]:
-        """Return the number of vectors by space, from views, or cached until the next commit."""
+        """Return the number of vectors by space, from views, or cached as in `count`.
+
+        A space that another gateway has just deleted counts 0.
+
+        Raises:
+            NotFoundError: the gallery is closed or deleted.
+            BusyError, UnavailableError: the store is busy, or does not answer.
+            VerificationError: the store is damaged.
+        """
         views, spaces = self.views(), [info.spec.space for info in self.spaces()]
         return {
             space: len(views[space].snapshot()) if space in views else self._count(space)
@@ -629,24 +800,45 @@ class Hosted(ABC):
 
     @property
     def is_slow(self) -> bool:
-        """Whether searches of the gallery are slow at present."""
+        """Tell whether searches of the gallery are slow at present; see Speed.is_slow."""
         return self.speed.is_slow(self.views().values())
 
     def spec(self) -> SpaceSpec:
-        """Return the active space of the store."""
+        """Return the active space of the store.
+
+        It is that of `spaces`, which may be cached.
+
+        Raises:
+            NotFoundError: the gallery is closed or deleted.
+            BusyError, UnavailableError: the store is busy, or does not answer.
+            VerificationError: the store is damaged.
+        """
         return next(info.spec for info in self.spaces() if info.state == "active")
 
     def answer_exactly(self, exact: bool) -> None:
         """Set whether answers have exact distances instead of rounded ones, durably.
 
+        Searches that begin afterwards use it at once; other gateways with their next plan. After an
+        error the setting stays.
+
         Raises:
             CannotWriteError: the store cannot be written.
+            NotFoundError: the gallery is closed or deleted.
+            BusyError, UnavailableError: the store is busy, or does not answer.
+            VerificationError: the store is damaged.
         """
         self.remember({EXACT: exact})
         self.exact = exact
 
     def close(self) -> None:
-        """Close the store; no call may use the gallery."""
+        """Close the store; no call may use the gallery.
+
+        Other methods then raise NotFoundError; in a database they still work. Call it once.
+
+        Raises:
+            BusyError: a call that still uses the file does not end within a minute.
+            ValueError: the gallery is closed already.
+        """
         self.store.unsubscribe(self._forward)
         self.filtering.close()
         self.store.close()
@@ -677,8 +869,10 @@ class Home(Protocol):
     def sweep(self) -> None:
         """Remove what an interrupted creation or deletion left, before any gallery is opened.
 
+        The folder of galleries is created if it is missing. In a database it does nothing.
+
         Raises:
-            CannotWriteError: it cannot be removed.
+            CannotWriteError: it cannot be removed, or the folder cannot be made.
         """
         ...
 
@@ -687,31 +881,37 @@ class Home(Protocol):
 
         Raises:
             BusyError, UnavailableError: the database is busy, or does not answer.
+            ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
+            OSError: the folder cannot be read.
         """
         ...
 
     def open(self, name: str) -> Hosted:
-        """Open a gallery.
+        """Open a gallery; it has no plan yet.
+
+        The caller closes it.
 
         Raises:
             NotFoundError: no gallery has this name.
-            VerificationError: the gallery is damaged.
-            BusyError: another process holds it.
+            VerificationError: the gallery is damaged, or a newer version wrote it.
+            BusyError: another process holds it, or the database is busy.
             UnavailableError: the database does not answer.
+            CannotWriteError: the file cannot be read, or the disk has no room for SQLite's files.
         """
         ...
 
     def create(self, name: str, specs: Sequence[SpaceSpec], state: Mapping[str, Any]) -> None:
-        """Create a gallery atomically.
+        """Create a gallery atomically; it is not opened.
 
         Args:
-            name: its name.
-            specs: its spaces; the last one is active.
+            name: its name, which is not checked.
+            specs: its spaces, at least one; the last one is active, the others previous.
             state: its first state.
 
         Raises:
             AlreadyExistsError: a gallery has this name.
-            CannotWriteError: it cannot be written.
+            InvalidInputError: a space has too many dimensions for the database.
+            CannotWriteError: it cannot be written; leftovers are removed at the next start.
             BusyError, UnavailableError: the database is busy, or does not answer.
         """
         ...
@@ -721,12 +921,16 @@ class Home(Protocol):
 
         The caller knows that the gallery exists.
 
+        Args:
+            name: the gallery. A file must not be open.
+
         Returns:
             A function that frees its storage, to be called once it is closed; it may raise
             CannotWriteError.
 
         Raises:
-            CannotWriteError: it cannot be removed.
+            CannotWriteError: it cannot be removed, or a folder does not exist. A database ignores
+                an unknown name.
             BusyError, UnavailableError: the database is busy, or does not answer.
         """
         ...
@@ -767,12 +971,14 @@ class GalleryRegistry:
     def open_all(self) -> None:
         """Open all galleries, and remove what an interrupted creation or deletion left.
 
-        A gallery that cannot be served is set aside.
+        A gallery that cannot be served, also one that is busy, is set aside and logged. Views of
+        galleries with more than 1000 items are made here; others at their first use. Call it once.
 
         Raises:
             VerificationError: there are galleries, and none can be served.
             CannotWriteError: leftovers cannot be removed.
-            UnavailableError: the database does not answer.
+            UnavailableError: the database does not answer; galleries that were opened stay open.
+            BusyError: the database is busy while it lists the names.
         """
         self._home.sweep()
         hosted = {}
@@ -810,13 +1016,33 @@ class GalleryRegistry:
         return hosted
 
     def replan(self, hosted: Hosted, check: Callable[[Plan], None] = lambda plan: None) -> Plan:
-        """Make a gallery's plan again for the present state; see Hosted.replan."""
+        """Make a gallery's plan again for the present state and the published releases.
+
+        After an error the present plan stays.
+
+        Args:
+            hosted: the gallery.
+            check: called with the new plan before it is used; it may raise to refuse the plan.
+
+        Returns:
+            The replaced plan; the new one if it is the first.
+
+        Raises:
+            ConfigurationError: the gallery has a space of a release that is not published here.
+            NotFoundError: the gallery is closed or deleted.
+            BusyError, UnavailableError: the store is busy, or does not answer.
+            VerificationError: the store is damaged.
+            NobackfillError: whatever `check` raises.
+        """
         return hosted.replan(self._state.current, self._catalog.manifests, self._answerer_of, check)
 
     def set_aside(self, name: str, error: Exception) -> None:
         """Stop serving a gallery that turns out to be unusable: new calls to it are refused.
 
         Calls that use it go on; it is closed when it is deleted, or with the others.
+
+        It logs an error, and calls `on_set_aside`. A second call replaces the reason. The name need
+        not exist.
 
         Args:
             name: the gallery.
@@ -828,7 +1054,10 @@ class GalleryRegistry:
         self.on_set_aside()
 
     def set_aside_reasons(self) -> Mapping[str, str]:
-        """Return why each set-aside gallery is not served, by name."""
+        """Return why each set-aside gallery is not served, by name.
+
+        The mapping is replaced and never changed.
+        """
         return self._reasons
 
     @contextmanager
@@ -846,6 +1075,8 @@ class GalleryRegistry:
             NotFoundError: no gallery has this name, or it is being deleted.
             VerificationError: the gallery is set aside.
             UnavailableError: the database does not answer.
+            BusyError: the database is busy while an unknown name is looked up.
+            DamagedError: the block failed because a table is missing.
         """
         hosted = self.get(name)
         if hosted.is_closing or not hosted.users.enter():
@@ -867,21 +1098,32 @@ class GalleryRegistry:
         """Return a gallery that can be searched without waiting; None otherwise.
 
         The caller may read its memory only, and does not count as a user.
+
+        It is None for an unknown name, a gallery that is set aside, and one that is being deleted.
         """
         hosted = self._hosted.get(name)
         return None if hosted is None or hosted.is_closing or name in self._reasons else hosted
 
     def is_slow(self, name: str) -> bool:
-        """Tell whether searches of a gallery are slow at present; False for an unknown one."""
+        """Tell whether searches of a gallery are slow at present; False for an unknown one.
+
+        It reads memory only.
+        """
         hosted = self._hosted.get(name)
         return hosted is not None and hosted.is_slow
 
     def names(self) -> set[str]:
-        """Return the names of all galleries, also of those that are set aside."""
+        """Return the names of all galleries, also of those that are set aside.
+
+        In a shared database they are those that this gateway has followed so far.
+        """
         return {*self._hosted, *self._reasons}
 
     def all(self) -> Iterator[Hosted]:
-        """Yield every served gallery by name; each stays open until the next one is requested."""
+        """Yield every served gallery by name; each stays open until the next one is requested.
+
+        Galleries that are set aside, closed or created after the first one are left out.
+        """
         for name, hosted in sorted(self._hosted.items()):
             if name not in self._reasons and hosted.users.enter():
                 try:
@@ -891,7 +1133,14 @@ class GalleryRegistry:
 
     @contextmanager
     def hold_all(self) -> Iterator[list[Hosted]]:
-        """Hold every served gallery open during a block, in the order of the names."""
+        """Hold every served gallery open during a block, in the order of the names.
+
+        Deletions wait for the end of the block, at most 60 s, and then fail. A gallery that is
+        created meanwhile is not held.
+
+        Yields:
+            The galleries; the list may be empty.
+        """
         with ExitStack() as stack:
             galleries = []
             for hosted in self.all():
@@ -910,6 +1159,7 @@ class GalleryRegistry:
             NotFoundError: no gallery has this name.
             VerificationError: the gallery is set aside.
             UnavailableError: the database does not answer.
+            BusyError: the database is busy while an unknown name is looked up.
         """
         if self._state.shared and name not in self.names():
             # Another gateway may have created it a moment ago.
@@ -924,18 +1174,23 @@ class GalleryRegistry:
         raise _unknown(name)
 
     def create(self, name: str) -> None:
-        """Create an empty gallery.
+        """Create an empty gallery, and serve it.
 
         It has the active release's space, and those of the releases that a rollback can return to.
+        If it cannot be opened after it was created, it is served after the next start.
 
         Args:
             name: 1 to 64 characters of a-z, 0-9, '-' and '_'.
 
         Raises:
-            InvalidInputError: the name is not valid.
-            AlreadyExistsError: a gallery has this name.
+            InvalidInputError: the name is not valid, or a space has too many dimensions for the
+                database.
+            AlreadyExistsError: a gallery has this name, also one that is set aside.
             PreconditionError: no release is active.
+            NotFoundError: a release is not published any more.
             CannotWriteError: the gallery cannot be written.
+            BusyError, UnavailableError: the database is busy, or does not answer.
+            VerificationError: a release's manifest cannot be used, or the new file is damaged.
         """
         releases = (*self._state.current.previous, self._state.active())
         specs = [SpaceSpec.of(self._catalog.manifest(release)) for release in releases]
@@ -959,8 +1214,12 @@ class GalleryRegistry:
     def follow(self, check: Callable[[Plan], None]) -> list[Hosted]:
         """Open galleries that other gateways have created, and close those that they have deleted.
 
+        A gallery that was deleted elsewhere refuses new calls from the beginning; it is not closed
+        here. A gallery whose release is not published here yet is tried again at the next call. The
+        list has no new galleries, because their plans are new.
+
         Args:
-            check: called with each new plan before it is used; it may raise to refuse the plan.
+            check: called with the plan of each new gallery; it may raise to refuse it.
 
         Returns:
             The galleries whose plan is outdated.
@@ -968,6 +1227,8 @@ class GalleryRegistry:
         Raises:
             UnavailableError: the database does not answer.
             VerificationError: a new gallery is damaged, or `check` refuses one of its models.
+            BusyError: the database is busy.
+            NobackfillError: whatever `check` raises; nothing was opened then.
         """
         # Read this first: a gallery that is created here after the look is not in it, and stays.
         open_before = self._hosted
@@ -1001,6 +1262,9 @@ class GalleryRegistry:
     def delete(self, name: str) -> None:
         """Delete a gallery once no call uses it; new calls are refused at once.
 
+        It waits up to 60 s for calls that use the gallery. After an error the gallery is served as
+        before. One that is set aside and was never opened is removed without a wait.
+
         Args:
             name: the gallery, which may be set aside.
 
@@ -1008,6 +1272,7 @@ class GalleryRegistry:
             NotFoundError: no gallery has this name.
             BusyError: calls use it for too long; the gallery stays.
             CannotWriteError: the gallery cannot be deleted.
+            UnavailableError: the database does not answer.
         """
         self._state.catch_up()
         with self._lock_names():
@@ -1041,7 +1306,13 @@ class GalleryRegistry:
         finish()
 
     def close(self) -> None:
-        """Close all galleries."""
+        """Close all galleries.
+
+        Galleries are closed one after another; an error leaves the later ones open.
+
+        Raises:
+            BusyError: a call that still uses a file does not end within a minute.
+        """
         for hosted in self._hosted.values():
             hosted.close()
 

@@ -80,6 +80,10 @@ class GraphWait:
     def wait(self) -> None:
         """Return once the graph has the required recall, and searches are wide enough for it.
 
+        The search width that suffices is stored for later plans. A busy or absent database is tried
+        again while the graph is built or measured. A note that an earlier wait wrote is removed at
+        the end.
+
         Raises:
             CannotWriteError: the graph cannot be built, or the note cannot be written.
             BusyError, UnavailableError: the database is busy, or does not answer, when a note is
@@ -158,11 +162,19 @@ class HostedInDatabase(Hosted):
     ) -> None:  # fmt: skip
         """Serve an open store.
 
+        The state is read once; there is no plan yet.
+
         Args:
             name: the gallery's name.
             folder: unused folder of this gateway.
             store: the store; closed with the gallery.
             candidates: finds candidates instead of the database's graphs; None means the graphs.
+
+        Raises:
+            GoneError: the gallery was deleted.
+            BusyError, UnavailableError: the database is busy, or does not answer, or the caller is
+                gone.
+            ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
         """
         self._candidates = candidates
         super().__init__(name, folder, store, PostgresqlFiltering(store.database, store.schema))
@@ -184,7 +196,30 @@ class HostedInDatabase(Hosted):
         digests: Sequence[str | None], metadata: Sequence[Metadata | None],
         allowance: Allowance | None = None,
     ) -> None:  # fmt: skip
-        """Store items whose vectors were made for a plan; see Hosted.put."""
+        """Store items whose vectors were made for a plan; see Hosted.put.
+
+        With an allowance, the count and the put are one transaction, so that other gateways cannot
+        exceed it meanwhile.
+
+        Args:
+            plan: the plan, whose epoch must be the gallery's.
+            ids: ids of the items, without repeats.
+            vectors: vectors of all items, for each space of the plan.
+            digests: digest of each item's content; None replaces an existing item.
+            metadata: metadata of each item; None keeps what an unchanged item has.
+            allowance: limit of the caller's items; None means no limit.
+
+        Raises:
+            OutdatedError: another gateway has replaced the plan; nothing was stored.
+            ItemQuotaError: there would be too many items; nothing was stored.
+            InvalidInputError: an id, a vector or metadata is not valid, or an id is repeated.
+            GoneError: the gallery was deleted; nothing has changed.
+            BusyError: a lock is held for too long, or other calls change the same items.
+            UnavailableError: the database does not answer, or the outcome of the commit is unknown;
+                repeating the call is safe.
+            CannotWriteError: the database is full or read-only.
+            ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
+        """
 
         def put() -> None:
             if allowance is not None:
@@ -198,8 +233,19 @@ class HostedInDatabase(Hosted):
     def items(self, labels: list[int], space: str) -> list[StoredItem | None]:
         """Read items, uncached: another gateway may have changed their metadata.
 
+        Args:
+            labels: labels of the items.
+            space: id of the space whose origin and uncertainty they get.
+
+        Returns:
+            The items in the order of `labels`; None for deleted ones.
+
         Raises:
-            OutdatedError: another gateway has deleted the space; the search begins again.
+            OutdatedError: another gateway has deleted the space or the gallery; the search begins
+                again.
+            BusyError, UnavailableError: the database is busy, or does not answer, or the caller is
+                gone.
+            ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
         """
         try:
             return self._gallery.items(labels, space)
@@ -237,7 +283,29 @@ class HostedInDatabase(Hosted):
         matches: Matches | None,
         ef: int,
     ) -> list[Neighbours]:
-        """Search all parts in one snapshot of the database; see Hosted.search."""
+        """Search all parts in one snapshot of the database; see Hosted.search.
+
+        With a scale, four times as many of the nearest are fetched, at most 500, and ranked along
+        it.
+
+        Args:
+            parts: one part, or two; each item is found in the first part that has it.
+            queries: for each part float32 [q, dim].
+            k: most neighbours of each query, at least 1.
+            matches: items that may be found; None, and matches of another engine, mean all.
+            ef: width of the graph search; 0 means the stored width.
+
+        Returns:
+            The neighbours of all queries, for each part, nearest first.
+
+        Raises:
+            InvalidInputError: a query is not a valid vector.
+            OutdatedError: another gateway has deleted a space or the gallery; the search begins
+                again.
+            BusyError, UnavailableError: the database is busy, or does not answer, or the caller is
+                gone.
+            ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
+        """
         condition = matches.condition if isinstance(matches, PostgresqlMatches) else EVERYTHING
         tables = [self._table(part.space) for part in parts]
         if len(parts) == 2:
@@ -283,15 +351,30 @@ class HostedInDatabase(Hosted):
             ) from error
 
     def compares(self, part: PlanPart, ef: int) -> bool:
-        """Tell whether a search of a part reads every vector.
+        """Tell whether a search of a part reads every vector, as above 1000 candidates or MOST_HALF
+        dimensions.
+
+        Args:
+            part: the part.
+            ef: width of the graph search; 0 means the space's own.
 
         Raises:
             OutdatedError: another gateway has deleted the space; the search begins again.
+            BusyError, UnavailableError: the database is busy, or does not answer.
         """
         return compares(self._table(part.space).spec, ef)
 
     def check_complete(self) -> None:
-        """Check that no part of the gallery is missing; see Hosted.check_complete."""
+        """Check that no part of the gallery is missing; see Hosted.check_complete.
+
+        A gallery that was deleted as a whole passes.
+
+        Raises:
+            DamagedError: a table is missing; the message names it.
+            BusyError, UnavailableError: the database is busy, or does not answer, or the caller is
+                gone.
+            ConfigurationError: the database refuses the statement.
+        """
         missing = self._gallery.missing_table()
         if missing is not None:
             raise DamagedError(
@@ -308,6 +391,9 @@ class HostedInDatabase(Hosted):
             IncompatibleSpaceError: the gallery does not have the space.
             BusyError: the database is busy.
             UnavailableError: it does not answer.
+            GoneError: the gallery was deleted.
+            CannotWriteError: the database is full or read-only.
+            ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
         """
         self._gallery.look_ahead(space)
 
@@ -319,12 +405,20 @@ class HostedInDatabase(Hosted):
         operator, and the wait goes on. A busy or absent database is tried again while the graph is
         built or measured.
 
+        It may take hours. Puts and searches go on meanwhile.
+
+        Args:
+            space: id of the space.
+            check_stop: called at least every 0.5 s between measurements; it may raise to stop.
+
         Raises:
             IncompatibleSpaceError: the gallery does not have the space.
             CannotWriteError: the graph cannot be built, or the note cannot be written.
             BusyError, UnavailableError: the database is busy, or does not answer, when the wait
                 begins, ends or writes a note.
             NobackfillError: whatever `check_stop` raises.
+            GoneError: the gallery was deleted.
+            ConfigurationError, DamagedError: the database refuses a statement, or is damaged.
         """
         check_stop()
         GraphWait(self, self._gallery, self._gallery.space(space), check_stop).wait()
@@ -347,18 +441,63 @@ class DatabaseHome:
         """Do nothing: a gallery is created in one transaction."""
 
     def names(self) -> list[str]:
-        """Return the names of all galleries, in order; see Home.names."""
+        """Return the names of all galleries, in order; see Home.names.
+
+        Raises:
+            BusyError, UnavailableError: the database is busy, or does not answer, or the caller is
+                gone.
+            ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
+        """
         return self._galleries.names()
 
     def open(self, name: str) -> Hosted:
-        """Open a gallery; see Home.open."""
+        """Open a gallery; it has no plan yet.
+
+        Whether its tables are complete is not checked.
+
+        Raises:
+            NotFoundError: no gallery has this name, or it has just been deleted.
+            BusyError, UnavailableError: the database is busy, or does not answer, or the caller is
+                gone.
+            ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
+        """
         return HostedInDatabase(name, self._scratch / name, self._galleries.open(name))
 
     def create(self, name: str, specs: Sequence[SpaceSpec], state: Mapping[str, Any]) -> None:
-        """Create a gallery atomically; see Home.create."""
+        """Create a gallery atomically; see Home.create.
+
+        Other gateways are notified.
+
+        Args:
+            name: its name, which is not checked.
+            specs: its spaces, at least one; the last one is active, the others previous.
+            state: its first state.
+
+        Raises:
+            AlreadyExistsError: a gallery has this name.
+            InvalidInputError: a space has too many dimensions for pgvector.
+            BusyError: a lock is held for too long, or other calls change the same rows.
+            UnavailableError: the database does not answer, or the outcome of the commit is unknown;
+                repeating the call is safe.
+            CannotWriteError: the database is full or read-only.
+            ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
+        """
         self._galleries.create(name, specs, state)
 
     def remove(self, name: str) -> Callable[[], None]:
-        """Remove a gallery that nobody uses, atomically; see Home.remove."""
+        """Remove a gallery that nobody uses, atomically; see Home.remove.
+
+        All is deleted at once, and other gateways are notified. An unknown name is ignored.
+
+        Returns:
+            A function that does nothing.
+
+        Raises:
+            BusyError: a lock is held for too long, or other calls change the same rows.
+            UnavailableError: the database does not answer, or the outcome of the commit is unknown;
+                repeating the call is safe.
+            CannotWriteError: the database is full or read-only.
+            ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
+        """
         self._galleries.delete(name)
         return lambda: None

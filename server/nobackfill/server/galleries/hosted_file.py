@@ -74,12 +74,18 @@ class HitBytes(NamedTuple):
 def encode_hit(item: StoredItem, release: int) -> HitBytes | None:
     """Encode an item's hit.
 
+    Metadata keys are in order, so that equal items give equal bytes. Distance and score are
+    missing; `encode_hits` adds them.
+
     Args:
         item: the item as the space shows it.
         release: the release that made its vector.
 
     Returns:
         The encoded parts; None if the item has no vector.
+
+    Raises:
+        TypeError: a metadata value has a type that the protocol lacks.
     """
     if item.origin is None:
         return None
@@ -108,6 +114,13 @@ def encode_hits(
         hits: encoded items, best first.
         distances: distance of each hit.
         scores: score of each hit; None without a calibration.
+
+    Returns:
+        The bytes of field 1 of a SearchResponse, repeated; empty without hits. Other fields may
+        follow.
+
+    Raises:
+        ValueError: the lists differ in length.
     """
     parts: list[bytes] = []
     for hit, distance, score in zip(hits, distances, scores, strict=True):
@@ -159,11 +172,20 @@ class ItemCache:
     def get(self, labels: Sequence[int]) -> list[StoredItem | None]:
         """Return items, from the cache or the store.
 
+        A repeated label gives the same item again. An item that is not cached is read once, and may
+        evict the oldest ones.
+
         Args:
             labels: labels of the items.
 
         Returns:
             The items in the order of `labels`; None for deleted ones.
+
+        Raises:
+            IncompatibleSpaceError: the gallery does not have the space.
+            NotFoundError: the gallery is closed or deleted.
+            BusyError, UnavailableError: the store is busy, or does not answer.
+            VerificationError: the store is damaged.
         """
         cached_items = self._items
         items = [cached_items.get(label) for label in labels]
@@ -180,13 +202,18 @@ class ItemCache:
 
     @property
     def encoded_hits(self) -> Mapping[int, HitBytes]:
-        """The encoded hits of cached items by label."""
+        """Return the encoded hits of cached items by label; do not change the mapping.
+
+        It changes as items are encoded or dropped. A cached item that was never encoded is missing.
+        """
         return self._encoded
 
     def encode(
         self, labels: Sequence[int], make: Callable[[StoredItem], HitBytes | None]
     ) -> list[HitBytes] | None:
         """Encode hits of cached items.
+
+        It reads memory only, and keeps what it has encoded.
 
         Args:
             labels: labels of the items.
@@ -226,14 +253,21 @@ class ItemCache:
             self._bytes -= size_of(item)
 
     def forget(self, labels: Sequence[int]) -> None:
-        """Drop items that a commit has just changed."""
+        """Drop items that a commit has just changed.
+
+        Labels that are not cached are ignored. Reads that began before the call are not cached.
+        """
         with self._lock:
             self._commits += 1
             for label in labels:
                 self._drop(label)
 
     def on_change(self, change: Change) -> None:
-        """Drop the items of a change; a listener for Store.subscribe."""
+        """Drop the items of a change; a listener for Store.subscribe.
+
+        They are deleted items, items with new metadata, and items with a new vector in the cache's
+        space.
+        """
         labels = change.deleted.tolist() + change.described.tolist()
         if self._space in change.added:
             labels += change.added[self._space][0].tolist()
@@ -241,7 +275,10 @@ class ItemCache:
 
 
 def size_of(item: StoredItem) -> int:
-    """Estimate the memory (bytes) of an item and its encoded hit."""
+    """Estimate the memory (bytes) of an item and its encoded hit.
+
+    It counts its metadata twice, for the item and the hit. It is a rough figure.
+    """
     size = 0
     for key, value in item.metadata.items():
         size += sys.getsizeof(key) + sys.getsizeof(value)
@@ -267,10 +304,17 @@ class HostedInFile(Hosted):
     def __init__(self, name: str, folder: Path, store: SqliteGallery) -> None:
         """Serve an open store.
 
+        No view is made and no vector is read; there is no plan yet.
+
         Args:
             name: the gallery's name.
             folder: folder for its indexes.
             store: the store; closed with the gallery.
+
+        Raises:
+            NotFoundError: the gallery is closed or deleted.
+            BusyError, UnavailableError: the store is busy, or does not answer.
+            VerificationError: the store is damaged.
         """
         # Held while views are made or freed. The mapping is replaced, so a search of one view does
         # not wait while another is loaded.
@@ -286,7 +330,16 @@ class HostedInFile(Hosted):
         """Do nothing: a file has no parts that can be missing."""
 
     def wake(self) -> None:
-        """Make the views that the plan searches, unless they exist; see Hosted.wake."""
+        """Make the views that the plan searches, unless they exist; see Hosted.wake.
+
+        It does nothing if there is any view.
+
+        Raises:
+            IncompatibleSpaceError: the gallery does not have the space.
+            NotFoundError: the gallery is closed or deleted.
+            BusyError, UnavailableError: the store is busy, or does not answer.
+            VerificationError: the store is damaged.
+        """
         if not self._views:
             self._wake(self.plan)
 
@@ -306,10 +359,22 @@ class HostedInFile(Hosted):
     ) -> LiveView:
         """Return the live view of a space; it is made at the first call.
 
+        The first call reads all vectors and a saved index; other threads that need a new view wait
+        for it. A damaged index file is deleted and logged. Without any graph every vector is
+        compared, until an index is built in the background.
+
         Args:
             space: id of the space.
             source: a view whose graph is inherited if no index was saved.
             check_stop: called often while the view is made; it may raise to stop.
+
+        Raises:
+            IncompatibleSpaceError: the gallery does not have the space.
+            NotFoundError: the gallery is closed or deleted.
+            BusyError, UnavailableError: the store is busy, or does not answer.
+            VerificationError: the store is damaged.
+            LockOrderError: the thread holds a view's lock already.
+            NobackfillError: whatever `check_stop` raises; no view is made then.
         """
         view = self._views.get(space)
         if view is not None:
@@ -324,15 +389,36 @@ class HostedInFile(Hosted):
             return view
 
     def views(self) -> Mapping[str, LiveView]:
-        """Return the live views in this process, by space; see Hosted.views."""
+        """Return the live views in this process, by space; see Hosted.views.
+
+        The mapping is replaced, never changed.
+        """
         return self._views
 
     def items(self, labels: list[int], space: str) -> list[StoredItem | None]:
-        """Read items as a space shows them; see Hosted.items."""
+        """Read items as a space shows them; see Hosted.items.
+
+        Args:
+            labels: labels of the items.
+            space: id of the space whose origin and uncertainty they get.
+
+        Returns:
+            The items in the order of `labels`, from the cache or the file; None for deleted ones.
+
+        Raises:
+            IncompatibleSpaceError: the gallery does not have the space.
+            NotFoundError: the gallery is closed or deleted.
+            BusyError, UnavailableError: the store is busy, or does not answer.
+            VerificationError: the store is damaged.
+        """
         return self.items_of(space).get(labels)
 
     def items_of(self, space: str) -> ItemCache:
-        """Return the cache of items as a space shows them."""
+        """Return the cache of items as a space shows them.
+
+        It is made at the first call, and dropped by `forget_views`. Whether the space exists is not
+        checked.
+        """
         cache = self._items.get(space)
         if cache is None:
             with self._lock:
@@ -347,7 +433,28 @@ class HostedInFile(Hosted):
         matches: Matches | None,
         ef: int,
     ) -> list[Neighbours]:
-        """Search some parts of the gallery; see Hosted.search."""
+        """Search some parts of the gallery; see Hosted.search.
+
+        Views that do not exist yet are made. Without `ef`, a sample of the queries is kept to tune
+        the graph.
+
+        Args:
+            parts: one part, or two; each item is found in the first part that has it.
+            queries: for each part float32 [q, dim].
+            k: most neighbours of each query, at least 1.
+            matches: items that may be found; None means all.
+            ef: width of the graph search; 0 means the index's own.
+
+        Returns:
+            The neighbours of all queries, for each part, nearest first.
+
+        Raises:
+            InvalidInputError: a query is not a valid vector.
+            IncompatibleSpaceError: the gallery does not have the space.
+            NotFoundError: the gallery is closed or deleted.
+            BusyError, UnavailableError: the store is busy, or does not answer.
+            VerificationError: the store is damaged.
+        """
         snapshots = self._snapshots(parts)
         neighbours = [
             self.best(part, snapshot, column, k, matches, ef)
@@ -366,6 +473,8 @@ class HostedInFile(Hosted):
     ) -> Neighbours:  # fmt: skip
         """Search one part's snapshot.
 
+        Without a scale, or with vectors of one origin only, distances alone rank.
+
         Args:
             part: the part.
             snapshot: its snapshot.
@@ -377,6 +486,12 @@ class HostedInFile(Hosted):
         Returns:
             The nearest vectors; the best along the part's scale if it has migrated and native
             vectors, whose distances do not compare.
+
+        Raises:
+            InvalidInputError: a query is not a valid vector.
+            NotFoundError: the gallery is closed or deleted.
+            BusyError, UnavailableError: the store is busy, or does not answer.
+            VerificationError: the store is damaged.
         """
         mask = None if matches is None else matches.mask
         migrated = self.origins.migrated_labels(part, snapshot)
@@ -403,6 +518,12 @@ class HostedInFile(Hosted):
     def remainder(self, snapshot: Snapshot, other: Snapshot) -> Snapshot:
         """Return the vectors of a snapshot that another snapshot lacks; cached for the next
         search.
+
+        Only the last pair of snapshots is cached.
+
+        Args:
+            snapshot: the snapshot to reduce; it is not changed.
+            other: the snapshot whose labels are left out.
         """
         cached = self._remainder
         if cached is not None and cached[0] is snapshot and cached[1] is other:
@@ -413,6 +534,15 @@ class HostedInFile(Hosted):
     def compares(self, part: PlanPart, ef: int) -> bool:
         """Tell whether a search of a part compares every vector instead of using a graph; see
         Hosted.compares.
+
+        It is True if the space has no graph, or `ef` is at least the graph's size. A view is made
+        if there is none.
+
+        Raises:
+            IncompatibleSpaceError: the gallery does not have the space.
+            NotFoundError: the gallery is closed or deleted.
+            BusyError, UnavailableError: the store is busy, or does not answer.
+            VerificationError: the store is damaged.
         """
         base = self.view(part.space).snapshot().base
         return isinstance(base.index, ExactIndex) or ef >= len(base.index.labels)
@@ -420,6 +550,12 @@ class HostedInFile(Hosted):
     def expect(self, space: str) -> None:
         """Load a space that is about to be searched, before a switch makes puts wait; see
         Hosted.expect.
+
+        Raises:
+            IncompatibleSpaceError: the gallery does not have the space.
+            NotFoundError: the gallery is closed or deleted.
+            BusyError, UnavailableError: the store is busy, or does not answer.
+            VerificationError: the store is damaged.
         """
         self.view(space)
 
@@ -429,9 +565,19 @@ class HostedInFile(Hosted):
         If the release was active before a rollback, its own index is used. Otherwise the old
         space's graph is inherited; without one the index is built.
 
+        A small space needs no index, and nothing is built. If the index cannot be saved, that is
+        logged, and the next start builds it again.
+
         Args:
             space: id of the space.
             check_stop: called often; it may raise to stop.
+
+        Raises:
+            IncompatibleSpaceError: the gallery does not have the space.
+            NotFoundError: the gallery is closed or deleted.
+            BusyError, UnavailableError: the store is busy, or does not answer.
+            VerificationError: the store is damaged.
+            NobackfillError: whatever `check_stop` raises; the present base stays.
         """
         source = self.view(self.spec().space)
         view = self.view(space, source, check_stop)
@@ -440,6 +586,9 @@ class HostedInFile(Hosted):
     def forget_views(self, plan: Plan) -> None:
         """Free the views that a plan does not search; no older plan may be in use; see
         Hosted.forget_views.
+
+        Cached items, origins and prepared answers of other spaces are freed, too. Searches that
+        still have a snapshot may go on.
         """
         self._remainder = None
         check_lock_order(Level.VIEW, self.name)
@@ -459,13 +608,27 @@ class HostedInFile(Hosted):
     def drop_space(self, space: str) -> None:
         """Delete a space that no plan uses, with its vectors and its index file.
 
-        See Hosted.drop_space.
+        A missing index file is ignored.
+
+        Raises:
+            IncompatibleSpaceError: the gallery does not have the space.
+            PreconditionError: the space is the active one.
+            NotFoundError: the gallery is closed or deleted.
+            BusyError, UnavailableError: the store is busy, or does not answer.
+            CannotWriteError: the store cannot be written.
+            VerificationError: the store is damaged.
+            OSError: the index file cannot be deleted; the space is gone.
         """
         super().drop_space(space)
         self.index_path(space).unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Close the store; no call may use the gallery; see Hosted.close."""
+        """Close the store; no call may use the gallery; see Hosted.close.
+
+        Raises:
+            BusyError: a call that still uses the file does not end within a minute.
+            ValueError: the gallery is closed already.
+        """
         self.origins.retain(())
         for view in self.views().values():
             view.close()
@@ -477,7 +640,10 @@ class HostedInFile(Hosted):
             cache.on_change(change)
 
     def index_path(self, space: str) -> Path:
-        """Return the file that caches the index of a space."""
+        """Return the file that caches the index of a space.
+
+        The file may not exist.
+        """
         return self.folder / f"{space}.hnsw"
 
     def make_index(
@@ -485,11 +651,18 @@ class HostedInFile(Hosted):
     ) -> None:
         """Build the base of a view from all its vectors: renew its graph, or build another.
 
+        Searches and commits go on; a second build of the view waits. The base is tuned for recent
+        queries, swapped in, and saved. If it cannot be saved, that is logged, and the next start
+        builds it again.
+
         Args:
             space: id of the space.
             view: the view of the space.
             check_stop: called often; it may raise to stop.
             threads: number of threads, as in hnsw.build_index.
+
+        Raises:
+            NobackfillError: whatever `check_stop` raises; the present base stays.
         """
         base = view.snapshot().base.index
         old = base if isinstance(base, HnswIndex) and base.own_links else None
@@ -541,7 +714,11 @@ class HostedInFile(Hosted):
 
 
 def needs_index(view: LiveView) -> bool:
-    """Tell whether a view needs a new base: it has changed much, or its base was only inherited."""
+    """Tell whether a view needs a new base: it has changed much, or its base was only inherited.
+
+    Much is more than 4000 and 20 % of the graph's size outside of it, or 20 % deleted. A view of
+    fewer than 2000 vectors needs none. A larger one without a graph needs one.
+    """
     snapshot = view.snapshot()
     total, base = len(snapshot), snapshot.base.index
     if total < SMALL:
@@ -565,6 +742,9 @@ def tune(base: Index, view: LiveView, check_stop: Callable[[], None]) -> Index:
 
     Returns:
         A graph with a suitable search width; `base` if it is no graph, or there were no queries.
+
+    Raises:
+        NobackfillError: whatever `check_stop` raises.
     """
     queries = view.query_sample.sample()
     if not isinstance(base, HnswIndex) or not len(queries):
@@ -589,7 +769,8 @@ def index_opener(
         check_stop: called often; it may raise to stop.
 
     Returns:
-        The function; it raises NotFoundError if there is no graph, or too few vectors for one.
+        The function. It raises NotFoundError if there is no graph, or too few vectors for one, and
+        VerificationError if the inherited graph does not suit the vectors.
     """
 
     def begin(spec: SpaceSpec, labels: Labels, vectors: Content) -> tuple[Index, Rows]:
@@ -620,7 +801,10 @@ class Origins:
         self._migrated: Mapping[str, MigratedLabels] = {}
 
     def is_loaded(self, part: PlanPart) -> bool:
-        """Tell whether `migrated_labels` answers without reading the file."""
+        """Tell whether `migrated_labels` answers without reading the file.
+
+        It is True without a scale.
+        """
         return part.scale is None or part.space in self._migrated
 
     def migrated_labels(self, part: PlanPart, snapshot: Snapshot) -> MigratedLabels | None:
@@ -628,6 +812,14 @@ class Origins:
 
         Returns None if distances alone rank the part: without a scale, or if all vectors have one
         origin.
+
+        The first call for a space reads all its origins; others wait. Later commits are followed.
+
+        Raises:
+            IncompatibleSpaceError: the gallery does not have the space.
+            NotFoundError: the gallery is closed or deleted.
+            BusyError, UnavailableError: the store is busy, or does not answer.
+            VerificationError: the store is damaged.
         """
         if part.scale is None:
             return None
@@ -650,7 +842,11 @@ class Origins:
             return migrated
 
     def retain(self, spaces: Collection[str]) -> None:
-        """Free the labels of all other spaces."""
+        """Free the labels of all other spaces.
+
+        Args:
+            spaces: ids of the spaces to keep; empty frees all.
+        """
         with self._lock:
             unused = [labels for space, labels in self._migrated.items() if space not in spaces]
             self._migrated = {
@@ -671,6 +867,8 @@ class FileHome:
     def __init__(self, folder: Path, residents: SuspendablePool) -> None:
         """Use a folder.
 
+        Nothing is read or written yet.
+
         Args:
             folder: the folder of all galleries; `sweep` creates it.
             residents: limits how many of their files are open at once.
@@ -681,19 +879,40 @@ class FileHome:
     def sweep(self) -> None:
         """Remove what an interrupted creation or deletion left, before any gallery is opened; see
         Home.sweep.
+
+        The folder is created, with mode 0700, if it is missing.
+
+        Raises:
+            CannotWriteError: a leftover cannot be removed, or the folder cannot be made.
         """
         durable.make_dir(self._folder, 0o700)
         durable.remove_temporary_files(self._folder)
 
     def names(self) -> list[str]:
-        """Return the names of all galleries, in order; see Home.names."""
+        """Return the names of all galleries, in order; see Home.names.
+
+        A folder with another name, or without the gallery's file, is ignored. A missing folder has
+        none.
+
+        Raises:
+            OSError: the folder cannot be read.
+        """
         if not self._folder.is_dir():
             return []
         folders = sorted(self._folder.iterdir())
         return [path.name for path in folders if NAME.match(path.name) and (path / _FILE).is_file()]
 
     def open(self, name: str) -> Hosted:
-        """Open a gallery; see Home.open."""
+        """Open a gallery; see Home.open.
+
+        The caller closes it.
+
+        Raises:
+            NotFoundError: there is no such file.
+            VerificationError: the file is damaged, or a newer version wrote it.
+            BusyError: another process holds it.
+            CannotWriteError: the file cannot be read, or the disk has no room for SQLite's files.
+        """
         folder = self._folder / name
         store = SqliteGallery.open(folder / _FILE, self._residents)
         try:
@@ -703,7 +922,19 @@ class FileHome:
             raise
 
     def create(self, name: str, specs: Sequence[SpaceSpec], state: Mapping[str, Any]) -> None:
-        """Create a gallery atomically; see Home.create."""
+        """Create a gallery atomically; see Home.create.
+
+        It is made in a folder of another name, which is renamed once it is durable.
+
+        Args:
+            name: its name, which is not checked.
+            specs: its spaces, at least one; the last one is active, the others previous.
+            state: its first state.
+
+        Raises:
+            AlreadyExistsError: a gallery has this name.
+            CannotWriteError: it cannot be written; `sweep` removes what is left.
+        """
         unfinished = self._unfinished(name)
         durable.make_dir(unfinished, 0o700)
         with SqliteGallery.create(unfinished / _FILE, specs[0]) as store:
@@ -714,7 +945,17 @@ class FileHome:
         durable.publish_dir(unfinished, self._folder / name)
 
     def remove(self, name: str) -> Callable[[], None]:
-        """Remove a gallery that nobody uses, atomically; see Home.remove."""
+        """Remove a gallery that nobody uses, atomically; see Home.remove.
+
+        The folder gets another name at once; the function deletes it. If the function does not run,
+        `sweep` deletes it.
+
+        Returns:
+            The function; it may raise CannotWriteError.
+
+        Raises:
+            CannotWriteError: the folder does not exist, or cannot be renamed.
+        """
         removed = self._unfinished(name)
         durable.publish_dir(self._folder / name, removed)
         return lambda: durable.remove_tree(removed)

@@ -52,9 +52,10 @@ class Indexing:
         """Prepare the threads.
 
         Args:
-            galleries: yields all galleries.
+            galleries: yields all galleries, each as used until the next one; those in a database
+                are ignored.
             metrics: counts unexpected errors.
-            threads: number of cores that all builds together may use.
+            threads: number of cores that all builds together may use, at least 1.
         """
         self._galleries = galleries
         self._metrics = metrics
@@ -81,11 +82,22 @@ class Indexing:
         self._thread = threading.Thread(target=self._work, name="indexing", daemon=True)
 
     def start(self) -> None:
-        """Start the thread that looks for work."""
+        """Start the thread that looks for work.
+
+        Call it once. It looks at all galleries in files every 0.5 s. An error in one gallery is
+        logged and counted, and the gallery is tried again after 30 s.
+
+        Raises:
+            RuntimeError: a second call, or the system has no thread left.
+        """
         self._thread.start()
 
     def close(self) -> None:
-        """Stop; a build that is running is given up."""
+        """Stop; a build that is running is given up at its next check, which the call waits for.
+
+        Work that waits is dropped. A second call does nothing. Without `start` it only ends the
+        pool.
+        """
         self._stopping.set()
         self._wake.set()
         if self._thread.is_alive():
@@ -206,7 +218,10 @@ class ThreadBudget:
 
     @contextlib.contextmanager
     def build(self) -> Iterator[None]:
-        """Count one more build during a block."""
+        """Count one more build during a block.
+
+        It does not wait, also if more builds run than there are threads.
+        """
         with self._lock:
             self._builds += 1
         try:
@@ -216,7 +231,10 @@ class ThreadBudget:
                 self._builds -= 1
 
     def threads(self) -> int:
-        """Return how many threads each build may use now, at least 1."""
+        """Return how many threads each build may use now, at least 1.
+
+        Outside of `build` it counts as one build. The number may change between two calls.
+        """
         return max(1, self._total // max(1, self._builds))
 
 
@@ -244,6 +262,8 @@ class IndexCounts:
 def count_index(view: LiveView) -> IndexCounts:
     """Count the vectors of a view by how they are searched, and tell whether a new graph will be
     built.
+
+    Both are of the present moment, but not of one snapshot.
     """
     return replace(_counts(view.snapshot()), needs_graph=needs_index(view))
 
@@ -266,7 +286,13 @@ class IndexSizes(Collector):
         self._first_seen: weakref.WeakKeyDictionary[Index, float] = weakref.WeakKeyDictionary()
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics, from the views."""
+        """Yield the metrics, from the views.
+
+        Galleries without views in this process count nothing. Without a graph the age is 0.
+
+        Yields:
+            The vectors by kind, then the age in seconds of the oldest graph that a scrape has seen.
+        """
         vectors = {"graph": 0, "exact": 0, "delta": 0}
         oldest = now = time.monotonic()
         for hosted in self._galleries():
@@ -297,6 +323,14 @@ def count_vectors(galleries: Iterable[Hosted]) -> Mapping[tuple[int, str], int]:
     """Count the vectors of all galleries, by release and state of their space.
 
     Galleries that are being deleted are left out.
+
+    Returns:
+        The sum by release and state (active, staging, previous); no key without a space.
+
+    Raises:
+        NotFoundError: a gallery was deleted meanwhile.
+        BusyError, UnavailableError: a store is busy, or does not answer.
+        VerificationError: a store is damaged.
     """
     sizes: dict[tuple[int, str], int] = {}
     for hosted in galleries:

@@ -68,7 +68,11 @@ class Put:
     metadata: Metadata | None
 
     def digest(self) -> str:
-        """Return a digest of the content; putting the same content again is no change."""
+        """Return a digest of the content; putting the same content again is no change.
+
+        Metadata and id are not part of it. The digest begins with the kind: image-, text- or
+        vectors-.
+        """
         if isinstance(self.content, bytes):
             return "image-" + hashlib.sha256(self.content).hexdigest()
         if isinstance(self.content, str):
@@ -119,7 +123,7 @@ class ItemWriter:
 
         Args:
             embedding: embeds images and texts.
-            runner_of: finds the upgrade of bare vectors.
+            runner_of: finds the upgrade of bare vectors; None from it refuses the item.
             catch_up: follows other gateways; see GatewayState.catch_up.
         """
         self._embedding = embedding
@@ -132,8 +136,9 @@ class ItemWriter:
         """Store the items that can be stored; returns once they are durable.
 
         Items that were stored before an error stay; putting all of them again is safe. An item with
-        the same content as the stored one keeps its vectors. The last of several items with one
-        id wins. If another gateway changed the gallery meanwhile, the items are embedded again.
+        the same content as the stored one keeps its vectors. The last of several items with one id
+        wins. If the plan changes meanwhile, here or by another gateway, the items are embedded
+        again. The caller is a user of the gallery; views that searches need are made first.
 
         Args:
             hosted: the gallery.
@@ -141,7 +146,9 @@ class ItemWriter:
             allowance: limit of the caller's items; None means no limit.
 
         Returns:
-            The number of stored items, and the refused ones.
+            The number of stored items, and the refused ones. Refused are items with an invalid id,
+            metadata, image, text or vector, of a space or kind that the gallery does not take, and
+            images beyond the limit of one call.
 
         Raises:
             ItemQuotaError: there would be too many items.
@@ -150,6 +157,9 @@ class ItemWriter:
             CancelledError: the caller has cancelled the call.
             BusyError: the store is locked for too long.
             CannotWriteError: the store cannot be written.
+            NotFoundError: the gallery was closed or deleted.
+            VerificationError: a model fails its trial or makes invalid vectors, or the store is
+                damaged.
             OutdatedError: this gateway cannot follow another one that changed the gallery.
         """
         hosted.wake()
@@ -396,6 +406,10 @@ class Quotas:
     ) -> Iterator[Allowance | None]:
         """Reserve room for items during a block that puts them.
 
+        Puts of one token wait for each other only while the room is uncertain, at most until the
+        call's deadline. Room that the block does not use is counted until the next count, about a
+        second. Galleries that are missing or set aside count 0.
+
         Args:
             principal: the caller, who may write to the gallery.
             gallery: the gallery.
@@ -410,6 +424,8 @@ class Quotas:
             NotFoundError: no gallery has this name.
             DeadlineError: the call's time is over.
             CancelledError: the caller has cancelled the call.
+            VerificationError: the gallery is set aside.
+            BusyError, UnavailableError: a store is busy, or does not answer.
         """
         names, limit = principal.galleries, principal.items
         if names is None or limit is None:

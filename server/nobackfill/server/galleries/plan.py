@@ -98,11 +98,17 @@ class Score(NamedTuple):
 class PlanUsers(Protocol):
     """Count the calls that use a plan; nobackfill.server.galleries.hosted.Users does."""
 
-    def enter(self) -> bool: ...
+    def enter(self) -> bool:
+        """Count one more user, without waiting; False if the plan is closed."""
+        ...
 
-    def leave(self) -> None: ...
+    def leave(self) -> None:
+        """Count one user less; once for each `enter` that returned True."""
+        ...
 
-    def wait_until_none(self, timeout_s: float) -> bool: ...
+    def wait_until_none(self, timeout_s: float) -> bool:
+        """Wait until there is no user, at most `timeout_s` seconds; False if there is still one."""
+        ...
 
 
 # Query by embedding: little-endian float32 values by space id.
@@ -145,18 +151,41 @@ class Answerer(Protocol):
     def answer(self, hosted: Any, request: SearchRequest) -> list[QueryAnswer]:
         """Answer each query of a request.
 
+        The caller uses the gallery and the plan until the end.
+
+        Args:
+            hosted: the gallery.
+            request: the request.
+
+        Returns:
+            For each query, in order, the result, or the InvalidInputError that refused it.
+
         Raises:
-            NobackfillError: as Searching.batch.
+            InvalidInputError: the filter is not valid; TooLargeError if the images together are too
+                large.
+            NoEncoderError, IncompatibleSpaceError, NeedsImageError, ReleaseRetiredError: a query
+                does not suit the gallery; see Searching.search.
+            OutdatedError: another gateway has replaced the plan; the caller begins again.
+            DeadlineError, CancelledError: the call's time is over, or its caller has gone.
+            BusyError, UnavailableError: the store is busy, a server does not answer, or too many
+                images are being decoded (OverloadedError).
+            NotFoundError: the gallery was closed or deleted.
+            VerificationError: the store, or a model's output, is damaged.
         """
         ...
 
     def image_part(self, hosted: Any) -> PlanPart | None:
-        """Return the part whose nearest items answer an image; None if more is needed."""
+        """Return the part whose nearest items answer an image; None if more is needed.
+
+        It reads memory only.
+        """
         ...
 
     def space_part(self, hosted: Any, space: str) -> PlanPart | None:
         """Return the part whose nearest items answer an embedding of a space; None if more is
         needed.
+
+        It reads memory only. An unknown space gives None.
         """
         ...
 
@@ -213,12 +242,20 @@ class Plan:
         object.__setattr__(self, "answerer", answerer_of(self))
 
     def searched_spaces(self) -> set[str]:
-        """Return the ids of all spaces that searches use."""
+        """Return the ids of all spaces that searches use.
+
+        It includes the spaces that only some queries by embedding search, and a canary's. The space
+        of `both` is among the former.
+        """
         on_trial = () if self.canary is None else (self.canary,)
         return {part.space for part in (*self.parts, *self.single_parts.values(), *on_trial)}
 
     def models(self) -> list[Manifest]:
-        """Return the releases whose models the plan uses, the one that embeds queries first."""
+        """Return the releases whose models the plan uses, the one that embeds queries first.
+
+        A release may be named more than once. A canary's release is among them, because puts embed
+        for it.
+        """
         return [*(part.query for part in self.parts), *self.writes]
 
 
@@ -226,7 +263,11 @@ AnswererOf = Callable[[Plan], Answerer]
 
 
 def own_part(manifest: Manifest) -> PlanPart:
-    """Make the part for a release's queries in its own space."""
+    """Make the part for a release's queries in its own space.
+
+    Each origin with a published calibration has a curve. Re-embedded vectors without one use that
+    of native ones. A release without calibrations gives no curves and no scale.
+    """
     space, curves, scale = manifest.space, dict[Origin, Scorer](), None
     for origin in ("native", "upgraded", "re-embedded"):
         if curve := find_curve(manifest, space, space, origin):
@@ -243,6 +284,8 @@ def direct_part(new: Manifest, old: Manifest) -> PlanPart:
 
     `new` must declare this space searchable. Hits have a score only if `new` publishes a
     calibration for them.
+
+    Nothing is checked, and the part has no scale.
     """
     curve = find_curve(new, new.space, old.space, "direct")
     curves: dict[Origin, Scorer] = {"direct": Scorer(curve)} if curve else {}
@@ -255,6 +298,8 @@ def old_model_part(new: Manifest, old: Manifest) -> PlanPart:
     The part is used while `new` is active and its space may lack items. Hits get the score that
     `new` publishes for them, else the one of `old` for its own vectors. Without either calibration
     they have no score.
+
+    The part has no scale. All its hits have the origin old-model.
     """
     own = own_part(old).curves
     published = find_curve(new, old.space, old.space, "old-model")
@@ -280,8 +325,11 @@ def make_plan(
     While the active release's space may lack items, the rollouts direct and dual search two spaces.
     With cutover the old space answers until the flip.
 
+    A previous space of a retired release is left out. A staging space that no activation fills, as
+    after a rollback, is left out, too. With a canary, the new space is also embedded for and tried.
+
     Args:
-        spaces: the gallery's spaces; one of them is active.
+        spaces: the gallery's spaces; exactly one is active.
         state: the gateway's state.
         manifests: published releases by number.
         answerer_of: makes the plan's answerer.
@@ -294,6 +342,7 @@ def make_plan(
 
     Raises:
         KeyError: a space belongs to a release that `manifests` lacks.
+        StopIteration: no space is active.
     """
     active = next(info.spec for info in spaces if info.state == "active")
     previous = [

@@ -72,11 +72,13 @@ class Healer(Reembedding[int]):
     def close(self, seconds: float = 0.0) -> bool:
         """Close the source and the ledger.
 
+        Nothing new begins after the call. A second call may wait for the batches again.
+
         Args:
-            seconds: longest wait for batches that have begun.
+            seconds: longest wait for batches that have begun; 0 only looks.
 
         Returns:
-            False if a batch has not ended.
+            False if a batch has not ended; the ledger then stays open.
         """
         is_closed = super().close(seconds)
         if is_closed:
@@ -85,7 +87,9 @@ class Healer(Reembedding[int]):
 
     @property
     def is_complete(self) -> bool:
-        """Whether no migrated item is left, as far as is known."""
+        """Tell whether no migrated item is left, as far as is known; False before the ledger has
+        loaded.
+        """
         return self.ledger.count_migrated() == 0
 
     def heal_some(self) -> bool:
@@ -94,8 +98,19 @@ class Healer(Reembedding[int]):
         First come items that queries requested, then those that the upgrade was least certain of,
         then the others.
 
+        It re-embeds up to 8 items, and waits up to 1 s for them; the vectors are stored later if
+        that is too short. It pauses for 1 to 60 s after a batch of which all failed, and for an
+        hour once all items were tried.
+
         Returns:
             False if there is nothing to do now.
+
+        Raises:
+            NotFoundError: the ledger or the gallery is closed.
+            BusyError, UnavailableError: the ledger or the store is busy, or does not answer.
+            CannotWriteError: the ledger cannot be written.
+            VerificationError: the ledger or the store is damaged.
+            IncompatibleSpaceError: the space was deleted.
         """
         if self._must_wait():
             return False
@@ -162,7 +177,16 @@ class Healer(Reembedding[int]):
                     break
 
     def progress(self) -> HealingProgress:
-        """Report the progress."""
+        """Report the progress.
+
+        Days are those of UTC.
+
+        Raises:
+            NotFoundError: the ledger or the gallery is closed.
+            BusyError, UnavailableError: the ledger or the store is busy, or does not answer.
+            CannotWriteError: the ledger cannot be written.
+            VerificationError: the ledger or the store is damaged.
+        """
         return HealingProgress(
             self._hosted.count(), self.ledger.count_migrated(), self.ledger.spent(today()),
             self.source.a_day, self.cost,
@@ -179,7 +203,24 @@ class Healer(Reembedding[int]):
         return migrated
 
     def claim(self, keys: Sequence[int], budget: int) -> Sequence[int]:
-        """Claim items for this process; see Reembedding.claim."""
+        """Claim items for this process, within the day's budget; queue the others as requested.
+
+        Items that are no longer migrated are settled instead. Their claims still cost the budget.
+
+        Args:
+            keys: labels, claimed in their order.
+            budget: most items of today (UTC), over all processes; 0 only queues.
+
+        Returns:
+            The claimed labels that are still migrated, in order.
+
+        Raises:
+            NotFoundError: the ledger or the gallery is closed.
+            BusyError, UnavailableError: the ledger or the store is busy, or does not answer.
+            CannotWriteError: the ledger cannot be written.
+            VerificationError: the ledger or the store is damaged.
+            IncompatibleSpaceError: the space was deleted.
+        """
         # Checked after the claim: another process may have re-embedded them before.
         claimed = super().claim(keys, budget)
         migrated = self._carried(claimed)
@@ -191,12 +232,24 @@ class Healer(Reembedding[int]):
         An item that was deleted or put again has another label, so nothing is stored for the old
         one.
 
+        Nothing is stored if the gallery is being deleted, or its plan re-embeds another space by
+        now. The labels that are returned are settled in the ledger. Failures are recorded in
+        `cost`.
+
         Args:
-            originals: original by label, a text or an encoded image.
+            originals: original by label, a text or an encoded image; may be empty.
             missing: labels whose original the source lacks.
 
         Returns:
             The labels that need no more work.
+
+        Raises:
+            UnavailableError: the model server or the database does not answer.
+            OverloadedError, TooLargeError: the images are too many.
+            BusyError: the store or the ledger is locked for too long.
+            CannotWriteError: the store or the ledger cannot be written.
+            VerificationError: the store, the ledger or a model's output is damaged.
+            IncompatibleSpaceError, NotFoundError: the space was deleted, or the ledger is closed.
         """
         if missing:
             self.record_failure(NotFoundError(f"the source lacks {len(missing)} items of a batch"))

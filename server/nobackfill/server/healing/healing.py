@@ -181,7 +181,11 @@ class HealingSeries(Collector):
         self._hits = {"carried": 0, "native": 0}
 
     def count(self, answers: Iterable[SearchResult]) -> None:
-        """Count the hits of answers, by the origin of their vectors."""
+        """Count the hits of answers, by the origin of their vectors.
+
+        They are summed since the start of the process. Any origin but a migrated one counts as
+        native.
+        """
         hits = [hit for answer in answers for hit in answer.hits]
         migrated = sum(hit.origin == "upgraded" for hit in hits)
         with self._lock:
@@ -189,7 +193,14 @@ class HealingSeries(Collector):
             self._hits["native"] += len(hits) - migrated
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics."""
+        """Yield the metrics of items, hits, outcomes, bytes, seconds and budgets, summed over all
+        galleries.
+
+        A gallery whose report fails is left out.
+
+        Raises:
+            NobackfillError: whatever the reports raise.
+        """
         reports = list(self._progress())
         items = GaugeMetricFamily(
             "nobackfill_healing_items",
@@ -250,16 +261,35 @@ class HealingAnswerer:
 
         Args:
             healing: the healers.
-            plain: answers without re-embedding.
+            plain: answers without re-embedding, in the plan's one space.
             space: the space to re-embed.
         """
         self._healing, self._plain, self._space = healing, plain, space
 
     def answer(self, hosted: Hosted, request: SearchRequest) -> list[QueryAnswer]:
-        """Answer each query of a request.
+        """Answer each query of a request, after re-embedding its first migrated hits.
+
+        Queries in other spaces, requests without `heal`, and all queries once no migrated item is
+        left are answered as without a source.
+
+        Args:
+            hosted: the gallery; the caller uses it and its plan.
+            request: the request.
+
+        Returns:
+            For each query, in order, the result, or the InvalidInputError that refused it.
 
         Raises:
-            NobackfillError: as Searching.batch.
+            InvalidInputError: the filter is not valid; TooLargeError if the images together are too
+                large.
+            NoEncoderError, IncompatibleSpaceError, NeedsImageError, ReleaseRetiredError: a query
+                does not suit the gallery; see Searching.search.
+            OutdatedError: another gateway has replaced the plan; the caller begins again.
+            DeadlineError, CancelledError: the call's time is over, or its caller has gone.
+            BusyError, UnavailableError: the store is busy, a server does not answer, or too many
+                images are being decoded (OverloadedError).
+            NotFoundError: the gallery was closed or deleted.
+            VerificationError: the store, or a model's output, is damaged.
         """
         questions = self._plain.questions(hosted, request)
         answers: dict[Question, QueryAnswer] = {}
@@ -280,11 +310,17 @@ class HealingAnswerer:
         ]
 
     def image_part(self, hosted: Hosted) -> PlanPart | None:
-        """Return the part that answers an image, once no migrated item is left."""
+        """Return the part that answers an image, once no migrated item is left.
+
+        None before that, and if two parts answer.
+        """
         return self._if_complete(hosted, self._plain.image_part(hosted))
 
     def space_part(self, hosted: Hosted, space: str) -> PlanPart | None:
-        """Return the part that answers an embedding of a space, once no migrated item is left."""
+        """Return the part that answers an embedding of a space, once no migrated item is left.
+
+        None before that in the space to re-embed. An unknown space gives None.
+        """
         return self._if_complete(hosted, self._plain.space_part(hosted, space))
 
     def _if_complete(self, hosted: Hosted, part: PlanPart | None) -> PlanPart | None:
@@ -329,6 +365,14 @@ class Healing:
     def running(self, galleries: Callable[[], Iterable[Hosted]]) -> Iterator[None]:
         """Re-embed in the background during a block; running batches are finished, unless their
         source hangs.
+
+        The end waits up to three seconds for batches. Call it once.
+
+        Args:
+            galleries: returns all galleries, each as used until the next one.
+
+        Raises:
+            RuntimeError: a second call, or the system has no thread left.
         """
         self._galleries = galleries
         self._thread.start()
@@ -343,12 +387,19 @@ class Healing:
             self._thread.join()
 
     def answerer(self, plain: PlainAnswerer, space: str) -> HealingAnswerer:
-        """Make the answerer of a plan that re-embeds a space."""
+        """Make the answerer of a plan that re-embeds a space.
+
+        Args:
+            plain: answers without re-embedding.
+            space: id of the space.
+        """
         return HealingAnswerer(self, plain, space)
 
     def is_complete(self, hosted: Hosted, space: str) -> bool:
         """Tell whether a space has no migrated item left, as far as is known; called for each
         query.
+
+        It is False before a healer exists, so at first after a start. It reads memory only.
         """
         healer = self._healers.get(hosted)
         return healer is not None and healer.space == space and healer.is_complete
@@ -356,16 +407,27 @@ class Healing:
     def find(self, questions: Sequence[Question], matches: Matches | None) -> list[QueryAnswer]:
         """Answer questions in one space that is re-embedded.
 
+        The migrated ones among the first hits are re-embedded first. The questions wait for that
+        together, at most the source's seconds and 0.8 of the call's remaining time. Items beyond
+        the day's budget, and those that fail, keep their vectors. Without a healer at present they
+        are answered as without a source. The first call may wait up to two seconds for the source.
+
         Args:
-            questions: questions of one gallery and one part.
+            questions: questions of one gallery and one part, at least one.
             matches: items that may be hits; None means all.
 
         Returns:
-            For each question the result, or why it was refused.
+            For each question, in order, the result, or why it was refused.
 
         Raises:
             DeadlineError: the call's time is over.
             CancelledError: the caller has cancelled the call.
+            OutdatedError: another gateway has deleted the space.
+            NotFoundError: the gallery was deleted.
+            IncompatibleSpaceError: the space was deleted.
+            BusyError, UnavailableError: the store or the record of re-embedding is busy, or does
+                not answer.
+            VerificationError: the store or the record of re-embedding is damaged.
         """
         hosted, part = questions[0].hosted, questions[0].parts[0]
         healer = self._healer(hosted, part.query)
@@ -384,7 +446,17 @@ class Healing:
         return [pair if isinstance(pair, InvalidInputError) else next(iterator) for pair in pairs]
 
     def progress(self, hosted: Hosted) -> HealingProgress | None:
-        """Report on a gallery; None if it has no source, or its healer is not ready."""
+        """Report on a gallery; None if it has no source, or its healer is not ready.
+
+        It may make the healer first, and wait up to two seconds for its source. A source that
+        cannot be used is logged and tried again after 30 s.
+
+        Raises:
+            BusyError, UnavailableError: the store or the record of re-embedding is busy, or does
+                not answer.
+            CannotWriteError: the record cannot be written.
+            VerificationError: the store or the record is damaged.
+        """
         if hosted.plan.heals is None:
             return None
         healer = self._healer(hosted, hosted.plan.query)
@@ -395,7 +467,10 @@ class Healing:
             return None
 
     def all_progress(self) -> Iterator[HealingProgress]:
-        """Yield a report on every gallery with a source, and the cost of earlier healers."""
+        """Yield a report on every gallery with a source, and the cost of earlier healers.
+
+        A gallery whose report fails is left out. The reports that only have a cost come first.
+        """
         with self._lock:
             costs = [replace(self._past_cost), *(healer.cost for healer in self._replaced)]
             healers = list(self._healers.values())
@@ -451,15 +526,21 @@ class Healing:
     def open(self, source: HealingSource, seconds: float) -> Items:
         """Open a source.
 
+        Calls for one source at the same time share one opening. A failure is not remembered.
+
         Args:
             source: the source.
             seconds: longest wait; afterwards a thread still opens it, and the next call gets the
                 result.
 
+        Returns:
+            An object that reads its items.
+
         Raises:
             ConfigurationError: the gateway's settings do not allow the source.
             NotFoundError: the source does not exist.
             UnavailableError: the source is not open in time, such as a network folder that is away.
+            InvalidInputError: the file of texts has an invalid line.
         """
         with self._lock:
             opening = self._opening.get(source)

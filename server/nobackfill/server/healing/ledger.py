@@ -25,17 +25,28 @@ class HealingLedger(Ledger[int], Protocol):
     """
 
     def load(self) -> None:
-        """Read what `carried` and `native` need, if it is due, however long that takes."""
+        """Read what `count_migrated` and `native` need, if it is due, however long that takes.
+
+        Raises:
+            NotFoundError: the ledger or the gallery is closed.
+            IncompatibleSpaceError: the gallery does not have the space.
+            BusyError, UnavailableError: the store is busy, or does not answer.
+            VerificationError: the store is damaged.
+        """
         ...
 
     def count_migrated(self) -> int | None:
         """Return the number of migrated items that were not re-embedded; None if it is not known
         yet.
+
+        It reads memory only, as of the last `load` or later.
         """
         ...
 
     def native(self, matches: Matches | None) -> Matches | None:
-        """Return the native items among some; None if they are not known.
+        """Return the native items among some, for masks of a search; None if they are not known.
+
+        It reads memory only. A database never knows them.
 
         Args:
             matches: the items; None means all.
@@ -43,11 +54,26 @@ class HealingLedger(Ledger[int], Protocol):
         ...
 
     def requested(self, count: int) -> Sequence[int]:
-        """Return labels that queries requested in vain, most often first."""
+        """Return labels that queries requested in vain, most often first.
+
+        A label may be claimed, re-embedded or deleted by now.
+
+        Args:
+            count: most labels; 0 gives none.
+
+        Raises:
+            NotFoundError: the ledger is closed.
+            BusyError, UnavailableError: the ledger is locked, or does not answer.
+            CannotWriteError: the ledger cannot be written.
+            VerificationError: the ledger is damaged.
+        """
         ...
 
     def close(self) -> None:
-        """Close the ledger; a second call does nothing."""
+        """Close the ledger; a second call does nothing.
+
+        Claims that are open end with the process.
+        """
         ...
 
 
@@ -87,8 +113,16 @@ class FileLedger(LedgerFile[int]):
         self._carried = MigratedLabels(store, space)
 
     def load(self) -> None:
-        """Read what `carried` and `native` need, if it is due, however long that takes; see
+        """Read what `count_migrated` and `native` need, if it is due, however long that takes; see
         HealingLedger.load.
+
+        It reads all origins of the space once, and follows commits from then on.
+
+        Raises:
+            IncompatibleSpaceError: the gallery does not have the space.
+            BusyError: the gallery's file is locked.
+            VerificationError: the gallery's file is damaged.
+            NotFoundError: the gallery was closed.
         """
         if not self._carried.loaded:
             self._carried.load()
@@ -96,6 +130,8 @@ class FileLedger(LedgerFile[int]):
     def count_migrated(self) -> int | None:
         """Return the number of migrated items that were not re-embedded; None if it is not known
         yet; see HealingLedger.count_migrated.
+
+        After `load` it follows every commit of this process.
         """
         return len(self._carried) if self._carried.loaded else None
 
@@ -103,17 +139,36 @@ class FileLedger(LedgerFile[int]):
         """Return the native items among some; None if they are not known.
 
         See HealingLedger.native.
+
+        They are not known before `load`. The result has only masks: its labels and length are not
+        available.
+
+        Args:
+            matches: the items; None means all.
         """
         return _Native(self._carried, matches) if self._carried.loaded else None
 
     def requested(self, count: int) -> list[int]:
         """Return labels that queries requested in vain, most often first; see
         HealingLedger.requested.
+
+        Args:
+            count: most labels; 0 gives none.
+
+        Raises:
+            NotFoundError: the ledger is closed.
+            BusyError: the file is locked for 30 seconds.
+            CannotWriteError: the file cannot be written.
+            DamagedError: the file is damaged.
         """
         return [int(name) for name in self.names_wanted(count)]
 
     def close(self) -> None:
-        """Close the ledger; a second call does nothing; see HealingLedger.close."""
+        """Close the ledger; a second call does nothing; see HealingLedger.close.
+
+        It waits for a transaction of another thread. Other methods then raise NotFoundError, except
+        `count_migrated` and `native`.
+        """
         with self._lock:
             if self._is_closed:
                 return  # two threads may close it when the gateway stops

@@ -53,9 +53,12 @@ class HealingSource:
     def checked(cls, address: str, **numbers: float) -> Self:
         """Make a source with valid limits.
 
+        Unknown names are ignored. NaN is refused.
+
         Args:
             address: the address; it is checked when it is opened.
-            numbers: limits by name; 0 means the default.
+            numbers: limits by name, as the attributes; 0 and a missing one mean the default: 100
+                hits, 1 second, 64 MiB, 2 batches, 100,000 items.
 
         Raises:
             InvalidInputError: a limit is out of its range.
@@ -73,16 +76,28 @@ class HealingSource:
 
     @classmethod
     def from_state(cls, values: Mapping[str, Any]) -> Self:
-        """Read a source from a gallery's state."""
+        """Read a source from a gallery's state.
+
+        Limits are not checked again.
+
+        Args:
+            values: what `to_state` returned.
+
+        Raises:
+            TypeError: a key is missing, or unknown as from a newer version.
+        """
         return cls(**values)
 
     def to_state(self) -> dict[str, Any]:
-        """Encode the source for a gallery's state."""
+        """Encode the source for a gallery's state.
+
+        All values are JSON.
+        """
         return asdict(self)
 
     @property
     def limits(self) -> Limits:
-        """The limits of a query and of a day."""
+        """Return the limits of a query and of a day; `hits` is not among them."""
         return Limits(
             seconds=self.seconds,
             bytes_a_query=self.bytes_a_query,
@@ -106,11 +121,22 @@ class Places:
         self._columns, self._functions = columns, functions
 
     def open(self, source: HealingSource) -> Items:
-        """Open a source; a file of texts is read once, which may take seconds.
+        """Open a source that the settings allow; a file of texts is read once, which may take
+        seconds.
+
+        A folder must lie in a folder of the settings after links are followed. Nothing is asked of
+        a host or a database yet. Names that end in .txt are texts, all others images. Importing a
+        function runs its module.
+
+        Args:
+            source: the source.
+
+        Returns:
+            An object that reads its items; the caller need not close it.
 
         Raises:
-            ConfigurationError: the settings do not allow it, the address has another form, or a
-                function cannot be imported.
+            ConfigurationError: the settings do not allow it, the address has another form, a
+                column's database needs TLS, or a function cannot be imported.
             NotFoundError: a folder or file does not exist.
             InvalidInputError: the file of texts has an invalid line.
         """

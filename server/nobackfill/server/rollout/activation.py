@@ -78,6 +78,9 @@ def return_galleries(galleries: GalleryRegistry, active: int) -> dict[str, Excep
     The caller makes the plans again afterwards. A gallery that fails stays as it is; the others go
     on.
 
+    The space of the newer release stays as staging, and items without an older vector are no longer
+    found. Notes and rollouts are removed. Each error is logged.
+
     Args:
         galleries: all galleries.
         active: the active release.
@@ -110,6 +113,12 @@ def writes_locked(galleries: GalleryRegistry) -> Iterator[None]:
     """Block puts to every gallery during a block.
 
     Galleries are locked in the order of their names, as a flip locks them.
+
+    It waits without a time limit for puts that run. A gallery that is created meanwhile is not
+    locked. Deletions wait, too.
+
+    Raises:
+        LockOrderError: the thread holds a lock that comes later.
     """
     with galleries.hold_all() as hosted_galleries, ExitStack() as locks:
         for hosted in hosted_galleries:
@@ -123,18 +132,19 @@ def fail(
     """Record that a release failed, and return galleries that had moved to it.
 
     A release that is active already is not marked. Returns once the failure is durable, so that
-    only an operator can start the release again. If the disk is full or the database away, the
-    record is retried until `cancelled` is set or another gateway leads.
+    only an operator can start the release again. If that fails, as on a full disk, the record alone
+    is tried again every second, until `cancelled` is set or another gateway leads. Plans are made
+    again at the end, and old ones are waited for. Puts wait meanwhile.
 
-    It raises no error: if the single try fails, `cancelled` is set or the lead is lost, it logs
-    that and returns without a record.
+    It raises no error: if the record cannot be made, it logs that and returns. Unexpected errors
+    are logged and counted.
 
     Args:
         parts: the parts of the gateway.
         release: the release.
         reason: a sentence for operators.
         lead: the lead of the activation.
-        cancelled: ends the retries; None means a single try.
+        cancelled: ends the retries; None means a single retry.
     """
     state, galleries = parts.state, parts.galleries
 
@@ -180,7 +190,15 @@ def _record_failure(record: Callable[[], object], cancelled: threading.Event | N
 
 
 def lagging_galleries(parts: Parts) -> dict[str, str]:
-    """Return the galleries that are not in the active release's space, with the reason of each."""
+    """Return the galleries that are not in the active release's space, with the reason of each.
+
+    Galleries that are set aside are left out. Without an active release all are listed.
+
+    Raises:
+        NotFoundError: the gallery is closed or deleted.
+        BusyError, UnavailableError: the store is busy, or does not answer.
+        VerificationError: the store is damaged.
+    """
     return {
         hosted.name: str(hosted.state(NOTE) or "its upgrade is running")
         for hosted in parts.galleries.all()
@@ -191,6 +209,19 @@ def lagging_galleries(parts: Parts) -> dict[str, str]:
 def end_jobs(parts: Parts, phase: Phase, message: str) -> None:
     """End the jobs of all galleries' upgrades once an activation ends; unfinished ones get its
     message.
+
+    On DONE an unfinished job gets its gallery's note instead. Jobs that have ended stay.
+
+    Args:
+        parts: the parts of the gateway.
+        phase: DONE or FAILED.
+        message: a sentence for operators; may be empty.
+
+    Raises:
+        NotFoundError: the gallery is closed or deleted.
+        BusyError, UnavailableError: the store is busy, or does not answer.
+        CannotWriteError: the store cannot be written.
+        VerificationError: the store is damaged.
     """
     for hosted in parts.galleries.all():
         why = str(hosted.state(NOTE) or "") if phase is Phase.DONE else message
@@ -215,26 +246,33 @@ class Activations:
     ) -> RolloutRun:
         """Start the activation of a release.
 
+        The record is durable before the thread starts, and a restart resumes it. An activation of
+        the release that is active already repeats it, for galleries that stayed behind. A
+        rollback's five minutes end.
+
         Args:
             release: the release.
             rollout: how queries are answered meanwhile; None means direct if the release declares
                 it, else cutover.
             spare_cores: share of cores that upgrades leave to searches, 0 to 1; 0 means the
                 default.
-            old_space_seconds: how long queries of the old space are answered; 0 means without an
-                end.
-            canary: settings of a canary; None means no canary.
+            old_space_seconds: how long queries of the old space are answered, at least 0; 0 means
+                without an end.
+            canary: settings of a canary, which `check_canary` accepts; None means no canary.
 
         Returns:
             The activation, which runs in its own thread.
 
         Raises:
             NotFoundError: the release is not published.
-            BusyError: another activation, rollback or retirement is under way.
-            PreconditionError: the release is older than the active one, or a canary has nothing to
-                compare it with.
+            BusyError: another activation, rollback or retirement is under way, or the system has no
+                thread left; then the activation is recorded, and a restart resumes it.
+            PreconditionError: the release is older than the active one; or a canary has nothing to
+                compare it with, or another rollout than cutover.
             InvalidInputError: `old_space_seconds` is too large.
             CannotWriteError: the state cannot be written.
+            UnavailableError: the database does not answer.
+            VerificationError: the publication or the release's manifest is not valid.
         """
         if old_space_seconds > _MAX_OLD_SPACE_SECONDS:
             raise InvalidInputError(
@@ -274,6 +312,9 @@ class Activations:
     def start_gallery(self, gallery: str, spare_cores: float) -> RolloutRun:
         """Upgrade one gallery, which stayed with an older release, to the active one.
 
+        Whether the gallery exists is not checked: for an unknown name the activation ends without
+        work.
+
         Args:
             gallery: its name.
             spare_cores: share of cores that the upgrade leaves to searches, 0 to 1; 0 means the
@@ -283,9 +324,11 @@ class Activations:
             The activation, which runs in its own thread.
 
         Raises:
-            BusyError: another activation is under way.
+            BusyError: another activation, rollback or retirement is under way, or the system has no
+                thread left.
             CannotWriteError: the state cannot be written.
             PreconditionError: no release is active.
+            UnavailableError: the database does not answer.
         """
         with self.exclusive(), self._take_lead("begin another activation") as lead:
             record = Activation(
@@ -303,14 +346,18 @@ class Activations:
 
         A release that ended gateways too often is recorded as failed instead.
 
+        A release is given up after two resumes that did not end in order. Counts of an earlier
+        canary are dropped.
+
         Returns:
             The activation; None if there is nothing to resume, another gateway leads, or the
             release failed.
 
         Raises:
-            BusyError: a rollback or retirement is under way.
+            BusyError: a rollback or retirement is under way, or the system has no thread left.
             CannotWriteError: the state cannot be written.
             UnavailableError: the database does not answer.
+            LeadLostError: another gateway has taken the lead meanwhile.
         """
         if self._parts.state.current.activation is None or self.running() is not None:
             return None
@@ -348,21 +395,27 @@ class Activations:
         fail(self._parts, record.release, reason, lead)
 
     def canary_under_way(self, release: int) -> bool:
-        """Tell whether a canary of a release is running or about to begin."""
+        """Tell whether a canary of a release is running or about to begin.
+
+        It is so until the switch, also after a promotion, at any gateway that shares the state.
+        """
         record = self._parts.state.current.activation
         return record is not None and record.release == release and record.canary is not None
 
     def change_canary(self, release: int, canary: Canary) -> None:
         """Change the share, steps and bounds of a running canary.
 
+        The step begins again if share or steps change. A promotion that was recorded stays.
+
         Args:
             release: the release of the canary.
             canary: the new settings; its share may not be smaller than before.
 
         Raises:
-            InvalidInputError: the settings are not valid.
+            InvalidInputError: the settings are not valid; see `check_canary`.
             PreconditionError: no canary of the release runs, or the share is smaller.
             CannotWriteError: the state cannot be written.
+            UnavailableError, BusyError: the database does not answer, or is busy.
         """
         check_canary(canary)
 
@@ -383,6 +436,8 @@ class Activations:
 
         A second call while the switch is under way changes nothing.
 
+        It returns before the switch; follow the activation's events.
+
         Args:
             release: the release of the canary.
 
@@ -392,7 +447,7 @@ class Activations:
         Raises:
             PreconditionError: this gateway leads no canary of the release, or the release has
                 answered no query of its canary.
-            BusyError: a rollback or retirement is under way.
+            BusyError: a rollback or retirement is under way, or the database is busy.
             CannotWriteError: the state cannot be written.
             UnavailableError: the database does not answer.
         """
@@ -424,12 +479,15 @@ class Activations:
     def drop_canary(self, release: int) -> None:
         """Forget the activation of a canary, so that no later step promotes it.
 
+        The thread of the activation notices it within a moment, and ends as cancelled.
+
         Args:
             release: the release of the canary.
 
         Raises:
             PreconditionError: the canary was promoted, or does not run.
             CannotWriteError: the state cannot be written.
+            UnavailableError, BusyError: the database does not answer, or is busy.
         """
 
         def dropped(state: State) -> Mapping[str, object]:
@@ -467,12 +525,20 @@ class Activations:
             raise
 
     def running(self) -> RolloutRun | None:
-        """Return the activation that this gateway leads; None if it leads none."""
+        """Return the activation that this gateway leads; None if it leads none.
+
+        An activation that has reported its end no longer counts.
+        """
         run = self._run
         return run if run is not None and run.running() else None
 
     def under_way(self) -> int | None:
-        """Return the release that this gateway, or one that shares its database, activates."""
+        """Return the release that this gateway, or one that shares its database, activates.
+
+        Returns:
+            The release; None if none is activated. An activation that only waits for a restart does
+            not count, unless the state is shared.
+        """
         run, record = self.running(), self._parts.state.current.activation
         if run is not None:
             return run.record.release
@@ -482,8 +548,13 @@ class Activations:
     def exclusive(self) -> Iterator[None]:
         """Keep activations from beginning, and others from changing them, during a block.
 
+        It waits up to five seconds for other calls here, and as long for other gateways. In a
+        shared database it first follows their changes. It may not be nested.
+
         Raises:
             BusyError: another call held them for more than a few seconds.
+            UnavailableError: the database does not answer.
+            LockOrderError: the thread holds a lock that comes later.
         """
         check_lock_order(Level.RELEASES)
         if not self._lock.acquire(timeout=_LOCK_SECONDS):
@@ -500,9 +571,13 @@ class Activations:
     def cancel(self) -> None:
         """Cancel the activation under way, if any, before its next step, and forget it.
 
+        It waits until the thread of the activation has ended, and ends the lead of another gateway.
+        All changes of the activation stay.
+
         Raises:
             CannotWriteError: the state cannot be written.
             UnavailableError: the database does not answer.
+            BusyError: the database is busy.
         """
         self.interrupt()
         self._parts.state.depose()
@@ -511,6 +586,8 @@ class Activations:
 
     def interrupt(self) -> None:
         """Stop the activation under way, if any; a restart resumes it.
+
+        It waits until the thread has ended. Without an activation it does nothing.
 
         Raises:
             CannotWriteError: the state cannot be written.
@@ -532,6 +609,9 @@ class Activations:
 
     def refuse_second(self, action: str, *, during_canary: bool = False) -> None:
         """Check that no activation is under way.
+
+        In a shared database an activation of another gateway counts, too; its canary never counts
+        as waiting.
 
         Args:
             action: the action that the caller wants, for the error.
@@ -652,6 +732,9 @@ def _refuse_canary(release: int, active: int | None, rollout: RolloutName | None
 def check_canary(canary: Canary) -> None:
     """Check the settings of a canary.
 
+    Shares must rise from above 0 to at most 1. Steps need a time above 0, at most a leap year.
+    `most_errors` must lie between 0 and 1, `largest_p99_ratio` above 0. NaN is refused.
+
     Raises:
         InvalidInputError: a share, a time or a bound is out of its range.
     """
@@ -705,9 +788,12 @@ class FirstActivation:
         self._metrics = metrics
 
     def begin(self) -> None:
-        """Activate the newest release that is published, and return once it answers.
+        """Activate the newest release that is published, and return once it answers or has failed.
 
-        If none is published, or the model server is away, a thread waits for both.
+        Call it only while no release is active. If none is published, or the model server is away,
+        a thread waits for both. A release that failed before is not tried again; the thread waits
+        for a newer one. Errors of the activation are logged, not raised. The thread ends when a
+        release is active, or the gateway stops.
         """
         newest = self._catalog.newest()
         # Only an operator retries a release that failed.

@@ -62,15 +62,20 @@ class Lifecycle:
     def create(self, name: str) -> None:
         """Create an empty gallery in the active release's space.
 
+        It is refused while an activation runs, except while its canary waits.
+
         Args:
             name: 1 to 64 characters of a-z, 0-9, '-' and '_'.
 
         Raises:
-            InvalidInputError: the name is not valid.
+            InvalidInputError: the name is not valid, or a space has too many dimensions for the
+                database.
             AlreadyExistsError: a gallery has this name.
             PreconditionError: no release is active.
-            BusyError: an activation or a rollback is under way.
+            BusyError: an activation or a rollback is under way, or the database is busy.
             CannotWriteError: the gallery cannot be written.
+            NotFoundError: a release is not published any more.
+            UnavailableError: the database does not answer.
         """
         with self._activations.exclusive():
             self._activations.refuse_second("create a gallery", during_canary=True)
@@ -79,13 +84,18 @@ class Lifecycle:
     def delete(self, name: str) -> None:
         """Delete a gallery, and the record of its upgrades.
 
+        It waits up to 60 s for calls that use the gallery, and refuses new ones. A gallery that is
+        set aside can be deleted, too.
+
         Args:
             name: the gallery.
 
         Raises:
             NotFoundError: no gallery has this name.
-            BusyError: an activation is under way, or calls still use the gallery.
-            CannotWriteError: the gallery cannot be deleted.
+            BusyError: an activation is under way, except while its canary waits; or calls still use
+                the gallery.
+            CannotWriteError: the gallery cannot be deleted and stays; or its record cannot.
+            UnavailableError: the database does not answer.
         """
         self._activations.refuse_second("delete a gallery", during_canary=True)
         self._galleries.delete(name)
@@ -95,6 +105,9 @@ class Lifecycle:
         self, name: str, release: int, spare_cores: float
     ) -> tuple[UpgradeCost, Route]:
         """Estimate the cost of a gallery's upgrade from a small sample; nothing is changed.
+
+        It takes seconds, and runs the models in a thread of low priority. A gallery that has the
+        release's space already costs nothing.
 
         Args:
             name: the gallery.
@@ -108,7 +121,11 @@ class Lifecycle:
         Raises:
             NotFoundError: the release is not published, or no gallery has this name.
             PreconditionError: no upgrade leads to the release.
-            VerificationError: a file of the release does not match its signed digest.
+            VerificationError: a file does not match its signed digest, a model fails its trial, or
+                the gallery is set aside.
+            InvalidInputError: a model's output is invalid.
+            CannotWriteError: the sample cannot be written.
+            BusyError, UnavailableError: a store is busy, or does not answer.
         """
         target = self._catalog.find(release)
         with self._galleries.use_gallery(name) as hosted:
@@ -130,6 +147,10 @@ class Lifecycle:
         A gallery that stayed with an older release is upgraded to the active one. Otherwise items
         are re-embedded from `images`.
 
+        It returns at once after starting an upgrade, and after all images are re-embedded
+        otherwise. Images are ignored when an upgrade starts. Without images and with nothing to
+        upgrade, it only ends a pause.
+
         Args:
             name: the gallery.
             release: the active release, or 0 for it.
@@ -142,12 +163,19 @@ class Lifecycle:
             The present state of the gallery's upgrade.
 
         Raises:
-            PreconditionError: another release than the active one.
-            BusyError: an activation is under way.
+            PreconditionError: another release than the active one, none is active, or the gallery
+                is being upgraded and its images cannot be used.
+            BusyError: an activation begins, or a store is busy; OverloadedError if too many images
+                are being decoded.
             CannotWriteError: the gallery cannot be written.
-            InvalidInputError: an image cannot be decoded; the others are re-embedded.
+            InvalidInputError: an image cannot be decoded or embedded; the others are re-embedded.
             TooLargeError: the images together are too large.
             UnavailableError: the model server or the database does not answer.
+            NotFoundError: no gallery has this name.
+            VerificationError: the gallery is set aside.
+            NoEncoderError: the release embeds no images.
+            DeadlineError, CancelledError: the call's time is over, or its caller has gone; earlier
+                images stay re-embedded.
         """
         active = self._catalog.manifest(self._state.active())
         if release not in (0, active.release):
@@ -171,15 +199,21 @@ class Lifecycle:
     def register(self, hosted: Hosted, source: HealingSource | None) -> None:
         """Set or remove the source from which a gallery's items are re-embedded.
 
+        A source is opened first, so that a wrong one changes nothing. Puts wait while the plan is
+        made. The caller is a user of the gallery.
+
         Args:
             hosted: the gallery.
             source: the source; None removes it.
 
         Raises:
             ConfigurationError: the gateway's settings do not allow the source.
-            NotFoundError: the source does not exist.
+            NotFoundError: the source does not exist, or the gallery was deleted.
             CannotWriteError: the gallery's state cannot be written.
-            UnavailableError: the source does not open within 20 seconds.
+            UnavailableError: the source does not open within 20 seconds, or the database does not
+                answer.
+            InvalidInputError: the file of texts has an invalid line.
+            BusyError: the store is busy.
         """
         if source is not None:
             self._healing.open(source, _OPEN_SECONDS)
@@ -192,6 +226,9 @@ class Lifecycle:
 
         It does so only while its space exists and the release has weights for it.
 
+        The setting is durable, also over upgrades. Puts wait while the plan is made. The caller is
+        a user of the gallery.
+
         Args:
             hosted: the gallery.
             enabled: True to use both models.
@@ -199,6 +236,8 @@ class Lifecycle:
         Raises:
             CannotWriteError: the gallery's state cannot be written.
             UnavailableError: the database does not answer.
+            BusyError: the store is busy.
+            NotFoundError: the gallery was deleted.
         """
         with hosted.write_lock.exclusive():
             hosted.remember({BOTH: enabled or None})
@@ -207,6 +246,8 @@ class Lifecycle:
     def healing(self, name: str) -> HealingProgress | None:
         """Return the progress of re-embedding in a gallery.
 
+        It may open the source, and wait up to two seconds for it.
+
         Returns:
             The progress; None if it has no source, its source cannot be opened now, or an upgrade
             fills another space.
@@ -214,18 +255,24 @@ class Lifecycle:
         Raises:
             NotFoundError: no gallery has this name.
             VerificationError: the gallery is set aside.
+            BusyError, UnavailableError: a store or the record of re-embedding is busy, or does not
+                answer.
         """
         with self._galleries.use_gallery(name) as hosted:
             return self._healing.progress(hosted)
 
     def pause(self, name: str) -> Job:
-        """Pause a gallery's upgrade, and later ones until it is resumed.
+        """Pause a gallery's upgrade after its present chunk, and later ones until it is resumed.
+
+        The pause is durable. A gallery without an upgrade is paused, too.
 
         Returns:
             The present state of the upgrade, as `job`.
 
         Raises:
-            NotFoundError, VerificationError, UnavailableError: as `job`.
+            NotFoundError: no gallery has this name, or it is being deleted.
+            VerificationError: the gallery is set aside.
+            BusyError, UnavailableError: the state or the database is busy, or does not answer.
             CannotWriteError: the state cannot be written.
         """
         with self._galleries.use_gallery(name) as hosted:
@@ -237,10 +284,14 @@ class Lifecycle:
 
         If no upgrade is known, the job is done and leads from the gallery's release to itself.
 
+        A job that has not ended counts as failed once its activation has ended. A pause shows as
+        PAUSED.
+
         Raises:
             NotFoundError: no gallery has this name, or it is being deleted.
             VerificationError: the gallery is set aside.
             UnavailableError: the database does not answer.
+            BusyError: the database is busy.
         """
         with self._galleries.use_gallery(name) as hosted:
             return self._job(hosted)

@@ -58,9 +58,15 @@ class Rollbacks:
         Nothing is changed; but the next rollback without a target is no repetition of an earlier
         one.
 
+        Returns:
+            The release that would answer, the number of lost items, and the first of them by
+            gallery and label.
+
         Raises:
             PreconditionError: there is no release to return to.
             UnavailableError: the database does not answer.
+            BusyError: a store is busy.
+            VerificationError: a gallery is damaged.
         """
         self._was_planned = True
         return self._plan()
@@ -72,6 +78,9 @@ class Rollbacks:
         A repeated call changes nothing: with `to`, once that release answers; without it, for five
         minutes, unless a rollback was planned or an activation has begun. A model server that is
         away loads the release's models when it returns.
+
+        Puts wait during the switch. Returns once no call uses the old plans, or after a time limit.
+        An activation that was cancelled does not continue, also if the rollback then fails.
 
         Args:
             to: the release to return to; None means the previous one.
@@ -86,6 +95,8 @@ class Rollbacks:
             UnavailableError: the models cannot be loaded, or the database does not answer; nothing
                 has changed.
             CannotWriteError: the state cannot be written.
+            NotFoundError: the release is not published any more.
+            VerificationError: a model's file does not match its signed digest.
         """
         with self._activations.exclusive():
             return self._return(
@@ -95,7 +106,8 @@ class Rollbacks:
     def stop_canary(self, release: int) -> Rollback:
         """End the canary of a release, so that the active one answers all callers again.
 
-        The state decides in one step whether the canary stops or is promoted.
+        The state decides in one step whether the canary stops or is promoted. Puts wait during the
+        switch. Vectors of the canary's release stay.
 
         Args:
             release: the release of the canary.
@@ -104,9 +116,13 @@ class Rollbacks:
             The result, with the items that were lost.
 
         Raises:
-            PreconditionError: the canary was promoted, or does not run.
+            PreconditionError: the canary was promoted or does not run, or no release is active.
             BusyError: another rollback, activation or retirement takes too long.
-            UnavailableError: the active release's models cannot be loaded; nothing has changed.
+            UnavailableError: the active release's models cannot be loaded, or the database does not
+                answer.
+            NotFoundError: the active release is not published any more.
+            VerificationError: a model's file does not match its signed digest.
+            CannotWriteError: the state cannot be written.
         """
         with self._activations.exclusive():
             target = self._state.active()
@@ -122,6 +138,9 @@ class Rollbacks:
         deleted spaces; if that takes too long, the next start deletes them. A second call returns
         an empty list.
 
+        Releases that a gallery's searches use stay. A space that cannot be deleted is logged. A
+        retired release can be activated again.
+
         Returns:
             The retired releases, in rising order.
 
@@ -130,6 +149,8 @@ class Rollbacks:
             PreconditionError: no release was ever activated.
             CannotWriteError: the state cannot be written.
             UnavailableError: the database does not answer.
+            NotFoundError: a gallery was deleted meanwhile.
+            VerificationError: a gallery is damaged.
         """
         with self._activations.exclusive():
             self._activations.refuse_second("retire the old releases")

@@ -88,7 +88,8 @@ class RolloutRun:
         Args:
             record: the activation.
             lead: the lead under which it changes galleries; closed at the end.
-            work: the activation itself; it returns DONE or FAILED, and a message.
+            work: the activation itself, called with this object; it returns DONE or FAILED, and a
+                message. If it raises, FAILED is reported.
         """
         self.record = record
         self.lead = lead
@@ -104,6 +105,8 @@ class RolloutRun:
     def start(self) -> None:
         """Start the thread.
 
+        Call it once. The thread keeps the process alive until it ends.
+
         Raises:
             RuntimeError: the system has no thread left.
         """
@@ -113,6 +116,8 @@ class RolloutRun:
         """Tell whether the activation still blocks others.
 
         False once it has reported its end, or its thread is gone.
+
+        It is True before `start`.
         """
         return not self._ended and (self._thread.ident is None or self._thread.is_alive())
 
@@ -120,6 +125,12 @@ class RolloutRun:
         """Stop the activation before its next step; returns once its thread has ended.
 
         Its record stays, so that a restart resumes it. After the end, it does nothing.
+
+        A step may take as long as a chunk of an upgrade, a model's trial or a wait for a lock. Call
+        it after `start`, and not in the thread of the activation.
+
+        Raises:
+            RuntimeError: the thread was not started, or is the caller's own.
         """
         self.cancelled.set()
         self._thread.join()
@@ -138,6 +149,8 @@ class RolloutRun:
     def end(self, phase: Phase, message: str) -> None:
         """Report the end of the activation; another may begin now.
 
+        It adds a last event. A second call adds another one.
+
         Args:
             phase: DONE or FAILED.
             message: a sentence for operators.
@@ -153,8 +166,8 @@ class RolloutRun:
         Args:
             phase: the phase it is in.
             complete: items upgraded.
-            total: items to upgrade.
-            message: a sentence for operators.
+            total: items to upgrade; 0 outside of upgrades.
+            message: a sentence for operators; may be empty.
         """
         with self._condition:
             last = self._events[-1] if self._events else None
@@ -164,7 +177,10 @@ class RolloutRun:
             self._condition.notify_all()
 
     def events(self, is_gone: Callable[[], bool] = lambda: False) -> Iterator[Event]:
-        """Yield all events from the beginning to DONE or FAILED.
+        """Yield all events from the beginning to DONE or FAILED, then wait for new ones.
+
+        It never ends if no end is reported and `is_gone` stays False. Progress events between two
+        looks are skipped.
 
         Args:
             is_gone: checked when there was no event for half a second; True ends the iteration
@@ -206,14 +222,17 @@ class RolloutRun:
 def check_models(folder: Path, manifest: Manifest, models: Models) -> None:
     """Run golden probes through the loaded models, and compare with the published answers.
 
+    A model that the release does not have is not checked.
+
     Args:
         folder: the publication folder.
         manifest: the release.
         models: what runs the models.
 
     Raises:
-        VerificationError: an output differs from the published one.
-        UnavailableError: the model server does not answer.
+        VerificationError: an output differs from the published one, or the file of probes is
+            missing or not as signed.
+        UnavailableError: the models are not loaded, or the model server does not answer.
     """
 
     def embed(images: Images) -> Vectors:
@@ -275,16 +294,25 @@ class Rollout:
         self._total = 0
 
     def run(self) -> None:
-        """Run the activation to its end.
+        """Run the activation to its end: verify, load, probe, upgrade, canary, switch.
+
+        It waits without a limit while the model server is away, a gallery is paused, or the canary
+        runs. Each step is durable, so that a new run continues. After an error what was done stays;
+        see `fail`. Galleries without a route stay with their release, and get a note.
 
         Raises:
-            NotFoundError: the release is not published.
+            NotFoundError: the release is not published, or a gallery was deleted.
             PreconditionError: the release is withdrawn, the rollout does not suit it, or its canary
                 stopped.
             GateFailedError: the release did not pass its gate.
-            VerificationError: a file or a model is not as published.
-            RolloutCancelledError: the activation was cancelled.
-            NobackfillError: an upgrade failed.
+            VerificationError: a file or a model is not as published, or a gallery is damaged.
+            RolloutCancelledError: the activation was cancelled, here or by another gateway.
+            LeadLostError: another gateway leads the activation now; its last transaction changed
+                nothing.
+            BusyError, UnavailableError: a store, the state or the model server is busy, or does not
+                answer.
+            CannotWriteError: a gallery or the state cannot be written.
+            InvalidInputError: a space has too many dimensions for the database.
         """
         with self._parts.galleries.hold_all():
             folder, manifest = self._verify()
@@ -607,7 +635,12 @@ def _missing_note(items: int, hosted: Hosted) -> str:
 
 
 def share_of(canary: Canary, release: int) -> str:
-    """Describe a canary's share in one sentence."""
+    """Describe a canary's share in one sentence, for operators.
+
+    Args:
+        canary: the settings; its share has three digits in the sentence.
+        release: the release of the canary.
+    """
     verb = "is compared with" if canary.shadow else "answers"
     return f"release {release} {verb} {canary.share:.3g} of the callers"
 

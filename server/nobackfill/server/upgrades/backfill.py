@@ -23,24 +23,30 @@ def backfill(
 ) -> None:
     """Re-embed migrated items of the active space from their images; each batch is one commit.
 
-    The least certain items come first. Items that do not exist, or were re-embedded already, are
-    skipped.
+    The least certain items come first, those of unknown uncertainty last. Items that do not exist,
+    were re-embedded already, or are beyond the budget are skipped. Batches before an error stay.
+    The plan stays in use until the end.
 
     Args:
         hosted: the gallery.
         embedding: embeds the images.
-        images: encoded image by item id.
+        images: encoded image by item id; without any nothing happens.
         budget: most items; 0 means all.
-        on_batch: called with the number of vectors that a durable batch has replaced.
+        on_batch: called with the number of vectors that a durable batch has replaced, perhaps 0.
 
     Raises:
-        InvalidInputError: an image cannot be decoded; the others are done.
-        TooLargeError: the images together are too large.
-        OverloadedError: too many images are being decoded.
+        InvalidInputError: an image cannot be decoded or has no vector; the others are done.
+        TooLargeError: the images together are too large; nothing is done.
+        OverloadedError: too many images are being decoded; nothing is done.
         PreconditionError: the gallery is being upgraded.
+        NoEncoderError: the release embeds no images.
         UnavailableError: the model server or the database does not answer.
         DeadlineError: the call's time is over.
         CancelledError: the caller has cancelled the call.
+        NotFoundError: the gallery is closed or deleted.
+        BusyError: the store is locked for too long.
+        CannotWriteError: the store cannot be written.
+        VerificationError: the store, or a model's output, is damaged.
     """
     with hosted.use_plan() as plan:
         manifest = plan.parts[-1].query
@@ -75,6 +81,9 @@ def re_embed_images(
 ) -> list[int]:
     """Re-embed one batch of items from their images, in one commit.
 
+    Side-information is replaced, too, and the origin becomes re-embedded. `reasons` is extended in
+    place, also if an error follows. Without a usable image nothing is written.
+
     Args:
         hosted: the gallery.
         embedding: embeds the images.
@@ -84,7 +93,7 @@ def re_embed_images(
         reasons: gets the id and reason of each image that cannot be used.
 
     Returns:
-        Labels whose vector was replaced; deleted items are left out.
+        Labels whose vector was replaced, increasing; deleted items are left out.
 
     Raises:
         UnavailableError: the model server or the database does not answer.
@@ -92,6 +101,10 @@ def re_embed_images(
         CancelledError: the caller has cancelled the call.
         BusyError: the store is locked for too long.
         CannotWriteError: the store cannot be written.
+        NoEncoderError: the release embeds no images.
+        IncompatibleSpaceError: the gallery does not have the space.
+        NotFoundError: the gallery is closed or deleted.
+        VerificationError: the store, or a model's output, is damaged.
     """
     size, decoded_items = manifest.frame, []
     for item, decoded in zip(items, embedding.decoding.each(images, [size]), strict=True):
@@ -122,6 +135,9 @@ def re_embed_texts(
 ) -> list[int]:
     """Re-embed one batch of items from their texts, in one commit.
 
+    The vectors have no side-information, and the origin becomes re-embedded. `reasons` is extended
+    in place. Without a usable text nothing is written.
+
     Args:
         hosted: the gallery.
         embedding: embeds the texts.
@@ -131,11 +147,17 @@ def re_embed_texts(
         reasons: gets the id and reason of each text that cannot be used.
 
     Returns:
-        Labels whose vector was replaced; deleted items are left out.
+        Labels whose vector was replaced, increasing; deleted items are left out.
 
     Raises:
         NoEncoderError: the release embeds no texts.
-        NobackfillError: as `re_embed_images`.
+        UnavailableError: the model server or the database does not answer.
+        DeadlineError, CancelledError: the call's time is over, or its caller has gone.
+        IncompatibleSpaceError: the gallery does not have the space.
+        NotFoundError: the gallery is closed or deleted.
+        BusyError: the store is locked for too long.
+        CannotWriteError: the store cannot be written.
+        VerificationError: the store, or a model's output, is damaged.
     """
     good = []
     rows = embedding.text_rows(manifest, texts, "document")

@@ -85,24 +85,32 @@ class Job:
 
     @property
     def is_over(self) -> bool:
-        """Whether the job is done or failed."""
+        """Tell whether the job is done or failed."""
         return self.state in (JobState.DONE, JobState.FAILED)
 
     @property
     def remaining_s(self) -> float:
-        """Seconds left at the present rate; 0 if unknown."""
+        """Return the seconds left at the present rate; 0 if it is unknown, or nothing is left."""
         remaining = self.total - self.complete
         return remaining / self.items_per_second if self.items_per_second > 0 else 0.0
 
     def to_json(self) -> str:
-        """Encode the job for `from_json`."""
+        """Encode the job for `from_json`.
+
+        The key `done` holds `complete`.
+        """
         values = asdict(self)
         values["done"] = values.pop("complete")
         return json.dumps(values)
 
 
 def from_json(text: str) -> Job:
-    """Read a job that `Job.to_json` encoded, of this gateway or of one that shares its database."""
+    """Read a job that `Job.to_json` encoded, of this gateway or of one that shares its database.
+
+    Raises:
+        ValueError: the text is no JSON, or its state is unknown.
+        KeyError, TypeError: a key is missing, or unknown as from a newer version.
+    """
     values = json.loads(text)
     state, complete = JobState(values.pop("state")), values.pop("done")
     return Job(**values, state=state, complete=complete)
@@ -117,8 +125,11 @@ class Throttle:
     def __init__(self, spare_cores: float) -> None:
         """Compute threads and pauses.
 
+        At least one thread is used, on the cores that this process may use. Pauses make up for a
+        whole number of threads.
+
         Args:
-            spare_cores: share of cores to leave, from 0 to below 1.
+            spare_cores: share of cores to leave, from 0 to 1; above 0.95 counts as that.
         """
         self.cores = len(os.sched_getaffinity(0))
         share = max(0.05, 1 - spare_cores) * self.cores
@@ -127,7 +138,10 @@ class Throttle:
         self._last = time.monotonic()
 
     def pause(self) -> None:
-        """Pause in proportion to the work since the last call; called after each chunk."""
+        """Pause in proportion to the work since the last call; called after each chunk.
+
+        It sleeps at most 2 s. The time of the first call counts from the constructor.
+        """
         seconds = time.monotonic() - self._last
         time.sleep(min(2.0, seconds * self.pause_per_second))
         self._last = time.monotonic()
@@ -170,6 +184,9 @@ def estimate_cost(
 ) -> UpgradeCost:
     """Estimate an upgrade from a few items, on a machine as busy as it is now.
 
+    It runs the models, and builds a small graph, in this thread; it takes seconds. The gallery
+    stays unchanged.
+
     Args:
         hosted: the gallery.
         open_runner: opens the models of the route.
@@ -183,6 +200,11 @@ def estimate_cost(
         VerificationError: a model fails its trial, or its output is not valid.
         CannotWriteError: the store cannot be written.
         UnavailableError: the database does not answer.
+        InvalidInputError: a model's output is invalid.
+        IncompatibleSpaceError: the active space was deleted meanwhile.
+        NotFoundError: the gallery is closed or deleted.
+        BusyError: the store is busy.
+        NobackfillError: whatever `open_runner` raises.
     """
     runner, opening = _timed(open_runner)
     _, measuring = _timed(
@@ -248,14 +270,19 @@ class Trials:
     ) -> None:
         """Try a release's encoders, and its upgrades from other releases; see try_release.
 
+        A trial runs in a child process with limits, and other calls wait for it. A model that
+        passed is not tried again, also with other sources. A failure is not remembered.
+
         Args:
             manifest: the release.
-            sources: releases whose upgrades are tried.
+            sources: releases whose upgrades are tried; one without an upgrade to the release
+                passes.
             check_stop: called often during a trial; it may raise to stop.
 
         Raises:
-            VerificationError: a model fails its trial.
+            VerificationError: a model fails its trial, or a file does not match its signed digest.
             NotFoundError: the release is not published.
+            NobackfillError: whatever `check_stop` raises; the child is killed.
         """
         needed = {(manifest.space, source) for source in (None, *sources)}
         if needed <= self._passed:
@@ -268,10 +295,14 @@ class Trials:
             self._passed |= needed
 
     def steps(self, steps: Iterable[tuple[Manifest, Upgrade]]) -> None:
-        """Try the models of a route.
+        """Try the models of a route, each release once.
+
+        Args:
+            steps: manifest and upgrade of each step; without steps nothing happens.
 
         Raises:
-            VerificationError: a model fails its trial.
+            VerificationError: a model fails its trial, or a file does not match its signed digest.
+            NotFoundError: a release is not published.
         """
         for manifest, upgrade in steps:
             self.release(manifest, (upgrade.from_release,))
@@ -314,10 +345,17 @@ class Upgrading:
     def route(self, hosted: Hosted, target: int, *, is_direct: bool = False) -> Route | None:
         """Return the best route from a gallery's active space to a release; None without one.
 
+        A release that is withdrawn is not used, except the source itself. Nothing is opened.
+
         Args:
             hosted: the gallery.
             target: the release.
             is_direct: return an empty route if the target searches the space as it is.
+
+        Raises:
+            NotFoundError: the gallery is closed or deleted.
+            BusyError, UnavailableError: the store is busy, or does not answer.
+            VerificationError: the store is damaged.
         """
         spec = hosted.spec()
         space = spec.space if is_direct else None
@@ -336,6 +374,9 @@ class Upgrading:
     ) -> tuple[UpgradeCost, Route]:
         """Estimate an upgrade from a few items.
 
+        It runs in a thread of low priority, which this call waits for. A route without steps costs
+        nothing.
+
         Args:
             hosted: the gallery.
             target: the release.
@@ -347,6 +388,11 @@ class Upgrading:
         Raises:
             PreconditionError: no upgrade leads to the release.
             CannotWriteError: the store cannot be written.
+            VerificationError: a model fails its trial, its output is not valid, or the store is
+                damaged.
+            InvalidInputError: a model's output is invalid.
+            NotFoundError: a release is not published, or the gallery was deleted.
+            BusyError, UnavailableError: the store is busy, or does not answer.
         """
         route = self._need_route(hosted, target.release)
         if not route.steps:
@@ -374,12 +420,17 @@ class Upgrading:
         """Fill a release's space, from where an earlier run ended, until it is complete, paused or
         stopped.
 
+        It replaces the gallery's job, and saves its progress for other gateways at most twice a
+        second. After each chunk it pauses; workers do not. Written vectors stay, also after an
+        error. At the end, and ten times in between, it measures how many neighbours the upgrade
+        kept.
+
         Args:
             hosted: the gallery.
             target: the release.
             spare_cores: share of cores to leave to searches, from 0 to below 1.
-            should_stop: called often; True stops the run.
-            on_progress: called with the number of items done.
+            should_stop: called before each chunk or piece; True stops the run.
+            on_progress: called after each of them with the number of items done.
             in_this_thread: run in this thread, and not by workers.
 
         Returns:
@@ -387,8 +438,15 @@ class Upgrading:
 
         Raises:
             PreconditionError: no upgrade leads to the release.
-            VerificationError: a model's output is not valid.
+            VerificationError: a model fails its trial, its output is not valid, or the store is
+                damaged.
             CannotWriteError: the store cannot be written.
+            InvalidInputError: the gallery has the release already, the target exists as another
+                space, or has too many dimensions for the database.
+            NotFoundError: a release is not published, or the gallery was deleted.
+            IncompatibleSpaceError: a space was deleted meanwhile.
+            BusyError, UnavailableError: the store is busy or does not answer, or workers end again
+                and again.
         """
         route = self._need_route(hosted, target.release)
         source, spec = hosted.spec(), SpaceSpec.of(target)
@@ -434,6 +492,8 @@ class Upgrading:
     def runner(self, source: Manifest, target: Manifest, side: str | None) -> RouteRunner | None:
         """Open the models of the best route for vectors from outside; they stay open.
 
+        The same route opens its models once; nothing closes them before the process ends.
+
         Args:
             source: release of the vectors.
             target: release to reach.
@@ -443,7 +503,9 @@ class Upgrading:
             The models of the route; None if there is no route.
 
         Raises:
-            VerificationError: a model fails its trial.
+            VerificationError: a model fails its trial, or a file does not match its signed digest.
+            NotFoundError: a release is not published.
+            InvalidInputError: `source` is `target`.
         """
         route = self._route(source.release, target.release, side)
         if route is None:
@@ -468,6 +530,7 @@ class Upgrading:
         Raises:
             CannotWriteError: the state cannot be written.
             UnavailableError: the database does not answer.
+            BusyError: the database is busy.
         """
         self._state.revise(lambda state: {"paused": tuple({*state.paused, gallery})})
         self._change_state(gallery, JobState.PAUSED)
@@ -478,32 +541,42 @@ class Upgrading:
         Raises:
             CannotWriteError: the state cannot be written.
             UnavailableError: the database does not answer.
+            BusyError: the database is busy.
         """
         if self.is_paused(gallery):
             self._unpause({gallery})
             self._change_state(gallery, JobState.RUNNING)
 
     def is_paused(self, gallery: str) -> bool:
-        """Tell whether a gallery's upgrades are paused; False for an unknown gallery."""
+        """Tell whether a gallery's upgrades are paused; False for an unknown gallery.
+
+        It reads memory only.
+        """
         return gallery in self._state.current.paused
 
     def forget_missing(self, galleries: set[str]) -> None:
         """Forget pauses of galleries that do not exist; called at the start, after an interrupted
         deletion.
 
+        Without such pauses it only notifies `changed`.
+
         Args:
             galleries: names of existing galleries.
 
         Raises:
             CannotWriteError: the state cannot be written.
+            BusyError, UnavailableError: the database is busy, or does not answer.
         """
         self.forget(set(self._state.current.paused) - galleries)
 
     def forget(self, galleries: set[str]) -> None:
         """Forget pauses and jobs of deleted galleries.
 
+        Unknown names are ignored. Jobs that are saved for other gateways are deleted, too.
+
         Raises:
             CannotWriteError: the state cannot be written.
+            BusyError, UnavailableError: the database is busy, or does not answer.
         """
         with self._lock:
             for gallery in galleries:
@@ -524,6 +597,10 @@ class Upgrading:
 
         It asks at least every 0.2 s, and reads the state in memory. An unknown gallery is not
         paused.
+
+        Args:
+            gallery: its name.
+            should_stop: called between waits; its error passes through.
         """
         version = -1
         while self.is_paused(gallery) and not should_stop():
@@ -537,6 +614,9 @@ class Upgrading:
 
         Raises:
             UnavailableError: the database does not answer.
+            BusyError: the database is busy.
+            ValueError, KeyError, TypeError: the saved job is not valid, or a newer version wrote
+                it.
         """
         if self._state.shared:
             saved = self._state.job(gallery)
@@ -544,7 +624,17 @@ class Upgrading:
         return self._jobs.get(gallery)
 
     def expect(self, hosted: Hosted, release: int) -> None:
-        """Replace a gallery's job, because an activation has begun that will upgrade it."""
+        """Replace a gallery's job, because an activation has begun that will upgrade it.
+
+        It does nothing if the gallery's active space is of the release. The job begins as RUNNING,
+        or PAUSED.
+
+        Raises:
+            NotFoundError: the gallery is closed or deleted.
+            BusyError, UnavailableError: the store is busy, or does not answer.
+            CannotWriteError: the store cannot be written.
+            VerificationError: the store is damaged.
+        """
         source = hosted.spec().release
         if source != release:
             self._set(Job(hosted.name, source, release, self._first_state(hosted.name)))
@@ -555,10 +645,16 @@ class Upgrading:
         A job that is done counts all its items, also those that an earlier job upgraded. Without a
         job of this gateway it does nothing.
 
+        A job that has ended is changed, too.
+
         Args:
             gallery: the gallery.
             state: DONE, FAILED or INDEXING.
             message: a sentence for operators; may be empty.
+
+        Raises:
+            BusyError, UnavailableError: the database is busy, or does not answer.
+            CannotWriteError: the database cannot write.
         """
         values: dict[str, object] = {"state": state, "message": message}
         if state is JobState.DONE and (job := self.job(gallery)) is not None:
@@ -571,11 +667,30 @@ class Upgrading:
         Args:
             gallery: the gallery.
             message: why, as a sentence for operators.
+
+        Raises:
+            BusyError, UnavailableError: the database is busy, or does not answer.
+            CannotWriteError: the database cannot write.
         """
         self._change_state(gallery, JobState.FAILED, message)
 
     def count_re_embedded(self, hosted: Hosted, count: int) -> None:
-        """Count re-embedded items, and measure the kept neighbours again."""
+        """Count re-embedded items, and measure the kept neighbours again.
+
+        The job is saved for other gateways. Without a job, one that is done begins. Neighbours are
+        compared with the newest previous space, and exported as a metric; without such a space they
+        are not measured.
+
+        Args:
+            hosted: the gallery.
+            count: number of items to add; may be 0.
+
+        Raises:
+            CannotWriteError: the database cannot write.
+            NotFoundError: the gallery is closed or deleted.
+            BusyError, UnavailableError: the store is busy, or does not answer.
+            VerificationError: the store is damaged.
+        """
         spec, older = (
             hosted.spec(),
             [info for info in hosted.store.spaces() if info.state == "previous"],

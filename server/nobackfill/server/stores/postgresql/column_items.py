@@ -21,11 +21,11 @@ class DatabaseColumnItems:
     kind: Kind | None = None
 
     def __init__(self, address: str) -> None:
-        """Parse the address.
+        """Parse the address; connect to nothing yet.
 
         Args:
             address: postgresql://USER@HOST/DATABASE#TABLE.KEY.COLUMN; TABLE may have its schema,
-                COLUMN has bytes or texts.
+                COLUMN has bytes or texts. Names are taken literally, with their case.
 
         Raises:
             ConfigurationError: the address has another form, or leads to another machine without
@@ -54,9 +54,12 @@ class DatabaseColumnItems:
     def read(self, name: str, most_bytes: int) -> str | bytes | None:
         """Read the original of an item, in a read-only statement of at most 10 seconds.
 
+        Calls wait for each other, because they share one connection. A broken connection is closed,
+        and the next call opens another. If several rows have the key, any one is read.
+
         Args:
             name: id of the item, the value of the key column.
-            most_bytes: largest size of the original.
+            most_bytes: largest size of the original in bytes; a text counts in UTF-8.
 
         Returns:
             Its text or bytes; None if no row has the key, or the column is NULL.
@@ -65,6 +68,8 @@ class DatabaseColumnItems:
             InvalidInputError: the original is larger, or PostgreSQL refuses the statement.
             UnavailableError: the database does not answer in time.
             ConfigurationError: the database refuses the connection.
+            BusyError: the database has no connection left, or a lock is held too long.
+            GoneError: the table does not exist.
         """
         with self._lock:
             try:

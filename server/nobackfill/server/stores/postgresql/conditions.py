@@ -58,7 +58,14 @@ _NOTHING = Condition("FALSE")
 
 
 def facets(metadata: Metadata) -> str:
-    """Return the data of an item's metadata for filters, as JSON."""
+    """Return the data of an item's metadata for filters, as JSON.
+
+    Args:
+        metadata: values by key; all must be storable and finite, as `check_batch` ensures.
+
+    Returns:
+        A JSON object; an empty list has no entry. "{}" for no metadata.
+    """
     entries = {key: _facet(value) for key, value in metadata.items()}
     listed = (
         f"{json.dumps(key, ensure_ascii=False)}:{facet}" for key, facet in entries.items() if facet
@@ -85,6 +92,12 @@ def _exact(number: int | float) -> str:
 
 def condition_of(filtered: Filter | None) -> Condition:
     """Translate a filter; None matches all items.
+
+    A test of a key or text that PostgreSQL cannot store is true for no item.
+
+    Returns:
+        The condition; EVERYTHING itself for None, so that callers may compare by identity. An empty
+        All also matches all items, and an empty AnyOf none.
 
     Raises:
         InvalidInputError: `filters.check_filter` refuses the filter.

@@ -43,6 +43,9 @@ _ENCRYPTED = ("require", "verify-ca", "verify-full")
 def check_url(url: str, setting: str = "store") -> None:
     """Check the address of a database.
 
+    An address without a host is local. With several hosts, one that is not local is enough to need
+    TLS: sslmode require, verify-ca or verify-full. Nothing is connected.
+
     Args:
         url: the address; errors do not repeat it, because it may have a password.
         setting: name of the setting, for errors.
@@ -63,17 +66,33 @@ def check_url(url: str, setting: str = "store") -> None:
 
 
 def with_timeout(url: str, seconds: float) -> str:
-    """Add a connection timeout to an address, unless it has one."""
+    """Add a connection timeout to an address, unless it has one.
+
+    Args:
+        url: an address that `check_url` accepts.
+        seconds: longest time for a connection, cut to whole seconds.
+
+    Returns:
+        The address as KEY=VALUE pairs, with the password if it has one.
+    """
     return make_conninfo(url, **({"connect_timeout": int(seconds)} | conninfo_to_dict(url)))
 
 
 def is_local(host: str) -> bool:
-    """Tell whether a host, or a socket's folder, is on this machine."""
+    """Tell whether a host, or a socket's folder, is on this machine.
+
+    An empty text counts as local. So does a text that begins with "/" or "@", the folder or the
+    abstract name of a socket. No name is looked up, except as `is_loopback` does.
+    """
     return not host or is_loopback(host) or host.startswith(("/", "@"))
 
 
 def tls_required(setting: str = "store") -> ConfigurationError:
-    """Make the error for a database on another machine without TLS."""
+    """Return, without raising it, the error for a database on another machine without TLS.
+
+    Args:
+        setting: name of the setting that holds the address, for the message.
+    """
     return ConfigurationError(
         f"{setting}: a database on another machine needs TLS; add sslmode=verify-full (and "
         "sslrootcert) to its address"
@@ -99,6 +118,10 @@ _GONE = (pg.UndefinedTable, pg.InvalidSchemaName)
 def is_connection_lost(error: Exception) -> bool:
     """Tell whether the connection is broken, or the server is ending it; a new one may work
     soon.
+
+    Returns:
+        True for errors of a stopping or starting server, and for an OperationalError without an
+        SQLSTATE; False for all others, also those that are not PostgreSQL's.
     """
     if isinstance(error, _ENDING):
         return True
@@ -110,6 +133,8 @@ def refusal(error: Exception) -> NobackfillError | None:
     """Translate an error of PostgreSQL or its pool into an error of this project.
 
     Sentences have neither a password nor a value: PostgreSQL puts values into an error's details.
+
+    A statement that was cancelled, or took longer than its limit, is a BusyError.
 
     Returns:
         The error to raise: OverloadedError (no connection is free), BusyError, CannotWriteError
@@ -208,12 +233,18 @@ class Signature:
 def sign(connection: _Connection, former: UUID | None) -> Signature | None:
     """Insert a mark, as the last statement of a transaction.
 
+    If the transaction wrote something, the mark of `former` is deleted in it.
+
     Args:
         connection: the connection.
         former: mark of the thread's last committed transaction, which is deleted; None without one.
 
     Returns:
-        None if the transaction wrote nothing.
+        The transaction's number and its new mark; None if the transaction wrote nothing, so that
+        nothing is inserted or deleted either.
+
+    Raises:
+        psycopg.Error: the statement fails.
     """
     mark = uuid4()
     row = connection.execute(_SIGN, [former, mark], binary=True).fetchone()
@@ -224,9 +255,14 @@ def sign(connection: _Connection, former: UUID | None) -> Signature | None:
 def was_committed(connection: _Connection, signature: Signature) -> bool | None:
     """Tell whether a transaction was committed; None while it still runs.
 
+    A number that the server does not know yet, because it crashed, counts as not committed.
+
     Args:
         connection: a connection that commits each statement.
         signature: the transaction.
+
+    Raises:
+        psycopg.Error: the connection breaks or a statement fails; the outcome stays unknown.
     """
     try:
         row = connection.execute(_STATUS, [signature.number], binary=True).fetchone()
@@ -242,7 +278,11 @@ def was_committed(connection: _Connection, signature: Signature) -> bool | None:
 
 
 def forget(connection: _Connection) -> None:
-    """Delete the marks of threads that are gone."""
+    """Delete the marks of commits that are older than a day.
+
+    Raises:
+        psycopg.Error: the statement fails.
+    """
     connection.execute(_FORGET)
 
 
@@ -266,6 +306,8 @@ def run(
 ) -> Any:
     """Execute a statement whose names are ours; values are bound.
 
+    Results are in binary form. Nothing is translated or tried again.
+
     Args:
         connection: the connection.
         statement: the SQL statement.
@@ -274,7 +316,10 @@ def run(
             values by a hash table.
 
     Returns:
-        The cursor.
+        The cursor, which holds all rows already.
+
+    Raises:
+        psycopg.Error: the statement fails, or the connection is broken or closed.
     """
     prepare = False if filters else None
     return connection.execute(statement.encode(), values or None, binary=True, prepare=prepare)
@@ -285,7 +330,10 @@ class Reader(Protocol):
 
     @property
     def name(self) -> str:
-        """The reader's name; readers of one name share a limit; an empty name has none."""
+        """Return the reader's name.
+
+        Readers of one name share a limit of concurrent reads. An empty name has no limit.
+        """
         ...
 
     def check(self) -> None:
@@ -309,10 +357,10 @@ class Database:
 
         Args:
             url: address of the database.
-            most: most connections of the pool; one is always open.
+            most: most connections of the pool, at least 1; one is always open.
             wait_s: longest wait in seconds for a connection, a lock or a restarting server.
-            reader: returns the caller of the present thread. Its reads are cancelled once nobody
-                waits for them, and it gets at most half of the connections.
+            reader: returns the caller of the present thread, or None. Its reads are cancelled once
+                nobody waits for them, and readers of one name get at most half of the connections.
 
         Raises:
             ConfigurationError: the address is not valid, or leads to another machine without TLS.
@@ -334,6 +382,9 @@ class Database:
     def open(self, prepare: Callable[[Connection], None]) -> None:
         """Open the pool; call it once, before the first read or write.
 
+        The first connection must be made within 5 s, and the pool's own within `wait_s`. After an
+        error of PostgreSQL everything is closed again.
+
         Args:
             prepare: creates what the database lacks; called with a connection outside the pool.
 
@@ -342,6 +393,8 @@ class Database:
             ConfigurationError: the database refuses the connection, or it is not encrypted although
                 the database is on another machine.
             NobackfillError: as `prepare`.
+            BusyError: the server has no connection left.
+            OverloadedError: the pool's first connection was not ready in time.
         """
         try:
             # A connection outside the pool, whose errors say more than a timeout.
@@ -355,12 +408,17 @@ class Database:
             raise refusal(error) or error from error
 
     def close(self) -> None:
-        """Close all connections; a second call does nothing."""
+        """Close all connections; a second call does nothing.
+
+        Later reads and writes raise UnavailableError. A closed pool cannot be opened again.
+        """
         self._reads.close()
         self._pool.close()
 
     def refuse_writes(self, reason: str) -> None:
         """Refuse every later write with BusyError; reads go on.
+
+        A transaction under way is not ended. A second call replaces the text. There is no way back.
 
         Args:
             reason: text of the error.
@@ -369,6 +427,9 @@ class Database:
 
     def connect(self) -> Connection:
         """Open a connection outside the pool, which the caller closes; it commits each statement.
+
+        It does not count in the pool, and has none of the pool's settings, such as time limits. It
+        waits up to 5 s, or as long as the address says.
 
         Raises:
             UnavailableError: the database does not answer.
@@ -386,8 +447,17 @@ class Database:
 
         Rows that are deleted meanwhile are not vacuumed before the block ends.
 
+        It may last for hours: it has no limit for idle time, but each statement may take only 60 s.
+
+        Yields:
+            The connection, with vectors as bytes. It is closed at the end; its writes are committed
+            without protection from a break.
+
         Raises:
             UnavailableError: the database does not answer.
+            BusyError: the server has no connection left, or a statement or lock takes too long.
+            GoneError: a table of the block's statements is missing.
+            ConfigurationError, DamagedError: the database refuses a statement, or is damaged.
         """
         with closing(self.connect()) as connection:
             try:
@@ -402,9 +472,14 @@ class Database:
     def read(self, work: Callable[[Connection], Result], *, snapshot: bool = False) -> Result:
         """Run a read, again on another connection if one breaks.
 
+        Within `transact` of the same thread it runs in that transaction, and is neither repeated
+        nor cancelled. Otherwise it is tried up to 8 times within about 5 s. If the thread's Reader
+        has gone, the server cancels the statement. A Reader's reads use at most half of the pool;
+        the next one waits for a place.
+
         Args:
-            work: the read.
-            snapshot: run all its statements in one snapshot.
+            work: the read; it may be called more than once.
+            snapshot: run all its statements in one read-only snapshot.
 
         Returns:
             The result of `work`.
@@ -412,10 +487,13 @@ class Database:
         Raises:
             DeadlineError: the caller's time is over.
             CancelledError: the caller has cancelled the call.
-            UnavailableError: the database does not answer.
+            UnavailableError: the database does not answer, or has no memory left.
             OverloadedError: no connection of the pool was free for some seconds.
-            BusyError: a statement took too long, or waited too long for a lock.
-            GoneError: the gallery was deleted.
+            BusyError: a statement took longer than 60 s, or waited too long for a lock.
+            GoneError: the gallery, or one of its tables, was deleted.
+            ConfigurationError: the database refuses the connection or statement.
+            DamagedError: a table or index is damaged.
+            psycopg.Error: any other error, a defect of this program.
             NobackfillError: as `work`.
         """
         if self._own.connection is not None:
@@ -447,6 +525,10 @@ class Database:
         It runs again if it collides with another transaction, or its connection breaks before the
         commit. If the connection breaks during the commit, the server is asked for the outcome.
 
+        Within `transact` of the same thread it becomes a part of that transaction, which alone
+        repeats and commits. Otherwise there are up to 8 tries after collisions, with short random
+        pauses. After a break in the commit it asks for up to 5 s.
+
         Args:
             work: the transaction; it may be called more than once.
 
@@ -460,6 +542,8 @@ class Database:
             CannotWriteError: the database cannot write, or is read-only.
             GoneError: the gallery was deleted.
             NobackfillError: as `work`; then nothing has changed.
+            ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
+            psycopg.Error: any other error, a defect of this program; nothing has changed.
         """
         if self._own.connection is not None:
             return work(self._own.connection)
@@ -483,12 +567,18 @@ class Database:
 
         It does nothing within `transact`.
 
+        Transactions that `work` has committed before an error stay. Collisions are not repeated.
+
         Args:
-            work: the work; it may be called more than once.
+            work: the work; called again from its beginning if a connection breaks.
 
         Raises:
-            BusyError: writes are refused.
-            NobackfillError: as `write`.
+            BusyError: writes are refused, a lock was held for too long, or the work collided.
+            NobackfillError: as `work`.
+            OverloadedError: no connection of the pool was free for some seconds.
+            UnavailableError: the database does not answer.
+            CannotWriteError: the database cannot write, or is read-only.
+            GoneError: a table of the gallery is missing.
         """
         if self._own.connection is None:
             if self._refusal is not None:
@@ -498,7 +588,9 @@ class Database:
     def transact(self, work: Callable[[], Result]) -> Result:
         """Run all reads and writes of `work`, in this thread, as one transaction.
 
-        Within another `transact` of this thread, `work` joins that transaction.
+        Work that other threads do meanwhile is not part of it. Functions for `after_commit` run
+        after the commit, in order, in this thread; the first error of one is raised, and later ones
+        do not run. Within another `transact` of this thread, `work` joins that transaction.
 
         Args:
             work: the work; it may be called more than once, as in `write`.
@@ -507,7 +599,8 @@ class Database:
             The result of `work`.
 
         Raises:
-            NobackfillError: as `write`.
+            NobackfillError: as `write` and `work`; then nothing has changed, unless a function for
+                `after_commit` raises it.
         """
 
         if self._own.connection is not None:
@@ -526,7 +619,10 @@ class Database:
         return result
 
     def after_commit(self, ending: Callable[[], None]) -> None:
-        """Run a function once the thread's writes are durable: now, or at the end of `transact`."""
+        """Run a function once the thread's writes are durable: now, or at the end of `transact`.
+
+        If the transaction fails, the function is not called. Its own error passes through.
+        """
         if self._own.connection is None:
             ending()
         else:

@@ -60,6 +60,15 @@ class PostgresqlGallery(Reads):
     def missing_table(self) -> str | None:
         """Return the name of a table that is missing although its gallery and space exist; None if
         none is.
+
+        It checks twice, because another gateway may delete a space meanwhile. A gallery that was
+        deleted misses nothing: None.
+
+        Raises:
+            GoneError: the gallery was deleted during the check.
+            BusyError, UnavailableError: the database is busy, or does not answer, or the caller is
+                gone.
+            ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
         """
 
         def work(connection: Connection) -> str | None:
@@ -79,26 +88,46 @@ class PostgresqlGallery(Reads):
         return self.database.read(work) and self.database.read(work)
 
     def close(self) -> None:
-        """Do nothing: the connections belong to the database."""
+        """Do nothing: the connections belong to the database.
+
+        Later calls of other methods still work.
+        """
 
     def suspend(self) -> bool:
-        """Return True: nothing is held open."""
+        """Return True: nothing is held open.
+
+        It closes nothing.
+        """
         return True
 
     def subscribe(self, listener: Callable[[Change], None]) -> None:
         """Call `listener` with the change after each commit of this process, in order; see
         GalleryStore.subscribe.
+
+        The listener runs in the thread that committed; others that report wait. Its error passes to
+        the caller of the write, which is committed.
         """
         with self._reporting:
             self._listeners.append(listener)
 
     def unsubscribe(self, listener: Callable[[Change], None]) -> None:
-        """Stop calling a listener; see GalleryStore.unsubscribe."""
+        """Stop calling a listener; see GalleryStore.unsubscribe.
+
+        Raises:
+            ValueError: it is not subscribed.
+        """
         with self._reporting:
             self._listeners.remove(listener)
 
     def written_elsewhere(self, labels: Labels) -> None:
-        """Tell the listeners that another process has written vectors."""
+        """Tell the listeners that another process has written vectors.
+
+        They get a change whose `described` has the labels; nothing is written. Within
+        `Database.transact` it waits for the commit.
+
+        Args:
+            labels: int64 [n].
+        """
         self._report(Change({}, _NONE, described=labels))
 
     def _report(self, change: Change) -> None:
@@ -141,17 +170,32 @@ class PostgresqlGallery(Reads):
         digests: Sequence[str | None] | None = None,
         metadata: Sequence[Metadata | None] | None = None, epoch: int | None = None,
     ) -> PutResult:  # fmt: skip
-        """Store items; see GalleryStore.put.
+        """Store items durably, all or none; see GalleryStore.put.
+
+        An item with the same digest keeps its label and vectors, and gets those of spaces that it
+        lacks. Any other existing item is replaced. Listeners are called after the commit.
 
         Args:
-            ids: ids of the items.
+            ids: ids of the items, without repeats; may be empty.
             vectors: their vectors, by space.
-            digests: digest of each item's content.
-            metadata: metadata of each item.
+            digests: digest of each item's content; None replaces existing items.
+            metadata: metadata of each item; None, for one or for all, keeps what unchanged items
+                have.
             epoch: the gallery's epoch for which the vectors were made; None skips the check.
+
+        Returns:
+            The labels, and which items are new or replaced.
 
         Raises:
             OutdatedError: spaces or state have changed since that epoch.
+            InvalidInputError: invalid vectors, ids or metadata, or a repeated id.
+            IncompatibleSpaceError: the gallery lacks a space, and `epoch` is None.
+            NotFoundError: the gallery was deleted.
+            BusyError: a lock is held for too long, or other calls change the same items.
+            UnavailableError: the database does not answer, or the outcome of the commit is unknown;
+                repeating the call is safe.
+            CannotWriteError: the database is full or read-only.
+            ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
         """
         batch = check_batch(ids, digests, metadata)
         checked = self._checked(vectors, len(ids), outdated=epoch is not None)
@@ -188,12 +232,38 @@ class PostgresqlGallery(Reads):
     def delete(self, ids: Sequence[str]) -> int:
         """Delete items from every space; return how many existed. Unknown ids are skipped; see
         GalleryStore.delete.
+
+        It is one transaction. Listeners are called after the commit.
+
+        Raises:
+            GoneError: the gallery was deleted; nothing has changed.
+            BusyError: a lock is held for too long, or other calls change the same items.
+            UnavailableError: the database does not answer, or the outcome of the commit is unknown;
+                repeating the call is safe.
+            CannotWriteError: the database is full or read-only.
+            ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
         """
         return self._delete("id = ANY(%s)", [existing(ids)])
 
     def delete_some(self, labels: Labels, filtered: Filter | None) -> int:
         """Delete items that exist and pass the filter now; others are skipped; see
         EditableStore.delete_some.
+
+        Args:
+            labels: int64 [n].
+            filtered: the filter; None lets all pass.
+
+        Returns:
+            How many were deleted.
+
+        Raises:
+            InvalidInputError: the filter is too large or invalid.
+            GoneError: the gallery was deleted; nothing has changed.
+            BusyError: a lock is held for too long, or other calls change the same items.
+            UnavailableError: the database does not answer, or the outcome of the commit is unknown;
+                repeating the call is safe.
+            CannotWriteError: the database is full or read-only.
+            ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
         """
         condition = condition_of(filtered)
         where = f"label = ANY(%s) AND ({condition.text})"
@@ -214,6 +284,27 @@ class PostgresqlGallery(Reads):
     ) -> int:
         """Change the metadata of items that exist and pass the filter now; others are skipped; see
         EditableStore.change_some_metadata.
+
+        All changes are one transaction.
+
+        Args:
+            labels: int64 [n].
+            filtered: the filter; None lets all pass.
+            values: values by key that are set; other keys stay.
+            remove: keys that are removed first; missing ones are ignored.
+
+        Returns:
+            How many items passed, also those that did not change.
+
+        Raises:
+            InvalidInputError: the filter is too large, or the new metadata is invalid; nothing has
+                changed.
+            GoneError: the gallery was deleted; nothing has changed.
+            BusyError: a lock is held for too long, or other calls change the same items.
+            UnavailableError: the database does not answer, or the outcome of the commit is unknown;
+                repeating the call is safe.
+            CannotWriteError: the database is full or read-only.
+            ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
         """
         condition = condition_of(filtered)
 
@@ -236,6 +327,19 @@ class PostgresqlGallery(Reads):
     def update_state(self, values: Mapping[str, Any]) -> None:
         """Store small JSON values in one transaction; None removes a value; see
         GalleryStore.update_state.
+
+        Other keys stay. The gallery's epoch grows, so that other gateways plan again; listeners are
+        not called.
+
+        Raises:
+            TypeError: a value cannot be written as JSON.
+            ValueError: a value contains NaN or infinity.
+            GoneError: the gallery was deleted; nothing has changed.
+            BusyError: a lock is held for too long, or other calls change the same items.
+            UnavailableError: the database does not answer, or the outcome of the commit is unknown;
+                repeating the call is safe.
+            CannotWriteError: the database is full or read-only.
+            ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
         """
 
         def work(connection: Connection) -> None:
@@ -245,7 +349,21 @@ class PostgresqlGallery(Reads):
         self.database.write(work)
 
     def add_staging_space(self, spec: SpaceSpec) -> None:
-        """Add a staging space, unless it exists; see UpgradableStore.add_staging_space."""
+        """Add a staging space, unless it exists; see UpgradableStore.add_staging_space.
+
+        It waits for all puts, and keeps others waiting meanwhile. A space that exists stays as it
+        is, but listeners are called, and the epoch grows.
+
+        Raises:
+            InvalidInputError: it exists with another release, dimension, metric, norm or side
+                space, or has too many dimensions for pgvector.
+            GoneError: the gallery was deleted; nothing has changed.
+            BusyError: a lock is held for too long, or other calls change the same items.
+            UnavailableError: the database does not answer, or the outcome of the commit is unknown;
+                repeating the call is safe.
+            CannotWriteError: the database is full or read-only.
+            ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
+        """
         self._exclusive(lambda connection: writes.begin(connection, self.schema, spec))
 
     def write_vectors(
@@ -254,6 +372,30 @@ class PostgresqlGallery(Reads):
     ) -> Labels:  # fmt: skip
         """Write vectors of existing items into a space, in one durable transaction; see
         UpgradableStore.write_vectors.
+
+        Deleted items are skipped, and items that have a vector there, unless `replace` is set.
+
+        Args:
+            space: id of the space.
+            labels: int64 [n], distinct, in any order.
+            embedding: float32 [n, dim], in the order of `labels`.
+            side: side-information, float32 [n, side_dim], or None.
+            uncertainty: float32 [n], or None.
+            origin: how the vectors were made.
+            replace: replace existing vectors.
+
+        Returns:
+            The labels written, int64, increasing; empty if none was.
+
+        Raises:
+            InvalidInputError: invalid vectors, or another number of rows.
+            IncompatibleSpaceError: the gallery does not have the space.
+            GoneError: the gallery was deleted; nothing has changed.
+            BusyError: a lock is held for too long, or other calls change the same items.
+            UnavailableError: the database does not answer, or the outcome of the commit is unknown;
+                repeating the call is safe.
+            CannotWriteError: the database is full or read-only.
+            ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
         """
         new = NewVectors(space, embedding, side, origin)
         checked = check_new_vectors(self.space(space), new, len(labels))
@@ -276,6 +418,9 @@ class PostgresqlGallery(Reads):
             IncompatibleSpaceError: the gallery does not have the space.
             BusyError: the database is busy.
             UnavailableError: it does not answer.
+            CannotWriteError: the database is full or read-only.
+            GoneError: the gallery was deleted.
+            ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
         """
         number = self.space(space).number
         self.database.outside_transaction(
@@ -285,7 +430,27 @@ class PostgresqlGallery(Reads):
     def flip(
         self, space: str, *, leave_behind: bool = False, state: Mapping[str, Any] | None = None
     ) -> None:
-        """Make a space the active one; the active one becomes previous; see GalleryStore.flip."""
+        """Make a space the active one; the active one becomes previous; see GalleryStore.flip.
+
+        If the space is active already, only `state` is stored. Without `leave_behind`, most items
+        are checked before others must wait.
+
+        Args:
+            space: id of the space.
+            leave_behind: allow items without a vector in it; searches no longer find them.
+            state: values to store in the same transaction; None as a value removes a key.
+
+        Raises:
+            PreconditionError: items lack a vector there, and `leave_behind` is False.
+            IncompatibleSpaceError: the gallery does not have the space.
+            TypeError, ValueError: a value of `state` is not JSON.
+            GoneError: the gallery was deleted; nothing has changed.
+            BusyError: a lock is held for too long, or other calls change the same items.
+            UnavailableError: the database does not answer, or the outcome of the commit is unknown;
+                repeating the call is safe.
+            CannotWriteError: the database is full or read-only.
+            ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
+        """
         if not leave_behind:
             self.look_ahead(space)
 
@@ -300,6 +465,25 @@ class PostgresqlGallery(Reads):
     ) -> str:
         """Return to the previous space; the present one becomes staging and keeps its vectors; see
         GalleryStore.rollback.
+
+        Args:
+            leave_behind: allow items without a vector in the previous space; searches no longer
+                find them.
+            state: values to store in the same transaction; None as a value removes a key.
+
+        Returns:
+            The id of the space that is active now.
+
+        Raises:
+            NotFoundError: there is no previous space.
+            PreconditionError: items lack a vector there, and `leave_behind` is False.
+            TypeError, ValueError: a value of `state` is not JSON.
+            GoneError: the gallery was deleted; nothing has changed.
+            BusyError: a lock is held for too long, or other calls change the same items.
+            UnavailableError: the database does not answer, or the outcome of the commit is unknown;
+                repeating the call is safe.
+            CannotWriteError: the database is full or read-only.
+            ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
         """
         if not leave_behind:
             self.look_ahead(writes.previous_of(self.spaces()).spec.space)
@@ -312,11 +496,31 @@ class PostgresqlGallery(Reads):
         return self._exclusive(work)
 
     def drop_space(self, space: str) -> None:
-        """Remove a space with all its vectors; see GalleryStore.drop_space."""
+        """Remove a space with all its vectors; see GalleryStore.drop_space.
+
+        It waits for all puts.
+
+        Raises:
+            PreconditionError: it is the active one.
+            IncompatibleSpaceError: the gallery does not have the space.
+            GoneError: the gallery was deleted; nothing has changed.
+            BusyError: a lock is held for too long, or other calls change the same items.
+            UnavailableError: the database does not answer, or the outcome of the commit is unknown;
+                repeating the call is safe.
+            CannotWriteError: the database is full or read-only.
+            ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
+        """
         self._exclusive(lambda connection: writes.drop_space(connection, self.schema, space))
 
     def look(self) -> GallerySnapshot:
-        """Read what plans are made from, in one snapshot."""
+        """Read what plans are made from, in one snapshot.
+
+        Raises:
+            NotFoundError: the gallery was deleted.
+            BusyError, UnavailableError: the database is busy, or does not answer, or the caller is
+                gone.
+            ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
+        """
         return self.database.read(
             lambda connection: GallerySnapshot(
                 rows.epoch_of(connection, self.number),
@@ -329,6 +533,17 @@ class PostgresqlGallery(Reads):
     def find_migrated(self, space: str, ids: Sequence[str]) -> list[StoredItem]:
         """Return the items of `ids` whose vector in a space was migrated; see
         GalleryStore.find_migrated.
+
+        Returns:
+            Items by falling uncertainty; an unknown one comes last, equal ones by label. Unknown
+            ids are skipped.
+
+        Raises:
+            IncompatibleSpaceError: the gallery does not have the space.
+            GoneError: the gallery was deleted.
+            BusyError, UnavailableError: the database is busy, or does not answer, or the caller is
+                gone.
+            ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
         """
         table = self._table(space)
         return self.database.read(
@@ -346,7 +561,14 @@ class PostgresqlGallery(Reads):
         )
 
     def active(self) -> SpaceInfo:
-        """Return the active space."""
+        """Return the active space.
+
+        Raises:
+            GoneError: the gallery was deleted.
+            BusyError, UnavailableError: the database is busy, or does not answer, or the caller is
+                gone.
+            ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
+        """
         return next(info for info in self.spaces() if info.state == "active")
 
 
@@ -359,12 +581,27 @@ class PostgresqlGalleries:
         self.database = database
 
     def names(self) -> list[str]:
-        """Return the names of all galleries, in order; see Home.names."""
+        """Return the names of all galleries, in order; see Home.names.
+
+        Raises:
+            BusyError, UnavailableError: the database is busy, or does not answer, or the caller is
+                gone.
+            ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
+        """
         query = "SELECT name FROM nobackfill.galleries ORDER BY name"
         return self.database.read(lambda connection: [name for (name,) in run(connection, query)])
 
     def open(self, name: str) -> PostgresqlGallery:
-        """Open a gallery; see Home.open."""
+        """Open a gallery; see Home.open.
+
+        Whether its tables exist is not checked; see `missing_table`.
+
+        Raises:
+            NotFoundError: no gallery has this name.
+            BusyError, UnavailableError: the database is busy, or does not answer, or the caller is
+                gone.
+            ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
+        """
         number = self.database.read(lambda connection: _number(connection, name))
         if number is None:
             raise NotFoundError(
@@ -375,7 +612,29 @@ class PostgresqlGalleries:
     def create(
         self, name: str, specs: Sequence[SpaceSpec], state: Mapping[str, Any]
     ) -> PostgresqlGallery:
-        """Create a gallery atomically; see Home.create."""
+        """Create a gallery atomically; see Home.create.
+
+        Each space gets a graph, unless it has too many dimensions. Other gateways are notified. The
+        name is not checked.
+
+        Args:
+            name: its name.
+            specs: its spaces, at least one; the last one is active, the others previous.
+            state: its first state.
+
+        Returns:
+            The gallery, with a number that no other gallery had.
+
+        Raises:
+            AlreadyExistsError: a gallery has this name.
+            InvalidInputError: a space has too many dimensions for pgvector, or two have one id and
+                differ.
+            BusyError: a lock is held for too long, or other calls change the same rows.
+            UnavailableError: the database does not answer, or the outcome of the commit is unknown;
+                repeating the call is safe.
+            CannotWriteError: the database is full or read-only.
+            ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
+        """
 
         def work(connection: Connection) -> int:
             if _number(connection, name) is not None:
@@ -402,7 +661,17 @@ class PostgresqlGalleries:
         return PostgresqlGallery(self.database, self.database.write(work))
 
     def delete(self, name: str) -> None:
-        """Delete a gallery with all its tables; an unknown name is ignored."""
+        """Delete a gallery with all its tables; an unknown name is ignored.
+
+        Other gateways are notified. It waits for transactions that use its tables.
+
+        Raises:
+            BusyError: a lock is held for too long, or other calls change the same rows.
+            UnavailableError: the database does not answer, or the outcome of the commit is unknown;
+                repeating the call is safe.
+            CannotWriteError: the database is full or read-only.
+            ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
+        """
 
         def work(connection: Connection) -> None:
             row = run(

@@ -60,8 +60,12 @@ class RecallProbes:
     def recall(self, answers: Sequence[Neighbours]) -> float:
         """Return the share of true neighbours that was found; 1 for an empty space.
 
+        A distance counts as found up to a relative 1e-5 and the slack above the last true one, so
+        that equal vectors are equally good.
+
         Args:
-            answers: K neighbours for each query.
+            answers: Neighbours of one query each, at least `nearest` wide, in the order of
+                `queries`.
         """
         if not self.farthest.size:
             return 1.0
@@ -74,6 +78,9 @@ def probes_of(
 ) -> RecallProbes:
     """Draw random vectors of a space, and find their neighbours by a full scan in pieces.
 
+    With the metric cosine, zero vectors are no queries. An empty space gives no queries. Memory
+    holds one piece of about 16 MB at a time.
+
     Args:
         connection: the connection.
         schema: schema of the gallery.
@@ -82,6 +89,7 @@ def probes_of(
 
     Raises:
         psycopg.Error: a statement failed.
+        NobackfillError: whatever `check_stop` raises.
     """
     table, spec = table_of(schema, info.number), info.spec
     sample = random_labels(connection, table, PROBES)
@@ -113,16 +121,21 @@ def wait_for_recall(
     ready: Callable[[], bool], measure: Callable[[], float], check_stop: Callable[[], None],
     report: Callable[[float], None],
 ) -> None:  # fmt: skip
-    """Wait until a measured recall is at least RECALL.
+    """Wait, without end, until a measured recall is at least RECALL.
 
     A BusyError or UnavailableError of `ready` or `measure` is logged, and both are tried again;
-    other errors pass through. Pauses last 0.5 to 60 s.
+    other errors pass through. A pause lasts four times the last measurement, at least 0.5 and at
+    most 60 s.
 
     Args:
         ready: does what can be done first, and tells whether a measurement makes sense.
-        measure: measures the recall.
-        check_stop: called often; it may raise to stop.
-        report: called now and then with the measured recall.
+        measure: measures the recall, 0 to 1.
+        check_stop: called at least every 0.5 s between measurements; it may raise to stop.
+        report: called with a recall that is too low, at most every 10 s, first after 10 s.
+
+    Raises:
+        NobackfillError: whatever `check_stop` or `report` raises, and other errors of `ready` and
+            `measure`.
     """
     last_report = time.monotonic()
     while True:
@@ -155,7 +168,15 @@ _WIDTHS = (EF, 200, 400, MAX_EF)
 
 
 def has_graph(database: Database, schema: str, info: SpaceInfo) -> bool:
-    """Tell whether a space has a complete graph, or too many dimensions for one."""
+    """Tell whether a space has a complete graph, or too many dimensions for one.
+
+    A graph that an interrupted build has left counts as none.
+
+    Raises:
+        BusyError, UnavailableError: the database is busy, or does not answer, or the caller is
+            gone.
+        ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
+    """
     if info.spec.dim > MOST_HALF:
         return True
     row = database.read(
@@ -174,10 +195,16 @@ def make_graph(database: Database, schema: str, info: SpaceInfo) -> None:
     """Build a graph while others write and search; the rest of an interrupted build is removed
     first.
 
+    A graph that exists is dropped and built again, so that searches compare all rows meanwhile. It
+    blocks until the graph is complete, perhaps for hours, without a time limit. Nothing is built
+    for more than MOST_HALF dimensions. After an error an incomplete graph may stay.
+
     Raises:
         UnavailableError: the database does not answer.
-        BusyError: the database is busy.
+        BusyError: the database is busy, or has no connection left.
         CannotWriteError: the database cannot write.
+        GoneError: the gallery or its space was deleted.
+        ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
     """
     statements = index_statements(schema, info.number, info.spec, "CONCURRENTLY")
     try:
@@ -195,6 +222,9 @@ def measure_recall(
 ) -> tuple[int, float]:
     """Measure the recall of a space's graph in one snapshot, at rising widths.
 
+    The whole space is read once, by a connection of its own. With more than MOST_HALF dimensions
+    nothing is measured: the result is EF and 1. An empty space has recall 1.
+
     Args:
         database: the database.
         schema: schema of the gallery.
@@ -207,6 +237,9 @@ def measure_recall(
     Raises:
         BusyError: the database is busy.
         UnavailableError: the database does not answer.
+        GoneError: the gallery or its space was deleted.
+        ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
+        NobackfillError: whatever `check_stop` raises.
     """
     if info.spec.dim > MOST_HALF:
         return EF, 1.0
@@ -229,5 +262,8 @@ def measure_recall(
 
 
 def graph_name(info: SpaceInfo) -> str:
-    """Return the name of a space's graph in the gallery's schema."""
+    """Return the name of a space's graph in the gallery's schema.
+
+    The graph itself may not exist.
+    """
     return f"vectors_{info.number:d}_graph"

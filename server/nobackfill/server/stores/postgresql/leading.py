@@ -50,6 +50,13 @@ class DatabaseLead(Lead):
     def is_lost(self) -> bool:
         """Tell whether another gateway has taken the lead, as far as this one can know; see
         Lead.is_lost.
+
+        If its connection broke, it tries to take the lock again, and says False once meanwhile.
+        Without an answer of the database it says False: nobody can take the lead then. After
+        `close` it says False.
+
+        Raises:
+            BusyError, ConfigurationError: the database refuses another connection.
         """
         with self._lock:
             if self._closed:
@@ -67,7 +74,10 @@ class DatabaseLead(Lead):
             return False
 
     def close(self) -> None:
-        """Give up the lead; a second call does nothing; see Lead.close."""
+        """Give up the lead; a second call does nothing; see Lead.close.
+
+        The lock ends with the connection, so that another gateway may lead at once.
+        """
         with self._lock:
             self._closed = True
             if self._connection is not None:
@@ -77,11 +87,17 @@ class DatabaseLead(Lead):
 def take_lead(database: Database) -> DatabaseLead | None:
     """Take the lead of an activation.
 
+    It begins a new term, by which transactions of earlier leads fail. It does not wait for another
+    gateway.
+
     Returns:
-        The lead; None if another gateway has it.
+        The lead, which the caller closes; None if another gateway has it.
 
     Raises:
         UnavailableError: the database does not answer.
+        BusyError: it has no connection left, or the row of the term is locked for too long.
+        CannotWriteError: the database cannot write.
+        ConfigurationError: it refuses the connection.
     """
     connection = _try_lock(database)
     if connection is None:
@@ -96,9 +112,16 @@ def take_lead(database: Database) -> DatabaseLead | None:
 def new_term(database: Database) -> int:
     """Begin a new term; every earlier lead is over.
 
+    Within `Database.transact` it begins with the commit.
+
+    Returns:
+        The number of the term, larger than all before.
+
     Raises:
         UnavailableError: the database does not answer.
         CannotWriteError: the database cannot write.
+        BusyError: the row is locked for too long, or this gateway may not write.
+        ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
     """
     return int(database.write(lambda connection: run(connection, _NEW_TERM).fetchone()[0]))
 
@@ -106,12 +129,18 @@ def new_term(database: Database) -> int:
 def fence(database: Database, term: int) -> None:
     """Check at the end of a transaction that a lead still holds; it then holds until the commit.
 
+    Call it within `Database.transact`; outside, the lock ends at once. A new term waits for the
+    commit.
+
     Args:
         database: the database, within the transaction.
         term: the term of the lead.
 
     Raises:
         LeadLostError: another gateway leads.
+        BusyError, UnavailableError: the database is busy, or does not answer, or the caller is
+            gone.
+        ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
     """
     query = "SELECT term FROM nobackfill.gateway FOR UPDATE"
     if database.read(lambda connection: run(connection, query).fetchone()[0]) != term:
@@ -126,6 +155,8 @@ def lock_releases(database: Database, seconds: float) -> Iterator[None]:
     """Keep other gateways from activating, rolling back or retiring a release, or creating a
     gallery.
 
+    The lock ends with the block, also if the block raises. It is held by a connection of its own.
+
     Args:
         database: the database.
         seconds: longest time to wait for another gateway; at least 1 ms is waited.
@@ -133,6 +164,8 @@ def lock_releases(database: Database, seconds: float) -> Iterator[None]:
     Raises:
         BusyError: another gateway took longer.
         UnavailableError: the database does not answer.
+        ConfigurationError: the database refuses the connection.
+        psycopg.Error: the connection breaks while it waits.
     """
     with database.connect() as connection:
         # With a timeout of 0, PostgreSQL would wait without end.
@@ -188,6 +221,10 @@ class Tenure:
     def __init__(self, database: Database, *, exclusive: bool) -> None:
         """Take the lock.
 
+        It does not wait for the lock. A thread then checks every 0.5 s that the lock is held, and
+        takes it again after a break. If another process has it by then, that is logged, and the
+        database refuses all later writes.
+
         Args:
             database: the database.
             exclusive: take it exclusively.
@@ -195,6 +232,7 @@ class Tenure:
         Raises:
             BusyError: another process holds the lock in a way that excludes this one.
             UnavailableError: the database does not answer.
+            ConfigurationError: the database refuses the connection.
         """
         self._database = database
         self._lock = _LOCK.format("" if exclusive else "_shared")
@@ -215,7 +253,11 @@ class Tenure:
         self._thread.start()
 
     def close(self) -> None:
-        """Release the lock; returns once its thread has ended."""
+        """Release the lock; returns once its thread has ended.
+
+        A second call does nothing more. It may take as long as the database needs to refuse a
+        connection.
+        """
         self._stopping.set()
         self._thread.join()
 
@@ -260,12 +302,25 @@ _CHANNEL = "nobackfill"
 
 
 def notify(connection: Connection) -> None:
-    """Notify other gateways when this transaction commits."""
+    """Notify other gateways when this transaction commits.
+
+    Call it within a transaction; without one, others are notified at once.
+
+    Raises:
+        psycopg.Error: the statement fails, as without the table; the caller translates it.
+    """
     run(connection, f"SELECT pg_notify('{_CHANNEL}', '')")
 
 
 def gallery_changed(connection: Connection, number: int) -> None:
-    """Record that a gallery's spaces or state changed: plans that were made before are outdated."""
+    """Record that a gallery's spaces or state changed: plans that were made before are outdated.
+
+    It increases the gallery's epoch and notifies other gateways at the commit. An unknown number
+    changes nothing, and still notifies.
+
+    Raises:
+        psycopg.Error: the statement fails, as without the table; the caller translates it.
+    """
     run(
         connection,
         "UPDATE nobackfill.galleries SET epoch = epoch + 1 WHERE number = %s",
@@ -287,11 +342,14 @@ class News:
         The first call, and the first after an error or `close`, only begins to listen. It returns
         at once, because earlier commits were not noticed.
 
+        Several commits may end one wait. After an error the connection is closed.
+
         Args:
-            seconds: the longest wait.
+            seconds: the longest wait; 0 only looks.
 
         Raises:
-            UnavailableError: the database does not answer.
+            UnavailableError: the database does not answer, or ends the connection.
+            BusyError, ConfigurationError: the database refuses a connection.
         """
         try:
             if self._connection is None:
@@ -309,7 +367,10 @@ class News:
             ) from error
 
     def close(self) -> None:
-        """Close the connection; a later `wait` opens another."""
+        """Close the connection; a later `wait` opens another.
+
+        A second call does nothing.
+        """
         if self._connection is not None:
             self._connection.close()
             self._connection = None
@@ -334,6 +395,9 @@ class StateRow(GatewayState):
         Raises:
             VerificationError: the row is damaged, or a newer version wrote it.
             UnavailableError: the database does not answer.
+            GoneError: the tables do not exist; `prepare` creates them.
+            BusyError: no connection is free, or a statement takes too long.
+            ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
         """
         self._database = database
         self._update_lock = threading.Lock()
@@ -344,7 +408,19 @@ class StateRow(GatewayState):
         self._epoch = epoch
 
     def look(self) -> Mapping[str, tuple[int, int]]:
-        """Read the state again; see GatewayState.look."""
+        """Read the state again; see GatewayState.look.
+
+        `current` then is the state that was read, unless a newer one is known.
+
+        Returns:
+            Number and epoch of each gallery, by name.
+
+        Raises:
+            VerificationError: the row is damaged, or a newer version wrote it.
+            BusyError, UnavailableError: the database is busy, or does not answer, or the caller is
+                gone.
+            ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
+        """
         query = (
             f"SELECT epoch, value, {_WRITER},"
             " (SELECT coalesce(jsonb_object_agg(name, jsonb_build_array(number, epoch)), '{}')"
@@ -357,6 +433,25 @@ class StateRow(GatewayState):
     def revise(self, values_of: Callable[[State], Mapping[str, object]]) -> State:
         """Replace fields by values that depend on the present state, atomically and durably; see
         GatewayState.revise.
+
+        It locks the row until the commit, increases its epoch, and notifies other gateways, even if
+        nothing differs. `current` changes after the commit: within `transact`, at its end.
+
+        Args:
+            values_of: returns new values by the name of a field of State; it may be called more
+                than once.
+
+        Returns:
+            The new state.
+
+        Raises:
+            pydantic.ValidationError: a value is invalid; nothing has changed.
+            VerificationError: the row is damaged, or a newer version wrote it.
+            BusyError: a lock is held for too long, or other calls change the same rows.
+            UnavailableError: the database does not answer, or the outcome of the commit is unknown;
+                repeating the call is safe.
+            CannotWriteError: the database is full or read-only.
+            ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
         """
 
         def work(connection: Connection) -> tuple[int, State]:
@@ -387,6 +482,22 @@ class StateRow(GatewayState):
     def transact(self, work: Callable[[], Result], lead: Lead | None = None) -> Result:
         """Run work whose changes other gateways see all at once, or not at all; see
         GatewayState.transact.
+
+        Args:
+            work: changes galleries and the state; it may be called more than once.
+            lead: the lead that must still hold at the commit; None checks none.
+
+        Returns:
+            The result of `work`.
+
+        Raises:
+            LeadLostError: another gateway leads; nothing has changed.
+            BusyError: a lock is held for too long, or other calls change the same rows.
+            UnavailableError: the database does not answer, or the outcome of the commit is unknown;
+                repeating the call is safe.
+            CannotWriteError: the database is full or read-only.
+            ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
+            NobackfillError: as `work`; then nothing has changed.
         """
 
         def fenced() -> Result:
@@ -398,12 +509,31 @@ class StateRow(GatewayState):
         return self._database.transact(fenced)
 
     def lead(self) -> Lead | None:
-        """Take the lead of an activation; see GatewayState.lead."""
+        """Take the lead of an activation; see GatewayState.lead.
+
+        Returns:
+            The lead, which the caller closes; None if another gateway has it.
+
+        Raises:
+            UnavailableError: the database does not answer.
+            BusyError, ConfigurationError: the database refuses a connection, or the row is locked.
+            CannotWriteError: the database cannot write.
+        """
         return take_lead(self._database)
 
     def depose(self) -> None:
         """Forget the activation under way, and end the lead of the gateway that runs it; see
         GatewayState.depose.
+
+        It begins a new term, so that the lead's next transaction fails. It does so also without an
+        activation.
+
+        Raises:
+            BusyError: a lock is held for too long, or other calls change the same rows.
+            UnavailableError: the database does not answer, or the outcome of the commit is unknown;
+                repeating the call is safe.
+            CannotWriteError: the database is full or read-only.
+            ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
         """
 
         def work() -> None:
@@ -415,11 +545,28 @@ class StateRow(GatewayState):
     def exclusive(self, seconds: float) -> AbstractContextManager[None]:
         """Keep other gateways from activating, rolling back or retiring a release, or creating a
         gallery, during a block; see GatewayState.exclusive.
+
+        Args:
+            seconds: longest wait for another gateway, which begins with the block; at least 1 ms.
+
+        Raises:
+            BusyError: another gateway took longer.
+            UnavailableError: the database does not answer.
+            ConfigurationError: the database refuses the connection.
         """
         return lock_releases(self._database, seconds)
 
     def job(self, gallery: str) -> str | None:
-        """Return the saved record of a gallery's last upgrade; see GatewayState.job."""
+        """Return the saved record of a gallery's last upgrade; see GatewayState.job.
+
+        Returns:
+            The record as JSON, unchecked; None without one.
+
+        Raises:
+            BusyError, UnavailableError: the database is busy, or does not answer, or the caller is
+                gone.
+            ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
+        """
         query = "SELECT value FROM nobackfill.jobs WHERE gallery = %s"
         row = self._database.read(lambda connection: run(connection, query, [gallery]).fetchone())
         return None if row is None else str(row[0])
@@ -427,6 +574,15 @@ class StateRow(GatewayState):
     def keep_job(self, gallery: str, job: str | None) -> None:
         """Save the record of a gallery's upgrade for other gateways; None deletes it; see
         GatewayState.keep_job.
+
+        A record replaces the former one. The gallery need not exist.
+
+        Raises:
+            BusyError: a lock is held for too long, or other calls change the same rows.
+            UnavailableError: the database does not answer, or the outcome of the commit is unknown;
+                repeating the call is safe.
+            CannotWriteError: the database is full or read-only.
+            ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
         """
         statement = (
             "INSERT INTO nobackfill.jobs (gallery, value) VALUES (%s, %s)"
@@ -448,6 +604,11 @@ class StateRow(GatewayState):
     def deeds(self) -> list[Deed]:
         """Return the latest entries of the audit, at most MOST_DEEDS, latest last; see
         GatewayState.deeds.
+
+        Raises:
+            BusyError, UnavailableError: the database is busy, or does not answer, or the caller is
+                gone.
+            ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
         """
         query = (
             "SELECT extract(epoch FROM at)::double precision, who, what, of_what"

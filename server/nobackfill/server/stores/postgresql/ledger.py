@@ -78,8 +78,16 @@ class DatabaseLedger:
         return run(connection, statement.replace("{schema}", self._schema), values)
 
     def load(self) -> None:
-        """Read what `carried` and `native` need, if it is due, however long that takes; see
+        """Count the migrated items of the space, if that is due, however long it takes; see
         HealingLedger.load.
+
+        Until both 1 s and 50 times the duration of the last count have passed, it does nothing.
+
+        Raises:
+            GoneError: the gallery was deleted.
+            BusyError, UnavailableError: the database is busy, or does not answer, or the caller is
+                gone.
+            ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
         """
         began = time.monotonic()
         if began >= self._next_count:
@@ -93,6 +101,8 @@ class DatabaseLedger:
     def count_migrated(self) -> int | None:
         """Return the number of migrated items that were not re-embedded; None if it is not known
         yet; see HealingLedger.count_migrated.
+
+        It is the number of the last `load`, and not changed by claims. It reads memory only.
         """
         return None if self._count < 0 else self._count
 
@@ -106,6 +116,28 @@ class DatabaseLedger:
         """Claim items that no process embeds at present, within the day's budget.
 
         See Ledger.claim.
+
+        In one transaction: claims that are older than 300 s, or whose gateway has ended, become
+        free. Each claimed item costs one of the budget. Labels that are not claimed are counted as
+        requested in vain. The first claim of a day deletes costs of more than 7 days ago. Claims of
+        all gateways wait for each other.
+
+        Args:
+            labels: labels of items, distinct; the first ones are claimed if the budget is short.
+            day: the day in UTC, YYYY-MM-DD.
+            budget: most items of that day, for all gateways together; 0 claims none.
+
+        Returns:
+            The claimed labels in the order of `labels`; the caller ends each by `settle` or
+            `release`.
+
+        Raises:
+            GoneError: the gallery was deleted; nothing has changed.
+            BusyError: a lock is held for too long, or other calls change the same items.
+            UnavailableError: the database does not answer, or the outcome of the commit is unknown;
+                repeating the call is safe.
+            CannotWriteError: the database is full or read-only.
+            ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
         """
 
         def work(connection: Connection) -> list[int]:
@@ -130,6 +162,16 @@ class DatabaseLedger:
     def settle(self, labels: Collection[int]) -> None:
         """End claims of items that are embedded or deleted, and remove their requests; see
         Ledger.settle.
+
+        Labels without a claim are ignored. The cost stays counted.
+
+        Raises:
+            GoneError: the gallery was deleted; nothing has changed.
+            BusyError: a lock is held for too long, or other calls change the same items.
+            UnavailableError: the database does not answer, or the outcome of the commit is unknown;
+                repeating the call is safe.
+            CannotWriteError: the database is full or read-only.
+            ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
         """
 
         def work(connection: Connection) -> None:
@@ -142,6 +184,18 @@ class DatabaseLedger:
     def release(self, labels: Collection[int]) -> None:
         """Give up claims of items that failed, and return their cost to the budget; see
         Ledger.release.
+
+        The cost returns to the day of each claim. Only claims of this gateway return their cost,
+        but claims of others are deleted, too. All labels stay known with no requests, until they
+        are settled.
+
+        Raises:
+            GoneError: the gallery was deleted; nothing has changed.
+            BusyError: a lock is held for too long, or other calls change the same items.
+            UnavailableError: the database does not answer, or the outcome of the commit is unknown;
+                repeating the call is safe.
+            CannotWriteError: the database is full or read-only.
+            ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
         """
 
         def work(connection: Connection) -> None:
@@ -160,6 +214,19 @@ class DatabaseLedger:
     def requested(self, count: int) -> list[int]:
         """Return labels that queries requested in vain, most often first; see
         HealingLedger.requested.
+
+        Args:
+            count: most labels; 0 gives none.
+
+        Returns:
+            The labels; equal numbers of requests by label. A label may be claimed or deleted by
+            now.
+
+        Raises:
+            GoneError: the gallery was deleted.
+            BusyError, UnavailableError: the database is busy, or does not answer, or the caller is
+                gone.
+            ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
         """
         select = (
             "SELECT label FROM {schema}.healing_wanted WHERE times > 0"
@@ -171,10 +238,21 @@ class DatabaseLedger:
     def spent(self, day: str) -> int:
         """Return how many items were claimed on a day, without those that were given up; see
         Ledger.spent.
+
+        Args:
+            day: the day in UTC, YYYY-MM-DD; 0 for an unknown one.
+
+        Raises:
+            GoneError: the gallery was deleted.
+            BusyError, UnavailableError: the database is busy, or does not answer, or the caller is
+                gone.
+            ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
         """
         select = "SELECT items FROM {schema}.healing_spent WHERE day = %s"
         row = self._database.read(lambda one: self._run(one, select, day).fetchone())
         return int(row[0]) if row else 0
 
     def close(self) -> None:
-        """The connections are the database's."""
+        """Do nothing: the connections belong to the database. Claims that are open end with the
+        gateway.
+        """

@@ -49,6 +49,8 @@ class PostgresqlWindows:
     ) -> None:
         """Find the spaces.
 
+        The spaces and the target's frontier are read once, here.
+
         Args:
             database: the database.
             schema: schema of the gallery.
@@ -58,6 +60,10 @@ class PostgresqlWindows:
 
         Raises:
             IncompatibleSpaceError: the gallery has no such source.
+            GoneError: the gallery was deleted.
+            BusyError, UnavailableError: the database is busy, or does not answer, or the caller is
+                gone.
+            ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
         """
         self._database = database
         self._source = database.read(lambda connection: find_space(connection, schema, source))
@@ -73,6 +79,19 @@ class PostgresqlWindows:
     def chunks(self, order: Order, size: int) -> Iterator[tuple[Labels, Vectors, Vectors | None]]:
         """Yield labels, embeddings and side-information of `size` items at a time, until none is
         missing.
+
+        It repeats passes until one finds nothing. The caller must write each chunk before it takes
+        the next; otherwise the same items come again, without end.
+
+        Args:
+            order: "label", or "uncertainty" for the least certain first.
+            size: most items of a chunk, at least 1.
+
+        Raises:
+            GoneError: the gallery was deleted.
+            BusyError, UnavailableError: the database is busy, or does not answer, or the caller is
+                gone.
+            ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
         """
         has_items = True
         while has_items:
@@ -86,6 +105,19 @@ class PostgresqlWindows:
     def pieces(self, order: Order, size: int) -> Iterator[tuple[Labels, bool]]:
         """Make one pass over the missing items; yield labels, and whether to read
         side-information.
+
+        Items with side-information come first, if the upgrade reads it. With the order
+        "uncertainty" all labels of a pass are read at once.
+
+        Args:
+            order: "label", or "uncertainty" for the least certain first; unknown ones come last.
+            size: most labels of a piece, at least 1.
+
+        Raises:
+            GoneError: the gallery was deleted.
+            BusyError, UnavailableError: the database is busy, or does not answer, or the caller is
+                gone.
+            ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
         """
         for with_side in self._passes:
             for labels in self._labels(order, with_side):
@@ -93,7 +125,18 @@ class PostgresqlWindows:
                     yield labels[start : start + size], bool(with_side)
 
     def all_labels(self) -> Labels:
-        """Return every label that `chunks` would yield now."""
+        """Return every label that `chunks` would yield now.
+
+        Returns:
+            int64 [n]; those with side-information first, if the upgrade reads it, each part by
+            label.
+
+        Raises:
+            GoneError: the gallery was deleted.
+            BusyError, UnavailableError: the database is busy, or does not answer, or the caller is
+                gone.
+            ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
+        """
         pieces = [piece for side in self._passes for piece in self._labels("label", side)]
         return np.concatenate([np.empty(0, np.int64), *pieces])
 
@@ -144,7 +187,14 @@ class PostgresqlWindows:
             with_side: read side-information, and leave out items without it.
 
         Returns:
-            Labels, embeddings float32 [n, dim], and side-information or None.
+            Labels, int64, increasing; embeddings, float32 [n, dim]; and side-information, float32
+            [n, side_dim], or None. n may be smaller than `labels`, and 0.
+
+        Raises:
+            GoneError: the gallery was deleted.
+            BusyError, UnavailableError: the database is busy, or does not answer, or the caller is
+                gone.
+            ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
         """
         spec, where = self._source.spec, among(labels)
         if with_side:
@@ -168,11 +218,26 @@ class Reads:
         self.schema = schema
 
     def spaces(self) -> list[SpaceInfo]:
-        """Return all spaces, oldest first; exactly one is active; see GalleryStore.spaces."""
+        """Return all spaces, oldest first; exactly one is active; see GalleryStore.spaces.
+
+        Raises:
+            GoneError: the gallery was deleted.
+            BusyError, UnavailableError: the database is busy, or does not answer, or the caller is
+                gone.
+            ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
+        """
         return self.database.read(lambda connection: rows.read_spaces(connection, self.schema))
 
     def space(self, space: str) -> SpaceInfo:
-        """Return a space; see GalleryStore.space."""
+        """Return a space; see GalleryStore.space.
+
+        Raises:
+            IncompatibleSpaceError: the gallery does not have the space.
+            GoneError: the gallery was deleted.
+            BusyError, UnavailableError: the database is busy, or does not answer, or the caller is
+                gone.
+            ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
+        """
         return self.database.read(
             lambda connection: rows.find_space(connection, self.schema, space)
         )
@@ -183,6 +248,14 @@ class Reads:
     def labels_of(self, ids: Sequence[str]) -> Labels:
         """Return the labels of the ids that exist, int64, increasing; others are skipped; see
         EditableStore.labels_of.
+
+        An id that PostgreSQL cannot store, as with a zero byte, is skipped, too.
+
+        Raises:
+            GoneError: the gallery was deleted.
+            BusyError, UnavailableError: the database is busy, or does not answer, or the caller is
+                gone.
+            ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
         """
         query = f"SELECT label FROM {self.schema}.items WHERE id = ANY(%s) ORDER BY label"
         return self.database.read(
@@ -192,6 +265,12 @@ class Reads:
     def get(self, item_id: str) -> StoredItem | None:
         """Return an item by its id, without origin and uncertainty; None if it does not exist; see
         GalleryStore.get.
+
+        Raises:
+            GoneError: the gallery was deleted.
+            BusyError, UnavailableError: the database is busy, or does not answer, or the caller is
+                gone.
+            ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
         """
         found = self._items_where("i.id = ANY(%s)", [existing([item_id])], 1)
         return found[0] if found else None
@@ -206,18 +285,47 @@ class Reads:
     ) -> list[StoredItem | None]:
         """Return items in the order of `labels`; None where an item does not exist (any more); see
         UpgradableStore.items.
+
+        Args:
+            labels: labels in any order; repeats are allowed.
+            space: id of the space whose origin and uncertainty the items get; None leaves both
+                None.
+
+        Raises:
+            IncompatibleSpaceError: the gallery does not have the space.
+            GoneError: the gallery was deleted.
+            BusyError, UnavailableError: the database is busy, or does not answer, or the caller is
+                gone.
+            ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
         """
         return self.database.read(
             lambda connection: rows.items(connection, self.schema, labels, space)
         )
 
     def count(self, space: str | None = None) -> int:
-        """Return the number of items, or of vectors in a space; see UpgradableStore.count."""
+        """Return the number of items, or of vectors in a space; see UpgradableStore.count.
+
+        It counts all rows. None counts items.
+
+        Raises:
+            IncompatibleSpaceError: the gallery does not have the space.
+            GoneError: the gallery was deleted.
+            BusyError, UnavailableError: the database is busy, or does not answer, or the caller is
+                gone.
+            ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
+        """
         return self.database.read(lambda connection: rows.count(connection, self.schema, space))
 
     def load(self, space: str) -> tuple[Labels, Vectors]:
         """Return all vectors of a space in one snapshot: labels int64 [n], increasing, and float32
         [n, dim]; see GalleryStore.load.
+
+        Raises:
+            IncompatibleSpaceError: the gallery does not have the space.
+            GoneError: the gallery was deleted.
+            BusyError, UnavailableError: the database is busy, or does not answer, or the caller is
+                gone.
+            ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
         """
         info = self.space(space)
         table = table_of(self.schema, info.number)
@@ -228,6 +336,13 @@ class Reads:
     def vector(self, label: int, space: str) -> Vectors | None:
         """Return an item's vector in a space, float32 [1, dim]; None if it has none there; see
         GalleryStore.vector.
+
+        Raises:
+            IncompatibleSpaceError: the gallery does not have the space.
+            GoneError: the gallery was deleted.
+            BusyError, UnavailableError: the database is busy, or does not answer, or the caller is
+                gone.
+            ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
         """
         found = self._vectors(np.array([label], np.int64), self.space(space))
         return found if len(found) else None
@@ -241,6 +356,15 @@ class Reads:
     def stored_vectors(self, labels: Labels, space: str) -> StoredVectors:
         """Return the rows that a space has for some items, by increasing label; see
         GalleryStore.stored_vectors.
+
+        Items without a row there are skipped.
+
+        Raises:
+            IncompatibleSpaceError: the gallery does not have the space.
+            GoneError: the gallery was deleted.
+            BusyError, UnavailableError: the database is busy, or does not answer, or the caller is
+                gone.
+            ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
         """
         info = self.space(space)
         return self.database.read(lambda c: rows.stored_rows(c, self.schema, labels, info))
@@ -248,6 +372,23 @@ class Reads:
     def iterate_snapshot(self, spaces: Sequence[str], size: int) -> Iterator[StoredWindow]:
         """Yield every item by increasing label, with its vectors in some spaces, from one snapshot;
         see GalleryStore.iterate_snapshot.
+
+        It holds a connection outside the pool until the iterator ends or is closed. Meanwhile
+        deleted rows are not vacuumed.
+
+        Args:
+            spaces: ids of the spaces; may be empty.
+            size: items of a window, at least 1.
+
+        Yields:
+            Windows of at most `size` items, with the vectors in the order of `spaces`; none for an
+            empty gallery.
+
+        Raises:
+            IncompatibleSpaceError: the gallery lacks a space; raised at the first window.
+            GoneError: the gallery was deleted.
+            BusyError, UnavailableError: the database is busy, or does not answer.
+            ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
         """
         with self.database.snapshot() as connection:
             infos = [rows.find_space(connection, self.schema, space) for space in spaces]
@@ -267,7 +408,28 @@ class Reads:
         matches: Matches | None = None,
         least_certain: bool = False,
     ) -> tuple[list[tuple[StoredItem, ListingPlace]], ListingPlace | None]:
-        """Return a page of items; see GalleryStore.list_page."""
+        """Return a page of items; see GalleryStore.list_page.
+
+        Items that are deleted between its two reads are left out, so that a page may be short.
+
+        Args:
+            space: origin and uncertainty of the items are those of this space.
+            limit: most items, at least 1.
+            start_after: the position that the previous page returned; None for the first page.
+            matches: only items that pass; None for all.
+            least_certain: only items with an uncertainty in the space, the largest first, then by
+                label; otherwise all items by label.
+
+        Returns:
+            The items with their positions, and the position for the next page; None at the end.
+
+        Raises:
+            IncompatibleSpaceError: the gallery does not have the space.
+            GoneError: the gallery was deleted.
+            BusyError, UnavailableError: the database is busy, or does not answer, or the caller is
+                gone.
+            ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
+        """
         condition = _condition(matches)
         if least_certain:
             table = self._table(space)
@@ -296,7 +458,19 @@ class Reads:
         return found, places[-1] if len(places) == limit else None
 
     def group_by_value(self, key: str, space: str) -> list[MetadataGroup]:
-        """Group the items by the value of a metadata key; see GalleryStore.group_by_value."""
+        """Group the items by the value of a metadata key; see GalleryStore.group_by_value.
+
+        Flags come first, then numbers, then texts, each by rising value; text order is the
+        database's. No item with the key gives no groups. A key that PostgreSQL cannot store gives
+        none, too.
+
+        Raises:
+            IncompatibleSpaceError: the gallery does not have the space.
+            GoneError: the gallery was deleted.
+            BusyError, UnavailableError: the database is busy, or does not answer, or the caller is
+                gone.
+            ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
+        """
         if not is_storable(key):
             return []
         query = (
@@ -315,16 +489,40 @@ class Reads:
         ]
 
     def state(self) -> dict[str, Any]:
-        """Return all small JSON values that are stored with the gallery; see GalleryStore.state."""
+        """Return all small JSON values that are stored with the gallery; see GalleryStore.state.
+
+        Raises:
+            GoneError: the gallery was deleted.
+            BusyError, UnavailableError: the database is busy, or does not answer, or the caller is
+                gone.
+            ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
+        """
         return self.database.read(lambda connection: rows.states(connection, self.schema))
 
     def windows(self, source: str, target: SpaceSpec, needs_side: bool) -> PostgresqlWindows:
-        """Return the vectors that `source` has and `target` lacks; see UpgradableStore.windows."""
+        """Return the vectors that `source` has and `target` lacks; see UpgradableStore.windows.
+
+        The target need not exist.
+
+        Raises:
+            IncompatibleSpaceError: the gallery does not have the space.
+            GoneError: the gallery was deleted.
+            BusyError, UnavailableError: the database is busy, or does not answer, or the caller is
+                gone.
+            ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
+        """
         return PostgresqlWindows(self.database, self.schema, source, target, needs_side)
 
     def count_left_behind(self, space: str) -> int:
         """Return the number of items without a vector in a space; see
         UpgradableStore.count_left_behind.
+
+        Raises:
+            IncompatibleSpaceError: the gallery does not have the space.
+            GoneError: the gallery was deleted.
+            BusyError, UnavailableError: the database is busy, or does not answer, or the caller is
+                gone.
+            ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
         """
         info = self.space(space)
         return self.database.read(
@@ -334,6 +532,15 @@ class Reads:
     def left_behind_items(self, space: str, limit: int = 1000) -> list[StoredItem]:
         """Return the first items without a vector in a space, by increasing label; see
         GalleryStore.left_behind_items.
+
+        The items have neither origin nor uncertainty.
+
+        Raises:
+            IncompatibleSpaceError: the gallery does not have the space.
+            GoneError: the gallery was deleted.
+            BusyError, UnavailableError: the database is busy, or does not answer, or the caller is
+                gone.
+            ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
         """
         number = self.space(space).number
 
@@ -349,6 +556,24 @@ class Reads:
     def sample_pairs(self, space: str, other: str, count: int) -> tuple[Labels, Vectors, Vectors]:
         """Draw about `count` items that have a vector in both spaces, at random; see
         GalleryStore.sample_pairs.
+
+        The draw is not reproducible. Both vectors come from one snapshot.
+
+        Args:
+            space: id of the first space.
+            other: id of the second space, from which labels are drawn.
+            count: most items, at least 1; fewer come if items lack a vector in `space`.
+
+        Returns:
+            Labels int64 [n], increasing, and their vectors float32 [n, dim] in each space; n may be
+            0.
+
+        Raises:
+            IncompatibleSpaceError: the gallery does not have the space.
+            GoneError: the gallery was deleted.
+            BusyError, UnavailableError: the database is busy, or does not answer, or the caller is
+                gone.
+            ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
         """
         first, second = self.space(space), self.space(other)
 
@@ -366,7 +591,24 @@ class Reads:
         return self.database.read(work, snapshot=True)
 
     def estimate_upgrade(self, runner: Runner, target: SpaceSpec) -> Estimate:
-        """Estimate an upgrade: read and upgrade two chunks, and write them to a temporary table."""
+        """Estimate an upgrade from the active space: run the models on two chunks, and write them
+        to a temporary table that is dropped.
+
+        The gallery stays unchanged. The target need not exist. If nothing is missing, seconds and
+        bytes are 0, and no model runs.
+
+        Returns:
+            The number of missing items, seconds and bytes scaled to all of them, and the number of
+            items that cannot be migrated.
+
+        Raises:
+            InvalidInputError: the runner's output is invalid.
+            VerificationError: the runner makes no usable vectors.
+            GoneError: the gallery was deleted.
+            BusyError, UnavailableError: the database is busy, or does not answer, or the caller is
+                gone.
+            ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
+        """
         active = next(info for info in self.spaces() if info.state == "active")
         windows = self.windows(active.spec.space, target, runner.reads_side)
         missing = windows.all_labels()
@@ -391,7 +633,10 @@ class Reads:
 
 
 def existing(ids: Sequence[str]) -> list[str]:
-    """Return the ids that PostgreSQL can store; it refuses to look for others."""
+    """Return the ids that PostgreSQL can store; it refuses to look for others.
+
+    Order and repeats stay.
+    """
     return [item_id for item_id in ids if is_storable(item_id)]
 
 

@@ -43,6 +43,10 @@ def copy_in(
         uncertainty: float32 [n], or None.
         embedding: float32 [n, dim].
         side: side-information, float32 [n, side_dim], or None.
+
+    Raises:
+        psycopg.Error: the statement fails, as for a label that the table has; the transaction must
+            end.
     """
     if not len(labels):
         return
@@ -79,6 +83,21 @@ def copy_out(
     """Read labels, increasing, and embeddings of the rows that fulfil a condition.
 
     Side-information is read if `side_dim` is not 0; all these rows must have some.
+
+    Args:
+        connection: the connection.
+        table: the table's name, quoted.
+        where: SQL on the table's columns, without placeholders.
+        dim: dimension of the embeddings.
+        side_dim: dimension of the side-information; 0 reads none.
+
+    Returns:
+        Labels int64 [n], embeddings float32 [n, dim], and side-information float32 [n, side_dim] or
+        None; n may be 0. All rows are in memory at once.
+
+    Raises:
+        psycopg.Error: the statement fails, as without the table; the caller translates it.
+        ValueError: a row has no side-information, or vectors of another dimension.
     """
     fields: list[Any] = [
         ("fields", ">i2"), ("label_size", ">i4"), ("label", ">i8"),
@@ -100,12 +119,24 @@ def copy_out(
 
 
 def to_binary(vector: Vectors) -> bytes:
-    """Encode a vector [dim] for PostgreSQL: its size, then its values."""
+    """Encode a vector [dim] for PostgreSQL: its size, then its values.
+
+    Returns:
+        Two bytes of size, two zero bytes, then big-endian float32 values.
+    """
     return len(vector).to_bytes(2, "big") + b"\0\0" + vector.astype(">f4").tobytes()
 
 
 def from_binary(vectors: Sequence[bytes], dim: int) -> Vectors:
-    """Decode vectors of a column as float32 [n, dim]; each has its size before it."""
+    """Decode vectors of a column as float32 [n, dim]; each has its size before it.
+
+    Args:
+        vectors: binary values of a column, as `to_binary` makes them; may be empty.
+        dim: dimension of each.
+
+    Raises:
+        ValueError: the bytes are no multiple of a vector's size.
+    """
     return np.frombuffer(b"".join(vectors), _sized(dim))["embedding"].astype(np.float32)
 
 
@@ -115,7 +146,11 @@ def _sized(dim: int) -> np.dtype[np.void]:
 
 
 def among(labels: Labels) -> str:
-    """Make a condition on `label`; COPY takes no values, and labels are our own integers."""
+    """Make a condition on `label`; COPY takes no values, and labels are our own integers.
+
+    Args:
+        labels: int64 [n]; without labels the condition is false for every row.
+    """
     return f"label = ANY('{{{','.join(map(str, labels.tolist()))}}}'::bigint[])"
 
 
@@ -123,12 +158,25 @@ _ITEM = "i.label, i.id, i.digest, i.metadata"
 
 
 def label_column(rows: Any) -> Labels:
-    """Convert rows of one integer to an array."""
+    """Convert rows of one integer to an array.
+
+    Args:
+        rows: an iterable of tuples whose first value is the integer.
+
+    Returns:
+        int64 [n], in the order of the rows; empty without rows.
+    """
     return np.fromiter((row[0] for row in rows), np.int64)
 
 
 def read_spaces(connection: Connection, schema: str) -> list[SpaceInfo]:
-    """Return all spaces, oldest first."""
+    """Return all spaces, oldest first.
+
+    The order is that of creation.
+
+    Raises:
+        psycopg.Error: the statement fails, as without the table; the caller translates it.
+    """
     rows = run(
         connection,
         "SELECT space, release, dim, metric, unit, side_space, side_dim, state, number, activated"
@@ -142,6 +190,7 @@ def find_space(connection: Connection, schema: str, space: str) -> SpaceInfo:
 
     Raises:
         IncompatibleSpaceError: the gallery does not have it.
+        psycopg.Error: the statement fails, as without the table; the caller translates it.
     """
     return space_of(read_spaces(connection, schema), space)
 
@@ -151,6 +200,9 @@ def items(
 ) -> list[StoredItem | None]:
     """Return items in the order of `labels`; None for missing ones.
 
+    A repeated label gives the same item again. An item without a vector in the space has neither
+    origin nor uncertainty.
+
     Args:
         connection: the connection.
         schema: schema of the gallery.
@@ -159,6 +211,7 @@ def items(
 
     Raises:
         IncompatibleSpaceError: the gallery does not have the space.
+        psycopg.Error: the statement fails, as without the table; the caller translates it.
     """
     wanted = [int(label) for label in labels]
     of_vector, join = "NULL, NULL", ""
@@ -177,7 +230,21 @@ def items(
 def items_where(
     connection: Connection, schema: str, where: str, values: Sequence[Any], limit: int
 ) -> list[StoredItem]:
-    """Return the items `i` that fulfil a condition, by label."""
+    """Return the items `i` that fulfil a condition, by label.
+
+    Args:
+        connection: the connection.
+        schema: schema of the gallery.
+        where: SQL on the row `i`, with a placeholder for each value.
+        values: the values.
+        limit: most items; 0 gives none.
+
+    Returns:
+        The items by increasing label, without origin and uncertainty.
+
+    Raises:
+        psycopg.Error: the statement fails, as without the table; the caller translates it.
+    """
     rows = run(
         connection,
         f"SELECT {_ITEM}, NULL, NULL FROM {schema}.items i WHERE {where} ORDER BY i.label LIMIT %s",
@@ -187,13 +254,22 @@ def items_where(
 
 
 def facets_of(connection: Connection, schema: str, labels: Labels) -> Mapping[int, Any]:
-    """Return the filter data (conditions.py) of items, by label; missing ones are left out."""
+    """Return the filter data (conditions.py) of items, by label; missing ones are left out.
+
+    Returns:
+        The parsed JSON of the column `facets`.
+
+    Raises:
+        psycopg.Error: the statement fails, as without the table; the caller translates it.
+    """
     query = f"SELECT label, facets FROM {schema}.items WHERE label = ANY(%s)"
     return dict(run(connection, query, [labels.tolist()]).fetchall())
 
 
 def count(connection: Connection, schema: str, space: str | None) -> int:
     """Return the number of items, or of vectors in a space.
+
+    It reads the whole table or an index of it.
 
     Args:
         connection: the connection.
@@ -202,6 +278,7 @@ def count(connection: Connection, schema: str, space: str | None) -> int:
 
     Raises:
         IncompatibleSpaceError: the gallery does not have the space.
+        psycopg.Error: the statement fails, as without the table; the caller translates it.
     """
     table = f"{schema}.items"
     if space is not None:
@@ -213,7 +290,14 @@ def count(connection: Connection, schema: str, space: str | None) -> int:
 def stored_rows(
     connection: Connection, schema: str, labels: Labels, info: SpaceInfo
 ) -> StoredVectors:
-    """Return the rows of a space for some labels, by label; missing ones are left out."""
+    """Return the rows of a space for some labels, by label; missing ones are left out.
+
+    Returns:
+        The rows by increasing label; a missing side-information is None. Nothing is checked.
+
+    Raises:
+        psycopg.Error: the statement fails, as without the table; the caller translates it.
+    """
     query = (
         "SELECT label, origin, uncertainty, embedding, side"
         f" FROM {table_of(schema, info.number)} WHERE label = ANY(%s) ORDER BY label"
@@ -227,15 +311,22 @@ def stored_rows(
 
 
 def random_labels(connection: Connection, table: str, count: int) -> Labels:
-    """Draw random labels of a table of vectors.
+    """Draw random labels of a table of vectors, not reproducibly.
+
+    Labels after a gap of deleted ones are drawn somewhat more often. If gaps would bias the draw
+    too much, the whole table is read.
 
     Args:
         connection: the connection.
         table: the table's name, quoted.
-        count: most labels to draw.
+        count: most labels to draw, at least 1.
 
     Returns:
-        Different labels, int64, increasing: `count`, or all if the table has fewer.
+        Different labels, int64, increasing: at least half of `count`, or all if the table has
+        fewer; none of an empty table.
+
+    Raises:
+        psycopg.Error: the statement fails, as without the table; the caller translates it.
     """
 
     def following(candidates: list[int]) -> Labels:
@@ -258,6 +349,7 @@ def epoch_of(connection: Connection, number: int) -> int:
 
     Raises:
         NotFoundError: the gallery was deleted.
+        psycopg.Error: the statement fails, as without the table; the caller translates it.
     """
     row = run(
         connection, "SELECT epoch FROM nobackfill.galleries WHERE number = %s", [number]
@@ -270,12 +362,27 @@ def epoch_of(connection: Connection, number: int) -> int:
 
 
 def states(connection: Connection, schema: str) -> dict[str, Any]:
-    """Return all values of the state."""
+    """Return all values of the state.
+
+    Returns:
+        The parsed value of each key; empty without any.
+
+    Raises:
+        psycopg.Error: the statement fails, as without the table; the caller translates it.
+    """
     return {key: json.loads(value) for key, value in run(connection, _STATES.format(schema))}
 
 
 def set_state(connection: Connection, schema: str, values: Mapping[str, Any]) -> None:
-    """Store JSON values of the state; None deletes one."""
+    """Store JSON values of the state; None deletes one.
+
+    Other keys stay. Readers are not notified, and the gallery's epoch stays.
+
+    Raises:
+        TypeError: a value cannot be written as JSON.
+        ValueError: a value contains NaN or infinity.
+        psycopg.Error: the statement fails, as without the table; the caller translates it.
+    """
     for key, value in values.items():
         run(connection, f"DELETE FROM {schema}.state WHERE key = %s", [key])
         if value is not None:

@@ -98,10 +98,24 @@ CREATE TABLE nobackfill.audit (
 
 
 def migrate(connection: Connection, to: int = FORMAT) -> int:
-    """Bring the database to a format, in the caller's transaction; the one that it had, 0 for none.
+    """Bring the database to a format, in the caller's transaction, and return the format that it
+    had.
 
-    Raises ConfigurationError for a format from which no step leads there, BusyError where a gateway
-    serves from the database.
+    Missing tables of the first format are created first. Others that migrate wait until the
+    transaction ends. A database that has the format already only gets what that format may lack.
+
+    Args:
+        connection: a connection inside a transaction.
+        to: the format, 1 to FORMAT. Going back deletes what older formats lack, such as the audit
+            and the records of upgrades.
+
+    Returns:
+        The former format; 0 if the database had none.
+
+    Raises:
+        ConfigurationError: `to` or the database's format is not one of 1 to FORMAT.
+        BusyError: the database must be converted, and a gateway serves from it.
+        psycopg.Error: a statement fails, as without rights.
     """
     run(connection, "SELECT pg_advisory_xact_lock(hashtext('nobackfill'))")
     for statement in _FIRST.split(";"):
@@ -187,16 +201,18 @@ CREATE TABLE {schema}.gate ()
 def prepare(connection: Connection) -> None:
     """Create what a database lacks, and convert it to this version's format.
 
-    It does nothing more in a database that is complete. Several gateways may call it at once.
+    It does nothing more in a database that is complete, except that it forgets old commits. Several
+    gateways may call it at once; they wait for each other. It works in one transaction.
 
     Args:
         connection: a connection outside a transaction.
 
     Raises:
-        ConfigurationError: the database has no UTF8, an old pgvector, or pgvector in another
-            schema; or the user may not create these things.
-        VerificationError: a newer version wrote the database.
+        ConfigurationError: the database has no UTF8, an old pgvector, pgvector in another schema,
+            or a format that a newer version wrote.
         BusyError: a gateway of an older version serves from it.
+        psycopg.Error: a statement fails, as without pgvector or the right to create things;
+            `Database.open` translates it.
     """
     encoding = connection.info.parameter_status("server_encoding")
     if encoding != "UTF8":
@@ -228,12 +244,20 @@ def prepare(connection: Connection) -> None:
 
 
 def schema_of(number: int) -> str:
-    """Return the name of a gallery's schema."""
+    """Return the name of a gallery's schema.
+
+    The gallery need not exist.
+    """
     return f"nobackfill_{number:d}"
 
 
 def create_gallery(connection: Connection, number: int, spec: SpaceSpec) -> None:
-    """Create the tables of a gallery with one active space."""
+    """Create the tables of a gallery with one active space.
+
+    Raises:
+        InvalidInputError: the space has no dimension, or more than MOST_DIM.
+        psycopg.Error: a statement fails, as if the schema exists; the caller translates it.
+    """
     schema = schema_of(number)
     for statement in _GALLERY.format(schema=schema).split(";"):
         run(connection, statement)
@@ -241,12 +265,22 @@ def create_gallery(connection: Connection, number: int, spec: SpaceSpec) -> None
 
 
 def drop_gallery(connection: Connection, number: int) -> None:
-    """Delete a gallery's schema with all its tables."""
+    """Delete a gallery's schema with all its tables.
+
+    A schema that does not exist is ignored. Call it within the transaction that deletes the
+    gallery's row.
+
+    Raises:
+        psycopg.Error: the statement fails, as without the table; the caller translates it.
+    """
     run(connection, f"DROP SCHEMA IF EXISTS {schema_of(number)} CASCADE")
 
 
 def table_of(schema: str, number: int) -> str:
-    """Return the name of a space's table."""
+    """Return the name of a space's table.
+
+    The table need not exist. The name needs no quotes.
+    """
     return f"{schema}.vectors_{number:d}"
 
 
@@ -260,7 +294,8 @@ def add_space(connection: Connection, schema: str, spec: SpaceSpec, state: State
         state: active, staging or previous.
 
     Raises:
-        InvalidInputError: the space has more than MOST_DIM dimensions.
+        InvalidInputError: the space has no dimension, or more than MOST_DIM.
+        psycopg.Error: a statement fails, as for a second active space or an id that exists.
     """
     if not 1 <= spec.dim <= MOST_DIM:
         raise InvalidInputError(
@@ -286,7 +321,19 @@ def add_space(connection: Connection, schema: str, spec: SpaceSpec, state: State
 def index_statements(
     schema: str, number: int, spec: SpaceSpec, concurrently: str = ""
 ) -> list[str]:
-    """Return the statements that create a space's graph; none if it has too many dimensions."""
+    """Return the statements that create a space's graph; none if it has too many dimensions.
+
+    A space of more than MOST_INDEXED dimensions gets a graph of 16-bit floats.
+
+    Args:
+        schema: schema of the gallery.
+        number: number of the space.
+        spec: the space.
+        concurrently: "CONCURRENTLY" to build while others write; "" keeps them waiting.
+
+    Returns:
+        One statement; none for more than MOST_HALF dimensions.
+    """
     if spec.dim > MOST_HALF:
         return []
     half = spec.dim > MOST_INDEXED

@@ -42,12 +42,15 @@ _numbers = count()
 
 
 def is_idle(connection: Connection) -> bool:
-    """Tell whether an error would end no transaction."""
+    """Tell whether a connection is in no transaction, so that an error would end none."""
     return connection.pgconn.transaction_status == pq.TransactionStatus.IDLE
 
 
 def rows_near(connection: Connection, statement: str, query: Vectors) -> list[tuple[int, bytes]]:
     """Run a prepared statement outside of a transaction.
+
+    A connection prepares each statement once and keeps up to 100. If the server has lost it, it is
+    prepared and executed once more.
 
     Args:
         connection: the connection.
@@ -55,7 +58,7 @@ def rows_near(connection: Connection, statement: str, query: Vectors) -> list[tu
         query: float32 [dim].
 
     Returns:
-        Label and binary vector of each row.
+        Label and binary vector of each row, in the statement's order; empty without rows.
 
     Raises:
         psycopg.Error: the statement failed.
@@ -112,11 +115,13 @@ class SpaceTable:
     ) -> None:
         """Describe a table.
 
+        Nothing is read.
+
         Args:
             schema: schema of the gallery.
             info: the space.
             excluded: a space whose items are left out; None leaves out none.
-            ef: candidates of its graph, unless a search asks for more.
+            ef: candidates of its graph, unless a search asks for more or sets others.
         """
         self.spec: SpaceSpec = info.spec
         self.ef = ef
@@ -135,6 +140,12 @@ class SpaceTable:
 
         A graph would be searched in vain for them, and then every row compared. None: there are
         enough for a graph.
+
+        Returns:
+            The labels, increasing, at most 2000; may be empty. None without an excluded space.
+
+        Raises:
+            psycopg.Error: the statement fails, as without the table; the caller translates it.
         """
         if self._excluded is None:
             return None
@@ -145,6 +156,15 @@ class SpaceTable:
 
         It binds the query if exact, the condition's values, the query, and a limit if there is a
         condition.
+
+        With more than MOST_INDEXED dimensions the graph orders by 16-bit floats. A search that is
+        not exact may return fewer rows than exist, in no strict order.
+
+        Args:
+            condition: a condition on the items; EVERYTHING needs no join.
+            exact: compare every row; equal distances by label.
+            limit: most rows; it is part of the text if the condition is EVERYTHING, and a
+                placeholder otherwise.
         """
         distance = f"v.embedding {self._operator} %s"
         order_by_graph = distance
@@ -170,7 +190,13 @@ class SpaceTable:
     def rows_of(
         self, connection: Connection, labels: Sequence[int], condition: Condition
     ) -> list[Any]:
-        """Return label and vector of those labels that pass a condition."""
+        """Return label and vector of those labels that pass a condition.
+
+        Labels without a row, and items of the excluded space, are left out. The rows have no order.
+
+        Raises:
+            psycopg.Error: the statement fails, as without the table; the caller translates it.
+        """
         statement = (
             f"SELECT v.label, v.embedding FROM {self._passing(condition)} AND v.label = ANY(%s)"
         )
@@ -189,6 +215,8 @@ class CandidateSource(Protocol):
         condition: Condition, ef: int,
     ) -> list[Any] | None:  # fmt: skip
         """Find candidates.
+
+        It may return more than `limit`, in any order. An error passes through the search.
 
         Args:
             connection: the connection.
@@ -222,6 +250,25 @@ class PostgresqlSearcher:
     def search(
         self, queries: Vectors, k: int, filtered: Filter | None = None, ef: int = 0
     ) -> Neighbours:
+        """Find the nearest items to each query; see `search` in this module.
+
+        Args:
+            queries: float32 [q, dim]; q may be 0.
+            k: most items for each query, at least 1.
+            filtered: only items that pass this filter; None means all.
+            ef: least number of candidates of the graph; 0 means EF, and above 1000 every row is
+                compared.
+
+        Returns:
+            Neighbours [q, k], nearest first, equal distances by label, padded with -1.
+
+        Raises:
+            InvalidInputError: a query or the filter is not valid.
+            GoneError: the gallery was deleted.
+            BusyError, UnavailableError: the database is busy, or does not answer, or the caller is
+                gone.
+            ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
+        """
         requests = [(self._table, queries)]
         return search(
             self._database, requests, k, condition_of(filtered), ef, candidates=self._candidates
@@ -239,20 +286,30 @@ def search(
 ) -> list[Neighbours]:
     """Search several tables of one gallery in one snapshot.
 
+    Tables without enough passing candidates are compared row by row, so that a filter never leaves
+    out hits. Within one call all tables have one width, the largest. With no queries a table's
+    neighbours have shape [0, k].
+
     Args:
         database: the database.
         requests: each table with its queries, float32 [q, dim].
-        k: most neighbours of each query.
+        k: most neighbours of each query, at least 1.
         condition: items must pass it.
-        ef: width of the graph search; 0 means the table's own.
-        candidates: finds candidates instead of the database's graphs.
+        ef: width of the graph search; 0 means the table's own, and at least k + 8. Above 1000, and
+            above MOST_HALF dimensions, every row is compared.
+        candidates: finds candidates instead of the database's graphs; None means the graphs.
 
     Returns:
-        The neighbours of all queries, for each table.
+        The neighbours of all queries, for each table: nearest first, equal distances by label,
+        padded with -1.
 
     Raises:
-        InvalidInputError: a query is not a valid vector.
-        UnavailableError: the database does not answer.
+        InvalidInputError: queries have another shape, or are no floats; UnusableRowsError names
+            those with a wrong norm, NaN or infinity.
+        UnavailableError: the database does not answer, or the caller is gone.
+        GoneError: the gallery or a table was deleted.
+        BusyError: no connection is free, or a statement takes too long.
+        ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
     """
     checked = [
         check_vectors(queries, table.spec.dim, what="queries", unit=table.spec.unit)
@@ -286,7 +343,12 @@ def search(
 
 
 def compares(spec: SpaceSpec, ef: int) -> bool:
-    """Tell whether a search with `ef` candidates reads every vector."""
+    """Tell whether a search with `ef` candidates reads every vector.
+
+    Args:
+        spec: the space.
+        ef: number of candidates; more than MAX_EF means all.
+    """
     return spec.dim > MOST_HALF or ef > MAX_EF
 
 
@@ -296,7 +358,17 @@ def _width(table: SpaceTable, k: int, ef: int) -> int:
 
 
 def widen(connection: Connection, width: int) -> None:
-    """Set the number of candidates, up to MAX_EF, until the end of the transaction."""
+    """Set the number of candidates, up to MAX_EF, until the end of the transaction.
+
+    It changes searches of this connection only.
+
+    Args:
+        connection: a connection inside a transaction.
+        width: number of candidates, 1 to MAX_EF.
+
+    Raises:
+        psycopg.Error: the width is out of range, or the connection is broken.
+    """
     run(connection, "SELECT set_config('hnsw.ef_search', %s, true)", [str(width)])
 
 
@@ -331,7 +403,14 @@ def _nearest(
 
 
 def by_graph(connection: Connection, table: SpaceTable, query: Vectors, k: int) -> Neighbours:
-    """Search one query [dim] by the graph alone, at its present width."""
+    """Search one query [dim] by the graph alone, at its present width.
+
+    Returns:
+        Neighbours of one query; fewer than `k`, padded with -1, if the graph finds no more.
+
+    Raises:
+        psycopg.Error: the statement fails, as without the table; the caller translates it.
+    """
     rows = _ask(connection, table, query, k + _EXTRA_CANDIDATES, EVERYTHING, exact=False)
     return rank_rows(table.spec, query, rows, k)
 
@@ -365,8 +444,17 @@ def _is_settled(rows: list[Any], k: int, scale: float) -> bool:
 def rank_rows(spec: SpaceSpec, query: Vectors, rows: list[Any], k: int) -> Neighbours:
     """Rank rows of label and vector by their distance to one query [dim].
 
+    Distances are computed from the vectors, as all engines do it. Further columns are ignored.
+
+    Args:
+        spec: the space.
+        query: float32 [dim].
+        rows: label and binary vector of each; may be empty.
+        k: most neighbours, at least 1.
+
     Returns:
-        The `k` nearest, as Neighbours of one query.
+        The `k` nearest as Neighbours of one query, equal distances by label, padded with -1 and
+        infinity.
     """
     if view.ranked is not None:
         neighbours = view.ranked(spec.metric == "cosine", query, rows, k)
@@ -403,8 +491,13 @@ class PostgresqlMatches:
     def labels(self) -> Labels:
         """Return the labels of all items that pass now, int64, increasing.
 
+        Each call reads the database again.
+
         Raises:
-            DeadlineError, CancelledError, UnavailableError: as Database.read.
+            GoneError: the gallery was deleted.
+            BusyError, UnavailableError: the database is busy, or does not answer, or the caller is
+                gone.
+            ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
         """
         query = f"SELECT i.label FROM {self._items} ORDER BY i.label"
         return self._database.read(
@@ -424,8 +517,13 @@ class PostgresqlMatches:
     def mask(self, labels: Labels) -> Mask:
         """Return which of `labels` (int64 [n], increasing) pass now, as bool [n].
 
+        Each call reads all labels that pass. A label without an item is False.
+
         Raises:
-            DeadlineError, CancelledError, UnavailableError: as Database.read.
+            GoneError: the gallery was deleted.
+            BusyError, UnavailableError: the database is busy, or does not answer, or the caller is
+                gone.
+            ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
         """
         return mask_of(np.asarray(labels), self.labels())
 
@@ -438,6 +536,12 @@ class PostgresqlFiltering:
         self._schema = schema
 
     def passing(self, filtered: Filter) -> PostgresqlMatches:
+        """Return the items that pass a filter; the database is read when they are used.
+
+        Raises:
+            InvalidInputError: the filter has too many tests, values or levels, a NaN, or an integer
+                of more than 64 bits.
+        """
         return PostgresqlMatches(self._database, self._schema, condition_of(filtered))
 
     def close(self) -> None:
@@ -448,11 +552,22 @@ def count_locked(database: Database, names: Collection[str]) -> int:
     """Count the items of several galleries, before adding some in the same transaction.
 
     Within Database.transact no other call counts one of them here, or deletes one, before the
-    transaction ends.
+    transaction ends; such calls wait. Without a transaction the locks end at once.
 
     Args:
         database: the database.
         names: names of galleries; unknown ones count 0.
+
+    Returns:
+        The sum of their items; 0 without names.
+
+    Raises:
+        GoneError: the gallery was deleted; nothing has changed.
+        BusyError: a lock is held for too long, or other calls change the same items.
+        UnavailableError: the database does not answer, or the outcome of the commit is unknown;
+            repeating the call is safe.
+        CannotWriteError: the database is full or read-only.
+        ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
     """
 
     def work(connection: Connection) -> int:

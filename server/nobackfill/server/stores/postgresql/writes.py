@@ -22,12 +22,24 @@ from nobackfill.vectors import Vectors
 
 
 def share_gate(connection: Connection, schema: str) -> None:
-    """Keep others from changing the gallery's spaces until the transaction ends."""
+    """Keep others from changing the gallery's spaces until the transaction ends.
+
+    It waits for a change of spaces that holds or awaits the gate.
+
+    Raises:
+        psycopg.Error: the statement fails, as without the table; the caller translates it.
+    """
     run(connection, f"LOCK TABLE {schema}.gate IN ROW SHARE MODE")
 
 
 def hold_gate(connection: Connection, schema: str) -> None:
-    """Keep all others from writing until the transaction ends; later ones queue behind this one."""
+    """Keep all others from writing until the transaction ends; later ones queue behind this one.
+
+    It waits for all who write now.
+
+    Raises:
+        psycopg.Error: the statement fails, as without the table; the caller translates it.
+    """
     run(connection, f"LOCK TABLE {schema}.gate IN EXCLUSIVE MODE")
 
 
@@ -35,6 +47,9 @@ def insert(
     connection: Connection, schema: str, batch: Batch, vectors: Sequence[CheckedVectors]
 ) -> tuple[PutResult, Labels, list[NDArray[np.bool_]]]:
     """Store a batch of items, as GalleryStore.put describes.
+
+    An item with the same digest keeps its label and vectors. Others are deleted, and stored again
+    with new labels. Metadata of kept items is replaced where the batch has some.
 
     Args:
         connection: the connection, within a transaction that shares the gate.
@@ -45,6 +60,10 @@ def insert(
     Returns:
         The result, the labels that were replaced, and for each of `vectors` the rows that were
         written.
+
+    Raises:
+        psycopg.Error: a statement fails, as after a collision with another put of the same ids; the
+            caller translates or repeats it.
     """
     rows = run(
         connection,
@@ -109,6 +128,12 @@ def _insert_items(
 def describe(connection: Connection, schema: str, described: list[tuple[int, str]]) -> None:
     """Replace the metadata of items, given by label as JSON texts; equal metadata is not
     written.
+
+    Labels that do not exist are ignored. Facets for filters change with the metadata. Without items
+    nothing runs.
+
+    Raises:
+        psycopg.Error: the statement fails, as without the table; the caller translates it.
     """
     if not described:
         return
@@ -123,7 +148,17 @@ def describe(connection: Connection, schema: str, described: list[tuple[int, str
 
 
 def live_labels(connection: Connection, table: str, labels: Labels, where: str = "TRUE") -> Labels:
-    """Return the labels, increasing, that a table has in a row that fulfils a condition."""
+    """Return the labels, increasing, that a table has in a row that fulfils a condition.
+
+    Args:
+        connection: the connection.
+        table: the table's name, quoted.
+        labels: int64 [n]; may be empty.
+        where: SQL on the table's columns, without placeholders.
+
+    Raises:
+        psycopg.Error: the statement fails, as without the table; the caller translates it.
+    """
     cursor = run(
         connection,
         f"SELECT label FROM {table} WHERE label = ANY(%s) AND {where} ORDER BY label",
@@ -138,6 +173,8 @@ def insert_vectors(
 ) -> None:  # fmt: skip
     """Add one row to a space's table for each label.
 
+    Without labels nothing is written.
+
     Args:
         connection: the connection, within a transaction.
         schema: schema of the gallery.
@@ -145,6 +182,9 @@ def insert_vectors(
         labels: one label for each.
         uncertainty: one value for each; None if unknown.
         replace: replace rows that exist.
+
+    Raises:
+        psycopg.Error: the statement fails, as for a label that has a row and no `replace`.
     """
     table = table_of(schema, checked.info.number)
     if replace and len(labels):
@@ -157,6 +197,20 @@ def locked_labels(
 ) -> Labels:
     """Lock the items that fulfil a condition, in the order of all transactions; returns their
     labels.
+
+    The locks last until the transaction ends.
+
+    Args:
+        connection: a connection inside a transaction.
+        schema: schema of the gallery.
+        where: SQL on the row `i`, with a placeholder for each value.
+        values: the values.
+
+    Returns:
+        int64, increasing; empty if no item fulfils it.
+
+    Raises:
+        psycopg.Error: the statement fails, as without the table; the caller translates it.
     """
     cursor = run(
         connection,
@@ -167,7 +221,13 @@ def locked_labels(
 
 
 def delete_labels(connection: Connection, schema: str, labels: Labels) -> None:
-    """Delete items whose rows are locked, and their vectors in every space."""
+    """Delete items whose rows are locked, and their vectors in every space.
+
+    Labels that do not exist are ignored.
+
+    Raises:
+        psycopg.Error: the statement fails, as without the table; the caller translates it.
+    """
     if not len(labels):
         return
     for info in read_spaces(connection, schema):
@@ -190,7 +250,13 @@ _SEEN: WeakKeyDictionary[Connection, set[str]] = WeakKeyDictionary()
 
 
 def make_frontiers(connection: Connection, schema: str) -> None:
-    """Create the table of frontiers, which galleries of older versions lack."""
+    """Create the table of frontiers, which galleries of older versions lack.
+
+    It does nothing if the table exists.
+
+    Raises:
+        psycopg.Error: the statement fails, as without the table; the caller translates it.
+    """
     run(
         connection,
         f"CREATE TABLE IF NOT EXISTS {schema}.frontiers"
@@ -199,7 +265,14 @@ def make_frontiers(connection: Connection, schema: str) -> None:
 
 
 def frontier(connection: Connection, schema: str, number: int) -> int:
-    """Return the frontier of a space; 0 if it was never checked."""
+    """Return the frontier of a space; 0 if it was never checked.
+
+    All items up to this label have a vector in the space. A gallery without the table of frontiers
+    gives 0.
+
+    Raises:
+        psycopg.Error: the statement fails, as without the table; the caller translates it.
+    """
     if not _has_frontiers(connection, schema):
         return 0
     return int(run(connection, f"SELECT {_of(schema, number)}").fetchone()[0])
@@ -220,6 +293,17 @@ def advance(connection: Connection, schema: str, number: int) -> None:
     """Move the frontier of a space, while others put items.
 
     It uses two transactions of one connection, because both must ask the same server.
+
+    It never moves back. It stops before the first item without a vector, and holds the gate only
+    briefly. The search for that item may read many rows.
+
+    Args:
+        connection: a connection outside a transaction.
+        schema: schema of the gallery.
+        number: number of the space.
+
+    Raises:
+        psycopg.Error: the statement fails, as without the table; the caller translates it.
     """
     with connection.transaction():
         # With the gate held, every transaction that took a label has ended: no label up to the last
@@ -244,7 +328,13 @@ def advance(connection: Connection, schema: str, number: int) -> None:
 
 
 def left_behind(connection: Connection, schema: str, number: int) -> int:
-    """Return the number of items without a vector in a space."""
+    """Return the number of items without a vector in a space.
+
+    Only items above the frontier are checked.
+
+    Raises:
+        psycopg.Error: the statement fails, as without the table; the caller translates it.
+    """
     missing = _lacking(schema, number, frontier(connection, schema, number))
     return int(run(connection, f"SELECT count(*) FROM {missing}").fetchone()[0])
 
@@ -259,8 +349,11 @@ def few_left(connection: Connection, schema: str, source: int, target: int) -> l
         target: number of the space that lacks them.
 
     Returns:
-        None if there are many, or they are too far behind the last label to be checked at each
-        search.
+        The labels, increasing, at most 2000; may be empty. None if there are more, or the source's
+        last label is more than 10000 above the target's frontier.
+
+    Raises:
+        psycopg.Error: the statement fails, as without the table; the caller translates it.
     """
     seen_schemas = _SEEN.setdefault(connection, set())
     frontier_sql = "0::bigint"
@@ -306,9 +399,12 @@ def _lacking(schema: str, number: int, label: int) -> str:
 def begin(connection: Connection, schema: str, spec: SpaceSpec) -> bool:
     """Create a staging space, and return True; return False if it exists, in whatever state.
 
+    No graph is made. Call it with the gate held.
+
     Raises:
-        IncompatibleSpaceError: the space exists with another dimension, metric or release.
-        InvalidInputError: it has too many dimensions for pgvector.
+        InvalidInputError: the space exists with another release, dimension, metric, norm or side
+            space, or has too many dimensions for pgvector.
+        psycopg.Error: the statement fails; the caller translates it.
     """
     for info in rows.read_spaces(connection, schema):
         if info.spec.space == spec.space:
@@ -340,6 +436,7 @@ def write_vectors(
 
     Raises:
         IncompatibleSpaceError: the gallery does not have the space.
+        psycopg.Error: the statement fails; the caller translates it.
     """
     info = rows.find_space(connection, schema, checked.info.spec.space)
     order = np.argsort(labels)
@@ -365,6 +462,8 @@ def flip(connection: Connection, schema: str, space: str, *, leave_behind: bool)
 
     If the space is active already, nothing changes.
 
+    Call it with the gate held. No vector changes.
+
     Args:
         connection: the connection, within a transaction.
         schema: schema of the gallery.
@@ -374,6 +473,7 @@ def flip(connection: Connection, schema: str, space: str, *, leave_behind: bool)
     Raises:
         IncompatibleSpaceError: the gallery does not have the space.
         PreconditionError: items lack a vector in it, and `leave_behind` is False.
+        psycopg.Error: the statement fails, as without the table; the caller translates it.
     """
     target = rows.find_space(connection, schema, space)
     if target.state != "active":
@@ -385,6 +485,9 @@ def rollback(connection: Connection, schema: str, *, leave_behind: bool) -> str:
 
     The space that was active becomes staging and keeps its vectors.
 
+    Call it with the gate held. If there are several previous spaces, it takes the one that was
+    activated last.
+
     Args:
         connection: the connection, within a transaction.
         schema: schema of the gallery.
@@ -393,6 +496,7 @@ def rollback(connection: Connection, schema: str, *, leave_behind: bool) -> str:
     Raises:
         NotFoundError: there is no previous space.
         PreconditionError: items lack a vector in it, and `leave_behind` is False.
+        psycopg.Error: the statement fails, as without the table; the caller translates it.
     """
     target = previous_of(rows.read_spaces(connection, schema))
     _activate(connection, schema, target, "staging", leave_behind)
@@ -401,6 +505,8 @@ def rollback(connection: Connection, schema: str, *, leave_behind: bool) -> str:
 
 def previous_of(spaces: Iterable[SpaceInfo]) -> SpaceInfo:
     """Return the space that was active before.
+
+    If there are several, it is the one that was activated last.
 
     Raises:
         NotFoundError: there is none.
@@ -432,9 +538,13 @@ def _activate(
 def drop_space(connection: Connection, schema: str, space: str) -> None:
     """Delete a space with its vectors.
 
+    The frontier of the space stays; numbers of spaces are never used again. Call it with the gate
+    held.
+
     Raises:
         IncompatibleSpaceError: the gallery does not have the space.
         PreconditionError: the space is the active one.
+        psycopg.Error: the statement fails, as without the table; the caller translates it.
     """
     info = rows.find_space(connection, schema, space)
     ensure_not_active(info)

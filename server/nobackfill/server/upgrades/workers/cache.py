@@ -36,6 +36,8 @@ class OpenCache(Generic[CacheKey, Opened]):
         If the last call had another key, its resources are closed first, and those of this work
         are opened.
 
+        They stay open until a call with another key; nothing closes them at the end of the process.
+
         Args:
             work: the work; it is only read when its resources are opened.
             key: identifies the work.
@@ -58,7 +60,7 @@ def write_files(files: Mapping[str, bytes], closing: ExitStack) -> Path:
     """Write files into a new temporary folder.
 
     Args:
-        files: content by published path.
+        files: content by published path, relative and below the folder; it is not checked.
         closing: closing this stack deletes the folder.
 
     Returns:

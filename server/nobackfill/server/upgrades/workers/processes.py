@@ -46,6 +46,27 @@ class Processes:
     def carry(self, work: UpgradeWork, pieces: Iterable[Piece]) -> Iterator[Labels]:
         """Hand out pieces, and yield the labels that were written of each piece when it ends; see
         Workers.carry.
+
+        Twice as many pieces as processes are under way. If the iterator ends early or raises,
+        pieces that wait are dropped, and those under way are waited for. A piece is given up after
+        five processes ended while they did it.
+
+        Args:
+            work: the upgrade.
+            pieces: the pieces; the next one is taken when a worker has time.
+
+        Yields:
+            The labels written of one piece, int64, increasing, in the order in which pieces end.
+
+        Raises:
+            UnavailableError: worker processes end again and again, or the database does not answer.
+            VerificationError: a model file differs from its signed digest, or an output is not
+                valid.
+            IncompatibleSpaceError: the gallery has lost the source or the target.
+            BusyError: the database is busy.
+            CannotWriteError: the database cannot write.
+            NotFoundError: the gallery was deleted.
+            OSError: the folder lacks a model file.
         """
         waiting = iter(pieces)
         retries: list[tuple[Piece, int]] = []
@@ -102,7 +123,11 @@ class Processes:
                 self._pool = None
 
     def close(self) -> None:
-        """End the workers; without workers, and at a second call, do nothing; see Workers.close."""
+        """End the workers; without workers, and at a second call, do nothing; see Workers.close.
+
+        It waits for the pieces under way; those that wait are dropped. A later `carry` starts new
+        processes.
+        """
         with self._lock:
             if self._pool is not None:
                 self._pool.shutdown(cancel_futures=True)

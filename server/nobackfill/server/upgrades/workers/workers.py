@@ -77,6 +77,8 @@ class Piece:
 def files_of(folder: Path, route: Route) -> dict[str, bytes]:
     """Read the model files of a route into memory (megabytes), by their published paths.
 
+    Files are not checked here.
+
     Args:
         folder: the publication folder.
         route: the route; one without steps has no files.
@@ -136,6 +138,8 @@ def migrate_piece(work: UpgradeWork, piece: Piece) -> Labels:
     for another work. Items that were deleted, and items that have a vector in the target already,
     are skipped.
 
+    A piece is written in chunks, each in a commit of its own; chunks before an error stay.
+
     Args:
         work: the upgrade.
         piece: the items.
@@ -149,6 +153,10 @@ def migrate_piece(work: UpgradeWork, piece: Piece) -> Labels:
         UnavailableError: the database does not answer for a minute.
         CannotWriteError: the database cannot write.
         OSError: `work.files` is a folder without one of the model files.
+        GoneError: the gallery was deleted.
+        BusyError: the database is busy.
+        InvalidInputError: an output is not valid for the target.
+        ConfigurationError: the database refuses the connection.
     """
     return _open_upgrades.of(work, work.key).carry(piece)
 
@@ -166,20 +174,26 @@ class Workers(Protocol):
         """Hand out pieces, and yield the labels that were written of each piece when it ends.
 
         The order of the results is not that of `pieces`. A piece whose worker ends is given to
-        another one.
+        another one. Without pieces nothing is yielded.
 
         Args:
             work: the upgrade.
             pieces: the pieces; the next one is taken when a worker has time.
 
+        Yields:
+            The labels, int64, increasing; perhaps none.
+
         Raises:
             NobackfillError: as `migrate_piece`; raised once the pieces under way have ended.
             UnavailableError: workers end again and again, or there are none.
+            OSError: as `migrate_piece`.
         """
         ...
 
     def close(self) -> None:
-        """End the workers; without workers, and at a second call, do nothing."""
+        """End the workers, after the pieces under way; without workers, and at a second call, do
+        nothing.
+        """
         ...
 
 
@@ -191,6 +205,8 @@ class Cluster(Workers, Protocol):
     ) -> Iterator[Result]:
         """Call a function for each part on some worker, and yield the results as the calls end.
 
+        The order of the results is not that of `parts`.
+
         Args:
             do: the function; a call may be repeated on another worker.
             work: the first argument of every call; it is sent to each node once.
@@ -199,6 +215,7 @@ class Cluster(Workers, Protocol):
         Raises:
             NobackfillError: as `do`; raised once the calls under way have ended.
             UnavailableError: workers end again and again, or there are none.
+            Exception: any other error of `do`.
         """
         ...
 
@@ -208,6 +225,8 @@ class ByWorkers:
 
     def __init__(self, workers: Workers, files: Path) -> None:
         """Take over workers.
+
+        Nothing is started or read yet.
 
         Args:
             workers: the workers; `close` ends them.
@@ -233,7 +252,8 @@ class ByWorkers:
             The result; its `stopped` is True if `should_stop` was.
 
         Raises:
-            NobackfillError: as `run_by_workers`.
+            NobackfillError: each class that `run_by_workers` names.
+            AssertionError: the gallery is not in PostgreSQL, which the settings exclude.
         """
         assert isinstance(store, PostgresqlGallery), "the settings refuse workers with a folder"
         work = UpgradeWork(
@@ -245,7 +265,10 @@ class ByWorkers:
         )
 
     def close(self) -> None:
-        """End the workers; a second call does nothing."""
+        """End the workers; a second call does nothing.
+
+        It waits for the pieces under way.
+        """
         self._workers.close()
 
 
@@ -258,6 +281,9 @@ def run_by_workers(
     The missing items are handed out in passes, until a whole pass finds none. Running it again
     continues where an earlier run ended.
 
+    Listeners of the store hear of the labels of each piece, and at an error of all labels that may
+    have been written.
+
     Args:
         store: the gallery.
         workers: the workers.
@@ -267,12 +293,19 @@ def run_by_workers(
             have ended.
 
     Returns:
-        The number of vectors that were written, and of items without one.
+        The number of vectors that were written, of items without one, and whether `should_stop`
+        ended it.
 
     Raises:
         NobackfillError: as `migrate_piece`.
-        UnavailableError: no worker is left.
+        UnavailableError: no worker is left, or the database does not answer.
         BusyError: the gallery could not be locked; try again.
+        VerificationError: a model file differs from its signed digest, or an output is not valid.
+        InvalidInputError: the target exists as another space, or has too many dimensions.
+        IncompatibleSpaceError: the gallery has no such source, or has lost a space.
+        GoneError: the gallery was deleted.
+        CannotWriteError: the database cannot write.
+        OSError: the folder lacks a model file.
     """
     store.add_staging_space(work.target)
     windows = store.windows(work.source, work.target, work.route.reads_side)
