@@ -140,6 +140,13 @@ def test_unanswerable_queries_are_left_out_of_the_mean() -> None:
         mean(cmc(Ranking([np.array([], int)], np.array([0])), 1))
 
 
+def test_an_empty_gallery_has_nothing_relevant() -> None:
+    relevance = same_label([0, 1], np.empty(0, np.int64))
+    assert [len(one) for one in relevance.relevant] == [0, 0]
+    ranked = rank(np.eye(2), np.empty((0, 2)), relevance)
+    assert np.isnan(average_precision(ranked)).all()
+
+
 def test_score_gives_the_three_figures() -> None:
     queries, query_labels, gallery, gallery_labels = data(0)
     relevance = same_label(query_labels, gallery_labels)

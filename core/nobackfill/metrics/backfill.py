@@ -176,7 +176,8 @@ def class_shares(labels: ArrayLike, order: Ints, step: float = 0.02) -> NDArray[
             whole number.
 
     Returns:
-        [s], ascending, from 0 to 1. Steps that end in the same class are one point.
+        [s], ascending from 0; the last is 1, with the exception that `step` names. Steps that end
+        in the same class are one point.
 
     Raises:
         ZeroDivisionError: The step is 0.

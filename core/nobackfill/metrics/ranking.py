@@ -58,7 +58,7 @@ def same_label(
 
     Args:
         query_labels: [q].
-        gallery_labels: [g].
+        gallery_labels: [g]; none give no relevant items.
         query_images: Identity of each query image, [q], if both sets overlap: all gallery items
             with the query's identity are ignored. None: nothing is ignored.
         gallery_images: Identity of each gallery image, [g]; give both or neither.
@@ -76,7 +76,9 @@ def same_label(
         )
     order = np.argsort(gallery_labels, kind="stable").astype(np.int64)
     values, starts = np.unique(gallery_labels[order], return_index=True)
-    by_label = dict(zip(values.tolist(), np.split(order, starts[1:]), strict=True))
+    # Without labels, np.split would give one empty part.
+    parts = np.split(order, starts[1:]) if len(values) else []
+    by_label = dict(zip(values.tolist(), parts, strict=True))
     none = np.empty(0, np.int64)
     relevant = [by_label.get(label, none) for label in query_labels.tolist()]
     if query_images is None and gallery_images is None:

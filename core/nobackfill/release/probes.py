@@ -93,7 +93,7 @@ def check_probes(
             model whose file is missing in a folder is skipped. A draft must have all of them.
         manifest: The release.
         upgrades: Check the upgrades from these releases; None: from all. Other numbers are ignored.
-        threads: Threads of each session.
+        threads: Threads of each session, at least 1.
         rows: Upgrades run on at least this many rows, by repeating the probes: many rows may need
             more memory or time.
 
