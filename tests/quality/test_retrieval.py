@@ -9,7 +9,12 @@ from nobackfill.metrics.retrieval import mean, search_and_score
 from nobackfill.quality.cells import parse_cell
 from nobackfill.quality.criterion import compute_criteria
 from nobackfill.quality.embedded import PublishedListing, cell_vectors
-from nobackfill.quality.retrieval import evaluate_cells, measure_cell, search_cell
+from nobackfill.quality.retrieval import (
+    evaluate_cells,
+    measure_cell,
+    search_and_measure,
+    search_cell,
+)
 from nobackfill.release.trust.trust import read_publication
 from nobackfill.vectors import Vectors
 from tests.training.life import Life
@@ -92,3 +97,9 @@ def test_longer_queries_meet_raw_vectors_by_their_first_elements(life: Life) -> 
         search_cell(parse_cell("2/1"), both, both, relevance)
     with pytest.raises(InvalidInputError, match="dimensions 8 and 16 cannot be compared"):
         cell_vectors(parse_cell("1/2"), both, both)
+
+
+def test_a_search_without_queries_has_empty_figures() -> None:
+    nobody, items = np.empty((0, 3), np.float32), np.eye(3, dtype=np.float32)
+    figures = search_and_measure(nobody, items, same_label([], [0, 1, 2]), neighbours=2)
+    assert (len(figures.map), figures.neighbours.shape) == (0, (0, 2))

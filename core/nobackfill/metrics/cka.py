@@ -17,8 +17,8 @@ def linear_cka(x: Floats, y: Floats) -> float:
         y: [n, b], of the same images.
 
     Returns:
-        0 to 1; 0 if one side is constant (FCT's "no side-information"); NaN without images, or if a
-        value is NaN or infinite.
+        0 to 1; 0 if one side is constant (FCT's "no side-information"), and without images; NaN if
+        a value is NaN or infinite.
 
     Raises:
         ValueError: A side is not two-dimensional, or they have different numbers of rows.

@@ -113,10 +113,13 @@ def search_and_measure(
         neighbours: Number of nearest items to return for each query without ignored ones; fewer if
             there are no more. All queries get as many as the one that has fewest. 0: none.
 
+    Returns:
+        The figures; without queries each is empty.
+
     Raises:
         ValueError: Relevance for another number of queries, shapes that do not fit, values that are
             not finite, a zero vector with cosine, or an unknown metric. Also `neighbours` without
-            queries or items.
+            items.
         IndexError: Relevance names a position outside the gallery.
     """
     ranking = rank(queries, gallery, relevance, metric)
@@ -145,6 +148,8 @@ def _without_ignored(
     masks = [
         ~np.isin(row, ignored) for row, ignored in zip(positions, relevance.ignored, strict=True)
     ]
+    if not masks:
+        return positions[:, :most], distances_[:, :most]
     width = min(most, *map(np.count_nonzero, masks))
     rows = [np.flatnonzero(row)[:width] for row in masks]
     return np.take_along_axis(positions, np.stack(rows), 1), np.take_along_axis(
