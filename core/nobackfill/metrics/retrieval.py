@@ -108,6 +108,9 @@ def compute_figures(ranking: Ranking) -> dict[str, PerQuery]:
     item.
 
     `map` is the average precision of each query; its mean is mAP.
+
+    Args:
+        ranking: Ranks of the relevant items of q queries.
     """
     return {
         "cmc1": cmc(ranking, 1),

@@ -35,7 +35,8 @@ class CellName:
 
     @property
     def is_raw(self) -> bool:
-        """Tell whether vectors of another release are searched as they are."""
+        """Tell whether vectors of another release are searched as they are. False for a release's
+        own vectors and for migrated ones."""
         return self.gallery != (self.query,) and len(self.gallery) == 1
 
 

@@ -33,7 +33,10 @@ UNSEEN_COPIES = 4
 
 def sizes(shared: Shared) -> list[MethodRow]:
     """List FCT with other widths of h (Table 11; a quarter is `fct_small`), and other sizes of
-    side-information, in numbers and in bits (appendix G)."""
+    side-information, in numbers and in bits (appendix G).
+
+    Nothing is trained; each row only describes its runs.
+    """
     preset, simclr = shared.place.preset, shared.side("simclr")
     dim, inner = preset.side_encoder["side_info_dim"], preset.upgrade["inner_dim"]
     assert isinstance(dim, int) and isinstance(inner, int)
@@ -58,7 +61,10 @@ def sizes(shared: Shared) -> list[MethodRow]:
 
 def parts(shared: Shared) -> list[MethodRow]:
     """List our method without one of its parts, in smaller sizes, with labels and with other
-    methods' views; other methods with our views; and parts that neither has."""
+    methods' views; other methods with our views; and parts that neither has.
+
+    Nothing is trained; each row only describes its runs.
+    """
     simclr, preset = shared.side("simclr"), shared.place.preset
     inner = preset.upgrade["inner_dim"]
     assert isinstance(inner, int)
@@ -129,6 +135,8 @@ def adapted(shared: Shared) -> list[MethodRow]:
     They are BT2, with a quarter more dimensions than the independent model (the paper's 32 and
     128), and lambda-orthogonality: searched directly, and with our upgrade from old to adapted
     space.
+
+    Nothing is trained; each row only describes its runs.
     """
     dim = shared.place.preset.embedder["embedding_dim"]
     assert isinstance(dim, int)
@@ -147,6 +155,8 @@ def stationary(shared: Shared) -> list[MethodRow]:
 
     The row has an old model of its own. Its new model does not begin from the common warm-up, which
     another classifier trained.
+
+    Nothing is trained; each row only describes its runs.
     """
     place, split = shared.place, shared.split
     head: dict[str, Any] = {
@@ -176,6 +186,8 @@ def architectures(shared: Shared) -> list[MethodRow]:
     Each pair has the strongest compatible methods, other upgrades and ours. The networks are those
     for small images (`nobackfill.training.networks.backbones`), so that a CPU can train them. DMU's
     appendix B goes from a CNN to a transformer.
+
+    Nothing is trained; each row only describes its runs.
     """
     return [row for pair in PAIRS for row in _pair(shared, pair)]
 
@@ -250,6 +262,8 @@ def side_information(shared: Shared) -> list[MethodRow]:
 
     Each objective has 32, 64 and 128 bytes per item. A closed-form map reads them, so that rows
     differ by the content of psi and not by the training of a network.
+
+    Nothing is trained; each row only describes its runs.
     """
     return [
         _row(shared, row_in(SIDE, "none")),
@@ -299,7 +313,10 @@ VARIANTS = (Name.BCT_WIDE, Name.BCT_RELU, Name.BCT_SOFTMAX_TO_COSINE)
 
 
 def compatible(shared: Shared) -> list[MethodRow]:
-    """List independent training, BCT's and UniBCT's methods, and their baselines."""
+    """List independent training, BCT's and UniBCT's methods, and their baselines.
+
+    Nothing is trained; each row only describes its runs.
+    """
     rows = [MethodRow(Name.INDEPENDENT, shared.old, shared.new)]
     for name, (method, options) in COMPATIBLE.items():
         rows.append(MethodRow(name, shared.old, shared.compatible(name, method, **options)))
@@ -308,7 +325,10 @@ def compatible(shared: Shared) -> list[MethodRow]:
 
 def dmu(shared: Shared) -> list[MethodRow]:
     """List DMU, its ablations (Table 4), other weights (Table 3), regression (Table 7), and half
-    and twice the width of psi (Table 5)."""
+    and twice the width of psi (Table 5).
+
+    Nothing is trained; each row only describes its runs.
+    """
     rows = []
     for name, options in DMU.items():
         run = shared.compatible(name, "dmu", **options)
@@ -322,7 +342,10 @@ def dmu(shared: Shared) -> list[MethodRow]:
 
 
 def arcface(shared: Shared) -> list[MethodRow]:
-    """List FCT D.7: old and new model under ArcFace, with h's output normalised in training."""
+    """List FCT D.7: old and new model under ArcFace, with h's output normalised in training.
+
+    Nothing is trained; each row only describes its runs.
+    """
     place, split, simclr = shared.place, shared.split, shared.side("simclr")
     head: dict[str, Any] = {
         "head": "arcface",
@@ -347,7 +370,10 @@ def arcface(shared: Shared) -> list[MethodRow]:
 
 
 def variants(shared: Shared) -> list[MethodRow]:
-    """List BCT Table 3: twice the dimension, and the two failures that it reports."""
+    """List BCT Table 3: twice the dimension, and the two failures that it reports.
+
+    Nothing is trained; each row only describes its runs.
+    """
     place, split = shared.place, shared.split
     dim = place.preset.embedder["embedding_dim"]
     assert isinstance(dim, int)
@@ -367,7 +393,10 @@ def variants(shared: Shared) -> list[MethodRow]:
 
 
 def maps(shared: Shared) -> list[MethodRow]:
-    """List closed-form maps, and the control that predicts class centres."""
+    """List closed-form maps, and the control that predicts class centres.
+
+    Nothing is trained; each row only describes its runs.
+    """
     simclr = shared.side("simclr")
     control = {"classes": shared.split.new}
     return [
@@ -385,6 +414,8 @@ def transforms(shared: Shared) -> list[MethodRow]:
 
     FCT varies in its side-information, its size and its loss. A row with multi-crop is left out if
     the preset's SimCLR has small crops already. The rows of `best` come last.
+
+    Nothing is trained; each row only describes its runs.
     """
     place, split, simclr = shared.place, shared.split, shared.side("simclr")
     inner = place.preset.upgrade["inner_dim"]
@@ -416,7 +447,10 @@ def transforms(shared: Shared) -> list[MethodRow]:
 
 
 def best(shared: Shared) -> list[MethodRow]:
-    """List FastFill and ours with and without side-information, ours after DMU, and int8."""
+    """List FastFill and ours with and without side-information, ours after DMU, and int8.
+
+    Nothing is trained; each row only describes its runs.
+    """
     simclr = shared.side("simclr")
     residual = shared.upgrade_row(Name.RESIDUAL_SIMCLR, "residual", simclr)
     return [
@@ -432,7 +466,10 @@ def best(shared: Shared) -> list[MethodRow]:
 
 
 def core(shared: Shared) -> list[MethodRow]:
-    """List what a machine without an accelerator compares on CIFAR-100 within hours."""
+    """List what a machine without an accelerator compares on CIFAR-100 within hours.
+
+    Nothing is trained; each row only describes its runs.
+    """
     simclr = shared.side("simclr")
     names = {Name.INDEPENDENT, Name.BCT, Name.BCT_SYS, Name.UNIBCT}
     return [
@@ -450,7 +487,10 @@ def core(shared: Shared) -> list[MethodRow]:
 def public_protocol(shared: Shared) -> list[MethodRow]:
     """List the rows of FCT's public CIFAR-100 protocol, and ours.
 
-    `pages.PAPER_FIGURES` has what the papers print for them."""
+    `pages.PAPER_FIGURES` has what the papers print for them.
+
+    Nothing is trained; each row only describes its runs.
+    """
     simclr = shared.side("simclr")
     return [
         *(row for row in compatible(shared) if row.name in (Name.INDEPENDENT, Name.BCT)),
@@ -464,7 +504,10 @@ def public_protocol(shared: Shared) -> list[MethodRow]:
 
 
 def core_unseen(shared: Shared) -> list[MethodRow]:
-    """List the rows of `core` that need no second training of an image model."""
+    """List the rows of `core` that need no second training of an image model.
+
+    Nothing is trained; each row only describes its runs.
+    """
     names = {
         Name.INDEPENDENT,
         Name.AFFINE,

@@ -40,6 +40,8 @@ def limits(shared: Shared) -> list[MethodRow]:
     """List the limits: an affine map fitted on the tested items, and, if the tested classes are
     unseen, our method trained on other images of them.
 
+    Nothing is trained; each row only describes its runs.
+
     Returns:
         One row on seen classes, two on unseen ones. Their images must be made by `prepare`.
     """
@@ -76,6 +78,8 @@ def chains(shared: Shared) -> list[MethodRow]:
     """List v1 -> v2 -> v3: FCT in two hops and directly (section 4.4), BCT and DMU in turn.
 
     A split without chains has no such rows.
+
+    Nothing is trained; each row only describes its runs.
     """
     split = shared.split
     if split.first_of_chain is None or split.second_of_chain is None:
@@ -125,6 +129,8 @@ def long_chain(shared: Shared) -> list[MethodRow]:
 
     There is a row for each number of updates, with the side-information that g predicts, and one
     without. A split without chains has no such rows.
+
+    Nothing is trained; each row only describes its runs.
     """
     split, place = shared.split, shared.place
     if split.first_of_chain is None:
@@ -160,6 +166,8 @@ def foreign(shared: Shared) -> list[MethodRow]:
     """List FCT appendix B: the same models in domains that none of them was trained on.
 
     A split without chains has no such rows.
+
+    Nothing is trained; each row only describes its runs.
     """
     if shared.split.first_of_chain is None:
         return []
@@ -183,6 +191,8 @@ def disjoint(shared: Shared) -> list[MethodRow]:
     """List FCT appendix I: phi_new, h and the test have only classes that phi_old never saw.
 
     A split without chains has no such rows.
+
+    Nothing is trained; each row only describes its runs.
     """
     place, split = shared.place, shared.split
     if split.first_of_chain is None:
@@ -209,6 +219,8 @@ def new_data(shared: Shared) -> list[MethodRow]:
 
     Row `lwf` of the comparison uses all images, as the other methods do. A split without chains has
     no such rows.
+
+    Nothing is trained; each row only describes its runs.
     """
     place, split = shared.place, shared.split
     if split.first_of_chain is None:
@@ -224,6 +236,8 @@ def noise(shared: Shared) -> list[MethodRow]:
     """List UniBCT's prototypes with a fifth of wrong labels in the new training set.
 
     A split without chains has no such rows.
+
+    Nothing is trained; each row only describes its runs.
     """
     if shared.split.first_of_chain is None:
         return []
@@ -250,6 +264,8 @@ def allocations(shared: Shared) -> list[MethodRow]:
 
     Each training takes as many steps as one on all images would, so that fewer images do not mean
     less training. A split without chains has no such rows.
+
+    Nothing is trained; each row only describes its runs.
     """
     if shared.split.first_of_chain is None:
         return []

@@ -211,11 +211,13 @@ def publish(
 def lock_publication(repo: Path) -> Iterator[None]:
     """Hold the lock of an existing publication folder during the block.
 
+    The lock file lies next to the folder, and stays there.
+
     Raises:
         BusyError: Another publisher holds it; it is not waited for.
         CannotWriteError: The folder is a mount point, so that nothing can be renamed into it, or
             the lock file cannot be made.
-        OSError: The folder is missing.
+        OSError: The folder is missing; the lock file may stay.
     """
     folder = repo.absolute()
     with durable.lock_file(lock_path(repo)):

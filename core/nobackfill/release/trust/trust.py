@@ -964,6 +964,8 @@ class Trust:
     def signed_paths(self) -> list[str]:
         """Return the published paths of all signed files, sorted.
 
+        Files of withdrawn releases are among them. Metadata files are not.
+
         Raises:
             NotFoundError: Nothing was fetched yet.
         """
@@ -1280,6 +1282,10 @@ def read_publication(model_repo: Path, state: Path | None = None) -> Publication
 
 def require_release(number: int, published: Mapping[int, Manifest]) -> Manifest:
     """Return the manifest of a published release.
+
+    Args:
+        number: Number of the release.
+        published: The releases that may be used, by number.
 
     Raises:
         ConfigurationError: No such release; the message lists those that exist.
