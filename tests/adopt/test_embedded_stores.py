@@ -15,6 +15,7 @@ from nobackfill.adopt.pairs import read_all
 from nobackfill.adopt.sources.opening import open_source
 from nobackfill.adopt.sources.source import Reversible, Target
 from nobackfill.errors import BusyError, InvalidInputError, NotFoundError
+from nobackfill.plugins.sqlite_vec import VecDatabase
 from nobackfill.vectors import Vectors
 from tests.adopt.stores import MADE, Lance, SqliteVec
 
@@ -190,6 +191,15 @@ def test_texts_of_an_ordinary_table_make_a_row_stale(sqlite: SqliteVec) -> None:
     assert carry(source, wanted, MAP).write_count == 1
     with pytest.raises(InvalidInputError, match=r"no column 'body'; .* TABLE\.COLUMN"):
         source.column(next(source.windows(300)), "body")
+
+
+def test_a_failed_rename_in_sqlite_leaves_no_setting(sqlite: SqliteVec) -> None:
+    sqlite.connection.execute("CREATE TABLE other (id integer)")
+    database = VecDatabase(str(sqlite.path))
+    with pytest.raises(InvalidInputError, match="already another table"):
+        database.rename("docs", "other")
+    assert database.all("PRAGMA legacy_alter_table") == [(0,)]
+    assert sqlite.names() == sorted(MADE.ids)
 
 
 def test_sqlite_refuses_by_name(sqlite: SqliteVec) -> None:

@@ -573,6 +573,7 @@ class LanceSource:
         Raises:
             BusyError: Another migration of the table runs.
             CannotWriteError: The lock file cannot be created.
+            OSError: The file system has no locks.
         """
         path = Path(self._folder).resolve() / f".{self._name}-nobackfill.lock"
         return lock_by_file(path, self._name)
@@ -625,7 +626,7 @@ class LanceSource:
 
         A row counts as written if its new vector differs from the one that a migration made, or if
         it has no old vector. Rows without any vector do not count. Names change in one version of
-        the table, after written rows lost their old vector.
+        the table, after written rows lost their old vector; an error in between leaves the names.
 
         Args:
             to: Ignored: the column's metadata has the former name.

@@ -285,16 +285,18 @@ class VecDatabase:
         Raises:
             BusyError: Others hold the file for longer than 10 s.
             ConfigurationError: The file is read-only.
-            InvalidInputError: Any other error of SQLite, such as a full disk or a dropped table.
+            InvalidInputError: A table has the new name, or SQLite reports another error.
         """
         # Without it, SQLite writes the new name into triggers and views.
         before = self.all("PRAGMA legacy_alter_table")[0][0]
         self.all("PRAGMA legacy_alter_table = ON")
-        for name in self.tables():
-            end = name.removeprefix(old) if name.startswith(old) else ""
-            if name == old or _SHADOWS.fullmatch(end):
-                self.all(f"ALTER TABLE {_quoted(name)} RENAME TO {_quoted(new + end)}")
-        self.all(f"PRAGMA legacy_alter_table = {int(before)}")
+        try:
+            for name in self.tables():
+                end = name.removeprefix(old) if name.startswith(old) else ""
+                if name == old or _SHADOWS.fullmatch(end):
+                    self.all(f"ALTER TABLE {_quoted(name)} RENAME TO {_quoted(new + end)}")
+        finally:
+            self.all(f"PRAGMA legacy_alter_table = {int(before)}")
 
     def facts(self, name: str) -> dict[str, str]:
         """Return what is noted about a table: `map`, `model`, `of`, `flipped`; {} for nothing.
@@ -920,6 +922,7 @@ class SqliteVecSource:
         Raises:
             BusyError: Another migration in the same file runs.
             CannotWriteError: The lock file cannot be created.
+            OSError: The file system has no locks.
         """
         path = Path(self._database.path).resolve()
         return lock_by_file(path.with_name(f"{path.name}-nobackfill.lock"), self._table.name)

@@ -386,8 +386,9 @@ def compare(key: str, comparison: str, value: object) -> Filter:
         comparison: ==, !=, >, >=, <, <=, in or `not in`. With !=, and `not in`, items without the
             key pass.
         value: A text, number or flag; a list of them for in and `not in`, where an empty list
-            passes no item, and all; None is a missing key. The order of texts is that of dates and
-            times in RFC 3339.
+            passes no item, and all; None is a missing key, and has no order, so that no item passes
+            >, >=, < and <=. NaN is not refused here. The order of texts is that of dates and times
+            in RFC 3339.
 
     Raises:
         InvalidInputError: Another operator, or a value that it cannot compare with.
