@@ -114,7 +114,10 @@ class UpgradeInputs:
 
     @property
     def labelled_views(self) -> int:
-        """The number of first views of `rows` that show one image, and therefore have its label."""
+        """The number of first views of `rows` that show one image, and therefore have its label.
+
+        It is at least 1, because the image itself is the first view.
+        """
         return self.rows["new"].shape[1] - self.config.mixed_views
 
     def labelled(self) -> tuple[Tensor, Tensor]:

@@ -78,7 +78,7 @@ class AlternateObjective(Objective):
         return {"classification": self.head(self.encoder.encode(pixels), batch["labels"])}
 
     def trained_parts(self) -> nn.ModuleDict:
-        """Return the parts encoder and head."""
+        """Return the parts encoder and head; only the encoder is published."""
         return nn.ModuleDict({"encoder": self.encoder, "head": self.head})
 
 
@@ -136,7 +136,7 @@ class AutoencoderObjective(Objective):
         return {"reconstruction": F.mse_loss(self.decoder(self.encoder.encode(pixels)), pixels)}
 
     def trained_parts(self) -> nn.ModuleDict:
-        """Return the parts encoder and decoder."""
+        """Return the parts encoder and decoder; only the encoder is published."""
         return nn.ModuleDict({"encoder": self.encoder, "decoder": self.decoder})
 
 
@@ -220,7 +220,7 @@ class SimclrObjective(Objective):
         return terms
 
     def trained_parts(self) -> nn.ModuleDict:
-        """Return the parts encoder and projection."""
+        """Return the parts encoder and projection; only the encoder is published."""
         return nn.ModuleDict({"encoder": self.encoder, "projection": self.projection})
 
 
@@ -286,7 +286,7 @@ class VicregObjective(Objective):
         }
 
     def trained_parts(self) -> nn.ModuleDict:
-        """Return the parts encoder and expander."""
+        """Return the parts encoder and expander; only the encoder is published."""
         return nn.ModuleDict({"encoder": self.encoder, "expander": self.expander})
 
 
@@ -345,7 +345,11 @@ class DistilledObjective(Objective):
             teacher.lerp_(student.detach(), 1 - MOMENTUM)
 
     def trained_parts(self) -> nn.ModuleDict:
-        """Return the parts encoder, projection, predictor and teacher."""
+        """Return the parts encoder, projection, predictor and teacher.
+
+        The encoder is the student's, and only it is published. The teacher holds an encoder of its
+        own, so that a resumed run has the same average.
+        """
         return nn.ModuleDict(
             {
                 "encoder": self.student.encoder,

@@ -14,6 +14,8 @@ def command_app(name: str, main: Callable[..., None], epilog: str) -> typer.Type
 
     A NobackfillError is printed on stderr as "NAME: sentence", and the command exits with the
     error's exit code; after an interrupt it exits with 130. Other exceptions show a traceback.
+    Arguments that typer itself refuses exit with 2. The command has no completion, and its
+    parameters and help are those of `main`.
 
     Args:
         name: the command's name in messages.

@@ -9,6 +9,8 @@ from nobackfill.errors import ConfigurationError
 def refuse() -> NoReturn:
     """Print on stderr why there is no comparison and how to run one, and exit with 78.
 
+    It looks at nothing: callers check that nobackfill.research is missing.
+
     Raises:
         SystemExit: always.
     """

@@ -159,7 +159,10 @@ class EvaluationData:
         return self.texts if self.images is None else self.images
 
     def for_images(self) -> TextListing | None:
-        """Return the texts that are queries for images; None without images or texts."""
+        """Return the texts that are queries for images; None without images or texts.
+
+        Without images, texts are a gallery of their own, see `listing`.
+        """
         return None if self.images is None else self.texts
 
     def check(self, manifests: Mapping[int, Manifest]) -> None:

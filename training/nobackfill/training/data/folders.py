@@ -28,7 +28,10 @@ _PART = 10_000
 
 
 def require_classes(listing: ImageListing, least: int = 2) -> None:
-    """Raise InvalidInputError if a listing has fewer than `least` classes; empty ones count."""
+    """Raise InvalidInputError if a listing has fewer than `least` classes; empty ones count.
+
+    The message names the classes that are there. A classifier needs the default of 2.
+    """
     if len(listing.class_names) < least:
         raise InvalidInputError(
             f"{listing.root}: expected at least {least} class folders of training images, got "

@@ -289,6 +289,8 @@ class Release:
     def file(self, path: str) -> PublishedFile:
         """Return the manifest's entry of a written file: path, SHA-256 and length.
 
+        The file is read whole. The entry is not stored in the release.
+
         Raises:
             KeyError: `local` was not called for this path.
             OSError: the file cannot be read.

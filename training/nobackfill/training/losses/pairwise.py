@@ -8,7 +8,7 @@ from torch import Tensor
 def half_squared_l2(embedding: Tensor, old: Tensor) -> Tensor:
     """1/2 |phi(x) - phi_old(x)|^2: [n, d], [n, d] -> [n] (BCT Eq. 3, the l2 baseline).
 
-    The old embedding gets no gradient.
+    The old embedding gets no gradient. Neither argument is normalised here. n may be 0.
     """
     return 0.5 * (embedding - old.detach()).square().sum(1)
 

@@ -204,7 +204,11 @@ class AdaptedObjective(CompatibleObjective):
         raise NotImplementedError
 
     def begin_epoch(self, epoch: int, epochs: int) -> None:
-        """Set the embedder to eval mode, so that its BatchNorm statistics stay."""
+        """Set the embedder to eval mode, so that its BatchNorm statistics stay.
+
+        The loop has put everything in training mode before; the head stays so. The arguments are
+        not used.
+        """
         # BatchNorm statistics of the independent model must stay, too.
         self.embedder.eval()
 

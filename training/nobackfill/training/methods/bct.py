@@ -36,7 +36,9 @@ class BctObjective(CompatibleObjective):
     def influence(self, embedding: Tensor, labels: Tensor) -> Tensor:
         """Return the second term of Eq. 8: the old classifier's loss on new embeddings of T_old.
 
-        The sum over images of classes that it knows is divided by the size of the batch.
+        The sum over images of classes that it knows is divided by the size of the batch. The old
+        classifier reads the first elements of a longer embedding. Under synthesized weights it
+        knows every class.
 
         Args:
             embedding: new embeddings [b,dim].

@@ -89,7 +89,10 @@ class CompatibleObjective(EmbedderObjective):
         self.register_buffer("known_labels", known)
 
     def forward(self, batch: Batch) -> Terms:
-        """Return `classification` and the terms of `compatibility`, on one augmented view."""
+        """Return `classification` and the terms of `compatibility`, on one augmented view.
+
+        The new model and the terms see the same view, drawn from torch's default generator.
+        """
         labels = batch["labels"]
         pixels = self.augment(to_pixels(batch["images"]))
         embedding = self.embedder.encode(pixels)
@@ -143,6 +146,8 @@ class _Resized(torch.nn.Module):
 
 def old_model(inputs: EmbedderInputs) -> Classifier:
     """Return the old model of a compatible training.
+
+    Nothing is loaded: it is `inputs.old`. Equal dimensions pass.
 
     Raises:
         ConfigurationError: there is no old model, or the new embedding is shorter than the old one.

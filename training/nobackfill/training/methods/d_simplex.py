@@ -1,7 +1,8 @@
 """d-Simplex: old and new models share one fixed classifier, and need nothing else of each other.
 
-Biondi et al., Stationary Representations, CVPR 2024. Each model is trained alone by cross-entropy
-under the head `simplex`. A class has the same vertex in each model, so the models' spaces agree.
+Biondi et al., Stationary Representations, CVPR 2024 and TPAMI 2026. Each model is trained alone by
+cross-entropy under the head `simplex`. A class has the same vertex in each model, so the models'
+spaces agree.
 """
 
 from nobackfill.errors import ConfigurationError, join_few

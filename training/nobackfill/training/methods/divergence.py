@@ -28,7 +28,10 @@ class KlObjective(ForwardObjective):
         return terms
 
     def divergence(self, predicted: Tensor, target: Tensor) -> Tensor:
-        """Return KL(target || predicted) of logits: [n,c], [n,c] -> [n] (FCT Table 12)."""
+        """Return KL(target || predicted) of logits: [n,c], [n,c] -> [n] (FCT Table 12).
+
+        The target gets no gradient.
+        """
         return forward_kl(predicted, target)
 
 

@@ -181,7 +181,10 @@ class DmuObjective(CompatibleObjective):
         return loss
 
     def trained_parts(self) -> nn.ModuleDict:
-        """Return the parts encoder and head and, with the option `forward`, upgrade."""
+        """Return the parts encoder and head and, with the option `forward`, upgrade.
+
+        The part upgrade is the network of `build_forward`, which a release publishes.
+        """
         parts = super().trained_parts()
         if self.upgrade is not None:
             parts["upgrade"] = self.upgrade

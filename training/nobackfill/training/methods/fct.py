@@ -41,7 +41,13 @@ class BestEpoch(nn.Module):
             self.least.fill_(figure)
 
     def restore(self, network: nn.Module) -> None:
-        """Load the best weights into `network`, in place; those of the constructor without any."""
+        """Load the best weights into `network`, in place; those of the constructor without any.
+
+        Buffers, such as BatchNorm statistics, are loaded, too. The best weights stay here.
+
+        Raises:
+            RuntimeError: the network has other parameters.
+        """
         network.load_state_dict(self.kept.state_dict())
 
 
@@ -167,7 +173,10 @@ class FctObjective(Objective):
         return terms
 
     def trained_parts(self) -> nn.ModuleDict:
-        """Return the part upgrade and, until `finish`, best (with the key keep_best)."""
+        """Return the part upgrade and, until `finish`, best (with the key keep_best).
+
+        Both are the modules themselves; after `finish` only the upgrade is stored.
+        """
         parts = {"upgrade": self.upgrade}
         return nn.ModuleDict(parts if self.best is None else {**parts, "best": self.best})
 

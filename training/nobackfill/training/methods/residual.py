@@ -109,7 +109,10 @@ class ResidualMap(nn.Module):
 
     @property
     def members(self) -> list[nn.Sequential]:
-        """The residual networks, at least one; `residual` is the first."""
+        """The residual networks, at least one; `residual` is the first.
+
+        They are the modules themselves, in a new list.
+        """
         return [self.residual, *(one for one in self.others if isinstance(one, nn.Sequential))]
 
     def forward(self, embedding: Tensor, side: Tensor | None) -> Tensor:
@@ -129,7 +132,8 @@ class ResidualMap(nn.Module):
     def whitened(self, embedding: Tensor, side: Tensor | None) -> Tensor:
         """Whiten each input that is read, and concatenate them: [n, embedding + side].
 
-        `side` may be None only if it is not read.
+        `side` may be None only if it is not read. The embedding's values come first. Before `solve`
+        the result is random.
         """
         parts = []
         if self.embedding is not None:

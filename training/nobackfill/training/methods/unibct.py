@@ -91,7 +91,10 @@ class UniBctObjective(CompatibleObjective):
         return {"pseudo_prototypes": self.options.weight * losses.mean()}
 
     def trained_parts(self) -> torch.nn.ModuleDict:
-        """Return the parts encoder, head and prototypes."""
+        """Return the parts encoder, head and prototypes.
+
+        Before the first refresh the prototypes are zero.
+        """
         parts = super().trained_parts()
         parts["prototypes"] = self.pseudo_classifier
         return parts

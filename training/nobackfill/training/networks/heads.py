@@ -46,7 +46,10 @@ class Head(nn.Module):
 
     @abstractmethod
     def logits(self, embedding: Tensor) -> Tensor:
-        """Return scaled logits [n,classes], without margin, for embeddings [n,dim]."""
+        """Return scaled logits [n,classes], without margin, for embeddings [n,dim].
+
+        A simplex has dim + 1 columns. n may be 0.
+        """
 
     @abstractmethod
     def classifier(self) -> Tensor:
@@ -221,7 +224,7 @@ class FixedClassifier(nn.Module):
 
     @property
     def dim(self) -> int:
-        """Dimension k of the class weights."""
+        """Dimension k of the class weights, which may be below that of the embeddings."""
         return self.weights.shape[1]
 
     def logits(self, embedding: Tensor) -> Tensor:
@@ -263,8 +266,10 @@ class SimplexHead(Head):
 
     Class number i has vertex i in every training, so models of one dimension are compatible without
     an old model at hand. All dim + 1 vertices take part in the softmax: those without a class keep
-    room for later classes (d-Simplex, Biondi et al., CVPR 2024). The paper's features have a free
-    length; here they have length 1, as a search by cosine compares them.
+    room for later classes (d-Simplex, Biondi et al., CVPR 2024 and TPAMI 2026). The paper's
+    features have a free length; here they have length 1, as a search by cosine compares them.
+
+    The constructor raises ConfigurationError for more than dim + 1 classes.
     """
 
     unit = True
@@ -341,7 +346,8 @@ def of_head(head: Head) -> FixedClassifier:
 def form_of(head: Head) -> str:
     """Return the form of a head as FixedClassifier takes it: softmax, cosface or arcface.
 
-    A normalised softmax and a simplex are cosface with margin 0.
+    A normalised softmax and a simplex are cosface with margin 0. The form does not tell these apart
+    from a trained CosFace.
     """
     if isinstance(head, SimplexHead):
         return head.fixed.form

@@ -74,7 +74,8 @@ class Normalisation:
 def names_file(name: str) -> bool:
     """Return whether the value of the key `weights` is a path, and not a name of a package.
 
-    A path contains a slash or ends with one of FILES. The file need not exist.
+    A path contains a slash or ends with one of FILES. The file need not exist. Public names of timm
+    and open_clip are no paths, even with a slash. An empty name is none.
     """
     return not is_public(name) and ("/" in name or Path(name).suffix in FILES)
 
