@@ -152,7 +152,7 @@ def _named_folders(root: Path, class_list: Path) -> list[Path]:
 
 
 def list_nonempty_classes(root: Path) -> ImageListing:
-    """List the class folders that hold at least one image, as `list_images` does, without errors.
+    """List the class folders that hold at least one image, as `list_images` does, but refuse none.
 
     The listing is empty where `root` is no folder or no class folder holds an image.
 

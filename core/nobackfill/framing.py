@@ -34,8 +34,10 @@ class Frame(NamedTuple):
     margin: Margin = "nearest"
 
     def transpose(self) -> "Frame":
-        """Return the frame for a picture that is rotated by 90 degrees after it was resized. The
-        other fields stay."""
+        """Return the frame for a picture that is rotated by 90 degrees after it was resized.
+
+        The other fields stay.
+        """
         return self._replace(height=self.width, width=self.height)
 
     def place_picture(

@@ -38,12 +38,15 @@ class ForkAware(Protocol):
     """An object that needs care while its process forks, such as a connection."""
 
     def before_fork(self) -> None:
-        """Wait until no other thread uses the object, and keep it unused until `after_fork`. It
-        runs in the thread that forks; its error is printed and ignored."""
+        """Wait until no other thread uses the object, and keep it unused until `after_fork`.
+
+        It runs in the thread that forks; its error is printed and ignored.
+        """
 
     def after_fork(self, child: bool) -> None:
-        """Allow use again; in the child, drop what belongs to the parent. It runs in parent and
-        child, in the reverse order of `before_fork`.
+        """Allow use again; in the child, drop what belongs to the parent.
+
+        It runs in parent and child, in the reverse order of `before_fork`.
 
         Args:
             child: Whether this process is the new one.

@@ -178,14 +178,18 @@ class Moments:
 
     @property
     def gram(self) -> Doubles:
-        """Return the products of centred inputs, summed over the rows: float64 [a, a]. Rows must
-        have been added."""
+        """Return the products of centred inputs, summed over the rows: float64 [a, a].
+
+        Rows must have been added.
+        """
         return self._products[0] - np.outer(self._sums[0], self._sums[0]) / self.rows
 
     @property
     def cross(self) -> Doubles:
-        """Return the products of centred inputs and outputs, summed over rows: float64 [a, b]. Rows
-        must have been added."""
+        """Return the products of centred inputs and outputs, summed over rows: float64 [a, b].
+
+        Rows must have been added.
+        """
         return self._products[1] - np.outer(self._sums[0], self._sums[1]) / self.rows
 
 

@@ -350,3 +350,16 @@ def test_a_killed_process_loses_nothing_it_kept_and_blocks_nobody(tmp_path: Path
         assert answer.native == 1
         assert max(model.times.values()) == 1
         assert not native & set(model.times)
+
+
+def test_a_search_that_cannot_be_opened_leaves_no_file_open(tmp_path: Path) -> None:
+    files(tmp_path)
+    save_joining(tmp_path / "joining.npz", replace(JOINING, mark="another map"))
+    source = MemorySource(open_source(str(tmp_path / "store")))
+    with pytest.raises(IncompatibleSpaceError) as caught:
+        dual(tmp_path, source, None)
+    # The traceback keeps the objects of the call alive.
+    assert caught.tb is not None
+    links = [Path(entry) for entry in Path("/proc/self/fd").iterdir()]
+    paths = [str(link.readlink()) for link in links if link.is_symlink()]
+    assert not [path for path in paths if path.startswith(str(tmp_path / "natives.db"))]

@@ -5,6 +5,9 @@ import sys
 from contextlib import closing
 from pathlib import Path
 
+import pytest
+
+from nobackfill.errors import DamagedError
 from nobackfill.serving import LedgerFile
 from nobackfill.serving.ledger import today
 
@@ -41,3 +44,19 @@ def test_claims_of_a_process_that_ended_are_free(tmp_path: Path) -> None:
         assert ledger.claim([2, 3], DAY, 9) == [2, 3]
         # Nobody gives back what it cost.
         assert ledger.spent(DAY) == 4
+
+
+def test_a_page_that_is_damaged_while_the_file_is_open(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    with closing(LedgerFile[str](path)) as ledger:
+        ledger.claim([f"a long name of item {number:08}" for number in range(5000)], DAY, 0)
+    content = bytearray(path.read_bytes())
+    # The schema's page stays, so that the file opens.
+    content[8192:] = b"\xff" * (len(content) - 8192)
+    with closing(LedgerFile[str](path)) as ledger:
+        assert len(ledger.names_wanted(9)) == 9
+        ledger.close()
+        path.write_bytes(content)
+        for call in (lambda: ledger.names_wanted(9), lambda: ledger.claim(["a"], DAY, 9)):
+            with pytest.raises(DamagedError):
+                call()

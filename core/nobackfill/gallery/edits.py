@@ -63,8 +63,9 @@ class EditableStore(Protocol):
     """The operations of a store that these changes need; each is one transaction."""
 
     def labels_of(self, ids: Sequence[str]) -> Labels:
-        """Return the labels of the ids that exist, int64, increasing; others are skipped. An id
-        that is given twice counts once.
+        """Return the labels of the ids that exist, int64, increasing; others are skipped.
+
+        An id that is given twice counts once.
 
         Raises:
             BusyError, CannotWriteError, UnavailableError, VerificationError, NotFoundError: The

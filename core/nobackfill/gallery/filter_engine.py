@@ -188,6 +188,9 @@ def sort_values(values: Numbers, rows: ColumnRows) -> SortedNumbers:
     Args:
         values: int64 or float64 [n].
         rows: int32 [n].
+
+    Returns:
+        New arrays, by increasing value.
     """
     order = np.argsort(values, kind="stable")
     return SortedNumbers(values[order], rows[order])
@@ -396,8 +399,9 @@ class Segment:
         self._columns: dict[str, KeyColumn] = {}
 
     def passing(self, condition: Filter) -> Mask:
-        """Return which of the items pass a filter, bool [n] in the order of `labels`. The column of
-        each key is built at its first use.
+        """Return which of the items pass a filter, bool [n] in the order of `labels`.
+
+        The column of each key is built at its first use.
 
         Args:
             condition: A filter that `filters.check_filter` has accepted.

@@ -233,6 +233,8 @@ class Filtering(Protocol):
         ...
 
     def close(self) -> None:
-        """Stop following the store, if the engine does. Later answers may be outdated; a second
-        `close` does nothing."""
+        """Stop following the store, if the engine does.
+
+        Later answers may be outdated; a second `close` does nothing.
+        """
         ...

@@ -70,8 +70,9 @@ class GalleryStore(UpgradableStore, EditableStore, Protocol):
         ...
 
     def suspend(self) -> bool:
-        """Close files and connections until they are needed; return False if they are in use. Never
-        waits.
+        """Close files and connections until they are needed; return False if they are in use.
+
+        Never waits.
 
         The next call opens them again, and may raise each error of opening a gallery.
         """
@@ -273,8 +274,9 @@ class GalleryStore(UpgradableStore, EditableStore, Protocol):
         ...
 
     def state(self) -> dict[str, Any]:
-        """Return all small JSON values that are stored with the gallery. Without any, the mapping
-        is empty.
+        """Return all small JSON values that are stored with the gallery.
+
+        Without any, the mapping is empty.
 
         Raises:
             BusyError, UnavailableError, CannotWriteError, VerificationError, NotFoundError: The
@@ -283,8 +285,9 @@ class GalleryStore(UpgradableStore, EditableStore, Protocol):
         ...
 
     def update_state(self, values: Mapping[str, Any]) -> None:
-        """Store small JSON values in one transaction; None removes a value. Other keys stay.
-        Listeners are not called.
+        """Store small JSON values in one transaction; None removes a value.
+
+        Other keys stay. Listeners are not called.
 
         Raises:
             TypeError: A value cannot be written as JSON.
@@ -417,7 +420,6 @@ class GalleryStore(UpgradableStore, EditableStore, Protocol):
 
         Raises:
             InvalidInputError: The runner's output is invalid.
-            VerificationError: The runner makes no usable vectors.
             BusyError, UnavailableError, CannotWriteError, VerificationError, NotFoundError: The
                 store is locked, does not answer, cannot be written, is damaged, or was closed.
             UnusableOutputError: As a VerificationError: the runner makes no usable vector for some

@@ -66,9 +66,10 @@ def read_items_page(
     matches: Labels | None = None,
     least_certain: bool = False,
 ) -> tuple[list[tuple[StoredItem, ListingPlace]], ListingPlace | None]:
-    """Return a page of a gallery's items, by increasing label or by falling uncertainty. Each page
-    is read as the gallery is then, and items are read after their labels: an item that is deleted
-    in between is left out.
+    """Return a page of a gallery's items, by increasing label or by falling uncertainty.
+
+    Each page is read as the gallery is then, and items are read after their labels: an item that is
+    deleted in between is left out.
 
     Args:
         store: The gallery.
@@ -304,8 +305,9 @@ class MigratedLabels:
                 self._mark(labels_of_change, carried=is_carried)
 
     def native(self, labels: Labels) -> Mask:
-        """Return which items are not migrated. Do not write to the mask, and do not change `labels`
-        later: both are cached.
+        """Return which items are not migrated.
+
+        Do not write to the mask, and do not change `labels` later: both are cached.
 
         Args:
             labels: int64 [n], increasing.
@@ -316,8 +318,9 @@ class MigratedLabels:
         return self.origins(labels)[1]
 
     def origins(self, labels: Labels) -> tuple[Mask, Mask]:
-        """Return which items are migrated, and which are not. Do not write to the masks, and do not
-        change `labels` later: they are cached.
+        """Return which items are migrated, and which are not.
+
+        Do not write to the masks, and do not change `labels` later: they are cached.
 
         Args:
             labels: int64 [n], increasing.

@@ -64,8 +64,10 @@ class RescueReport:
 
     @property
     def missing_rows(self) -> int:
-        """Return the number of rows that the new file lacks, as far as it can be known. It counts
-        unreadable and invalid rows of all tables."""
+        """Return the number of rows that the new file lacks, as far as it can be known.
+
+        It counts unreadable and invalid rows of all tables.
+        """
         return sum(self.unreadable.values()) + sum(self.invalid.values())
 
 

@@ -58,8 +58,10 @@ class SpaceSpec:
 
     @classmethod
     def of(cls, manifest: "Manifest") -> Self:
-        """Return the space of a release, as its manifest declares it. Without a side encoder,
-        `side_dim` is 0."""
+        """Return the space of a release, as its manifest declares it.
+
+        Without a side encoder, `side_dim` is 0.
+        """
         return cls(
             space=manifest.space,
             release=manifest.release,

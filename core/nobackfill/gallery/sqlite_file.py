@@ -160,8 +160,9 @@ def to_blobs(vectors: Vectors | None, rows: int) -> Sequence[bytes | None]:
 
 
 def from_blobs(blobs: Sequence[bytes], dim: int) -> Vectors:
-    """Return n blobs of little-endian float32 as rows [n, dim], read-only. Without blobs, the array
-    is [0, dim]. The values are not checked: they may be NaN.
+    """Return n blobs of little-endian float32 as rows [n, dim], read-only.
+
+    Without blobs, the array is [0, dim]. The values are not checked: they may be NaN.
 
     Raises:
         DamagedError: A value is no blob, or has another length than 4 * dim bytes.
@@ -712,6 +713,7 @@ def count_rows(connection: sqlite3.Connection, space: str | None) -> int:
 
 def all_vectors(connection: sqlite3.Connection, info: SpaceInfo) -> tuple[Labels, Vectors]:
     """Return all vectors of a space: labels int64 [n], increasing, and vectors float32 [n, dim].
+
     Without vectors, n is 0. Values are not checked: they may be NaN.
 
     Raises:
@@ -1060,7 +1062,9 @@ def reading_access(path: Path, refusal: str) -> FileAccess:
 
 def explain_unwritable(path: Path) -> str | None:
     """Explain why a gallery file, its log or its folder cannot be written; None if they can.
-    Missing files are skipped. The permissions of the effective user count."""
+
+    Missing files are skipped. The permissions of the effective user count.
+    """
     companions = [path.with_name(path.name + end) for end in _SUFFIXES]
     for name in (path, *(p for p in companions if p.exists()), path.parent):
         mode = os.W_OK | (os.X_OK if name.is_dir() else os.R_OK)

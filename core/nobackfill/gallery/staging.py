@@ -967,7 +967,7 @@ class RemainingVectors:
 
         Returns:
             Labels int64 [m], embeddings float32 [m, dim], and side-information float32 [m,
-            side_dim]; None without it.
+            side_dim]; None without it, and where m is 0.
 
         Raises:
             DamagedError: A vector has another length, an item lacks its side-information, or the

@@ -674,7 +674,7 @@ class Store:
                 between two.
 
         Raises:
-            BusyError: Another process still writes the gallery after 5 s; nothing is changed.
+            BusyError: Another process still writes the gallery after 5 s.
             CannotWriteError: The file is read-only, or the disk fails or is full.
             NotFoundError: The gallery was closed for good, or its file is gone.
             VerificationError: The file is damaged.
@@ -1000,8 +1000,9 @@ class Store:
             return read_state_values(connection)
 
     def update_state(self, values: Mapping[str, Any]) -> None:
-        """Store JSON values with the gallery in one transaction; None removes a value. Other keys
-        stay. Listeners are not called. An error changes nothing.
+        """Store JSON values with the gallery in one transaction; None removes a value.
+
+        Other keys stay. Listeners are not called. An error changes nothing.
 
         Raises:
             TypeError: A value cannot be written as JSON.

@@ -79,12 +79,12 @@ class SearchCalls(Connection):
             PreconditionError: The gallery cannot answer such a query now; see its reason.
                 NoEncoderError: its release does not embed images, or texts. NeedsImageError: the
                 vectors are not those of all spaces that answer.
-            NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
-                time is over), OverloadedError, NotPermittedError (token or role).
             VerificationError: The gallery is damaged and set aside.
             BusyError: The database of the gallery is busy.
             ReleaseRetiredError, IncompatibleSpaceError: As a PreconditionError: queries of the
                 embeddings' space have ended, or no embedding is of a space that answers.
+            NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
+                time is over), OverloadedError, NotPermittedError (token or role).
             ValueError: The connection was closed.
         """
         request = search_pb2.SearchRequest(
@@ -100,8 +100,9 @@ class SearchCalls(Connection):
         )
 
     def feedback(self, gallery: str, request_id: str, item: str, kind: str) -> bool:
-        """Report that a user clicked, confirmed or rejected a hit. Retried until the connection's
-        `seconds` are over.
+        """Report that a user clicked, confirmed or rejected a hit.
+
+        Retried until the connection's `seconds` are over.
 
         Args:
             gallery: Name of the gallery.
@@ -140,8 +141,9 @@ class SearchCalls(Connection):
         ef: int | None = None,
         exact: bool = False,
     ) -> Sequence[Answer[Hit]]:
-        """Search with at most 256 queries on one snapshot of the gallery. Retried until the
-        connection's `seconds` are over.
+        """Search with at most 256 queries on one snapshot of the gallery.
+
+        Retried until the connection's `seconds` are over.
 
         Args:
             gallery: Name of the gallery.
@@ -164,10 +166,10 @@ class SearchCalls(Connection):
             TooLargeError: The batch is larger than a gateway accepts, or has more than 256 queries.
             NotFoundError: No such gallery, or it was deleted meanwhile.
             PreconditionError: The gallery cannot answer now; see its reason.
-            NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
-                time is over), OverloadedError, NotPermittedError (token or role).
             VerificationError: The gallery is damaged and set aside.
             BusyError: The database of the gallery is busy.
+            NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
+                time is over), OverloadedError, NotPermittedError (token or role).
             ValueError: The connection was closed.
         """
         request = search_pb2.SearchBatchRequest(
@@ -285,16 +287,17 @@ class GalleryCalls(Connection):
         Args:
             gallery: Its name: 1 to 64 characters of a-z, 0-9, '-' and '_'.
             exact_distances: Answer with exact distances, instead of rounded ones.
-            exist_ok: Return an existing gallery as it is, instead of raising an error.
+            exist_ok: Return an existing gallery as it is, with its own `exact_distances`, instead
+                of raising an error. It fails as `get_gallery` does.
 
         Raises:
             AlreadyExistsError: The gallery exists, and `exist_ok` is False.
-            NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
-                time is over), OverloadedError, NotPermittedError (token or role).
             InvalidInputError: The name is not valid.
             PreconditionError: No release is active.
             BusyError: An activation or a rollback is under way.
             CannotWriteError: The gallery cannot be written.
+            NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
+                time is over), OverloadedError, NotPermittedError (token or role).
             ValueError: The connection was closed.
         """
         request = gallery_pb2.CreateGalleryRequest(name=gallery, exact_distances=exact_distances)
@@ -312,20 +315,21 @@ class GalleryCalls(Connection):
 
         Raises:
             NotFoundError: No such gallery.
-            NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
-                time is over), OverloadedError, NotPermittedError (token or role).
             VerificationError: The gallery is damaged and set aside.
             BusyError: The database of the gallery is busy.
+            NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
+                time is over), OverloadedError, NotPermittedError (token or role).
             ValueError: The connection was closed.
         """
         request = gallery_pb2.GetGalleryRequest(name=gallery)
         return self._retry(lambda t: self._galleries.GetGallery(request, timeout=t)).gallery
 
     def list_galleries(self) -> Iterator[gallery_pb2.Gallery]:
-        """Yield all galleries by name, reading them page by page. Nothing is sent before the first
-        `next`. Only galleries that the token's role is for are listed. A gallery that is set aside
-        has only its name and the reason. Each page is retried until the connection's `seconds` are
-        over.
+        """Yield all galleries by name, reading them page by page.
+
+        Nothing is sent before the first `next`. Only galleries that the token's role is for are
+        listed. A gallery that is set aside has only its name and the reason. Each page is retried
+        until the connection's `seconds` are over.
 
         Raises:
             NobackfillError: Any failure: UnavailableError (no answer), DeadlineError (the time is
@@ -344,9 +348,10 @@ class GalleryCalls(Connection):
         self, gallery: str, *, exact_distances: bool | None = None,
         source: gallery_pb2.ItemSource | None = None, both_models: bool | None = None,
     ) -> gallery_pb2.Gallery:  # fmt: skip
-        """Change settings of a gallery; None leaves a setting as it is. They are changed one after
-        the other; a change before an error stays. Without any, the gallery is returned as it is.
-        Retried until the connection's `seconds` are over.
+        """Change settings of a gallery; None leaves a setting as it is.
+
+        They are changed one after the other; a change before an error stays. Without any, the
+        gallery is returned as it is. Retried until the connection's `seconds` are over.
 
         Args:
             gallery: Its name.
@@ -356,12 +361,12 @@ class GalleryCalls(Connection):
 
         Raises:
             NotFoundError: No such gallery, or the source's folder or file does not exist.
-            NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
-                time is over), OverloadedError, NotPermittedError (token or role).
             InvalidInputError: A limit of the source is out of its range.
             ConfigurationError: The gateway's settings do not allow the source.
             UnavailableError: The source does not open within 20 s, or the gateway does not answer.
             CannotWriteError: The gallery cannot be written.
+            NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
+                time is over), OverloadedError, NotPermittedError (token or role).
             ValueError: The connection was closed.
         """
         request = gallery_pb2.UpdateGalleryRequest(
@@ -374,25 +379,26 @@ class GalleryCalls(Connection):
 
         Raises:
             NotFoundError: No such gallery.
-            NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
-                time is over), OverloadedError, NotPermittedError (token or role).
             BusyError: An activation is under way, or calls use the gallery for a minute.
             CannotWriteError: The gallery cannot be deleted.
+            NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
+                time is over), OverloadedError, NotPermittedError (token or role).
             ValueError: The connection was closed.
         """
         request = gallery_pb2.DeleteGalleryRequest(name=gallery)
         self._call_once(lambda t: self._galleries.DeleteGallery(request, timeout=t))
 
     def status(self, gallery: str) -> Status:
-        """Return how many items a gallery holds, and which release answers in it. Retried until the
-        connection's `seconds` are over.
+        """Return how many items a gallery holds, and which release answers in it.
+
+        Retried until the connection's `seconds` are over.
 
         Raises:
             NotFoundError: No such gallery.
-            NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
-                time is over), OverloadedError, NotPermittedError (token or role).
             VerificationError: The gallery is damaged and set aside.
             BusyError: The database of the gallery is busy.
+            NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
+                time is over), OverloadedError, NotPermittedError (token or role).
             ValueError: The connection was closed.
         """
         answer = self.get_gallery(gallery)
@@ -422,12 +428,12 @@ class GalleryCalls(Connection):
 
         Raises:
             NotFoundError: No such gallery.
-            NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
-                time is over), OverloadedError, NotPermittedError (token or role). Earlier pieces
-                stay stored.
             ItemQuotaError: The token's galleries would hold too many items.
             BusyError, CannotWriteError: The gallery is busy or cannot be written. Earlier pieces
                 stay stored, as after each other error.
+            NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
+                time is over), OverloadedError, NotPermittedError (token or role). Earlier pieces
+                stay stored.
             ValueError: The connection was closed.
         """
         unsent: dict[str, str] = {}
@@ -466,12 +472,12 @@ class GalleryCalls(Connection):
 
         Raises:
             NotFoundError: No such gallery.
-            NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
-                time is over), OverloadedError, NotPermittedError (token or role). Earlier pieces
-                stay stored.
             ItemQuotaError: The token's galleries would hold too many items.
             BusyError, CannotWriteError: The gallery is busy or cannot be written. Earlier pieces
                 stay stored, as after each other error.
+            NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
+                time is over), OverloadedError, NotPermittedError (token or role). Earlier pieces
+                stay stored.
             ValueError: The connection was closed.
         """
         unsent: dict[str, str] = {}
@@ -509,12 +515,12 @@ class GalleryCalls(Connection):
 
         Raises:
             NotFoundError: No such gallery.
-            NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
-                time is over), OverloadedError, NotPermittedError (token or role). Earlier pieces
-                stay stored.
             TooLargeError: One item is larger than a gateway accepts.
             ItemQuotaError: The token's galleries would hold too many items.
             BusyError, CannotWriteError: The gallery is busy or cannot be written.
+            NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
+                time is over), OverloadedError, NotPermittedError (token or role). Earlier pieces
+                stay stored.
             ValueError: The connection was closed.
         """
         refusals: dict[str, str] = {}
@@ -539,10 +545,10 @@ class GalleryCalls(Connection):
         Raises:
             NotFoundError: No such gallery or item.
             InvalidInputError: The gateway sends metadata that this version cannot read.
-            NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
-                time is over), OverloadedError, NotPermittedError (token or role).
             VerificationError: The gallery is damaged and set aside.
             BusyError: The database of the gallery is busy.
+            NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
+                time is over), OverloadedError, NotPermittedError (token or role).
             ValueError: The connection was closed.
         """
         request = gallery_pb2.GetItemRequest(gallery=gallery, id=id)
@@ -551,8 +557,9 @@ class GalleryCalls(Connection):
     def list(
         self, gallery: str, *, where: Where | None = None, least_certain: bool = False
     ) -> Iterator[Item]:
-        """Yield items in the order in which they were stored, reading them page by page. Each page
-        is retried. Items that are stored or deleted meanwhile may be listed or missing.
+        """Yield items in the order in which they were stored, reading them page by page.
+
+        Each page is retried. Items that are stored or deleted meanwhile may be listed or missing.
 
         Args:
             gallery: Name of the gallery.
@@ -564,10 +571,10 @@ class GalleryCalls(Connection):
             InvalidInputError: An invalid filter, raised at once; or metadata that this version
                 cannot read, raised at its item.
             NotFoundError: No such gallery; raised at the first item, like the following errors.
-            NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
-                time is over), OverloadedError, NotPermittedError (token or role).
             VerificationError: The gallery is damaged and set aside.
             BusyError: The database of the gallery is busy.
+            NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
+                time is over), OverloadedError, NotPermittedError (token or role).
             ValueError: The connection was closed.
         """
         request = gallery_pb2.ListItemsRequest(
@@ -595,10 +602,10 @@ class GalleryCalls(Connection):
         Raises:
             InvalidInputError: An invalid filter.
             NotFoundError: No such gallery.
-            NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
-                time is over), OverloadedError, NotPermittedError (token or role).
             VerificationError: The gallery is damaged and set aside.
             BusyError: The database of the gallery is busy.
+            NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
+                time is over), OverloadedError, NotPermittedError (token or role).
             ValueError: The connection was closed.
         """
         request = gallery_pb2.CountItemsRequest(gallery=gallery, filter=to_filter(where))
@@ -635,11 +642,11 @@ class GalleryCalls(Connection):
                 ids and a filter, or neither.
             TooLargeError: More than 10,000 ids.
             NotFoundError: No such gallery.
-            NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
-                time is over), OverloadedError, NotPermittedError (token or role).
             VerificationError: The gallery is damaged and set aside.
             BusyError, CannotWriteError: The gallery is busy or cannot be written; some items may be
                 changed.
+            NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
+                time is over), OverloadedError, NotPermittedError (token or role).
             ValueError: The connection was closed.
         """
         request = gallery_pb2.SetMetadataRequest(gallery=gallery, ids=ids, remove=remove)
@@ -669,11 +676,11 @@ class GalleryCalls(Connection):
             InvalidInputError: An invalid filter, one without a condition, or both ids and a filter.
             TooLargeError: More than 10,000 ids.
             NotFoundError: No such gallery.
-            NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
-                time is over), OverloadedError, NotPermittedError (token or role).
             VerificationError: The gallery is damaged and set aside.
             BusyError, CannotWriteError: The gallery is busy or cannot be written; some items may be
                 deleted.
+            NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
+                time is over), OverloadedError, NotPermittedError (token or role).
             ValueError: The connection was closed.
         """
         request = gallery_pb2.DeleteItemsRequest(gallery=gallery, ids=ids)

@@ -55,18 +55,19 @@ class ReleaseCalls(Connection):
 
         Raises:
             NotFoundError: The release is not published.
+            VerificationError: The publication, or the release's manifest, is not valid.
             NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
                 time is over), OverloadedError, NotPermittedError (token or role).
-            VerificationError: The publication, or the release's manifest, is not valid.
             ValueError: The connection was closed.
         """
         request = release_pb2.GetReleaseRequest(number=number)
         return self._retry(lambda t: self._releases.GetRelease(request, timeout=t)).release
 
     def watch_releases(self) -> Iterator[Sequence[release_pb2.Release]]:
-        """Yield the list of releases now, and again after each change; without end. The call has no
-        deadline. It is made again only where the gateway ends it because of its age. Errors are
-        raised at `next`.
+        """Yield the list of releases now, and again after each change; without end.
+
+        The call has no deadline. It is made again only where the gateway ends it because of its
+        age. Errors are raised at `next`.
 
         Raises:
             NobackfillError: Any failure: UnavailableError (no answer), DeadlineError (the time is
@@ -95,9 +96,9 @@ class ReleaseCalls(Connection):
                 errors.
             OutOfRangeError: The offset lies past the end.
             DeadlineError: The time is over.
+            InvalidInputError: The path is absolute, or leads out of the publication.
             NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
                 time is over), OverloadedError, NotPermittedError (token or role).
-            InvalidInputError: The path is absolute, or leads out of the publication.
             ValueError: The connection was closed; raised at once.
         """
         request = release_pb2.FetchFileRequest(path=path, offset=offset)
@@ -129,15 +130,16 @@ class ReleaseCalls(Connection):
                 None activates without a canary.
 
         Raises:
-            InvalidInputError: Another rollout, raised at once. All other errors are raised while
-                reading. Or `spare_cores`, `old_space_seconds` or the canary is not valid.
+            InvalidInputError: Another rollout; raised at once. Or `spare_cores`,
+                `old_space_seconds` or the canary is not valid; raised while reading, like the
+                following errors.
             PreconditionError: The release is older than the active one, or the canary cannot be
                 started or changed. Or the activation failed; raised after the last report.
-            NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
-                time is over), OverloadedError, NotPermittedError (token or role).
             NotFoundError: The release is not published.
             BusyError: Another activation, rollback or retirement is under way.
             CannotWriteError: The state of the gateway cannot be written.
+            NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
+                time is over), OverloadedError, NotPermittedError (token or role).
             ValueError: The connection was closed; raised at once.
         """
         if rollout not in ROLLOUTS:
@@ -154,9 +156,10 @@ class ReleaseCalls(Connection):
         return self._read_reports(number, self._releases.ActivateRelease(request))
 
     def promote(self, number: int) -> Iterator[release_pb2.ActivateReleaseResponse]:
-        """End a canary with success: the release answers all queries. Yield a report for each step.
-        The promotion begins with the call, and goes on at the gateway if the caller stops reading.
-        It has no deadline and is not retried.
+        """End a canary with success: the release answers all queries.
+
+        Yield a report for each step. The promotion begins with the call, and goes on at the gateway
+        if the caller stops reading. It has no deadline and is not retried.
 
         Args:
             number: Number of the release.
@@ -164,10 +167,10 @@ class ReleaseCalls(Connection):
         Raises:
             PreconditionError: No such canary at this gateway; or the activation failed, raised
                 after the last report.
-            NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
-                time is over), OverloadedError, NotPermittedError (token or role).
             BusyError: A rollback or retirement is under way.
             CannotWriteError: The state of the gateway cannot be written.
+            NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
+                time is over), OverloadedError, NotPermittedError (token or role).
             ValueError: The connection was closed; raised at once. All other errors are raised while
                 reading.
         """
@@ -200,9 +203,10 @@ class ReleaseCalls(Connection):
                 )
 
     def report_sync(self, report: release_pb2.ReportSyncRequest) -> None:
-        """Send a summary of a device's last sync to the gateway. The gateway counts it in its
-        metrics and stores nothing. Retried until the connection's `seconds` are over. A retry after
-        a lost answer may count twice.
+        """Send a summary of a device's last sync to the gateway.
+
+        The gateway counts it in its metrics and stores nothing. Retried until the connection's
+        `seconds` are over. A retry after a lost answer may count twice.
 
         Raises:
             InvalidInputError: The release is not published there, the failure is unknown, or a
@@ -234,11 +238,11 @@ class ReleaseCalls(Connection):
             PreconditionError: No release to return to, another one than `to`, or this canary was
                 promoted or is not running.
             BusyError: Another change is running for too long.
-            NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
-                time is over), OverloadedError, NotPermittedError (token or role).
             CannotWriteError: The state of the gateway cannot be written.
             UnavailableError: The models cannot be loaded, or the gateway does not answer. In the
                 first case, nothing has changed.
+            NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
+                time is over), OverloadedError, NotPermittedError (token or role).
             ValueError: The connection was closed.
         """
         request = release_pb2.RollbackReleaseRequest(confirm=confirm, to_release=to, canary=canary)
@@ -256,11 +260,11 @@ class ReleaseCalls(Connection):
             The retired releases; empty if there were none.
 
         Raises:
-            NobackfillError: Any failure: UnavailableError (no answer), DeadlineError (the time is
-                over), OverloadedError, NotPermittedError (token or role).
             PreconditionError: No release was ever activated.
             BusyError: An activation or a rollback is under way.
             CannotWriteError: The state of the gateway cannot be written.
+            NobackfillError: Any failure: UnavailableError (no answer), DeadlineError (the time is
+                over), OverloadedError, NotPermittedError (token or role).
             ValueError: The connection was closed.
         """
         request = release_pb2.RetireReleaseRequest()
@@ -282,8 +286,9 @@ class UpgradeCalls(Connection):
     def estimate_upgrade(
         self, gallery: str, release: int, *, spare_cores: float = 0.0
     ) -> upgrade_pb2.EstimateUpgradeResponse:
-        """Estimate items, seconds and bytes of an upgrade, from a few items; change nothing. Not
-        retried.
+        """Estimate items, seconds and bytes of an upgrade, from a few items; change nothing.
+
+        Not retried.
 
         Args:
             gallery: Name of the gallery.
@@ -294,11 +299,11 @@ class UpgradeCalls(Connection):
         Raises:
             NotFoundError: No such gallery, or the release is not published.
             PreconditionError: No upgrade leads there.
-            NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
-                time is over), OverloadedError, NotPermittedError (token or role).
             InvalidInputError: `spare_cores` is out of its range.
             VerificationError: The gallery is set aside, or a file of the release is damaged.
             BusyError: The database of the gallery is busy.
+            NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
+                time is over), OverloadedError, NotPermittedError (token or role).
             ValueError: The connection was closed.
         """
         request = upgrade_pb2.EstimateUpgradeRequest(
@@ -315,8 +320,9 @@ class UpgradeCalls(Connection):
         backfill: Mapping[str, Image] | None = None,
         budget: int = 0,
     ) -> upgrade_pb2.UpgradeProgress:
-        """Start or resume the upgrade of a gallery to the active release. Returns at once, except
-        that the images of `backfill` are embedded first. Not retried.
+        """Start or resume the upgrade of a gallery to the active release.
+
+        Returns at once, except that the images of `backfill` are embedded first. Not retried.
 
         Args:
             gallery: Name of the gallery.
@@ -338,10 +344,10 @@ class UpgradeCalls(Connection):
             NotFoundError: No such gallery.
             PreconditionError: The release is not the active one, no upgrade leads there, or images
                 were sent during an upgrade.
-            NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
-                time is over), OverloadedError, NotPermittedError (token or role).
             BusyError: An activation is under way.
             CannotWriteError: The gallery cannot be written.
+            NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
+                time is over), OverloadedError, NotPermittedError (token or role).
             ValueError: The connection was closed.
         """
         images = [
@@ -358,21 +364,22 @@ class UpgradeCalls(Connection):
         return self._call_once(lambda t: self._upgrades.StartUpgrade(request, timeout=t)).progress
 
     def watch_upgrade(self, gallery: str, *, by: str = "") -> Iterator[upgrade_pb2.UpgradeProgress]:
-        """Yield the progress of an upgrade now and after each chunk, until it ends. Without an
-        upgrade, one report says that it is done. The call has no deadline; it is made again only
-        where the gateway ends it because of its age.
+        """Yield the progress of an upgrade now and after each chunk, until it ends.
+
+        Without an upgrade, one report says that it is done. The call has no deadline; it is made
+        again only where the gateway ends it because of its age.
 
         Args:
             gallery: Name of the gallery.
             by: A metadata key: report the quality for each of its values, too. Empty: none.
 
         Raises:
-            NobackfillError: Any failure: UnavailableError (no answer), DeadlineError (the time is
-                over), OverloadedError, NotPermittedError (token or role).
             NotFoundError: No such gallery, or it was deleted meanwhile; raised at `next`, like the
                 other errors.
             VerificationError: The gallery is set aside.
             InvalidInputError: No item has the key `by`, or it has too many values.
+            NobackfillError: Any failure: UnavailableError (no answer), DeadlineError (the time is
+                over), OverloadedError, NotPermittedError (token or role).
             ValueError: The connection was closed.
         """
         request = upgrade_pb2.WatchUpgradeRequest(gallery=gallery, group_by=by)
@@ -389,11 +396,11 @@ class UpgradeCalls(Connection):
             The present progress; the chunk may still run.
 
         Raises:
-            NobackfillError: Any failure: UnavailableError (no answer), DeadlineError (the time is
-                over), OverloadedError, NotPermittedError (token or role).
             NotFoundError: No such gallery.
             VerificationError: The gallery is set aside.
             CannotWriteError: The state of the gateway cannot be written.
+            NobackfillError: Any failure: UnavailableError (no answer), DeadlineError (the time is
+                over), OverloadedError, NotPermittedError (token or role).
             ValueError: The connection was closed.
         """
         request = upgrade_pb2.PauseUpgradeRequest(gallery=gallery)
@@ -411,18 +418,19 @@ class VaultCalls(Connection):
         return VaultServiceStub(self._channel)
 
     def received_bytes(self, blob: vault_pb2.Blob) -> int:
-        """Return how many bytes of a blob the vault has received; 0 for an unknown blob. It sends
-        the blob's description only. Retried until the connection's `seconds` are over.
+        """Return how many bytes of a blob the vault has received; 0 for an unknown blob.
+
+        It sends the blob's description only. Retried until the connection's `seconds` are over.
 
         Raises:
-            NobackfillError: Any failure: UnavailableError (no answer), DeadlineError (the time is
-                over), OverloadedError, NotPermittedError (token or role).
             InvalidInputError: The id or the digest is not 64 hex digits, or the size is too small
                 for ciphertext.
             TooLargeError: The blob is larger than the vault accepts.
             AlreadyExistsError: The vault has another blob with this id.
             QuotaExceededError: The vault is full for this name.
             BusyError: Another upload of the blob runs.
+            NobackfillError: Any failure: UnavailableError (no answer), DeadlineError (the time is
+                over), OverloadedError, NotPermittedError (token or role).
             ValueError: The connection was closed.
         """
         request = vault_pb2.PutBlobRequest(blob=blob)
@@ -461,9 +469,9 @@ class VaultCalls(Connection):
             OutOfRangeError: `offset` is not the number of bytes that the vault has.
             AlreadyExistsError: The vault has another blob with this id.
             BusyError: Another upload of the blob runs.
+            CannotWriteError: The blob cannot be written.
             NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
                 time is over), OverloadedError, NotPermittedError (token or role).
-            CannotWriteError: The blob cannot be written.
             ValueError: The connection was closed.
         """
 
@@ -509,10 +517,10 @@ class VaultCalls(Connection):
         Retried until the connection's `seconds` are over.
 
         Raises:
-            NobackfillError: Any failure: UnavailableError (no answer), DeadlineError (the time is
-                over), OverloadedError, NotPermittedError (token or role).
             BusyError: Another call writes the blob.
             CannotWriteError: The blob cannot be deleted.
+            NobackfillError: Any failure: UnavailableError (no answer), DeadlineError (the time is
+                over), OverloadedError, NotPermittedError (token or role).
             ValueError: The connection was closed.
         """
         request = vault_pb2.DeleteBlobRequest(id=blob_id)
@@ -529,9 +537,9 @@ class VaultCalls(Connection):
             page_token: The token of the page; empty for the first.
 
         Raises:
+            InvalidInputError: The token is not one of an earlier page.
             NobackfillError: Any failure: UnavailableError (no answer), DeadlineError (the time is
                 over), OverloadedError, NotPermittedError (token or role).
-            InvalidInputError: The token is not one of an earlier page.
             ValueError: The connection was closed.
         """
         request = vault_pb2.ListBlobsRequest(page_token=page_token)

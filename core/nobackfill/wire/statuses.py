@@ -117,8 +117,9 @@ def is_transient(error: errors.NobackfillError) -> bool:
 
 
 def error_of(error: grpc.RpcError, server: str) -> errors.NobackfillError:
-    """Return the error of this project for a gRPC status. The message begins with the server and
-    holds what `explain_failure` returns.
+    """Return the error of this project for a gRPC status.
+
+    The message begins with the server and holds what `explain_failure` returns.
 
     Args:
         error: The error of grpc.

@@ -8,6 +8,7 @@ re-embedding).
 """
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -160,8 +161,10 @@ class Dual:
             InvalidInputError: the embedder embeds queries, it cannot read this kind of items, a
                 file is damaged, or no rank fusion exists for the store's metric.
             IncompatibleSpaceError: the files belong to different models.
-            NotFoundError, VerificationError, BusyError, CannotWriteError: a file cannot be used.
             UnavailableError, NotPermittedError: the store cannot be read.
+            NotFoundError, BusyError, CannotWriteError, DamagedError: a file is missing, or the file
+                of native vectors is locked, cannot be written or is damaged. After each error, no
+                file stays open.
         """
         new_map = load_map(mapping)
         same_model(
@@ -172,18 +175,20 @@ class Dual:
                 "embedder: expected one that embeds items (documents), got one that embeds "
                 "queries, and this model embeds them differently; open the embedder for items"
             )
-        native_file = Natives(natives, embedder.fingerprint, new_map.dims[1])
-        reembedder = None
-        if items is not None:
-            reembedder = SourceReembedding(source, items, embedder, native_file, limits or Limits())
-        return cls(
-            source,
-            new_map,
-            load_joining(joining),
-            native_file,
-            reembedder=reembedder,
-            carried=carried,
-        )
+        fusion = load_joining(joining)
+        with ExitStack() as undo:
+            native_file = Natives(natives, embedder.fingerprint, new_map.dims[1])
+            undo.callback(native_file.close)
+            reembedder = None
+            if items is not None:
+                reembedder = SourceReembedding(
+                    source, items, embedder, native_file, limits or Limits()
+                )
+            search = cls(
+                source, new_map, fusion, native_file, reembedder=reembedder, carried=carried
+            )
+            undo.pop_all()
+        return search
 
     def close(self) -> None:
         """Finish the batches that have started, then close the file of native vectors.
@@ -360,7 +365,8 @@ class Dual:
         """Count the items of the store and their native vectors.
 
         Returns:
-            The counts; `a_day` is None and the cost 0 without re-embedding.
+            The counts; `a_day` is None and the cost 0 without re-embedding. `cost` goes on
+            counting.
 
         Raises:
             UnavailableError, NotPermittedError: the store cannot be read.

@@ -81,8 +81,9 @@ class SourceReembedding(Reembedding[ItemVersion]):
     def keep(
         self, contents: Mapping[ItemVersion, str | bytes], missing: Sequence[ItemVersion]
     ) -> Collection[ItemVersion]:
-        """Embed items and store their native vectors durably; settle their claims. Vectors of items
-        that changed meanwhile are deleted again.
+        """Embed items and store their native vectors durably; settle their claims.
+
+        Vectors of items that changed meanwhile are deleted again.
 
         Args:
             contents: texts or encoded images by item; may be empty.

@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
-from nobackfill.durable import error_from_sqlite, transaction, translate_sqlite_errors
+from nobackfill.durable import error_from_sqlite, transaction
 from nobackfill.errors import CannotWriteError
 
 # A claim expires after this many seconds, or when its process has ended.
@@ -208,7 +208,6 @@ CREATE TABLE IF NOT EXISTS spent (day TEXT PRIMARY KEY, items INTEGER NOT NULL) 
         Raises:
             BusyError, CannotWriteError, DamagedError: the file is locked, cannot be read or made,
                 or is damaged.
-            sqlite3.OperationalError: `where` is no valid condition.
         """
         with self._reading() as connection:
             rows = connection.execute(
@@ -231,8 +230,10 @@ CREATE TABLE IF NOT EXISTS spent (day TEXT PRIMARY KEY, items INTEGER NOT NULL) 
             return _spent(connection, day)
 
     def close(self) -> None:
-        """Close the file, if it is open; the next call of another method opens it again. Claims of
-        this process stay until it ends."""
+        """Close the file, if it is open; the next call of another method opens it again.
+
+        Claims of this process stay until it ends.
+        """
         with self._lock:
             if self._file is not None:
                 self._file.close()
@@ -249,13 +250,20 @@ CREATE TABLE IF NOT EXISTS spent (day TEXT PRIMARY KEY, items INTEGER NOT NULL) 
 
     @contextmanager
     def _reading(self) -> Iterator[sqlite3.Connection]:
-        with self._lock, translate_sqlite_errors(self._path):
+        with self._lock, self._translate_errors():
             yield self._connection
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        with self._lock, transaction(self._connection) as connection:
+        with self._lock, self._translate_errors(), transaction(self._connection) as connection:
             yield connection
+
+    @contextmanager
+    def _translate_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.DatabaseError as error:
+            raise error_from_sqlite(self._path, error) or error from error
 
     @property
     def _connection(self) -> sqlite3.Connection:

@@ -92,8 +92,10 @@ CREATE TABLE IF NOT EXISTS native (
         processes.watch_forks(self)
 
     def before_fork(self) -> None:
-        """Lock the object and close the file before this process is forked. It waits until no other
-        thread uses the object."""
+        """Lock the object and close the file before this process is forked.
+
+        It waits until no other thread uses the object.
+        """
         # SQLite locks belong to a process: a connection shared with a child would corrupt the file.
         self._lock.acquire()
         self.close()

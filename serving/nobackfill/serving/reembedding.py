@@ -85,8 +85,10 @@ class Backoff(Generic[Key]):
         return min(2 * last.seconds, self._longest)
 
     def back_off_a_day(self, keys: Collection[Key]) -> None:
-        """Start a back-off of a day for items that their source lacks. It replaces any shorter
-        back-off."""
+        """Start a back-off of a day for items that their source lacks.
+
+        It replaces any shorter back-off.
+        """
         moment = self._clock()
         with self._lock:
             self._pauses |= dict.fromkeys(keys, _Pause(moment + _DAY_S, _DAY_S))
@@ -290,6 +292,9 @@ class Reembedding(ABC, Generic[Key]):
 
     def reembed(self, names: Mapping[Key, str], seconds: float | None = None) -> None:
         """Re-embed items as `reembed_within_limit` does, but wait longer.
+
+        Work that has started goes on after the time is up. Items that fail, back off or are beyond
+        the day's budget raise nothing.
 
         Args:
             names: the item's name in its source, by key; may be empty.

@@ -300,8 +300,8 @@ def search_origins(
     Args:
         nearest: Returns the k nearest of the labels that pass a filter, as Neighbours [q, k];
             called twice, once for each origin.
-        origins: Returns which labels are migrated, and which are not; called once for each array of
-            labels.
+        origins: Returns which labels are migrated, and which are not; its first answer for an array
+            of labels counts.
         scale: Converts distances of migrated vectors.
         k: Number of hits, at least 1.
         label_filter: Returns which labels may be found; None for all.

@@ -117,8 +117,10 @@ class PackageGraph:
 
     @property
     def records(self) -> NDArray[np.uint8]:
-        """Return the records of all elements, uint8 [count, bytes]: links, vector, label. The array
-        belongs to the graph: `mark` takes over what is written to it."""
+        """Return the records of all elements, uint8 [count, bytes]: links, vector, label.
+
+        The array belongs to the graph: `mark` takes over what is written to it.
+        """
         state = self._state()
         records: NDArray[np.uint8] = state["data_level0"].view(np.uint8)
         return records.reshape(-1, state["size_data_per_element"])
@@ -181,9 +183,11 @@ class PackageGraph:
         self._index.resize_index(capacity)
 
     def mark(self, deleted: Mask) -> None:
-        """Mark elements that must not be found, bool [count]; this replaces all earlier marks. It
-        takes over what was written to `records`. Searches of other threads must not run
-        meanwhile."""
+        """Mark elements that must not be found, bool [count]; this replaces all earlier marks.
+
+        It takes over what was written to `records`. Searches of other threads must not run
+        meanwhile.
+        """
         self.records[:, _MARK_BYTE] = deleted
         self._index = hnswlib.Index(self._state() | {"has_deletions": bool(deleted.any())})
 

@@ -94,6 +94,9 @@ class GraphIndex(Protocol):
         Args:
             k: Number of hits, at least 1.
             ef: Minimum number of candidates; 0 for the graph's own number.
+
+        Returns:
+            The number, at most that of the rows; the graph uses its own where that is larger.
         """
         ...
 
@@ -263,8 +266,10 @@ class QuerySample:
 
     @property
     def count(self) -> int:
-        """Return how many queries were answered since the start. Calls at the same time may count
-        as one."""
+        """Return how many queries were answered since the start.
+
+        Calls at the same time may count as one.
+        """
         return self._count
 
     def observe(self, queries: Vectors) -> None:
@@ -314,8 +319,10 @@ class QuerySample:
                 self._size += not is_full
 
     def sample(self) -> Vectors:
-        """Return a copy of the sample, float32 [at most SAMPLE_QUERIES, dim]. It is empty before
-        the first query."""
+        """Return a copy of the sample, float32 [at most SAMPLE_QUERIES, dim].
+
+        It is empty before the first query.
+        """
         with self._lock:
             return self._vectors[: self._size].copy()
 
@@ -402,8 +409,10 @@ class IndexPart:
         return self.index.search(queries, k, self.mask(label_filter), passing, ef)
 
     def live_rows(self) -> Mask | slice:
-        """Return the live rows as a mask bool [n], or as a slice of all rows. Do not write to the
-        mask."""
+        """Return the live rows as a mask bool [n], or as a slice of all rows.
+
+        Do not write to the mask.
+        """
         return slice(None) if self.live is None else self.live
 
     def content(self) -> tuple[Labels, Content]:
@@ -459,8 +468,8 @@ class Snapshot:
                 search.
 
         Returns:
-            Neighbours [q, k], nearest first, equal distances by label; padded if there are fewer
-            vectors.
+            Neighbours [q, k], nearest first, equal distances by label; padded with label -1 and
+            infinity if there are fewer vectors. A base that is a graph may miss a few.
 
         Raises:
             InvalidInputError: Another shape, or another dtype than float32 and float64.
@@ -508,8 +517,10 @@ class Snapshot:
         return labels[order], SelectedRows(ConcatenatedContent(old_vectors, new_vectors), order)
 
     def labels(self) -> Labels:
-        """Return every live label, int64, increasing. They may be the index's own array: do not
-        write to it."""
+        """Return every live label, int64, increasing.
+
+        They may be the index's own array: do not write to it.
+        """
         parts = [part.index.labels[part.live_rows()] for part in (self.base, self.delta)]
         return np.sort(np.concatenate(parts)) if len(parts[1]) else parts[0]
 
