@@ -90,6 +90,7 @@ def rescue(source: Path, target: Path, others: Mapping[str, str]) -> RescueRepor
         BusyError: Another process has the gallery open.
         CannotWriteError: `source` cannot be read, `target` exists or cannot be written, or its disk
             is full.
+        ValueError: A table of `others` has no column `item`.
     """
     with _source(source) as old:
         check_tables(old, source)

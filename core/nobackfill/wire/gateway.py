@@ -452,7 +452,7 @@ class VaultCalls(Connection):
         Args:
             blob: Id, size and digest of the blob.
             chunks: Its bytes from `offset` on; empty chunks are skipped, and their errors end the
-                call.
+                call. Without any chunk, nothing describes the blob: InvalidInputError.
             offset: Number of bytes that the vault has already.
             seconds: Longest time of the transfer; None: the connection's `seconds`. Unlike for
                 `get_blob`, 0 leaves no time.

@@ -123,7 +123,8 @@ CREATE TABLE IF NOT EXISTS spent (day TEXT PRIMARY KEY, items INTEGER NOT NULL) 
 
         Returns:
             The items that were claimed, in order; items that this process claimed before are not
-            among them. Every other item is queued as requested, once more.
+            among them. Every other item is queued as requested, once more, unless the file has a
+            vector of it.
 
         Raises:
             BusyError, CannotWriteError, DamagedError: the file is locked for 30 s, cannot be made
