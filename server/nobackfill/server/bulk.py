@@ -94,7 +94,10 @@ class Folder:
     """Read a folder with all folders below it; a link to a folder is named, but not entered."""
 
     def __init__(self, root: Path) -> None:
-        """Open the folder.
+        """Open the folder; nothing in it is read yet.
+
+        Args:
+            root: the folder, or a link to one.
 
         Raises:
             NotFoundError: it does not exist, or is a file.

@@ -114,6 +114,8 @@ class Catalog:
     def __init__(self, repo: Path, state_dir: Path, root: bytes | None, metrics: Metrics) -> None:
         """Start with an empty view; `refresh` reads the folder.
 
+        No thread is started, and nothing is read or written.
+
         Args:
             repo: publication folder.
             state_dir: folder for verified metadata.
@@ -138,14 +140,16 @@ class Catalog:
         self.changed = ChangeCounter()
 
     def refresh(self) -> None:
-        """Read and verify the publication again, and notify the watchers.
+        """Read and verify the publication again, and notify the watchers, also if nothing has
+        changed.
 
-        On an error the last verified view stays. A release whose manifest cannot be used is logged
-        and left out; the others are served.
+        On an error the last verified view stays, and watchers are not notified. A release whose
+        manifest cannot be used is logged and left out; the others are served. Another call waits
+        meanwhile.
 
         Raises:
             VerificationError: the publication is not valid, has expired, or is older than the last
-                view.
+                view; or the stored metadata is damaged or began with another root.
             NotFoundError: nothing is published.
             UnavailableError: the folder cannot be read.
             CannotWriteError: the verified metadata cannot be stored.
@@ -404,7 +408,7 @@ class ChangeCounter:
         return self._count
 
     def notify(self) -> None:
-        """Count a change, and wake the watchers."""
+        """Count a change, and wake all watchers; never waits for them."""
         with self._condition:
             self._count += 1
             self._condition.notify_all()

@@ -206,7 +206,11 @@ class Serving:
         return old
 
     def announce(self) -> None:
-        """Tell watchers and metrics that the served release may have changed."""
+        """Wake the watchers of releases, and set the metric of the active release, 0 without one.
+
+        Call it when the served release may have changed. It never waits, and its repetition is
+        harmless.
+        """
         active = self._state.current.active or 0
         self._metrics.active_release.set(active)
         if active:
@@ -315,6 +319,8 @@ class Serving:
             NotFoundError: a release is not published.
             VerificationError: a file does not match its digest, or a model fails its check.
             UnavailableError: the model server stops answering meanwhile.
+            ConfigurationError: a release embeds texts, and the extra `text` is not installed.
+            DeadlineError: the call's time is over.
         """
         for manifest in manifests:
             if manifest.release in self._followed:

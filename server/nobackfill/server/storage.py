@@ -213,6 +213,9 @@ class Storage:
     ) -> None:
         """Open a store.
 
+        A missing folder is created, and so are the tables of a database; those of an older version
+        are converted. The caller closes the store. After an error nothing stays open or locked.
+
         Args:
             store: address of the store, as in the settings.
             data: the gateway's data folder.

@@ -54,7 +54,7 @@ class Transferred:
     alike: bool = False
 
     def to_json(self) -> dict[str, int | bool]:
-        """Return the values by the names of `--json`."""
+        """Return the values by the names of `--json`: items, written, deleted and alike."""
         return {
             "items": self.items,
             "written": self.changes,
@@ -214,6 +214,11 @@ def blobs_of(vault: Path) -> dict[Path, int]:
     """Return the size in bytes of each complete blob of a vault, by its path in the vault.
 
     A missing vault has no blobs. Blobs that are deleted during the call are left out.
+
+    Unfinished uploads are left out, and nothing is verified.
+
+    Raises:
+        OSError: a blob's size cannot be read.
     """
     sizes = {}
     for path in vault.glob("*/??/*"):

@@ -110,6 +110,8 @@ def status(server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
 
     The column `note` says why a gallery has not moved to the active release, or why it is not
     served.
+
+    Galleries are sorted by name. A release that failed has a line of its own at the end.
     """
     with exit_codes(), connect(server) as gateway:
         answer = gallery_pb2.ListGalleriesResponse(galleries=gateway.list_galleries())
@@ -315,6 +317,9 @@ def watch(
     """Follow a gallery's upgrade, or the states of all releases.
 
     Each change prints one line. An upgrade is followed to its end, releases until Ctrl-C.
+
+    It fails if there is no such gallery, or no item has the key of --by. An upgrade that is over
+    prints one line.
     """
     with exit_codes(), connect(server) as gateway:
         if gallery is None:

@@ -904,7 +904,7 @@ class BothAnswerer:
         return [answers[place] for place in range(len(request.queries))]
 
     def image_part(self, hosted: Hosted) -> PlanPart | None:
-        """Return None: two parts answer an image."""
+        """Return None: two models answer an image, so that it needs a thread of its call."""
         return None
 
     def space_part(self, hosted: Hosted, space: str) -> PlanPart | None:

@@ -548,9 +548,10 @@ class GrpcListener:
         """Stop: let calls end, then cancel them; new ones are refused. Only after `start`, and
         once.
 
-        New calls are still answered for 0.5 s. Then calls without a message end, and streams that
-        need no end of their own. The connections are closed once calls have ended or the time is
-        over, and all threads are stopped. This blocks for about `drain_s` at most.
+        New calls are still answered for 0.5 s. Then calls without a message end with UNAVAILABLE,
+        and watches are asked to end. Connections are closed once the other calls have ended or the
+        time is over; calls that still run are lost. At last all threads are stopped. This blocks
+        for about `drain_s` at most.
 
         Args:
             drain_s: longest time for calls to end, in seconds; 0 or more.

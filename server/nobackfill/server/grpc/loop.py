@@ -834,7 +834,7 @@ class CallExecutor(Executor):
 
     @property
     def batch_size(self) -> int:
-        """The number of calls that wait to be answered in one go."""
+        """The number of calls that wait to be answered in one go, 0 to 16."""
         return len(self._batch)
 
     def answer_batch(self) -> None:

@@ -251,7 +251,7 @@ class Lane:
         return max(0, self._occupied - self.size.threads)
 
     def occupied(self) -> int:
-        """Return the number of calls that have a place."""
+        """Return the number of calls that have a place, whether they work or wait."""
         return self._occupied
 
     def close(self) -> None:

@@ -289,7 +289,7 @@ class TritonClient:
             token: sent with every call; None means no token.
 
         Raises:
-            ValueError: the address is neither.
+            ValueError: without TLS, the address has another form.
         """
         self.address = address
         self._credentials = credentials
@@ -487,7 +487,7 @@ def remote_client(address: str, ca: Path | None, token_file: Path | None) -> Tri
 
     Raises:
         ConfigurationError: a file cannot be read, or is not ASCII.
-        ValueError: the address has another form.
+        ValueError: without TLS, the address has another form.
     """
     credentials = grpc.ssl_channel_credentials(_read(ca)) if address.startswith(TLS) else None
     token = _read(token_file)

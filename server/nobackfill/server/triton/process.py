@@ -65,7 +65,7 @@ class Misses:
         return self._count >= _HANGS
 
     def clear(self) -> None:
-        """Start again at 0, after an answer or a restart."""
+        """Start again at 0, after an answer or a restart; the 30 s of `add` start again, too."""
         self._count = 0
         self._last_answer = time.monotonic()
         if self._last_answer - self._last_mark >= _MARK_SECONDS:

@@ -175,6 +175,9 @@ def delete(hosted: Hosted, request: pb.DeleteItemsRequest) -> int:
         CannotWriteError: the store cannot be written.
         DeadlineError: the call's time is over.
         CancelledError: the caller has cancelled the call.
+        NotFoundError: the gallery was deleted meanwhile.
+        UnavailableError: the database does not answer.
+        VerificationError: the gallery is damaged.
     """
     return edits.delete_selected(
         hosted.store, _select_items(hosted, request), context.current().check
@@ -186,6 +189,8 @@ def set_metadata(hosted: Hosted, request: pb.SetMetadataRequest) -> int:
 
     Other keys stay as they are. Items that were changed before an error stay changed. Unknown ids
     are skipped.
+
+    A request that neither sets nor removes a key changes nothing, but counts the items.
 
     Args:
         hosted: the gallery.
@@ -202,6 +207,9 @@ def set_metadata(hosted: Hosted, request: pb.SetMetadataRequest) -> int:
         CannotWriteError: the store cannot be written.
         DeadlineError: the call's time is over.
         CancelledError: the caller has cancelled the call.
+        NotFoundError: the gallery was deleted meanwhile.
+        UnavailableError: the database does not answer.
+        VerificationError: the gallery is damaged.
     """
     if not request.ids and not request.HasField("filter"):
         raise InvalidInputError("SetMetadata: expected ids or a filter of items, got neither")
