@@ -148,8 +148,8 @@ def error_from_sqlite(path: Path, error: sqlite3.Error) -> NobackfillError | Non
         error: The error of the sqlite3 module.
 
     Returns:
-        BusyError, CannotWriteError or DamagedError, not raised; None where the statement itself is
-        wrong, or SQLite does not tell a code for another class than DatabaseError.
+        BusyError, CannotWriteError or DamagedError, not raised; None for an error of a wrong
+        program, such as sqlite3.ProgrammingError.
     """
     code = getattr(error, "sqlite_errorcode", 0)
     if code & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):

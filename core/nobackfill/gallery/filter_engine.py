@@ -313,7 +313,7 @@ def find_rows(labels: Labels, targets: Labels) -> tuple[NDArray[np.intp], Mask]:
 
     Returns:
         The rows, int [m], and a mask bool [m] of the targets that exist. The row of a missing
-        target is 0.
+        target means nothing: it is 0, or that of another label.
     """
     rows = np.searchsorted(labels, targets)
     exists = rows < len(labels)

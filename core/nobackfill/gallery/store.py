@@ -924,7 +924,7 @@ class Store:
     def load(self, space: str) -> tuple[Labels, Vectors]:
         """Return all vectors of a space in one snapshot.
 
-        All are in memory at once.
+        All vectors are in memory at once.
 
         Returns:
             Labels int64 [n], increasing, and vectors float32 [n, dim].
