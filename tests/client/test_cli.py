@@ -132,6 +132,7 @@ def test_people_get_sentences(setting: Setting) -> None:
 
 REFUSALS = [
     (["--gallery", "MISSING", "search", "--id", "x"], 66, "edge-client --gallery"),
+    (["search", "--id", "x", "--gallery", "MISSING"], 66, "edge-client --gallery"),
     (["search", "--id", "x"], 66, "no such item"),
     (["search"], 2, "exactly one of images, --text and --id"),
     (["search", "--id", "x", "-k", "0"], 2, "not in the range"),

@@ -51,7 +51,7 @@ def gateway(served: tuple[GatewayServer, Client]) -> GatewayServer:
 
 
 def test_one_search_is_answered_by_one_pair(client: Client, one: Manifest, two: Manifest) -> None:
-    assert begin(client, pb.Canary(share=0.25)) == "release 2 answers 0.25 of the callers"
+    assert begin(client, pb.Canary(share=0.25)) == "release 2 answers 25% of the callers"
     for share in (0.25, 0.6):
         begin(client, pb.Canary(share=share))
         for n, session in enumerate(SESSIONS):
@@ -282,20 +282,23 @@ def test_the_command_begins_steps_watches_and_promotes_one(client: Client, tmp_p
     numbers = tmp_path / "canary.toml"
     numbers.write_text("most_errors = 0.02\nlargest_p99_ratio = 3\n")
     started = gateway("start", "2", "--share", "25%", "--settings", str(numbers))
-    assert "release 2 answers 0.25 of the callers" in started
+    assert "release 2 answers 25% of the callers" in started
     setting = report(client).canary
     assert (setting.most_errors, setting.largest_p99_ratio) == (0.02, 3)
     # A step keeps what it does not name.
-    assert "answers 0.5 of the callers" in gateway("step", "2", "--share", "50%")
-    assert "answers 0.6 of" in gateway("step", "2", "--steps", "60,70,100", "--every", "1d")
-    assert "answers 0.7 of the callers" in gateway("step", "2")
+    assert "answers 50% of the callers" in gateway("step", "2", "--share", "50%")
+    assert "answers 60% of" in gateway("step", "2", "--steps", "60,70,100", "--every", "1d")
+    assert "answers 70% of the callers" in gateway("step", "2")
     setting = report(client).canary
     assert (setting.share, list(setting.steps), setting.every.seconds) == (0.7, [1.0], 86400)
     assert (setting.most_errors, setting.largest_p99_ratio) == (0.02, 3)
     for session in SESSIONS:
         ask(client, session, 0)
     assert any("done" in line for line in gateway("promote", "2").splitlines())
-    assert "canary of release 2 promoted" in gateway("watch")
+    watched = gateway("watch").splitlines()
+    assert watched[0] == "canary of release 2 promoted"
+    assert any(" compared, overlap 1.000, rank correlation 1.000" in line for line in watched)
+    assert max(map(len, watched)) <= 80
     # The promotion found every vector written by the canary, and counts them as done.
     status = CliRunner().invoke(app, ["status", "--json", "--server", client.address])
     for gallery in json.loads(status.stdout)["galleries"]:

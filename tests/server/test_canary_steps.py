@@ -48,7 +48,7 @@ def test_steps_that_are_given_later_take_their_time(
     wait_for(lambda: report(client).canary.share == 0.5)
     assert time.monotonic() - began >= 1
     deeds = [(deed.what, deed.of_what) for deed in served[0].state.deeds()]
-    assert deeds[-1] == ("canary", "release 2 answers 0.25 of the callers")
+    assert deeds[-1] == ("canary", "release 2 answers 25% of the callers")
 
 
 def test_a_restart_goes_on_with_the_same_share(

@@ -22,6 +22,7 @@ from tests.server.conftest import Stages, publish_stage
 from tests.server.process import Served, command, serving
 from tests.server.support import Client, images
 from tests.support.commands import Ended, run_here
+from tests.support.ports import free_port
 
 
 @pytest.fixture
@@ -67,6 +68,19 @@ def test_every_command_shows_examples_that_its_parser_accepts() -> None:
             parser.make_context(words, arguments)
 
 
+def test_a_status_says_why_no_release_answers(repo: Path, tmp_path: Path) -> None:
+    absent = f"--triton=127.0.0.1:{free_port()}"
+    with serving(repo, tmp_path / "data", absent) as gateway:
+        at = f"--server={gateway.address}"
+        status = run_json("status", at)
+        assert (status["active_release"], status["model_server_up"]) == (0, False)
+        printed = run("status", at)
+        for note in (
+            "release 1 is being activated", "no release is active", "the model server does not",
+        ):  # fmt: skip
+            assert f"\n{note}" in printed, printed
+
+
 def test_a_life_through_commands(
     served: Served, repo: Path, stages: Stages, tmp_path: Path
 ) -> None:
@@ -85,7 +99,9 @@ def test_a_life_through_commands(
         (2, "RELEASE_STATE_ACTIVE"),
     ]
     assert listed[1]["manifest"]["release"] == 2
-    (gallery,) = run_json("status", at)["galleries"]
+    status = run_json("status", at)
+    assert (status["active_release"], status["model_server_up"]) == (2, True)
+    (gallery,) = status["galleries"]
     assert (gallery["name"], gallery["items"], gallery["release"]) == ("g", "5", 2)
     assert "active" in run("releases", at)
     assert "release 2" in run("status", at)

@@ -197,7 +197,9 @@ def load_settings(flags: dict[str, Any], file: Path | None) -> Settings:
         lines = [
             f"{'.'.join(map(str, e['loc'])) or 'settings'}: {e['msg']}" for e in error.errors()
         ]
-        raise ConfigurationError("; ".join(lines)) from error
+        # Pydantic's words before the message of a validator of ours.
+        message = "; ".join(lines).replace(": Value error, ", ": ")
+        raise ConfigurationError(message) from error
     except SettingsError as error:
         # pydantic's sentence hides what is wrong with a variable that must be JSON.
         raise ConfigurationError(

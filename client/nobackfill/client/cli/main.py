@@ -32,9 +32,10 @@ release, and may skip releases in between. 1.root.json lies in the publication
 folder: get it from the publisher by another way than the releases. Every command
 can be run again after an interruption. `edge-client COMMAND --help` lists options.
 
-Exit codes: 0 done, 1 failure, 2 wrong usage, 65 refused data or failed
-verification, 66 no such file, item or release, 69 server unavailable, 73 cannot
-write, 75 busy, try again, 77 not permitted, 78 configuration, 130 interrupted.
+Exit codes: 0 done, 1 failure, 2 wrong usage, 65 an image that is missing or refused,
+or failed verification, 66 no such gallery, item or release, 69 server unavailable,
+73 cannot write, 75 busy, try again, 77 not permitted, 78 configuration,
+130 interrupted.
 """
 # Errors of the operating system outside the modules that write, for example in stdout's folder.
 _NO_NAMES = (errno.ENAMETOOLONG, errno.ELOOP, errno.EILSEQ)
@@ -136,6 +137,10 @@ def edge_client(words: Sequence[str] = ()) -> Parser:
             "--json",
             action="store_true",
             help="Print one JSON object on stdout. Without this, print sentences.",
+        )
+        # Accepted after the command, too; without a default, which would replace the one before it.
+        one.add_argument(
+            "--gallery", type=named_path, default=argparse.SUPPRESS, help=argparse.SUPPRESS
         )
         one.set_defaults(run=command, refuse=one.error)
     return parser

@@ -70,7 +70,12 @@ def report(arguments: Namespace) -> None:
 
     with Device(arguments.gallery) as device:
         summary = send(device, arguments.to)
-    values = ", ".join(f"{key} {value}" for key, value in summary.items())
+    kept = summary["neighbours_kept"]
+    share = "not measured" if kept is None else f"{kept:.1%}"
+    values = (
+        f"release {summary['release']}: probes {'' if summary['probes_passed'] else 'not '}passed, "
+        f"{summary['seconds']:.1f} s, neighbours kept: {share}, failure: {summary['failure']}"
+    )
     outcome = "not sent" if arguments.to is None else f"sent to {arguments.to}"
     Output(arguments.json).result(
         {**summary, "sent": arguments.to is not None}, f"{values}; {outcome}"

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import tomllib
 from collections.abc import Iterator, Mapping
 from importlib.metadata import version
@@ -181,8 +180,6 @@ def exit_codes() -> Iterator[None]:
         typer.Exit: the block raised a NobackfillError (its exit code), lacks a module of the extra
             `server` (78), or was interrupted (130).
     """
-    # gRPC's core prints lines of its own; the errors carry the same information.
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
         with require_extra("server"):
             yield

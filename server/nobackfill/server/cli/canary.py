@@ -180,13 +180,18 @@ def stop(number: Number, server: Server = DEFAULT_SERVER, as_json: Json = False)
 def watch(server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
     """Follow a canary to its end: the counts of both releases, and how they compare.
 
-    Prints one line a second.
+    Prints a block of lines at each change, at most one a second. With --json, it prints one object
+    a second.
 
     Without a canary since the gateway started, it prints one line that says so.
     """
     with exit_codes(), connect(server) as gateway:
+        block = ""
         for snapshot in gateway.watch_canary():
-            typer.echo(json.dumps(plain(snapshot)) if as_json else escape_hidden(line(snapshot)))
+            if as_json:
+                typer.echo(json.dumps(plain(snapshot)))
+            elif block != (block := describe_canary(snapshot)):
+                typer.echo(block)
 
 
 def _canary_of(share: str | None, steps: str | None, every: str | None) -> pb.Canary:
@@ -230,39 +235,46 @@ def _running_canary(gateway: Gateway, number: int) -> pb.Canary:
     return snapshot.canary
 
 
-def line(answer: pb.WatchCanaryResponse) -> str:
-    """Describe a canary in one line: its state, the counts of both releases, and the evidence.
+def describe_canary(answer: pb.WatchCanaryResponse) -> str:
+    """Describe a canary in lines: its state, the counts of both releases, and the evidence.
 
-    Without a canary since the gateway started it says so. The gateway's message is at the end, and
-    not escaped.
+    Without a canary since the gateway started it says so. A line has at most 80 characters up to a
+    million queries; the gateway's message is the last line, and escaped.
     """
     if not answer.release:
         return "no canary since the gateway started"
     state = pb.CanaryState.Name(answer.state).removeprefix("CANARY_STATE_").lower()
-    share = f" {answer.canary.share:.3g} of the callers," if answer.canary.share else ""
+    share = f", {100 * answer.canary.share:.3g}% of the callers" if answer.canary.share else ""
     kind = "shadow" if answer.canary.shadow else "canary"
-    alike = f"{answer.compared} compared"
+    alike = f"  both {answer.compared} compared"
     if answer.HasField("overlap"):
         alike += f", overlap {answer.overlap:.3f}"
     if answer.HasField("rank_correlation"):
         alike += f", rank correlation {answer.rank_correlation:.3f}"
-    evidence = max(answer.evidence.items(), key=lambda item: item[1], default=("none", 0.0))
-    against = f"evidence {evidence[1]:.2g} of {answer.stops_at:.0f} ({evidence[0]})"
-    return (
-        f"{kind} of release {answer.release} {state},{share} {alike}; old {_pair(answer.old_pair)};"
-        f" new {_pair(answer.new_pair)}; {against}{'; ' if answer.message else ''}{answer.message}"
-    )
+    bound, value = max(answer.evidence.items(), key=lambda item: item[1], default=("none", 0.0))
+    lines = [
+        f"{kind} of release {answer.release} {state}{share}",
+        *_pair("old", answer.old_pair),
+        *_pair("new", answer.new_pair),
+        alike,
+        f"  evidence {value:.2g} of {answer.stops_at:.0f} ({bound})",
+    ]
+    if answer.message:
+        lines.append(f"  {answer.message}")
+    return "\n".join(map(escape_hidden, lines))
 
 
-def _pair(pair: pb.CanaryPair) -> str:
+def _pair(name: str, pair: pb.CanaryPair) -> list[str]:
     parts = [f"{pair.queries} queries", f"{pair.errors} errors", f"{pair.empty} empty"]
     if pair.HasField("p99"):
-        parts.append(f"p50 {1000 * pair.p50:.1f} p99 {1000 * pair.p99:.1f} ms")
+        parts.append(f"p50 {1000 * pair.p50:.1f} ms, p99 {1000 * pair.p99:.1f} ms")
     if pair.HasField("score"):
         parts.append(f"score {pair.score:.3f}")
+    lines = [f"  {name}  {', '.join(parts)}"]
     if pair.approved or pair.rejected:
-        parts.append(f"{pair.approved} approved {pair.rejected} rejected of {pair.sessions}")
-    return " ".join(parts)
+        sessions = f"of {pair.sessions} sessions"
+        lines.append(f"       {pair.approved} approved, {pair.rejected} rejected {sessions}")
+    return lines
 
 
 def _share(text: str, option: str) -> float:

@@ -27,6 +27,7 @@ from nobackfill.server.cli.app import (
 from nobackfill.terminal import escape_hidden
 from nobackfill.v1 import gallery_pb2, release_pb2, upgrade_pb2
 from nobackfill.v1 import release_pb2 as pb
+from nobackfill.wire.connection import open_channel, translate_errors
 from nobackfill.wire.gateway import ROLLOUTS, Gateway
 
 
@@ -50,6 +51,7 @@ def healing_line(healing: upgrade_pb2.Healing) -> str:
 
 
 _STATE = release_pb2.ReleaseState.Name
+_STATES = release_pb2.ReleaseState.values()
 _PHASE = release_pb2.Phase.Name
 
 
@@ -106,20 +108,21 @@ def releases(server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
 
 @app.command(epilog=examples("gateway status", "gateway status --json"))
 def status(server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
-    """Show the galleries, and the releases that failed.
+    """Show the galleries, and what keeps the gateway from answering.
 
     The column `note` says why a gallery has not moved to the active release, or why it is not
-    served.
+    served. Lines below the table name releases that failed or are being activated, and a model
+    server that does not answer.
 
-    Galleries are sorted by name. A release that failed has a line of its own at the end.
+    Galleries are sorted by name.
     """
     with exit_codes(), connect(server) as gateway:
         answer = gallery_pb2.ListGalleriesResponse(galleries=gateway.list_galleries())
-        failed = {
-            release.number: release.reason
-            for release in gateway.list_releases()
-            if release.state == release_pb2.RELEASE_STATE_FAILED
-        }
+        listed = gateway.list_releases()
+        is_up = _can_embed(server)
+    by_state = {state: [one for one in listed if one.state == state] for state in _STATES}
+    failed = {one.number: one.reason for one in by_state[release_pb2.RELEASE_STATE_FAILED]}
+    active = max((one.number for one in by_state[release_pb2.RELEASE_STATE_ACTIVE]), default=0)
     rows = [["gallery", "items", "answers with", "spaces", "note"]]
     for gallery in answer.galleries:
         spaces = ", ".join(
@@ -139,10 +142,38 @@ def status(server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
                     gallery.note,
                 ]
             )
-    for number, reason in failed.items():
-        retry = f"run `gateway activate {number}` to retry"
-        rows.append(["", "", "", "", f"release {number} failed: {reason}; {retry}"])
-    show(as_json, plain(answer) | {"failed_releases": failed}, rows)
+    notes = [
+        f"release {number} failed: {reason}; run `gateway activate {number}` to retry"
+        for number, reason in failed.items()
+    ]
+    notes += [
+        f"release {one.number} is being activated; follow it with `gateway watch`"
+        for one in by_state[release_pb2.RELEASE_STATE_ACTIVATING]
+    ]
+    if not active:
+        notes.append(
+            "no release is active yet, so galleries cannot be made or searched; it begins with the "
+            "newest published release that `gateway releases` lists"
+        )
+    if not is_up:
+        notes.append(
+            "the model server does not answer, so images cannot be put or searched; read the log "
+            "of the gateway"
+        )
+    result = {"failed_releases": failed, "active_release": active, "model_server_up": is_up}
+    show(as_json, plain(answer) | result, rows)
+    for note in () if as_json else notes:
+        typer.echo(escape_hidden(note))
+
+
+def _can_embed(server: str) -> bool:
+    """Ask the gateway's health service whether models can embed images and texts."""
+    from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+    request = health_pb2.HealthCheckRequest(service="nobackfill.v1.SearchService")
+    with open_channel(server) as channel, translate_errors(server):
+        answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=10)
+    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
 @app.command(epilog=examples("gateway activate 2", "gateway activate 2 --rollout dual"))
@@ -241,6 +272,8 @@ def show_rollback(answer: pb.RollbackReleaseResponse, as_json: bool) -> None:
     rows.append([str(answer.number), "yes" if answer.done else "no", str(answer.lost_items)])
     rows += [["", "", f"{lost.gallery}: {lost.id}"] for lost in answer.lost[:20]]
     show(as_json, plain(answer), rows)
+    if not (answer.done or as_json):
+        typer.echo("nothing was changed; `gateway rollback --yes` rolls back", err=True)
 
 
 @app.command(epilog=examples("gateway retire"))

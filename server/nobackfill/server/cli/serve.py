@@ -105,7 +105,8 @@ def sample(
     if made.gain is None:
         lines = [
             f"{repo}: release 1 is published; {photos}: {made.pictures} pictures", "next:",
-            f"  gateway serve --model-repo {repo} &", "  gateway gallery create photos",
+            f"  gateway serve --model-repo {repo} 2> gateway.log &",
+            "  until gateway status; do sleep 1; done", "  gateway gallery create photos",
             f"  gateway put photos {photos}", f"  gateway search photos {picture}",
             f"  gateway sample{where} --release 2",
         ]  # fmt: skip

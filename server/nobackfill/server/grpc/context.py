@@ -211,8 +211,7 @@ class Tokens:
         scheme, _, token = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not token:
             raise UnauthenticatedError(
-                "expected call metadata `authorization: Bearer TOKEN`, got none or another form; "
-                "set NOBACKFILL_TOKEN_FILE to the file with your token"
+                "expected call metadata `authorization: Bearer TOKEN`, got none or another form"
             )
         digest = hashlib.sha256(token.encode()).digest()
         # Looked up by its hash, so that timing reveals nothing about a token.

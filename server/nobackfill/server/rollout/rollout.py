@@ -642,7 +642,7 @@ def share_of(canary: Canary, release: int) -> str:
         release: the release of the canary.
     """
     verb = "is compared with" if canary.shadow else "answers"
-    return f"release {release} {verb} {canary.share:.3g} of the callers"
+    return f"release {release} {verb} {100 * canary.share:.3g}% of the callers"
 
 
 def _next_step(state: State, *, has_answered: bool) -> Mapping[str, object]:
