@@ -93,6 +93,7 @@ def test_what_does_not_pair_is_refused(
     assert "in one of these forms: FILE.parquet" in refused(
         ["inspect", "shop"], 66, monkeypatch, capsys
     )
+    assert "installed are chroma" in refused(["inspect", "nix:a#b"], 65, monkeypatch, capsys)
     command = ["fit", "--old", paths["old"], "--new", paths["new"], "--queries-old", paths["old"]]
     assert "together" in refused(command, 65, monkeypatch, capsys)
     swapped = ["--queries-old", paths["new"], "--queries-new", paths["old"]]

@@ -91,6 +91,12 @@ def open_source(
 
         return ArraySource(path, vector)
     if not path.exists():
+        if colon and "#" in rest:
+            kinds = ", ".join(sorted(plugin_names("sources")))
+            raise InvalidInputError(
+                f"{kind}:…: no plug-in for this kind of store is installed; installed are {kinds}. "
+                "Correct the name, or run `make setup` after registering the plug-in"
+            )
         raise NotFoundError(
             f"{address}: no such file or folder; expected a SOURCE in one of these forms: {KINDS}"
         )
