@@ -64,6 +64,8 @@ def test_a_column_gives_bytes_and_changes_nothing(postgres: Server) -> None:
             with pytest.raises(error) as refused:
                 opened(f"column:{name}", columns, {}).read("1", 3)
             assert "SECRET" not in str(refused.value)
+        with pytest.raises(NotFoundError, match="table of the setting item_columns"):
+            opened("column:gone", columns, {}).read("1", 3)
         with pytest.raises(ConfigurationError, match=r"TABLE\.KEY\.COLUMN") as wrong:
             opened("column:bad", columns, {})
         assert "SECRET" not in str(wrong.value)

@@ -301,3 +301,24 @@ def test_a_wait_of_zero_seconds_for_releases_ends(database: Database) -> None:
     with ThreadPoolExecutor(2) as pool, lock_releases(database, 5):
         for waiting in [pool.submit(wait, seconds) for seconds in (0.0, 0.0004)]:
             assert isinstance(waiting.exception(30), BusyError)
+
+
+def test_a_connection_that_breaks_while_it_waits_for_releases_is_unavailable(
+    database: Database,
+) -> None:
+    def wait() -> None:
+        with lock_releases(database, 30):
+            raise AssertionError("the lock was free")
+
+    end_waiting = (
+        "SELECT pg_terminate_backend(pid) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted"
+        " AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
+    )
+    with ThreadPoolExecutor(1) as pool, lock_releases(database, 5):
+        waiting = pool.submit(wait)
+        wait_until(
+            lambda: database.read(lambda one: run(one, end_waiting).fetchall()) != [],
+            "the wait for the lock",
+        )
+        with pytest.raises(UnavailableError):
+            waiting.result(30)

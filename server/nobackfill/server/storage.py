@@ -178,10 +178,9 @@ def migrate_database(url: str, to: int | None) -> tuple[int, int]:
     Raises:
         NotFoundError: no gateway has served from the database.
         BusyError: a gateway serves from it.
-        ConfigurationError: the format is unknown, the extra `postgres` is missing, or the database
-            refuses the connection.
-        VerificationError: a newer version wrote the database.
-        UnavailableError: the database does not answer.
+        ConfigurationError: the format is unknown, also because a newer version wrote the database;
+            or the extra `postgres` is missing.
+        UnavailableError: the database does not answer, or refuses the connection.
         CannotWriteError: the database cannot write.
     """
     with require_extra("postgres"):

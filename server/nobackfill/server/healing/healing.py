@@ -199,7 +199,7 @@ class HealingSeries(Collector):
         A gallery whose report fails is left out.
 
         Raises:
-            NobackfillError: whatever the reports raise.
+            Exception: any error of the reports that is no NobackfillError.
         """
         reports = list(self._progress())
         items = GaugeMetricFamily(

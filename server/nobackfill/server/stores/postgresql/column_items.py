@@ -7,7 +7,7 @@ from typing import Any
 import psycopg
 from psycopg import sql
 
-from nobackfill.errors import ConfigurationError, InvalidInputError, UnavailableError
+from nobackfill.errors import ConfigurationError, InvalidInputError, NotFoundError, UnavailableError
 from nobackfill.server.stores.postgresql.database import check_url, is_connection_lost, refusal
 from nobackfill.serving.sources import check_item_size
 from nobackfill.vectors import Kind
@@ -66,10 +66,9 @@ class DatabaseColumnItems:
 
         Raises:
             InvalidInputError: the original is larger, or PostgreSQL refuses the statement.
-            UnavailableError: the database does not answer in time.
-            ConfigurationError: the database refuses the connection.
-            BusyError: the database has no connection left, or a lock is held too long.
-            GoneError: the table does not exist.
+            UnavailableError: the database does not answer in time, or refuses the connection.
+            ConfigurationError: the user may not read the table.
+            NotFoundError: the table or its schema does not exist.
         """
         with self._lock:
             try:
@@ -120,6 +119,11 @@ def _translate(error: psycopg.Error, name: str) -> Exception:
         return UnavailableError(
             f"item {name!r}: the database of the setting item_columns did not answer within "
             f"{_TIMEOUT_SECONDS} s; it is tried again later"
+        )
+    if isinstance(error, psycopg.errors.UndefinedTable | psycopg.errors.InvalidSchemaName):
+        return NotFoundError(
+            f"item {name!r}: the table of the setting item_columns does not exist; create it, or "
+            "correct its name in the file of `gateway serve --settings FILE`"
         )
     return refusal(error) or InvalidInputError(
         f"item {name!r}: the table or column of the setting item_columns cannot be read: "

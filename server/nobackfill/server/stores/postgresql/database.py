@@ -138,9 +138,10 @@ def refusal(error: Exception) -> NobackfillError | None:
 
     Returns:
         The error to raise: OverloadedError (no connection is free), BusyError, CannotWriteError
-        (read-only or full), ConfigurationError (the address, the password or rights), GoneError,
-        DamagedError, or UnavailableError. None for an error that only a defect of this program can
-        cause, and for any error of other origin.
+        (read-only or full), ConfigurationError (rights, or a part that is not installed),
+        GoneError, DamagedError, or UnavailableError, also for a refused connection, which has no
+        code. None for an error that only a defect of this program can cause, and for any error of
+        other origin.
     """
     if isinstance(error, PoolTimeout | TooManyRequests):
         return OverloadedError(
@@ -389,11 +390,10 @@ class Database:
             prepare: creates what the database lacks; called with a connection outside the pool.
 
         Raises:
-            UnavailableError: the database does not answer.
-            ConfigurationError: the database refuses the connection, or it is not encrypted although
-                the database is on another machine.
+            UnavailableError: the database does not answer, or refuses the connection.
+            ConfigurationError: the connection is not encrypted although the database is on another
+                machine.
             NobackfillError: as `prepare`.
-            BusyError: the server has no connection left.
             OverloadedError: the pool's first connection was not ready in time.
         """
         try:
@@ -432,9 +432,8 @@ class Database:
         waits up to 5 s, or as long as the address says.
 
         Raises:
-            UnavailableError: the database does not answer.
-            ConfigurationError: the database refuses the connection.
-            BusyError: the server has no connection left.
+            UnavailableError: the database does not answer, or refuses the connection: a wrong user,
+                password or name, or no connection left. Only the message tells them apart.
         """
         try:
             return psycopg.connect(self.url, autocommit=True)
@@ -454,8 +453,8 @@ class Database:
             without protection from a break.
 
         Raises:
-            UnavailableError: the database does not answer.
-            BusyError: the server has no connection left, or a statement or lock takes too long.
+            UnavailableError: the database does not answer, or refuses the connection.
+            BusyError: a statement or lock takes too long.
             GoneError: a table of the block's statements is missing.
             ConfigurationError, DamagedError: the database refuses a statement, or is damaged.
         """
@@ -487,11 +486,12 @@ class Database:
         Raises:
             DeadlineError: the caller's time is over.
             CancelledError: the caller has cancelled the call.
-            UnavailableError: the database does not answer, or has no memory left.
+            UnavailableError: the database does not answer, refuses the connection, or has no memory
+                left.
             OverloadedError: no connection of the pool was free for some seconds.
             BusyError: a statement took longer than 60 s, or waited too long for a lock.
             GoneError: the gallery, or one of its tables, was deleted.
-            ConfigurationError: the database refuses the connection or statement.
+            ConfigurationError: the database refuses the statement, as without rights.
             DamagedError: a table or index is damaged.
             psycopg.Error: any other error, a defect of this program.
             NobackfillError: as `work`.

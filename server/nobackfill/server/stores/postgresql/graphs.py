@@ -201,7 +201,7 @@ def make_graph(database: Database, schema: str, info: SpaceInfo) -> None:
 
     Raises:
         UnavailableError: the database does not answer.
-        BusyError: the database is busy, or has no connection left.
+        BusyError: the database is busy.
         CannotWriteError: the database cannot write.
         GoneError: the gallery or its space was deleted.
         ConfigurationError, DamagedError: the database refuses the statement, or is damaged.

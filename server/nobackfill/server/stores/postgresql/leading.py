@@ -54,9 +54,6 @@ class DatabaseLead(Lead):
         If its connection broke, it tries to take the lock again, and says False once meanwhile.
         Without an answer of the database it says False: nobody can take the lead then. After
         `close` it says False.
-
-        Raises:
-            BusyError, ConfigurationError: the database refuses another connection.
         """
         with self._lock:
             if self._closed:
@@ -94,10 +91,9 @@ def take_lead(database: Database) -> DatabaseLead | None:
         The lead, which the caller closes; None if another gateway has it.
 
     Raises:
-        UnavailableError: the database does not answer.
-        BusyError: it has no connection left, or the row of the term is locked for too long.
+        UnavailableError: the database does not answer, or refuses the connection.
+        BusyError: the row of the term is locked for too long, or this gateway may not write.
         CannotWriteError: the database cannot write.
-        ConfigurationError: it refuses the connection.
     """
     connection = _try_lock(database)
     if connection is None:
@@ -163,21 +159,21 @@ def lock_releases(database: Database, seconds: float) -> Iterator[None]:
 
     Raises:
         BusyError: another gateway took longer.
-        UnavailableError: the database does not answer.
-        ConfigurationError: the database refuses the connection.
-        psycopg.Error: the connection breaks while it waits.
+        UnavailableError: the database does not answer, or refuses or ends the connection.
     """
     with database.connect() as connection:
         # With a timeout of 0, PostgreSQL would wait without end.
         wait_ms = f"{max(1, int(1000 * seconds))}"
-        run(connection, "SELECT set_config('lock_timeout', %s, false)", [wait_ms])
         try:
+            run(connection, "SELECT set_config('lock_timeout', %s, false)", [wait_ms])
             run(connection, _RELEASES)
         except pg.LockNotAvailable as error:
             raise BusyError(
                 "another gateway activates, rolls back or retires a release; try again in a few "
                 "seconds"
             ) from error
+        except psycopg.Error as error:
+            raise refusal(error) or error from error
         yield
 
 
@@ -231,8 +227,7 @@ class Tenure:
 
         Raises:
             BusyError: another process holds the lock in a way that excludes this one.
-            UnavailableError: the database does not answer.
-            ConfigurationError: the database refuses the connection.
+            UnavailableError: the database does not answer, or refuses the connection.
         """
         self._database = database
         self._lock = _LOCK.format("" if exclusive else "_shared")
@@ -348,8 +343,7 @@ class News:
             seconds: the longest wait; 0 only looks.
 
         Raises:
-            UnavailableError: the database does not answer, or ends the connection.
-            BusyError, ConfigurationError: the database refuses a connection.
+            UnavailableError: the database does not answer, or refuses or ends the connection.
         """
         try:
             if self._connection is None:
@@ -515,8 +509,8 @@ class StateRow(GatewayState):
             The lead, which the caller closes; None if another gateway has it.
 
         Raises:
-            UnavailableError: the database does not answer.
-            BusyError, ConfigurationError: the database refuses a connection, or the row is locked.
+            UnavailableError: the database does not answer, or refuses the connection.
+            BusyError: the row of the term is locked for too long, or this gateway may not write.
             CannotWriteError: the database cannot write.
         """
         return take_lead(self._database)
@@ -551,8 +545,7 @@ class StateRow(GatewayState):
 
         Raises:
             BusyError: another gateway took longer.
-            UnavailableError: the database does not answer.
-            ConfigurationError: the database refuses the connection.
+            UnavailableError: the database does not answer, or refuses or ends the connection.
         """
         return lock_releases(self._database, seconds)
 

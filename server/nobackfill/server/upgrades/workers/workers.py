@@ -156,7 +156,7 @@ def migrate_piece(work: UpgradeWork, piece: Piece) -> Labels:
         GoneError: the gallery was deleted.
         BusyError: the database is busy.
         InvalidInputError: an output is not valid for the target.
-        ConfigurationError: the database refuses the connection.
+        ConfigurationError: the database refuses a statement.
     """
     return _open_upgrades.of(work, work.key).carry(piece)
 
