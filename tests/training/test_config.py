@@ -5,6 +5,8 @@ import pytest
 from nobackfill.errors import ConfigurationError
 from nobackfill.research.presets import PRESETS as PRESETS_OF_COMPARE
 from nobackfill.training.config import EmbedderConfig, UpgradeConfig, load_config, parse_config
+from nobackfill.training.export.assembly import upgrade_recipe
+from nobackfill.training.loop.run import Checkpoint
 
 PRESETS = sorted(Path("configs").rglob("*.yaml"))
 
@@ -186,3 +188,30 @@ def test_numbers_that_could_not_be_kept_are_refused(
 ) -> None:
     with pytest.raises(ConfigurationError, match=next(iter(keys))):
         parse_config(embedder(**keys), "file.yaml")
+
+
+HOME = "/home/someone"
+IMAGES = {name: f"{HOME}/{name}" for name in ("run_dir", "images", "class_list", "pixel_cache")}
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        embedder(**IMAGES, old=f"{HOME}/old", init=f"{HOME}/init"),
+        embedder(**IMAGES, weights=f"{HOME}/weights.pt"),
+        embedder(**IMAGES, weights=f"open_clip:ViT-B-32/{HOME}/weights.pt"),
+        {
+            **IMAGES, "kind": "side_encoder", "image_size": 8, "epochs": 1, "lr": 0.1,
+            "side_info": "inner", "side_info_dim": 2, "embedder": f"{HOME}/embedder",
+        },
+        upgrade(
+            **IMAGES, old={"vectors": f"{HOME}/v", "paths": f"{HOME}/p", "release": 1},
+            new=f"{HOME}/new", old_side=f"{HOME}/old_side", new_side=f"{HOME}/new_side",
+        ),
+    ],
+)  # fmt: skip
+def test_no_path_of_this_machine_is_published(values: dict[str, object]) -> None:
+    checkpoint = Checkpoint(parse_config(values, "file.yaml"), {}, 0, 0, (), {})
+    recipe = upgrade_recipe("part", checkpoint)
+    assert recipe["part.epochs"] == checkpoint.config.epochs
+    assert HOME not in str(recipe)

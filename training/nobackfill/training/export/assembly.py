@@ -111,7 +111,10 @@ def _training_files(run: Path) -> list[Path]:
 
 # Keys of a configuration that may contain paths of this machine are not published.
 _WEIGHTS = {"weights", "backbone"}
-_PRIVATE = {"run_dir", "images", "old", "new", "old_side", "new_side", "init"}
+_PRIVATE = {
+    "run_dir", "images", "class_list", "pixel_cache", "old", "new", "old_side", "new_side", "init",
+    "embedder",
+}  # fmt: skip
 
 
 def add_embedder_run(release: Release, run_dir: Path) -> None:

@@ -125,7 +125,7 @@ class DmuObjective(CompatibleObjective):
     def weights(self, old: Tensor, labels: Tensor) -> Tensor:
         """Return lambda(x) of Eq. 10 or 13 [b], with the sum 1, or equal weights.
 
-        The weights have a gradient of the old embeddings only, which have none in training.
+        In training they have no gradient, because the old embeddings have none.
 
         Args:
             old: old embeddings [b,old_dim].
