@@ -13,7 +13,7 @@ from nobackfill.adopt.carrying import carry
 from nobackfill.adopt.maps import fit_maps
 from nobackfill.adopt.pairs import read_all
 from nobackfill.adopt.sources.opening import open_source
-from nobackfill.adopt.sources.source import Reversible, Target
+from nobackfill.adopt.sources.source import Reversible, Searchable, Target
 from nobackfill.errors import BusyError, InvalidInputError, NotFoundError
 from nobackfill.plugins.sqlite_vec import VecDatabase
 from nobackfill.vectors import Vectors
@@ -138,6 +138,8 @@ def test_half_precision_and_integers_as_keys_in_lancedb(lance: Lance) -> None:
     source = open_source(f"lancedb:{lance.folder}#halves", key="number")
     assert carry(source, target("vector_new"), MAP, window=60).total == 230
     assert carry(source, target("vector_new"), MAP, window=60).write_count == 0
+    assert isinstance(source, Searchable)
+    assert source.lookup(["7", "9" * 5000, str(2**64), "-0x1", "x"]).ids == ["7"]
     kind = lance.database.open_table("halves").schema.field("vector_new").type
     assert kind == pa.list_(pa.float16(), MAP.dims[1])
 
@@ -222,7 +224,14 @@ def test_sqlite_refuses_by_name(sqlite: SqliteVec) -> None:
         open_source(f"sqlite:{sqlite.path}#docs", key="id")
     # vec0 takes "float16" for float: it stores 32 bits.
     sqlite.connection.execute("CREATE VIRTUAL TABLE halves USING vec0(v float16[24])")
-    vector = (1, MADE.old[0].astype("<f4").tobytes())
-    sqlite.connection.execute("INSERT INTO halves (rowid, v) VALUES (?, ?)", vector)
+    vector = MADE.old[0].astype("<f4").tobytes()
+    largest = 2**63 - 1
+    for place in (1, largest):
+        values = (place, vector)
+        sqlite.connection.execute("INSERT INTO halves (rowid, v) VALUES (?, ?)", values)
     found = vectors_of(f"sqlite:{sqlite.path}#halves")
     np.testing.assert_array_equal(found["1"], MADE.old[0])
+    source = reversible(f"sqlite:{sqlite.path}#halves")
+    assert isinstance(source, Searchable)
+    ids = [str(largest), str(largest + 1), "9" * 5000, "x"]
+    assert source.lookup(ids).ids == [str(largest)]

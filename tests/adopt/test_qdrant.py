@@ -17,6 +17,7 @@ from nobackfill.adopt.pairs import read_all
 from nobackfill.adopt.sources.opening import open_source
 from nobackfill.adopt.sources.source import Target
 from nobackfill.errors import InvalidInputError
+from nobackfill.plugins.qdrant import point_id
 from tests.adopt.racing import Racing
 from tests.adopt.stores import MADE, Qdrant
 
@@ -31,6 +32,24 @@ def store(tmp_path: Path) -> Iterator[Qdrant]:
         made = Qdrant(Path(folder))
         yield made
         made.client.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("0", 0),
+        ("18446744073709551615", 2**64 - 1),
+        ("18446744073709551616", None),
+        ("9" * 5000, None),
+        ("07", None),
+        ("-1", None),
+        ("", None),
+        ("67e55044-10b1-426f-9247-bb680e5fe0c8", "67e55044-10b1-426f-9247-bb680e5fe0c8"),
+        ("67E55044-10B1-426F-9247-BB680E5FE0C8", None),
+    ],
+)
+def test_texts_are_ids_only_where_a_point_can_have_them(name: str, key: int | str | None) -> None:
+    assert point_id(name) == key
 
 
 def test_several_vectors_an_item_are_refused(store: Qdrant) -> None:

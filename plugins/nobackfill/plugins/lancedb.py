@@ -9,6 +9,7 @@ rows again. The flip renames both columns in one version of the table.
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -1007,7 +1008,9 @@ def _literal(value: object) -> str:
 
 
 def _is_number(name: str) -> bool:
-    return name.removeprefix("-").isascii() and name.removeprefix("-").isdecimal()
+    """Return whether a text is an integer that a column of 64 bits may hold, with or without
+    sign."""
+    return re.fullmatch(r"-?[0-9]{1,20}", name) is not None and -(2**63) <= int(name) < 2**64
 
 
 @contextmanager

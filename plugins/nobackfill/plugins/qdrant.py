@@ -8,6 +8,7 @@ such vectors, until the flip.
 """
 
 import os
+import re
 import uuid
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -48,6 +49,8 @@ with require_extra("qdrant"):
 # The environment variable with a server's key.
 KEY = "NOBACKFILL_QDRANT_KEY"
 _SECONDS = 60
+# Ids have 64 bits; Python refuses to parse thousands of digits.
+_NUMBER = re.compile(r"0|[1-9][0-9]{0,19}")
 _FOLDERS: "weakref.WeakValueDictionary[Path, QdrantClient]" = weakref.WeakValueDictionary()
 
 
@@ -142,10 +145,10 @@ def point_id(name: str) -> int | str | None:
         name: the text of an id.
 
     Returns:
-        An integer for decimal digits without leading zeros, or a UUID in its usual lower-case form;
-        None if no point can have this id.
+        An integer of 64 bits for decimal digits without leading zeros, or a UUID in its usual
+        lower-case form; None if no point can have this id.
     """
-    if name.isascii() and name.isdecimal() and str(int(name)) == name:
+    if _NUMBER.fullmatch(name) and int(name) < 2**64:
         return int(name)
     try:
         return name if str(uuid.UUID(name)) == name else None

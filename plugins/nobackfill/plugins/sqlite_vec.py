@@ -741,7 +741,7 @@ class SqliteVecSource:
         """Read old vectors by id, by increasing rowid; unknown ids are left out.
 
         Args:
-            ids: Keys as text; a text that is no integer of up to 18 digits matches no integer key.
+            ids: Keys as text; a text that is no integer of 64 bits matches no integer key.
 
         Raises:
             BusyError: Others hold the file for longer than 10 s.
@@ -754,7 +754,9 @@ class SqliteVecSource:
     def _keys(self, ids: Sequence[str]) -> list[Any]:
         if self._table.textual:
             return list(ids)
-        return [int(one) for one in ids if re.fullmatch(r"-?\d{1,18}", one)]
+        keys = [int(one) for one in ids if re.fullmatch(r"-?[0-9]{1,19}", one)]
+        # SQLite has no other rowids.
+        return [key for key in keys if -(2**63) <= key < 2**63]
 
     def texts(self, ids: Sequence[str], column: str) -> dict[str, str]:
         """Read another column as text by id, without the rows where it is empty.
