@@ -25,7 +25,7 @@ class L2Objective(CompatibleObjective):
     def compatibility(self, embedding: Tensor, pixels: Tensor, labels: Tensor) -> Terms:
         """Return the term `l2`; it is 0 for a batch without classes that the old model knows.
 
-        The losses of the other images are added, and divided by the size of the whole batch.
+        The losses of images of known classes are added, and divided by the size of the whole batch.
         """
         known = self.known_labels[labels] >= 0
         losses = half_squared_l2(self.as_old(embedding[known]), self.old_embedding(pixels[known]))
@@ -43,7 +43,7 @@ class LwfObjective(CompatibleObjective):
     def compatibility(self, embedding: Tensor, pixels: Tensor, labels: Tensor) -> Terms:
         """Return the term `soft_labels`; 0 for a batch of classes that the old model knows.
 
-        The losses of the other images are added, and divided by the size of the whole batch.
+        The losses of images of new classes are added, and divided by the size of the whole batch.
         """
         unknown = self.known_labels[labels] < 0
         new_logits = self.old_classifier.logits(embedding[unknown])
