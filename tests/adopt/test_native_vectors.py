@@ -1,5 +1,6 @@
 """`carry --with MODEL` and `--vectors FOLDER` write the new model's own vectors into a store."""
 
+import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from nobackfill.adopt.embedding.native_vectors import (
     NativeVectorMaker,
     open_native_vectors,
 )
+from nobackfill.adopt.pairs import read_all
 from nobackfill.adopt.sources.opening import open_source
 from nobackfill.errors import InvalidInputError
 from tests.adopt.command import run_nobackfill as run
@@ -196,6 +198,30 @@ def test_files_take_native_vectors_too(tmp_path: Path) -> None:
     assert set(found) == set(ids)
     for number, name in enumerate(ids):
         np.testing.assert_allclose(found[name], expected(model.parent, text_of(number)), atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrays"])
+def test_files_name_items_without_a_vector_and_complete_them(tmp_path: Path, kind: str) -> None:
+    model, items = text_model(tmp_path / "m", 3), tmp_path / "items.jsonl"
+    ids = [f"i{number}" for number in range(50)]
+    if kind == "parquet":
+        write_parquet(tmp_path / "old.parquet", ids, drawn(0, 50), 20)
+        source, new = tmp_path / "old.parquet", tmp_path / "_old.n"
+    else:
+        source = new = tmp_path / "old"
+        source.mkdir()
+        np.save(source / "ids.npy", np.array(ids))
+        np.save(source / "v.npy", drawn(0, 50))
+    words = ["carry", str(source), "--with", str(model), "--items", str(items), "--to", "n"]
+    # Without all of the last row group, without some of it, and complete.
+    for count, code in ((40, 65), (45, 65), (45, 65), (50, 0)):
+        lines = [{"id": name, "text": text_of(row)} for row, name in enumerate(ids[:count])]
+        items.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+        assert run(*words) == code
+    rows = read_all(open_source(str(new), vector="n"))
+    assert rows.ids == ids
+    for number, vector in enumerate(rows.vectors):
+        np.testing.assert_allclose(vector, expected(model.parent, text_of(number)), atol=1e-5)
 
 
 @pytest.mark.parametrize("to", ["n", "table:beside"])

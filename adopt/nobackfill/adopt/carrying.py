@@ -75,16 +75,25 @@ class VectorMaker(Protocol):
 
     @property
     def rows_under_lock(self) -> int:
-        """Return the most rows that may be pending when a flip locks the store."""
+        """Return the most rows that may be pending when a flip locks the store.
+
+        At least 1. It may change during a run.
+        """
 
     def first_ids(self) -> list[str]:
         """Return ids of items to write before the next window.
 
         `carry` calls this until it returns no ids.
+
+        Raises:
+            NobackfillError: The list of these ids cannot be read, for example a damaged file
+                (VerificationError).
         """
 
     def make(self, rows: Rows, window: Window) -> tuple[Rows, Vectors]:
         """Make the new vectors of pending rows.
+
+        The rows are not changed. The same rows may come again in a later sweep.
 
         Args:
             rows: Rows of the store, with their old vectors [n, a].
@@ -97,7 +106,9 @@ class VectorMaker(Protocol):
         Raises:
             InvalidInputError: The old vectors have another dimension than expected, or the model
                 takes none of the items.
-            NobackfillError: As the model raises it, for example UnavailableError of an endpoint.
+            UnavailableError: An endpoint or the store of the items does not answer.
+            BusyError: An endpoint is still busy, or the user has paused the run.
+            NotPermittedError: An endpoint refuses the key.
         """
 
     def repeat(self, rows: Rows) -> Vectors | None:
@@ -105,6 +116,9 @@ class VectorMaker(Protocol):
 
         Returns:
             float32 [n, b]; None if that costs as much as the first time.
+
+        Raises:
+            InvalidInputError: The rows have another dimension than expected.
         """
 
 
@@ -130,6 +144,12 @@ class MapMaker:
     def make(self, rows: Rows, window: Window) -> tuple[Rows, Vectors]:
         """Migrate the old vectors of rows by the map.
 
+        Args:
+            window: Ignored.
+
+        Returns:
+            All rows, and float32 [n, b].
+
         Raises:
             InvalidInputError: The vectors have another dimension than the map, or NaN or infinity.
         """
@@ -138,7 +158,11 @@ class MapMaker:
         return rows, self._mapping(rows.vectors)
 
     def repeat(self, rows: Rows) -> Vectors | None:
-        """Migrate the old vectors of rows again; the result equals that of `make`."""
+        """Migrate the old vectors of rows again; the result equals that of `make`.
+
+        Raises:
+            InvalidInputError: The vectors have another dimension than the map, or NaN or infinity.
+        """
         return self._mapping(rows.vectors)
 
 

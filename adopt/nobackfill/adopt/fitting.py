@@ -133,7 +133,7 @@ def fit_and_judge(
         NotPermittedError: A server refuses the user.
         ConfigurationError: An address would send vectors unencrypted, or an extra is not installed.
         VerificationError: The converter or the publication has no valid signature.
-        AlreadyExistsError: The publication holds a converter between other models.
+        BusyError: Another process publishes in the publication folder.
     """
     _check_folders(files)
     trainer = None if trainer_name is None else open_trainer(trainer_name)

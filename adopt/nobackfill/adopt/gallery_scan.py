@@ -485,7 +485,10 @@ class SetScan:
 
     @property
     def corrects_hubs(self) -> bool:
-        """Tell whether a rank fusion of these queries corrects hubs, so that `hub` is needed."""
+        """Tell whether a rank fusion of these queries corrects hubs, so that `hub` is needed.
+
+        If False, `hub` gives zeros.
+        """
         return any(len(joining.crowd) for joining in self._one.joinings)
 
     def add(self, blocks: Mapping[str, Block], hub: Block, first: int) -> None:

@@ -30,6 +30,8 @@ def fit_line(matches: Block, others: Block, seed: int = 0) -> OddsLine:
 
     The odds are those among all items, so that lines of two origins are comparable.
 
+    All values must be finite; they are not checked.
+
     Args:
         matches: Nearness of the m matches to their queries, larger is nearer: float [m, 1]; or
             [m, 2] with the nearness of their migrated vectors as the second column.
@@ -43,7 +45,6 @@ def fit_line(matches: Block, others: Block, seed: int = 0) -> OddsLine:
 
     Raises:
         ValueError: The two arrays have different widths.
-        numpy.linalg.LinAlgError: A value is NaN.
     """
     count = matches.shape[1]
     if not len(matches) or not len(others):

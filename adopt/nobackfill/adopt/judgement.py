@@ -353,6 +353,9 @@ def sample_queries(queries: Queries, items: int, seed: int = 0) -> Queries:
     Returns:
         At most 2,000 queries and at most 20,000,000 distances, but at least one query, in their
         order; the same object if there are no more.
+
+    Raises:
+        ZeroDivisionError: `items` is 0.
     """
     most = max(1, min(MOST_QUERIES, MOST_DISTANCES // items))
     if len(queries.rows) <= most:
@@ -563,7 +566,8 @@ def anchor_rows(gallery: Gallery, seed: int = 0) -> Ints:
     """Draw up to 1,000 rows of a gallery at random, by which distances are standardised.
 
     Returns:
-        Increasing numbers of rows; the same for the same seed.
+        Increasing numbers of rows; the same for the same seed. All rows of a smaller gallery; none
+        of an empty one.
     """
     rows = np.random.default_rng(seed).permutation(len(gallery.old))[:ANCHORS]
     return np.sort(rows.astype(np.int64))

@@ -81,6 +81,8 @@ class Map:
     def of_models(self, old: str | None, new: str | None) -> "Map":
         """Return a copy of the map whose facts name the two models.
 
+        The arrays are shared; an earlier fact of the same name is replaced.
+
         Args:
             old: Fingerprint of the old model; None or empty leaves the fact as it is.
             new: Fingerprint of the new model, likewise.
@@ -143,6 +145,8 @@ def save_map(path: Path, mapping: Map) -> None:
     `load_map` reads a map, and `load_adapter` a query adapter.
 
     An existing file is replaced in one step.
+
+    Do not write while another process writes the same file: the last one wins.
 
     Raises:
         CannotWriteError: The file cannot be written, or its folder does not exist.
@@ -259,6 +263,8 @@ def read_arrays(path: Path) -> tuple[dict[str, Any], dict[str, Vectors]]:
             than its header declares.
         Exception: Any error of zipfile, numpy and json for a damaged file; `written_by` turns it
             into InvalidInputError.
+        OSError: The file is missing or cannot be read.
+        KeyError: There is no array `header`.
     """
     if path.stat().st_size > MOST_BYTES:
         raise ValueError(f"larger than {MOST_BYTES} bytes")
@@ -370,7 +376,10 @@ def fit_maps(
 
 
 def needs_strength(kinds: Collection[str]) -> bool:
-    """Tell whether a kind of map needs a `Strength`: all but "procrustes" do."""
+    """Tell whether a kind of map needs a `Strength`: all but "procrustes" do.
+
+    False for no kinds. An unknown kind counts as one that does.
+    """
     return any(kind != "procrustes" for kind in kinds)
 
 

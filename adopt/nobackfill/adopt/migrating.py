@@ -489,7 +489,7 @@ class Migration:
 
         Returns at once; the other process ends with BusyError, which may take as long as one batch
         of the model. The request is a file `pause` in the folder, which the next `decide` removes.
-        Until then, `write` raises BusyError.
+        Until then, `write` raises BusyError where it has vectors to write.
 
         Raises:
             NotFoundError: The folder has no migration.
@@ -714,7 +714,9 @@ class Migration:
 
     @property
     def adapter(self) -> Path:
-        """The file of the query adapter; it exists once the plan is decided."""
+        """Return the path of the query adapter in the working folder. The file exists once the plan
+        is decided.
+        """
         return self._folder / "adapter.npz"
 
     @property

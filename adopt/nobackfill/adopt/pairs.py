@@ -115,6 +115,9 @@ def read_all(source: Source, only: Collection[str] | None = None) -> Rows:
 def judged_by(facts: Facts) -> Metric:
     """Return the metric by which searches of a store are judged; cosine if it declares none.
 
+    Returns:
+        "cosine", "l2" or "inner_product".
+
     Raises:
         InvalidInputError: The store searches by a metric that is migrated but not judged (l1).
     """
@@ -341,7 +344,7 @@ def clusters(vectors: Vectors, count: int, rng: np.random.Generator) -> Ints:
     There are fewer clusters than `count` if there are fewer different vectors.
 
     Args:
-        vectors: float32 [n, dim], n at least 1.
+        vectors: float32 [n, dim], n at least 1. All are finite.
         count: Most clusters, at least 1.
         rng: Source of the random choices.
 
@@ -349,7 +352,7 @@ def clusters(vectors: Vectors, count: int, rng: np.random.Generator) -> Ints:
         The cluster of each row, int64 [n], numbered from 0 without gaps.
 
     Raises:
-        ValueError: There are no vectors, or one holds NaN.
+        ValueError: There are no vectors.
     """
     some = vectors
     if len(vectors) > _FITTED_ON:

@@ -40,6 +40,8 @@ class Embedder(Protocol):
     def embed(self, items: list[str] | list[Path] | list[bytes]) -> Vectors:
         """Embed items in one call of the model.
 
+        It may block for `patience` seconds and more. Do not call it from two threads at once.
+
         Args:
             items: n texts, or n images as paths or encoded bytes; at least one.
 

@@ -143,6 +143,8 @@ def contents_name(column: str | None, items: str | None) -> str:
 def native_mark(model: str, contents: str) -> str:
     """Return the digest that marks native vectors in a store, as 64 hexadecimal digits.
 
+    Texts in any length; equal arguments give the same digest.
+
     Args:
         model: The model's fingerprint.
         contents: The name of the originals, as `contents_name` returns it.
@@ -327,6 +329,8 @@ class NativeVectorMaker:
     def rows_under_lock(self) -> int:
         """Return the number of rows that the model embeds in about a second, 1 to 32; 32 before the
         first one was embedded.
+
+        It changes as the model is measured.
         """
         if not self._seconds_per_item:
             return ROWS_UNDER_LOCK
@@ -512,7 +516,7 @@ def open_native_vectors(
         NotPermittedError: The store or an endpoint refuses the user or the key.
         ConfigurationError: The address of an endpoint is not allowed, or an extra is not installed.
         VerificationError: The file of lazy re-embedding is damaged.
-        CannotWriteError: That file cannot be created.
+        CannotWriteError: The file of lazy re-embedding cannot be created.
     """
     embedder = None if model is None else open_embedder(model, name=model_name)
     stored = None if folder is None else VectorFolder(folder)

@@ -220,6 +220,8 @@ class OnnxModel:
         """Return how the model reads images, or which assumptions it makes about texts.
 
         Empty for texts with a declaration.
+
+        It is computed from what was read at the opening.
         """
         return (
             describe_assumptions(self._path, self._declared)

@@ -165,6 +165,7 @@ def content_digest(value: str | Path) -> str:
 
     Raises:
         InvalidInputError: The file cannot be read.
+        UnicodeEncodeError: A text has a lone surrogate.
     """
     try:
         data = value.encode() if isinstance(value, str) else value.read_bytes()

@@ -109,7 +109,7 @@ class ArraySource:
         return Facts(name, self._vectors.shape[1], None, mark.get("model"), self._others)
 
     def count(self) -> int:
-        """Count the rows."""
+        """Count the rows of `ids.npy`, which all have a vector."""
         return len(self._ids)
 
     def windows(self, rows: int) -> Iterator[Window]:
@@ -140,6 +140,8 @@ class ArraySource:
         """Read a one-dimensional array of the folder as text, for the rows of a window.
 
         A missing number is "nan", and a missing date "None".
+
+        Values become text by `str`, bytes as UTF-8.
 
         Raises:
             InvalidInputError: There is no such array, it has another number of values than
@@ -240,35 +242,52 @@ class NewArray:
         self._final, self._target = final, target
 
     def pending(self, window: Window) -> Rows:
-        """Read the old vectors of a window whose part is missing; none if the array is complete.
+        """Read the old vectors of a window that have no new one; none if the array is complete.
 
-        The key of each row is the window.
+        The key of each row is the window, and its version the number in it.
         """
         if self._final.exists() or self._part(window).is_file():
             return Rows([], np.empty((0, 0), np.float32))
         rows = self._source.read(window)
-        return Rows(rows.ids, rows.vectors, [window] * len(rows))
+        partial = self._partial(window)
+        places = np.arange(len(rows))
+        if partial.is_file():
+            places = np.flatnonzero(np.isnan(_array(partial)).any(1))
+        ids = [rows.ids[row] for row in places]
+        return Rows(ids, rows.vectors[places], [window] * len(ids), places.tolist())
 
     def write(self, rows: Rows, vectors: Vectors) -> None:
-        """Write the new vectors of one window durably, with the permissions of the old array. They
-        replace an earlier file of the window.
+        """Write the new vectors of one window durably, with the permissions of the old array.
+        Vectors that the file has of other rows stay.
 
         Args:
-            rows: All rows that `pending` returned for one window.
+            rows: Some of the rows that `pending` returned for one window, at least one.
             vectors: Their new vectors, float32 [n, dim].
 
         Raises:
             CannotWriteError: The disk is full, or the folder cannot be written.
             ValueError: The rows are of several windows, or there are none.
+            InvalidInputError: The earlier file of the window cannot be read.
         """
         (window,) = set(rows.keys)
         assert isinstance(window, Window)
+        partial = self._partial(window)
+        if partial.is_file():
+            vectors_of_window = np.array(_array(partial))
+        else:
+            shape = len(self._source.read(window)), self._target.dim
+            vectors_of_window = np.full(shape, np.nan, np.float32)
+        vectors_of_window[np.asarray(rows.versions, np.int64)] = vectors
+        complete = not np.isnan(vectors_of_window).any()
         buffer = io.BytesIO()
-        np.save(buffer, vectors, allow_pickle=False)
-        write_file(self._part(window), buffer.getvalue(), mode_of(self._source.path))
+        np.save(buffer, vectors_of_window, allow_pickle=False)
+        file = self._part(window) if complete else partial
+        write_file(file, buffer.getvalue(), mode_of(self._source.path))
+        if complete:
+            remove_tree(partial)
 
     def read(self, window: Window) -> Rows:
-        """Read the new vectors of a window; none if its part is missing.
+        """Read the new vectors of a window; rows without one are left out.
 
         Raises:
             InvalidInputError: The file cannot be read.
@@ -276,38 +295,47 @@ class NewArray:
         ids = self._source.read(window).ids
         if self._final.exists():
             return Rows(ids, np.asarray(_array(self._final)[window.lower : window.upper]))
-        part = self._part(window)
-        if not part.is_file():
+        if self._part(window).is_file():
+            return Rows(ids, np.asarray(_array(self._part(window))))
+        if not (partial := self._partial(window)).is_file():
             return Rows([], np.empty((0, self._target.dim), np.float32))
-        return Rows(ids, np.asarray(_array(part)))
+        vectors = np.asarray(_array(partial))
+        places = np.flatnonzero(~np.isnan(vectors).any(1))
+        return Rows([ids[row] for row in places], vectors[places])
 
     def count(self) -> int:
-        """Count the rows of the parts, or of the complete array.
+        """Count the rows of the complete array, or those with a new vector.
 
         Raises:
             InvalidInputError: A file cannot be read.
         """
         if self._final.exists():
             return len(_array(self._final))
-        return sum(len(_array(part)) for part in self._parts.glob("*.npy"))
+        complete = sum(len(_array(part)) for part in self._parts.glob("*.npy"))
+        partial = (~np.isnan(_array(one)).any(1) for one in self._parts.glob("*.partial"))
+        return complete + sum(int(one.sum()) for one in partial)
 
     def finish(self) -> list[str]:
         """Join the files of all windows into one array, check it, and delete them. A second call
         only returns the sentence.
 
-        The caller has written all rows: parts are deleted even if some are missing, and no array is
-        made then.
+        The caller has written all rows.
 
         Returns:
             One sentence that names the file to read.
 
         Raises:
             VerificationError: The joined file differs from its parts. The joined file differs from
-                its parts. They stay.
+                its parts. They stay. Or vectors are missing.
             CannotWriteError: The disk is full. The parts stay, and a later call continues.
             InvalidInputError: A part cannot be read.
         """
-        if not self._final.exists() and self.count() == self._source.count():
+        if not self._final.exists():
+            if (count := self.count()) != self._source.count():
+                raise VerificationError(
+                    f"{self._final}: expected {self._source.count()} new vectors, found {count}; "
+                    "remove them with `nobackfill carry --rollback`, and carry again"
+                )
             merged = self._parts / ".tmp-whole"
             remove_tree(merged)
             shape = (self._source.count(), self._target.dim)
@@ -336,6 +364,10 @@ class NewArray:
 
     def _part(self, window: Window) -> Path:
         return self._parts / f"{window.lower}-{window.upper}.npy"
+
+    def _partial(self, window: Window) -> Path:
+        """Return the file of a window that lacks some vectors; their rows are NaN."""
+        return self._part(window).with_suffix(".partial")
 
 
 def _array(path: Path) -> Any:
@@ -393,11 +425,18 @@ class MemorySource:
         }
 
     def facts(self) -> Facts:
-        """Return the facts of the source."""
+        """Return the facts of the source.
+
+        Raises:
+            InvalidInputError: The column of vectors cannot be chosen, or a record cannot be read.
+        """
         return self._source.facts()
 
     def count(self) -> int:
-        """Count the vectors in memory."""
+        """Count the vectors in memory.
+
+        Items that were added to the files later do not count.
+        """
         return len(self._ids)
 
     def windows(self, rows: int) -> Iterator[Window]:

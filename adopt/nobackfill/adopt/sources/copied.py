@@ -81,25 +81,46 @@ class Collection(Protocol):
         """
 
     def count(self) -> int:
-        """Count the items."""
+        """Count the items.
+
+        Raises:
+            UnavailableError: The server does not answer.
+        """
 
     def windows(self, rows: int) -> Iterator[Window]:
         """Divide all keys into windows of about `rows` items; the last one has no upper end.
 
         An empty collection gives one window.
+
+        Raises:
+            UnavailableError: The server does not answer.
         """
 
     def records(self, window: Window) -> list[Record]:
         """Read the items of a window in the order of their keys.
 
         Items without a vector are left out.
+
+        Raises:
+            UnavailableError: The server does not answer.
         """
 
     def digests(self, window: Window) -> dict[Any, str]:
-        """Read the recorded digests of a copy's items by key; "" for an item of a writer."""
+        """Read the recorded digests of a copy's items by key; "" for an item of a writer.
+
+        Returns:
+            Items without a vector may be among them. Empty for a window without items.
+
+        Raises:
+            UnavailableError: The server does not answer.
+        """
 
     def existing_keys(self, keys: Sequence[Any]) -> Some[Any]:
-        """Return those of the keys that the collection has."""
+        """Return those of the keys that the collection has.
+
+        Raises:
+            UnavailableError: The server does not answer.
+        """
 
     def put(self, records: Sequence[Record], vectors: Vectors) -> None:
         """Upsert copies of items, with their digests and other vectors. It returns once the store
@@ -114,16 +135,31 @@ class Collection(Protocol):
         """
 
     def remove(self, keys: Sequence[Any]) -> None:
-        """Delete items by key; unknown keys are ignored."""
+        """Delete items by key; unknown keys are ignored.
+
+        No keys delete nothing.
+
+        Raises:
+            UnavailableError: The server does not answer.
+            CannotWriteError: The store cannot be written.
+        """
 
     def lookup(self, ids: Sequence[str]) -> list[Record]:
         """Read items by their keys as text, in any order; unknown ids are left out.
 
         A repeated id may come twice.
+
+        Raises:
+            UnavailableError: The server does not answer.
         """
 
     def nearest(self, vector: Vectors, count: int) -> list[str]:
-        """Search for the ids of at most `count` items nearest to a vector [dim], nearest first."""
+        """Search for the ids of at most `count` items nearest to a vector [dim], nearest first.
+
+        Raises:
+            InvalidInputError: The query has another dimension.
+            UnavailableError: The server does not answer.
+        """
 
 
 class CollectionStore(Protocol):
@@ -138,10 +174,16 @@ class CollectionStore(Protocol):
 
         Raises:
             NotFoundError: There is no such collection.
+            UnavailableError: The server does not answer.
+            InvalidInputError: The collection cannot be used, as without a single field of vectors.
         """
 
     def exists(self, name: str) -> bool:
-        """Tell whether a collection or an alias of this name exists."""
+        """Tell whether a collection or an alias of this name exists.
+
+        Raises:
+            UnavailableError: The server does not answer.
+        """
 
     def make(self, target: Target, like: Collection, facts: Mapping[str, str]) -> None:
         """Create an empty collection for other vectors of the items of `like`.
@@ -160,6 +202,10 @@ class CollectionStore(Protocol):
         """Delete a collection with all its items.
 
         The name is that of a collection, not an alias.
+
+        Raises:
+            UnavailableError: The server does not answer.
+            CannotWriteError: The store cannot be written.
         """
 
     def steps(self, old: Collection, new: Collection) -> list[str]:
@@ -169,7 +215,10 @@ class CollectionStore(Protocol):
         """
 
     def close(self) -> None:
-        """Close the connection to the store."""
+        """Close the connection to the store.
+
+        The store cannot be used afterwards.
+        """
 
 
 class CopiedSource:
@@ -202,7 +251,12 @@ class CopiedSource:
         return self._here.facts()
 
     def count(self) -> int:
-        """Count the items of the collection."""
+        """Count the items of the collection.
+
+        Raises:
+            UnavailableError: The server does not answer.
+            NotFoundError: The collection was deleted.
+        """
         return self._here.count()
 
     def windows(self, rows: int) -> Iterator[Window]:
@@ -212,6 +266,10 @@ class CopiedSource:
 
         Args:
             rows: At least 1.
+
+        Raises:
+            UnavailableError: The server does not answer.
+            NotFoundError: The collection was deleted.
         """
         return self._here.windows(rows)
 
@@ -220,6 +278,7 @@ class CopiedSource:
 
         Raises:
             InvalidInputError: The vectors have several dimensions.
+            UnavailableError: The server does not answer.
         """
         return _rows(self._here.records(window), self._here.name)
 
@@ -227,6 +286,9 @@ class CopiedSource:
         """Read a value of a window's items as text; items where it is empty are left out.
 
         An unknown name gives no values. A value counts as empty if it is None or "".
+
+        Raises:
+            UnavailableError: The server does not answer.
         """
         found = [(str(one.key), one.values.get(name)) for one in self._here.records(window)]
         pairs = [(key, str(value)) for key, value in found if value not in (None, "")]
@@ -246,6 +308,7 @@ class CopiedSource:
         Raises:
             NotFoundError: There is no such copy.
             InvalidInputError: The query has another dimension.
+            UnavailableError: The server does not answer.
         """
         where = self._here if new_name is None else self._store.open_collection(new_name)
         return where.nearest(vector, count)
@@ -257,6 +320,7 @@ class CopiedSource:
 
         Raises:
             InvalidInputError: The vectors have several dimensions.
+            UnavailableError: The server does not answer.
         """
         return _rows(self._here.lookup(list(dict.fromkeys(ids))), self._here.name)
 
@@ -264,6 +328,9 @@ class CopiedSource:
         """Read a value of items as text, by id; items without it are left out.
 
         Unknown ids are left out, and so are empty values.
+
+        Raises:
+            UnavailableError: The server does not answer.
         """
         found = {str(one.key): one.values.get(column) for one in self._here.lookup(ids)}
         return {name: str(value) for name, value in found.items() if value not in (None, "")}
@@ -279,6 +346,7 @@ class CopiedSource:
             AlreadyExistsError: The name belongs to another collection, or to a copy by another map.
             InvalidInputError: The store refuses the name or the dimension.
             CannotWriteError: The store cannot be written.
+            UnavailableError: The server does not answer.
         """
         facts = {"map": target.mark, "of": self._here.name}
         if self._store.exists(target.name):
@@ -302,6 +370,7 @@ class CopiedSource:
 
         Raises:
             CannotWriteError: The store cannot be written.
+            UnavailableError: The server does not answer.
         """
         if not self._store.exists(name):
             return False

@@ -31,6 +31,9 @@ def open_source(
     The plug-in KIND of the group `nobackfill.sources` opens KIND:PLACE#COLLECTION. It is called
     with the place, the collection, `vector`, and `key` where one is given, and returns a Source.
 
+    Connections open at once or at the first use; a source that is Searchable has `close`, which the
+    caller calls.
+
     Args:
         address: An address, in one of the forms of KINDS.
         key: Column of the keys; None for the primary key, or `id` in Parquet.
@@ -47,6 +50,7 @@ def open_source(
             cannot be used; or `where` is given for another store than PostgreSQL.
         ConfigurationError: The address would send vectors or a password unencrypted, or the extra
             of the store is not installed.
+        IncompatibleSpaceError: As the plug-in raises it.
     """
     if address.startswith(("postgresql://", "postgres://")):
         from nobackfill.adopt.sources.pgvector import PgvectorSelection, PgvectorSource

@@ -49,6 +49,8 @@ _TIMED_FILES = 16
 READS = b"nobackfill.reads"
 # In a file of new vectors: the identity of its source file.
 OF = b"nobackfill.of"
+# In a file of new vectors that lacks some of its row group's items.
+PARTIAL = b"nobackfill.partial"
 _MARK = "carried.json"
 _SUFFIX = ".parquet"
 # At a Parquet file's end: the footer's length in 4 bytes, and a magic of 4.
@@ -165,6 +167,8 @@ class ParquetSource:
     def windows(self, rows: int) -> Iterator[Window]:
         """Yield one window for each row group, none without row groups; `rows` is ignored.
 
+        A file is opened when its first window is requested.
+
         Raises:
             IncompatibleSpaceError: Two files record different models.
             InvalidInputError: A file cannot be read.
@@ -229,6 +233,8 @@ class ParquetSource:
 
     def identity(self, window: Window) -> bytes:
         """Return the identity of a window's file: another one later means that it was replaced.
+
+        A file that is shorter than a footer gets an identity, too.
 
         Returns:
             JSON with the file's size, its time of change and the digest of its footer.
@@ -339,10 +345,12 @@ class Read(NamedTuple):
     Attributes:
         window: Their window.
         of: The identity of its file when they were read.
+        total: Number of the window's rows with an old vector.
     """
 
     window: Window
     of: bytes
+    total: int
 
 
 class NewParquetFiles:
@@ -361,7 +369,8 @@ class NewParquetFiles:
         self._source, self._folder, self._target, self._key = source, folder, target, key
 
     def pending(self, window: Window) -> Rows:
-        """Read the old vectors of a row group whose new file is missing or of a replaced file.
+        """Read the old vectors of a row group whose new file is missing, of a replaced file or
+        lacks them.
 
         Raises:
             InvalidInputError: The source file or the new file cannot be read, or its vectors have
@@ -369,34 +378,60 @@ class NewParquetFiles:
         """
         # Before its rows are read: a file that is replaced meanwhile is pending again.
         now = self._source.identity(window)
-        file = self._file(window)
-        if file.is_file() and (_opened(file).schema_arrow.metadata or {}).get(OF) == now:
+        metadata = self._metadata(window)
+        if metadata.get(OF) == now and PARTIAL not in metadata:
             return Rows([], np.empty((0, 0), np.float32))
         rows = self._source.read(window)
-        return replace(rows, versions=[Read(window, now)] * len(rows))
+        read = Read(window, now, len(rows))
+        if metadata.get(OF) == now:
+            done = set(self.read(window).ids)
+            rows = _take(rows, [row for row, name in enumerate(rows.ids) if name not in done])
+        return replace(rows, versions=[read] * len(rows))
 
     def write(self, rows: Rows, vectors: Vectors) -> None:
-        """Write the new vectors of one row group durably, with the source file's permissions. It
-        replaces an earlier file of the row group.
+        """Write the new vectors of one row group durably, with the source file's permissions.
+        Vectors that the file has of other rows stay.
 
         Args:
-            rows: All rows that `pending` returned for one window, or some of them.
+            rows: Some of the rows that `pending` returned for one window, at least one.
             vectors: Their new vectors, float32 [n, dim].
 
         Raises:
             CannotWriteError: The disk is full, or the folder cannot be written.
             OSError: The source file is gone.
             ValueError: The rows are of several windows, or there are none.
+            InvalidInputError: The source file or the earlier file cannot be read.
         """
         (read,) = set(rows.versions)
         assert isinstance(read, Read)
         metadata = {OF: read.of}
         if self._target.model:
             metadata[MODEL] = self._target.model.encode()
+        if len(rows) < read.total:
+            rows, vectors = self._with_earlier(read, rows, vectors)
+        if len(rows) < read.total:
+            metadata[PARTIAL] = b"1"
         data = table_bytes(self._key, rows.keys, self._target.name, vectors, metadata)
         file = self._file(read.window)
         make_dir(file.parent)
         write_file(file, data, mode_of(self._source.file(read.window)))
+
+    def _with_earlier(self, read: Read, rows: Rows, vectors: Vectors) -> tuple[Rows, Vectors]:
+        """Add the new vectors that the file of a row group has, in the order of the source."""
+        by_id = dict(zip(rows.ids, vectors, strict=True))
+        if self._metadata(read.window).get(OF) == read.of:
+            earlier = self.read(read.window)
+            by_id = dict(zip(earlier.ids, earlier.vectors, strict=True)) | by_id
+        every = self._source.read(read.window)
+        places = [row for row, name in enumerate(every.ids) if name in by_id]
+        return _take(every, places), np.stack([by_id[every.ids[row]] for row in places])
+
+    def _metadata(self, window: Window) -> Mapping[bytes, bytes]:
+        file = self._file(window)
+        metadata: Mapping[bytes, bytes] | None = (
+            _opened(file).schema_arrow.metadata if file.is_file() else None
+        )
+        return metadata or {}
 
     def read(self, window: Window) -> Rows:
         """Read the new vectors of a row group; none if its file is missing.
@@ -481,7 +516,10 @@ def table_bytes(
 
 
 def encode_table(table: Any) -> bytes:
-    """Encode a table of pyarrow, with its metadata, as the bytes of a Parquet file."""
+    """Encode a table of pyarrow, with its metadata, as the bytes of a Parquet file.
+
+    Nothing is written to a file. The table has at least one column.
+    """
     buffer = io.BytesIO()
     pq.write_table(table, buffer)
     return buffer.getvalue()
@@ -519,6 +557,13 @@ def _is_vector(kind: Any) -> bool:
 
 def _ids(table: Any, key: str) -> list[str]:
     return list(map(text_of, table[key].to_pylist()))
+
+
+def _take(rows: Rows, places: list[int]) -> Rows:
+    """Select rows of a ParquetSource by their numbers."""
+    keys: Any = rows.keys
+    chosen = np.asarray(places, np.int64)
+    return Rows([rows.ids[row] for row in places], rows.vectors[chosen], keys.take(chosen))
 
 
 def _rows(table: Any, key: str, vector: str, path: Path) -> Rows:

@@ -169,6 +169,7 @@ class PgvectorSource:
 
         Raises:
             InvalidInputError: The indexes are of several metrics.
+            UnavailableError: The server does not answer.
         """
         names = [name for name, _ in self._table.indexes(self.vector)]
         # Without an index of the same rows, that of others tells how the vectors are searched.
@@ -186,7 +187,11 @@ class PgvectorSource:
 
     @cached_property
     def halves(self) -> bool:
-        """Tell whether the old column, or an index of it, has the type halfvec. It is read once."""
+        """Tell whether the old column, or an index of it, has the type halfvec. It is read once.
+
+        Raises:
+            UnavailableError: The server does not answer.
+        """
         classes = [name for name, _ in self._table.indexes(self.vector)]
         return self._table.kind(self.vector) == "halfvec" or any(
             name.startswith("halfvec") for name in classes
@@ -640,7 +645,8 @@ class PgvectorSource:
     def flip_state(self, mark: str) -> Literal["old", "flipped", "finished", "unknown"]:
         """Return whose vectors have the source's name; the states are those of Reversible.
 
-        Whether the old vectors exist is known from the columns at the opening.
+        Whether the old vectors exist is known from the columns at the opening, or at the last
+        change through this object.
 
         Args:
             mark: Digest of the new vectors.

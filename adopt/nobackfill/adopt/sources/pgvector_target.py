@@ -463,14 +463,27 @@ class Columns(Protocol):
 
     @property
     def metric(self) -> SearchMetric | None:
-        """Return the metric of the old vectors' indexes; None without an index."""
+        """Return the metric of the old vectors' indexes; None without an index.
+
+        Raises:
+            InvalidInputError: The indexes are of several metrics.
+            UnavailableError: The server does not answer.
+        """
 
     @property
     def halves(self) -> bool:
-        """Tell whether the old vectors, or their index, have the type halfvec."""
+        """Tell whether the old vectors, or their index, have the type halfvec.
+
+        Raises:
+            UnavailableError: The server does not answer.
+        """
 
     def count_vectors(self, column: str) -> int:
-        """Count the rows with a vector in a column; 0 if there is no such column."""
+        """Count the rows with a vector in a column; 0 if there is no such column.
+
+        Raises:
+            UnavailableError: The server does not answer.
+        """
 
     def rows(
         self,
@@ -523,6 +536,9 @@ class PgvectorColumn:
 
         Two transactions keep each other's dead rows, and updating an index then costs more than the
         second thread gains.
+
+        Raises:
+            UnavailableError: The server does not answer.
         """
         return 1 if self._table.indexes(self._source.vector) else 2
 

@@ -418,6 +418,8 @@ class SourceTable:
 
         PostgreSQL names no schema for the operator of IS DISTINCT FROM, NULLIF and CASE.
 
+        Nothing is sent.
+
         Returns:
             No statement where names without a schema find pgvector.
         """
@@ -437,7 +439,10 @@ class SourceTable:
         return found[1] if found else ""
 
     def dim(self, column: str) -> int | None:
-        """Return the declared dimension of a column of vectors; None without one."""
+        """Return the declared dimension of a column of vectors; None without one.
+
+        Also None for a column of another type, and for an unknown column.
+        """
         found = _VECTOR.fullmatch(self.columns[column])
         return int(found[2]) if found and found[2] else None
 
@@ -544,6 +549,7 @@ class SourceTable:
 
         Raises:
             UnavailableError: The server does not answer.
+            NobackfillError: PostgreSQL refuses the query; see `translate_errors`.
         """
         query: LiteralString = (
             "SELECT (SELECT prosrc FROM pg_proc WHERE oid = to_regproc({function})), "
@@ -554,7 +560,9 @@ class SourceTable:
         return Triggers(found[0], found[1] or [], found[2] or [], found[3])
 
     def trigger_parts(self, function: sql.Identifier) -> dict[str, Any]:
-        """Return the values that TRIGGERS_DIGEST is filled with."""
+        """Return the values that TRIGGERS_DIGEST is filled with: `function` and `relation`, as
+        quoted texts.
+        """
         return {"function": function.as_string(), "relation": self._known["here"].as_string()}
 
     def trigger_name(self, old: str, new: str) -> str:
@@ -568,7 +576,15 @@ class SourceTable:
         return f"nobackfill_{hashlib.sha256(pair).hexdigest()[:16]}"
 
     def trigger_body(self, body: LiteralString, **names: object) -> str:
-        """Return the source of a trigger function that fails on any other table."""
+        """Return the source of a trigger function that fails on any other table.
+
+        Args:
+            body: The source's end, after BEGIN and the check of the table, with names in braces.
+            names: Identifiers and values for the braces.
+
+        Raises:
+            KeyError: A name in braces has no value.
+        """
         return self.text(
             _HEAD_OF_TRIGGER + body,
             oid=str(self.oid),
@@ -585,6 +601,10 @@ class SourceTable:
         None if this role is the owner, if FORCE ROW LEVEL SECURITY binds the owner (it would not
         see every row), or if the owner may not create objects in the schema and this role is no
         superuser.
+
+        Raises:
+            UnavailableError: The server does not answer.
+            NobackfillError: PostgreSQL refuses the query; see `translate_errors`.
         """
         name: str | None = self.one(
             "SELECT pg_get_userbyid(relowner) FROM pg_class WHERE oid = to_regclass({quoted}) "
@@ -600,6 +620,10 @@ class SourceTable:
         """Tell whether the table's rows are not in the write-ahead log.
 
         Such a table is empty after a crash of the server. It asks the server at each call.
+
+        Raises:
+            UnavailableError: The server does not answer.
+            NobackfillError: PostgreSQL refuses the query; see `translate_errors`.
         """
         return bool(
             self.one("SELECT relpersistence = 'u' FROM pg_class WHERE oid = {oid}", oid=self.oid)
@@ -608,7 +632,12 @@ class SourceTable:
     def referable(self) -> bool:
         """Tell whether a foreign key may reference the key.
 
-        That needs a valid unique index of the key alone, without a condition and not deferrable.
+        A foreign key needs a valid unique index of the key alone, without a condition and not
+        deferrable.
+
+        Raises:
+            UnavailableError: The server does not answer.
+            NobackfillError: PostgreSQL refuses the query; see `translate_errors`.
         """
         return bool(
             self.one(
@@ -628,6 +657,7 @@ class SourceTable:
         Raises:
             InvalidInputError: There is no such column, or it has no vectors.
             UnavailableError: The server does not answer.
+            NobackfillError: PostgreSQL refuses the query; see `translate_errors`.
         """
         return dict(
             self.all(
@@ -639,8 +669,11 @@ class SourceTable:
         )
 
     def index_on(self) -> str:
-        """Return the beginning of a statement that builds an index. PostgreSQL builds none of a
-        partitioned table without having writers wait."""
+        """Return the beginning of a statement that builds an index, up to USING.
+
+        It is CONCURRENTLY, so that writers continue, except for a partitioned table, where
+        PostgreSQL makes writers wait.
+        """
         if self.partitioned:
             return self.text("CREATE INDEX ON {here} USING ")
         return self.text("CREATE INDEX CONCURRENTLY ON {here} USING ")
@@ -649,6 +682,10 @@ class SourceTable:
         """Return whether PostgreSQL computes a column.
 
         False for an unknown column.
+
+        Raises:
+            UnavailableError: The server does not answer.
+            NobackfillError: PostgreSQL refuses the query; see `translate_errors`.
         """
         return bool(
             self.one(
@@ -696,6 +733,10 @@ class SourceTable:
         Returns:
             Sorted by operator class, each pair once; invalid indexes count. Empty without an index
             or for an unknown column.
+
+        Raises:
+            UnavailableError: The server does not answer.
+            NobackfillError: PostgreSQL refuses the query; see `translate_errors`.
         """
         every = self.every_index(column, of)
         if self.where is not None and of is None:
@@ -713,6 +754,10 @@ class SourceTable:
         Args:
             column: Name of the column.
             of: Another table that has it; None for this table and its partitions.
+
+        Raises:
+            UnavailableError: The server does not answer.
+            NobackfillError: PostgreSQL refuses the query; see `translate_errors`.
         """
         # PostgreSQL writes conditions in the words of `where`.
         read = self.all if self.where is None else self.described
@@ -735,6 +780,10 @@ class SourceTable:
 
         They are sorted by name. Indexes of partitions are not among them. A missing relation has
         none.
+
+        Raises:
+            UnavailableError: The server does not answer.
+            NobackfillError: PostgreSQL refuses the query; see `translate_errors`.
         """
         found = self.described(
             "SELECT DISTINCT indexrelid::regclass::text, pg_get_indexdef(indexrelid), indisvalid, "
@@ -812,6 +861,10 @@ class SourceTable:
 
         Names are quoted and sorted. Triggers of single columns, disabled ones and those of
         nobackfill are not among them.
+
+        Raises:
+            UnavailableError: The server does not answer.
+            NobackfillError: PostgreSQL refuses the query; see `translate_errors`.
         """
         found = self.all(
             "SELECT DISTINCT quote_ident(tgname) FROM pg_trigger JOIN pg_proc p ON p.oid = tgfoid "
@@ -828,6 +881,10 @@ class SourceTable:
         """Tell whether the table has a column of this name now.
 
         It asks the server, so that it also sees what others have changed; `columns` does not.
+
+        Raises:
+            UnavailableError: The server does not answer.
+            NobackfillError: PostgreSQL refuses the query; see `translate_errors`.
         """
         query: LiteralString = (
             "SELECT EXISTS (SELECT FROM pg_attribute WHERE attrelid = {oid} AND attname = {name} "
@@ -838,6 +895,10 @@ class SourceTable:
     def comment(self, column: str) -> str | None:
         """Read the owner's comment of a column, without the part that carrying wrote. None without
         a comment or without such a column.
+
+        Raises:
+            UnavailableError: The server does not answer.
+            NobackfillError: PostgreSQL refuses the query; see `translate_errors`.
         """
         comment = self._comment(column)
         if comment and parse_mark(comment):
@@ -849,6 +910,10 @@ class SourceTable:
         with conditions, or an inherited column.
 
         Empty if nothing does, or if there is no such column.
+
+        Raises:
+            UnavailableError: The server does not answer.
+            NobackfillError: PostgreSQL refuses the query; see `translate_errors`.
         """
         domains = self.all(
             "SELECT t.oid::regtype::text, concat_ws(', ', "
@@ -889,12 +954,20 @@ class SourceTable:
         """Return the digest of the map of a new column, from its comment; None without one.
 
         None too for an unknown column.
+
+        Raises:
+            UnavailableError: The server does not answer.
+            NobackfillError: PostgreSQL refuses the query; see `translate_errors`.
         """
         return self.comment_facts(column).get("nobackfill")
 
     def comment_facts(self, column: str) -> dict[str, str]:
         """Return the facts that `note` wrote into the comment of a column; {} if there is none, or
         no such column.
+
+        Raises:
+            UnavailableError: The server does not answer.
+            NobackfillError: PostgreSQL refuses the query; see `translate_errors`.
         """
         return parse_mark(self._comment(column))
 
@@ -974,6 +1047,7 @@ class SourceTable:
         Raises:
             NotPermittedError: It may hide some. The message names the statement that helps.
             UnavailableError: The server does not answer.
+            NobackfillError: PostgreSQL refuses the query; see `translate_errors`.
         """
         role = self.one(
             "SELECT current_user::text WHERE row_security_active({oid}::oid)", oid=self.oid
@@ -1151,6 +1225,7 @@ class Changes:
         Raises:
             psycopg.errors.LockNotAvailable: Others hold a lock for longer; BusyError outside of the
                 connection's block.
+            psycopg.Error: PostgreSQL refuses a statement of the block, or the connection breaks.
         """
         with self._connection.transaction():
             self.run("SET LOCAL lock_timeout = {wait}", wait=wait)
@@ -1161,21 +1236,36 @@ class Changes:
         """Run a transaction and roll it back at the end of the block.
 
         It has no time limit for locks.
+
+        Raises:
+            psycopg.Error: PostgreSQL refuses a statement of the block, or the connection breaks.
         """
         with self._connection.transaction(force_rollback=True):
             yield
 
     def run(self, query: LiteralString, **parts: object) -> int:
-        """Run a statement, and return the number of its rows; -1 where the statement has none."""
+        """Run a statement, and return the number of its rows; -1 where the statement has none.
+
+        Raises:
+            psycopg.Error: PostgreSQL refuses the statement, or the connection breaks.
+        """
         return int(self._connection.execute(self._table.composed(query, **parts)).rowcount)
 
     def all(self, query: LiteralString, **parts: object) -> list[Any]:
-        """Return all rows of a query."""
+        """Return all rows of a query.
+
+        Raises:
+            psycopg.Error: PostgreSQL refuses the query, or the connection breaks.
+        """
         rows: list[Any] = self._connection.execute(self._table.composed(query, **parts)).fetchall()
         return rows
 
     def run_single(self, statement: str) -> None:
-        """Run a statement that is already text. PostgreSQL refuses a text of several statements."""
+        """Run a statement that is already text. PostgreSQL refuses a text of several statements.
+
+        Raises:
+            psycopg.Error: PostgreSQL refuses the statement, or the connection breaks.
+        """
         # The protocol of binary results takes one statement.
         self._connection.cursor(binary=True).execute(statement.encode())
 
@@ -1183,6 +1273,9 @@ class Changes:
         """Run a statement that is already text.
 
         It may be several statements.
+
+        Raises:
+            psycopg.Error: PostgreSQL refuses a statement, or the connection breaks.
         """
         self._connection.execute(statement.encode())
 
@@ -1208,6 +1301,9 @@ class Changes:
 
         Returns:
             The digest of the triggers (see `Triggers`): a flip needs them to be the same still.
+
+        Raises:
+            psycopg.Error: PostgreSQL refuses a statement, or the connection breaks.
         """
         there = self._table.triggers(names["function"])
         on = ["A"] * len(triggers), ["A"] * len(there.partition_states)
@@ -1245,6 +1341,9 @@ class Changes:
 
         Args:
             names: Identifiers; `new` is the new column, `function` the present function.
+
+        Raises:
+            psycopg.Error: PostgreSQL refuses a statement, or the connection breaks.
         """
         found = self.all(
             "SELECT DISTINCT p.oid::regprocedure::text FROM pg_trigger t "
@@ -1270,6 +1369,10 @@ class Changes:
         Args:
             kind: TABLE or FUNCTION.
             name: Name of the object in statements.
+
+        Raises:
+            psycopg.Error: PostgreSQL refuses a statement, as where this role may not give the
+                object away.
         """
         names = {"kind": sql.SQL(kind), "name": name}
         heir = self._table.heir()
@@ -1294,6 +1397,10 @@ class Changes:
 
         The rows have no header or trailer. It returns once the server has them all; the transaction
         decides whether they stay.
+
+        Raises:
+            psycopg.Error: PostgreSQL refuses the rows, as for a key that exists; none is inserted
+                then.
         """
         statement = sql.SQL("COPY {} FROM STDIN (FORMAT BINARY)").format(into)
         with self._connection.cursor() as cursor, cursor.copy(statement) as copy:
@@ -1308,6 +1415,9 @@ def stale_sentence(place: str, confirmation: str | None) -> str:
         place: The vectors, as `column 'v_new'`.
         confirmation: The statement by which the owner confirms that none is stale; None where the
             triggers are missing or disabled.
+
+    Returns:
+        One sentence without a full stop at its end.
     """
     sentence = (
         f"{place} may hold stale vectors: its triggers were dropped, disabled or made again since "

@@ -142,7 +142,10 @@ class TargetVectors(Protocol):
 
     @property
     def at_once(self) -> int:
-        """Return the number of windows that threads may migrate at the same time; at least 1."""
+        """Return the number of windows that threads may migrate at the same time; at least 1.
+
+        It may ask the store at each call.
+        """
 
     def pending(self, window: Window) -> Rows:
         """Read the old vectors of a window whose new vector is missing or stale.
@@ -157,7 +160,7 @@ class TargetVectors(Protocol):
     def write(self, rows: Rows, vectors: Vectors) -> None:
         """Write new vectors durably, for rows that have not changed since they were read.
 
-        Rows that have changed stay pending, without an error.
+        Rows that have changed, and rows that are left out, stay pending, without an error.
 
         Args:
             rows: Some of the rows that `pending` returned for one window, at least one.
@@ -407,10 +410,15 @@ class Reversible(Source, Protocol):
 
     @property
     def flip_name(self) -> str:
-        """Return the name of the column or table that a flip renames."""
+        """Return the name of the column or table that a flip renames.
+
+        It begins the names of new vectors that `migrate` makes.
+        """
 
     def count_vectors(self, column: str) -> int:
         """Count the rows with a vector under a name of new vectors; 0 if there is no such name.
+
+        Rows of a source with a condition count only if they fulfil it.
 
         Raises:
             UnavailableError: The server does not answer.
@@ -442,7 +450,11 @@ class Reversible(Source, Protocol):
         """
 
     def flip_mark(self) -> str | None:
-        """Return the mark of the source's own vectors; None if no flip put them there."""
+        """Return the mark of the source's own vectors; None if no flip put them there.
+
+        Raises:
+            UnavailableError: The server does not answer.
+        """
 
     def flip_state(self, mark: str) -> Literal["old", "flipped", "finished", "unknown"]:
         """Return whether the store has flipped to the vectors with a mark.
@@ -454,6 +466,9 @@ class Reversible(Source, Protocol):
             "old": no flip has taken place. "flipped": these vectors have the source's name, and the
             old ones still exist. "finished": the old ones were dropped. "unknown": a flip has taken
             place, but the vectors have another mark or none.
+
+        Raises:
+            UnavailableError: The server does not answer.
         """
 
     def flip_back(self, to: str, *, lose: bool = False) -> int:
@@ -497,7 +512,10 @@ class EmbeddedSource(Source, Protocol):
         """
 
     def reads(self) -> str:
-        """Return the role in which the texts were embedded, as `Embedder.reads`; empty if none."""
+        """Return the role in which the texts were embedded, as `Embedder.reads`; empty if none.
+
+        It is read at the opening.
+        """
 
 
 @runtime_checkable
@@ -556,7 +574,11 @@ class Searchable(Source, Protocol):
         """
 
     def close(self) -> None:
-        """Close the connections of searches; a later search opens them again."""
+        """Close the connections of searches; a later search opens them again.
+
+        A store that a program opened whole cannot be used afterwards; see the class. It raises
+        nothing.
+        """
 
 
 def fingerprint_of(*models: str | None) -> str | None:
@@ -605,6 +627,11 @@ def same_model(first: str | None, second: str | None, what: str) -> None:
 def metric_of(name: str, metrics: Mapping[str, SearchMetric], where: str) -> SearchMetric | None:
     """Return the metric that a store names, or None if it names none (an empty text).
 
+    Args:
+        name: The store's own name of the metric; empty if it names none.
+        metrics: Our metric for each name of the store's that can be migrated.
+        where: The name of the vectors in the error.
+
     Raises:
         InvalidInputError: The metric is not in `metrics`.
     """
@@ -618,6 +645,8 @@ def metric_of(name: str, metrics: Mapping[str, SearchMetric], where: str) -> Sea
 
 def checked(rows: Rows, dim: int | None, where: str) -> Rows:
     """Return `rows` after a check that each vector is finite and has the dimension `dim`.
+
+    The same object is returned. Zero vectors pass.
 
     Args:
         rows: The rows to check; no rows pass.
@@ -700,6 +729,8 @@ def text_of(value: object) -> str:
 def file_name(name: str) -> str:
     """Return the name of new vectors after a check that it is a plain file name.
 
+    It is returned unchanged, and need not exist.
+
     Raises:
         InvalidInputError: The name is empty, contains a slash, or begins with a dot.
     """
@@ -713,6 +744,8 @@ def file_name(name: str) -> str:
 
 def mode_of(path: Path) -> int:
     """Return the permissions of a file for reading and writing, for a file of new vectors.
+
+    Links are followed.
 
     Raises:
         OSError: The file cannot be inspected.
@@ -750,6 +783,8 @@ def repeated(ids: Iterable[str]) -> list[str]:
 
 def even(vectors: Sequence[Sequence[float] | Vectors], ids: Sequence[str], where: str) -> Vectors:
     """Stack vectors of one dimension into an array.
+
+    An id is needed for each vector; more ids are ignored.
 
     Args:
         vectors: One vector for each id.
