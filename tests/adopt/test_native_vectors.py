@@ -134,20 +134,26 @@ def test_vectors_of_embed_are_used_for_the_text_that_they_are_of(
     assert native(connection, "v", model) == COUNT
 
 
+@pytest.mark.parametrize("to", ["n", "table:beside"])
 def test_an_item_without_a_text_is_named_and_nothing_flips(
-    texts: tuple[str, Connection, Path],
+    texts: tuple[str, Connection, Path], to: str
 ) -> None:
     address, connection, model = texts
     connection.execute("UPDATE t SET body = NULL WHERE id IN (3, 4)")
     source = open_source(f"{address}#t", vector="v")
     maker = open_native_vectors(source, ColumnTexts(source, "body"), model=str(model))
-    target = maker.target("n")
-    with pytest.raises(InvalidInputError, match=r"2 items have an old vector .*'3' \(it has no"):
-        carry(source, target, maker, flip=True)
-    assert native(connection, "n", model) == COUNT - 2
+    target = maker.target(to)
+    for flip in (False, True):
+        with pytest.raises(
+            InvalidInputError, match=r"2 items have an old vector .*'3' \(it has no"
+        ):
+            carry(source, target, maker, flip=flip)
+    count = "SELECT count(n) FROM t" if to == "n" else "SELECT count(v) FROM beside"
+    assert connection.execute(count.encode()).fetchone() == (COUNT - 2,)
     connection.execute("UPDATE t SET v = NULL WHERE id IN (3, 4)")
     assert carry(source, target, maker, flip=True).total == COUNT - 2
-    assert native(connection, "v", model) == COUNT - 2
+    if to == "n":
+        assert native(connection, "v", model) == COUNT - 2
 
 
 def test_a_killed_run_embeds_only_what_is_missing(texts: tuple[str, Connection, Path]) -> None:

@@ -86,8 +86,8 @@ def read_card(path: Path) -> Card:
 
     Raises:
         NotFoundError: There is no such file.
-        InvalidInputError: The file is no JSON object of this form; the error names the field.
-        OSError: The file cannot be read.
+        InvalidInputError: The file cannot be read, or is no JSON object of this form; the error
+            names the field.
     """
     if not path.is_file():
         raise NotFoundError(
@@ -95,6 +95,8 @@ def read_card(path: Path) -> Card:
         )
     try:
         card = Card.model_validate_json(path.read_bytes().removeprefix(BOM_UTF8))
+    except OSError as error:
+        raise InvalidInputError(f"{path}: cannot be read ({error.strerror})") from error
     except ValidationError as error:
         wrong = error.errors(include_url=False)[0]
         place = ".".join(map(str, wrong["loc"]))

@@ -421,7 +421,8 @@ class Solver:
         Nothing is fitted again: the same moments give the same maps.
 
         Args:
-            strength: Parameters of the affine map; None if all kinds are "procrustes".
+            strength: Parameters of the affine map; None only if all kinds are "procrustes";
+                AssertionError otherwise.
             unit: Whether the maps normalise their output, as in Map.
             kinds: Names of KINDS.
 

@@ -267,7 +267,8 @@ class NewArray:
         Raises:
             CannotWriteError: The disk is full, or the folder cannot be written.
             ValueError: The rows are of several windows, or there are none.
-            InvalidInputError: The earlier file of the window cannot be read.
+            InvalidInputError: The old array is gone, or the earlier file of the window cannot be
+                read.
         """
         (window,) = set(rows.keys)
         assert isinstance(window, Window)
@@ -494,7 +495,7 @@ class MemorySource:
             new_name: Name of the new vectors to search; None for the old ones.
 
         Returns:
-            Ids, nearest first; none for an empty source.
+            Ids, nearest first, equally near ones in any order; none for an empty source.
 
         Raises:
             NotFoundError: There are no new vectors of this name, in a source of Parquet files.

@@ -398,9 +398,8 @@ class NewParquetFiles:
 
         Raises:
             CannotWriteError: The disk is full, or the folder cannot be written.
-            OSError: The source file is gone.
             ValueError: The rows are of several windows, or there are none.
-            InvalidInputError: The source file or the earlier file cannot be read.
+            InvalidInputError: The source file is gone, or it or the earlier file cannot be read.
         """
         (read,) = set(rows.versions)
         assert isinstance(read, Read)

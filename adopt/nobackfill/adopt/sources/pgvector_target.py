@@ -1052,7 +1052,7 @@ class PgvectorTable:
         self.flipped, self._triggers = triggers is None, triggers
         self._names = names
         # Windows that this run wrote completely, in which only cleared vectors can be pending; and
-        # the last window that each thread read.
+        # the last window that each thread read, with the number of its pending rows.
         self._whole: set[str] = set()
         self._own = threading.local()
 
@@ -1080,6 +1080,7 @@ class PgvectorTable:
                 ),
                 self._table.name,
             )
+            self._own.count = len(rows)
             return replace(rows, versions=[one + _NOWHERE for one in _bytes(rows.versions)])
         found = self._table.copied(
             "SELECT t.{key}::text, t.{old}::{vector}, t.{key}, "
@@ -1095,7 +1096,9 @@ class PgvectorTable:
             within_new=self._table.window_condition(window, "b"),
             **self._names,
         )
-        return parsed(found, self._table.name)
+        rows = parsed(found, self._table.name)
+        self._own.count = len(rows)
+        return rows
 
     def _any(self, window: Window) -> bool:
         query = "SELECT EXISTS (SELECT FROM {new_table} b WHERE {within})"
@@ -1104,13 +1107,13 @@ class PgvectorTable:
 
     def write(self, rows: Rows, vectors: Vectors) -> None:
         """Insert or fill the new vectors of rows that have not changed since they were read. Rows
-        that have changed stay pending.
+        that have changed, and those that are left out, stay pending.
 
         If another session holds one of the keys for 50 ms, all rows stay pending; it then sleeps
         for 0.5 s and raises nothing. The vectors become float16 where the old ones are.
 
         Args:
-            rows: Rows that `pending` returned last on this thread, at least one.
+            rows: Some of the rows that `pending` returned last on this thread, at least one.
             vectors: Their new vectors, float32 [n, dim].
 
         Raises:
@@ -1132,7 +1135,9 @@ class PgvectorTable:
             # An open transaction wrote to one of the rows: all stay pending.
             time.sleep(LET_GO)
             return
-        self._whole.add(self._own.window)
+        # Rows that the caller leaves out have no row in the new table.
+        if len(rows) == self._own.count:
+            self._whole.add(self._own.window)
 
     def _filled(self, keys: list[bytes], vectors: Packable) -> bool:
         """Insert all rows by COPY. Returns False if somebody wrote to one of the keys meanwhile."""

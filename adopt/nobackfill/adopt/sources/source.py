@@ -748,9 +748,12 @@ def mode_of(path: Path) -> int:
     Links are followed.
 
     Raises:
-        OSError: The file cannot be inspected.
+        InvalidInputError: The file is gone or cannot be inspected.
     """
-    return path.stat().st_mode & 0o666
+    try:
+        return path.stat().st_mode & 0o666
+    except OSError as error:
+        raise InvalidInputError(f"{path}: cannot be read ({error.strerror})") from error
 
 
 def read_mark(path: Path) -> object:
