@@ -1,6 +1,6 @@
 """`python training/evaluate.py`: run nobackfill.training.cli.evaluate."""
 
-from nobackfill.training.cli.evaluate import app
+from nobackfill.extras import run_command
 
 if __name__ == "__main__":
-    app()
+    run_command("nobackfill.training.cli.evaluate", "training")

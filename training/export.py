@@ -1,6 +1,6 @@
 """`python training/export.py`: run nobackfill.training.cli.export."""
 
-from nobackfill.training.cli.export import app
+from nobackfill.extras import run_command
 
 if __name__ == "__main__":
-    app()
+    run_command("nobackfill.training.cli.export", "training")

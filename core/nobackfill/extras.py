@@ -6,8 +6,10 @@ address or a command names it (docs/adr/0038). A plug-in that needs an extra imp
 this extra within `require_extra`, as every other module does.
 """
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from nobackfill.errors import ConfigurationError
@@ -37,6 +39,27 @@ def require_extra(name: str) -> Iterator[None]:
             f"this needs {error.name}, which is not installed: pip install '.[{name}]' in the "
             "folder of nobackfill's source"
         ) from error
+
+
+def run_command(module: str, extra: str) -> None:
+    """Run the command of a module.
+
+    If a package of its extra is not installed, print a sentence on stderr and exit with code 78.
+
+    Args:
+        module: The module, whose object `app` runs the command with the words of this process.
+        extra: The extra of pyproject.toml that holds its packages.
+
+    Raises:
+        ModuleNotFoundError: A module of nobackfill itself is missing.
+        SystemExit: The command ends with an exit code.
+    """
+    try:
+        with require_extra(extra):
+            import_module(module).app()
+    except ConfigurationError as error:
+        print(f"{module}: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
 
 
 def load_plugin(group: str, name: str) -> Any:

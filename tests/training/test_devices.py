@@ -74,3 +74,15 @@ def test_train_py_on_two_devices(digits: Path, tmp_path: Path) -> None:
     steps = [line["step"] for line in stats(tmp_path / "run")]
     assert steps == list(range(checkpoint.step))
     assert done.stdout.count("checkpoint.safetensors") == 1
+
+
+def test_a_command_says_which_extra_it_needs(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(name='torch')\n")
+    ended = subprocess.run(
+        [sys.executable, "training/train.py", "configs/digits/embedder-1.yaml"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True,
+        check=False, timeout=120,
+    )  # fmt: skip
+    assert ended.returncode == 78, ended.stderr
+    assert "needs torch" in ended.stderr
+    assert "pip install '.[training]'" in ended.stderr
