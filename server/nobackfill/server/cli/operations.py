@@ -147,7 +147,8 @@ def status(server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
         for number, reason in failed.items()
     ]
     notes += [
-        f"release {one.number} is being activated; follow it with `gateway watch`"
+        f"release {one.number} is being activated; follow it with `gateway watch`, and a canary "
+        "with `gateway canary watch`"
         for one in by_state[release_pb2.RELEASE_STATE_ACTIVATING]
     ]
     if not active:
