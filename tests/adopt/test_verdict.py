@@ -7,9 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from nobackfill.adopt import judgement
 from nobackfill.adopt.crossfit import cross_fit
 from nobackfill.adopt.joining import load_joining, save_joining
-from nobackfill.adopt.judgement import Gallery, Queries, judge, valley
+from nobackfill.adopt.judgement import Figures, Gallery, Queries, judge, valley
 from nobackfill.adopt.pairs import Pairs
 from nobackfill.adopt.verdict import (
     Cost,
@@ -359,6 +360,22 @@ def test_hubs_are_told_by_other_queries_and_taken_off_where_that_helps(tmp_path:
         np.testing.assert_allclose(every[some], alone, atol=1e-4)
     less = without - with_crowd
     assert less[hub].mean() > less[~hub].mean()
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_hubs_are_corrected_while_no_more_is_lost_than_the_map_loses(kept: bool) -> None:
+    """Of the new model's own neighbours, a fusion without the correction has some more."""
+
+    def figures(mrr: float, agreement: float) -> Figures:
+        return {"MRR": np.full(50, mrr), "agreement@10": np.full(50, agreement)}
+
+    scores = {
+        (0.0, False): figures(0.69, 0.42),
+        (0.75, False): figures(0.70, 0.53),
+        (0.75, True): figures(0.73, 0.52 if kept else 0.48),
+        (1.0, False): figures(0.64, 0.51),
+    }
+    assert judgement._best(scores, False, np.ones(50, bool)) == (0.75, kept)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -642,8 +642,9 @@ def _best(scores: Mapping[FusionChoice, Figures], own: bool, some: Mask) -> Fusi
     """Choose rank fusion by some of the queries, bool [q].
 
     Among the choices within a standard error of the best figure, the one with the most of the new
-    model's own neighbours wins. Hubs are corrected only where that loses none of these neighbours:
-    hubs that the new model has, too, are no fault of the map.
+    model's own neighbours wins. Hubs are corrected only where as many of these neighbours are left
+    as without, or as the better of old vectors and map keeps alone: hubs that the new model has,
+    too, are no fault of the map.
     """
 
     def figure(choice: FusionChoice, own: bool) -> PerQuery:
@@ -652,10 +653,12 @@ def _best(scores: Mapping[FusionChoice, Figures], own: bool, some: Mask) -> Fusi
     def agreement(choice: FusionChoice) -> float:
         return float(figure(choice, True).mean())
 
+    # What the old vectors and the map keep of them alone.
+    least = max(agreement((weight, False)) for weight in (min(WEIGHTS), max(WEIGHTS)))
     choices = [
         (weight, corrected)
         for weight, corrected in scores
-        if not corrected or agreement((weight, True)) >= agreement((weight, False))
+        if not corrected or agreement((weight, True)) >= min(least, agreement((weight, False)))
     ]
     best = max(choices, key=lambda choice: float(figure(choice, own).mean()))
 
