@@ -653,7 +653,7 @@ def _best(scores: Mapping[FusionChoice, Figures], own: bool, some: Mask) -> Fusi
     def agreement(choice: FusionChoice) -> float:
         return float(figure(choice, True).mean())
 
-    # What the old vectors and the map keep of them alone.
+    # The old vectors alone keep so many of these neighbours, or the map alone does.
     least = max(agreement((weight, False)) for weight in (min(WEIGHTS), max(WEIGHTS)))
     choices = [
         (weight, corrected)
