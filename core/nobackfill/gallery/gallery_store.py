@@ -89,7 +89,10 @@ class GalleryStore(UpgradableStore, EditableStore, Protocol):
         ...
 
     def unsubscribe(self, listener: Callable[[Change], None]) -> None:
-        """Stop calling a listener.
+        """Stop calling a listener; one of two equal subscriptions stays.
+
+        It may wait for listeners that run in another thread, or let a call under way end after it
+        returns, so a listener must not call it.
 
         Raises:
             ValueError: It is not subscribed.

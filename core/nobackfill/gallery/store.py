@@ -806,8 +806,9 @@ class Store:
         """Delete items from every space, and their bytes from file and log; unknown ids are
         skipped.
 
-        Listeners are called. If a reader prevents emptying the log, the next change of the gallery
-        tries again.
+        Listeners are called in this thread after the commit, also if no id exists; an error of one
+        reaches the caller, and the items stay deleted. Other threads that write are waited for
+        without limit. If a reader prevents emptying the log, the next change tries again.
 
         Returns:
             Number of items that existed.

@@ -66,6 +66,8 @@ class BackfillCurve:
         Raises:
             ValueError: Another number of values.
         """
+        if values.shape != self.shares.shape:
+            raise ValueError(f"expected values {self.shares.shape}, got {values.shape}")
         return float(np.trapezoid(values, self.shares))
 
 

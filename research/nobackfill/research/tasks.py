@@ -289,7 +289,11 @@ def _listing(images: Path, tested: str, split: Split) -> ImageListing:
 
 
 def cells_path(place: ComparisonPlace, row: MethodRow) -> Path:
-    """Return the .npz file of a row's cells, which may not exist yet."""
+    """Return the .npz file of a row's cells, which may not exist yet.
+
+    It depends on the place and the row's name alone, with ":" as "-", so it may hold the cells of
+    earlier checkpoints; `read_cells` tells by the row's key.
+    """
     return place.runs / "cells" / f"{row.name.replace(':', '-')}.npz"
 
 

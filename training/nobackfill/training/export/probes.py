@@ -120,8 +120,8 @@ def source_probes(
         encoder.
 
     Raises:
-        VerificationError: a file is damaged, or a model returns unusable vectors
-            (UnusableOutputError).
+        VerificationError: a file is missing in `files`, cannot be read or is damaged, or a model
+            cannot be run or returns unusable vectors (UnusableOutputError).
         ConfigurationError: the release embeds texts, and the extra `text` is not installed.
     """
     spec = source.embedder

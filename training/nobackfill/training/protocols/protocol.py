@@ -160,7 +160,9 @@ def ranking_protocol(
     """Make a protocol whose figures depend on one ranking of the gallery per query.
 
     The figures raise ValueError if vectors do not fit the relevance, are not finite, or are zero
-    with cosine.
+    with cosine, and IndexError if a position of the relevance lies outside the gallery. A gallery
+    that is larger than the relevance expects is not noticed. A query without relevant images
+    reaches `figures` without a rank.
 
     Args:
         queries, gallery: the images.

@@ -267,7 +267,8 @@ class ByWorkers:
     def close(self) -> None:
         """End the workers; a second call does nothing.
 
-        It waits for the pieces under way.
+        `Processes` finish the pieces under way, which is waited for, and a later `run` starts new
+        ones. A Ray cluster is left at once, and its running tasks are cancelled.
         """
         self._workers.close()
 
