@@ -16,6 +16,7 @@ from bench.adoption.beside import NOTE as BESIDE
 from bench.adoption.beside import beside
 from bench.adoption.covering import NOTE as COVERING
 from bench.adoption.covering import covering
+from bench.adoption.curves import AGAINST_OLD, AGAINST_OLD_TITLE
 from bench.adoption.curves import NOTE as CURVES
 from bench.adoption.maps_alone import NOTE as MAPS_ALONE
 from bench.adoption.maps_alone import maps_alone
@@ -79,6 +80,9 @@ def main(
     parts += [Part("Maps alone", trial.name, partial(maps_alone, trial)) for trial in trials]
     parts += [Part("On the way to native", trial.name, trial.healing) for trial in trials]
     parts += [
+        Part("On the way, less the old model", trial.name, trial.against_old) for trial in trials
+    ]
+    parts += [
         Part("Beside rivals", trial.name, partial(beside, trial, count))
         for count in (SOME, PAIRS)
         for trial in reversed(trials)
@@ -110,6 +114,7 @@ NOTES = {
     "Maps alone": MAPS_ALONE,
     "Sampled or at random": COVERING,
     "On the way to native": CURVES,
+    AGAINST_OLD_TITLE: AGAINST_OLD,
 }
 
 

@@ -19,6 +19,12 @@ NOTE = (
     "queries, over classes where items have 10 and more, none where they have fewer (the lowest of "
     "eleven was looked for, so chance alone shows a little)."
 )
+AGAINST_OLD_TITLE = "On the way, less the old model"
+AGAINST_OLD = (
+    "In points, as `nobackfill.serve` ranks while items are embedded again at random, by shares of "
+    f"these items, means of {ORDERS} orders; in brackets the 95 % interval of a paired bootstrap "
+    "over queries."
+)
 
 
 def gained(

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from bench.adoption.beside import NOTE as BESIDE
 from bench.adoption.beside import beside
+from bench.adoption.curves import AGAINST_OLD, AGAINST_OLD_TITLE
 from bench.adoption.curves import NOTE as CURVES
 from bench.adoption.maps_alone import NOTE as MAPS_ALONE
 from bench.adoption.maps_alone import maps_alone
@@ -102,6 +103,7 @@ def main(
         parts.append(Part("The verdict and the truth", one.name, one.verdict))
         parts.append(Part("Classes on the way", one.name, partial(classes, one)))
         parts.append(Part("A second view on the way", one.name, one.healing))
+        parts.append(Part(AGAINST_OLD_TITLE, one.name, one.against_old))
     parts += [Part("Maps alone", one.name, partial(maps_alone, one)) for one in trials]
     parts += [
         Part("Beside rivals", one.name, partial(beside, one, count, DRAWS))
@@ -112,6 +114,7 @@ def main(
         "The verdict and the truth": NOTE.format(pairs=pairs, queries=queries),
         "Classes on the way": CURVES,
         "A second view on the way": CURVES,
+        AGAINST_OLD_TITLE: AGAINST_OLD,
         "Beside rivals": BESIDE,
         "Maps alone": MAPS_ALONE,
     }

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from bench.adoption.curves import Labels, by_class, curve_rows, gained, of_class
 from bench.adoption.texts import Embedded
-from bench.harness import Row
+from bench.harness import Row, Value
 from nobackfill.adopt.judgement import (
     ORDERS,
     SHARES,
@@ -111,6 +111,23 @@ class Trial:
             for name, scores in ranked.items()
             for row in curve_rows(self.name, name, _known_curves(asked, *scores), self.rest_labels)
         ]
+
+    def against_old(self) -> list[Row]:
+        """What a search finds while items become native at random, less what the old model finds:
+        means and 95 % intervals in points, at each tenth of the way."""
+        gallery, asked = self.gallery_of(self.rest), self.queries_of(self.rest)
+        curves = _known_curves(asked, *self.scores(gallery, asked))
+        rows: list[Row] = []
+        for figure in KNOWN:
+            stay = self.truth["stay"][figure]
+            row: dict[str, Value] = {"pair": self.name, "figure": figure}
+            row["old model"] = 100 * float(stay.mean())
+            for share, values in zip(SHARES, curves[figure], strict=True):
+                gain = gained([values], [stay], None)
+                low, mean, high = (100 * one for one in (gain.low, gain.mean, gain.high))
+                row[f"{share:.0%}"] = f"{mean:+.1f} ({low:.1f} to {high:.1f})"
+            rows.append(row)
+        return rows
 
     def scores(self, gallery: Gallery, asked: Queries) -> tuple[Block, Block]:
         """Of items as carried ones and as native ones, [q, g], larger is better: as
