@@ -109,6 +109,9 @@ class VectorMaker(Protocol):
             UnavailableError: An endpoint or the store of the items does not answer.
             BusyError: An endpoint is still busy, or the user has paused the run.
             NotPermittedError: An endpoint refuses the key.
+            CannotWriteError: A file in which it stores vectors cannot be written.
+            VerificationError: A file in which it stores vectors is damaged, or the model returns no
+                usable vectors.
         """
 
     def repeat(self, rows: Rows) -> Vectors | None:
@@ -202,16 +205,20 @@ def carry(
         target already, only its pending rows are written.
 
     Raises:
-        InvalidInputError: The store cannot flip; nothing is written then. Or old vectors have NaN,
-            infinity or another dimension than the map. Or some items got no new vector; the others
-            are written, and nothing flips.
+        InvalidInputError: The store cannot flip; no vector is written then, but an empty target may
+            be left. Or old vectors have NaN, infinity or another dimension than the map. Or some
+            items got no new vector; the others are written, and nothing flips.
         AlreadyExistsError: The target holds vectors of another map or model.
-        BusyError: After 20 sweeps, others still change items faster than this run writes.
+        BusyError: After 20 sweeps, others still change items faster than this run writes. An
+            endpoint is still busy, or the user pauses the run. Others hold the table at its opening
+            or at the flip.
         VerificationError: The store does not hold the vectors that were written. Or the model
             returns no usable ones.
         UnavailableError: The store's server or the model does not answer.
         NotPermittedError: The store refuses the user.
         CannotWriteError: The store's disk is full, or it cannot be written.
+        NotFoundError: The table or the collection was deleted, or the table of new vectors was
+            renamed.
     """
     facts = source.facts()
     if flip and isinstance(source, WarningSource) and (obstacles := source.obstacles(target)):

@@ -130,6 +130,7 @@ def model_card(model: _Model, vectors: Vectors, made_by: str | None, where: str)
         NotFoundError: There is no such model file, module or function.
         InvalidInputError: The model cannot be used, or its files cannot be read.
         ConfigurationError: The address of an endpoint is not allowed, or an extra is not installed.
+        OSError: A file of the model's weights cannot be read.
     """
     if made_by is None:
         raise IncompatibleSpaceError(
@@ -367,10 +368,11 @@ def open_converter(
         PreconditionError: No root is trusted yet and none was given, or the converter was
             withdrawn.
         VerificationError: The metadata or a file is not signed by the root, or was changed.
-        UnfitError: The file is no linear map.
+        UnfitError: The file is no linear map. The manifest and the signed entry of the file differ.
         UnavailableError: The host does not answer.
         CannotWriteError: The state folder cannot be written.
         BusyError: Another process updates the trusted root.
+        OSError: The file system of the state folder has no locks (flock).
     """
     place, number = _place(release)
     trust = _trusted(place, root)
@@ -496,10 +498,13 @@ def mapping_for(
         PreconditionError: No root is trusted yet and none was given, or the converter was
             withdrawn.
         VerificationError: The converter is not signed by the root, or was changed.
-        UnfitError: The converter is no linear map.
+        UnfitError: The converter is no linear map. The manifest and the signed entry of its file
+            differ.
         UnavailableError: The publication's host does not answer.
         ConfigurationError: The address of an endpoint is not allowed, or an extra is not installed.
         CannotWriteError: The state folder cannot be written.
+        BusyError: Another process updates the trusted root.
+        OSError: A file of `model` cannot be read.
     """
     if (file is None) == (release is None):
         raise InvalidInputError(

@@ -317,6 +317,9 @@ def strength(pairs: Pairs, rows: Ints, moments: Moments) -> Strength:
 
     Returns:
         Parameters whose penalty is in multiples of the variance of `moments`.
+
+    Raises:
+        ValueError: There are fewer than 2 rows, or a vector is not finite.
     """
     blocks = split_into_blocks(pairs.old[rows], pairs.new[rows])
     of_items = Moments.of(blocks())

@@ -112,7 +112,8 @@ class ScanQueries:
             `migrated` itself.
 
         Raises:
-            ValueError: An item has another dimension, or with cosine is zero.
+            ValueError: An item has another dimension, or with cosine is zero. An item is not
+                finite.
         """
         metric = self.queries.metric
         return {
@@ -269,6 +270,9 @@ class NativeModel:
             migrated: The same by the map.
             native: The same by the new model.
             usable: Bool [q, n]: neither a query's own item nor the item to find.
+
+        Raises:
+            ValueError: Nothing is usable.
         """
         weights = np.where(usable & (np.maximum(old, migrated) > 1.5), 1.0, 0.02) * usable
         features = [one.ravel() for one in _features(old, migrated)]
@@ -430,6 +434,9 @@ class SetScan:
             pairs: The n items with native vectors.
             migrated: Their migrated vectors [n, b], by maps that were fitted without each.
             anchors: Rows of the pairs that distances are standardised by.
+
+        Raises:
+            ValueError: A vector is not finite, or with cosine is zero. There is only one pair.
         """
         queries = one.queries
         self._one, self._queries, self._sample = one, queries, len(pairs)
@@ -499,7 +506,7 @@ class SetScan:
         Args:
             blocks: For each way their distances [q, w], as `ScanQueries.distances` has them.
             hub: Their hubness [q, w] or [1, 1]. [1, 1] if no rank fusion corrects hubs.
-            first: The number of the first. The number of the first; the sample has 0 to n - 1.
+            first: The number of the first; the sample has 0 to n - 1.
         """
         old = blocks["stay"]
         predicted = self.model.predict(self._of_old(old), self._of_new(blocks["map"]))
@@ -733,6 +740,9 @@ def back_test(
     Returns:
         For each way, how far its mean agreement@10 was off. Empty if the quarter has at most 10
         items, or fewer than 2 queries. Positive: the estimate was too high.
+
+    Raises:
+        ValueError: A vector is not finite, or with cosine is zero.
     """
     order = np.random.default_rng(3).permutation(len(pairs))
     quarter, others = np.sort(order[: len(pairs) // 4]), np.sort(order[len(pairs) // 4 :])
@@ -798,6 +808,7 @@ def scan_gallery(
             infinity.
         UnavailableError: The store's server does not answer.
         NotPermittedError: The server refuses the user, or may hide rows from this role.
+        ValueError: A vector of the pairs or the queries is not finite, or with cosine is zero.
     """
     errors = [
         back_test(one, pairs, migrated, ways) for one, ways in zip(sets, figures, strict=True)

@@ -94,7 +94,8 @@ def measure_figures(native: Block, queries: Queries) -> tuple[Callable[[Block], 
     distance, which ones are neighbours is arbitrary.
 
     Args:
-        native: Distances [q, g] by the new model alone, which define the true neighbours.
+        native: Distances [q, g] by the new model alone, which define the true neighbours. At least
+            one item; with `own` at least two, because a single item has agreement@10 NaN.
         queries: The q queries.
 
     Returns:
@@ -370,6 +371,9 @@ def item_queries(pairs: Pairs, seed: int = 0) -> Queries:
     Returns:
         Queries with `own`: each item's own answer leaves it out. At most 2,000, in the order of the
         pairs; the same for the same seed.
+
+    Raises:
+        ZeroDivisionError: There are no pairs.
     """
     rows = np.arange(len(pairs), dtype=np.int64)
     queries = Queries(pairs.old, pairs.new, rows, own=True, metric=pairs.metric)

@@ -362,7 +362,8 @@ def fit_maps(
     Raises:
         InvalidInputError: `old` and `new` differ in length, or have fewer than 2 groups of rows. A
             kind is not in KINDS.
-        ValueError: A vector holds NaN or infinity.
+        ValueError: A vector holds NaN or infinity. The number of rows is no multiple of `group`,
+            and a kind other than "procrustes" is wanted.
     """
     if len(old) != len(new) or len(old) < 2 * group:
         raise InvalidInputError(
@@ -407,7 +408,8 @@ class Solver:
             The penalty is a multiple of the mean input variance; the share is 0 to 0.6.
 
         Raises:
-            ValueError: The blocks hold NaN or infinity.
+            ValueError: The blocks hold NaN or infinity. There are fewer than 2 groups, or the
+                number of rows is no multiple of `group`.
         """
         found = ridge.fit_ridge(blocks, group=group, moments=self._moments, sample=LEFT_OUT)
         unexplained = found.error / found.spread if found.spread > 0 else 0.0

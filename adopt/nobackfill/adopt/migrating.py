@@ -204,6 +204,7 @@ class Migration:
                 not installed.
             VerificationError: The model returns no usable vectors.
             CannotWriteError: The folder cannot be written.
+            OSError: The file system of the folder has no locks (flock).
         """
         _refuse_password(request.source)
         if (request.column is None) == (request.items is None):
@@ -340,6 +341,9 @@ class Migration:
             VerificationError: The store does not hold the vectors that were written, or the model
                 returns no usable ones.
             NotPermittedError: The server refuses the user.
+            OSError: The file system of the folder has no locks (flock).
+            ConfigurationError: An address would send vectors or a password unencrypted, or an extra
+                is not installed.
         """
         with self._alone() as (plan, source, check_lock):
             self._check_same_vectors(plan, source)
@@ -468,12 +472,14 @@ class Migration:
         without a look at the table.
 
         Raises:
-            NotFoundError: The folder has no migration.
+            NotFoundError: The folder has no migration. The table does not exist.
             PreconditionError: The table's comment does not name a flip that was saved.
             InvalidInputError: The plan cannot be read, or the table cannot be opened as its options
                 say.
             UnavailableError: The server does not answer.
             NotPermittedError: The server refuses the user.
+            ConfigurationError: An address would send vectors or a password unencrypted, or an extra
+                is not installed.
         """
         plan = self.plan()
         if plan.state not in ("writing", "decided", "flipped"):
@@ -496,6 +502,7 @@ class Migration:
             PreconditionError: No process works on it.
             InvalidInputError: The file of the plan cannot be read.
             CannotWriteError: The folder cannot be written.
+            OSError: The file system of the folder has no locks (flock).
         """
         self.plan()
         try:
@@ -533,6 +540,11 @@ class Migration:
             BusyError: Another process works in this folder or writes to the table by another one,
                 or others hold the table.
             UnavailableError: The server does not answer.
+            OSError: The file system of the folder has no locks (flock).
+            ConfigurationError: An address would send vectors or a password unencrypted, or an extra
+                is not installed.
+            CannotWriteError: The folder or the store cannot be written. The table may be changed by
+                then; a second call continues.
         """
         with self._alone() as (plan, source, _):
             state = self._state(plan, source)
@@ -554,7 +566,8 @@ class Migration:
         working folder stays.
 
         Raises:
-            NotFoundError: The folder has no migration. The old vectors do not exist.
+            NotFoundError: The folder has no migration. The old vectors do not exist. The table does
+                not exist.
             PreconditionError: The migration is not flipped. The table's comment does not name a
                 flip that was saved.
             InvalidInputError: An object of the database still depends on the old vectors.
@@ -562,6 +575,11 @@ class Migration:
                 or others hold the table.
             UnavailableError: The server does not answer.
             NotPermittedError: The server refuses the user.
+            OSError: The file system of the folder has no locks (flock).
+            ConfigurationError: An address would send vectors or a password unencrypted, or an extra
+                is not installed.
+            CannotWriteError: The folder or the store cannot be written. The table may be changed by
+                then; a second call continues.
         """
         with self._alone() as (plan, source, _):
             state = self._state(plan, source)

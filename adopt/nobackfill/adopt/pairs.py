@@ -90,6 +90,7 @@ def read_all(source: Source, only: Collection[str] | None = None) -> Rows:
         UnavailableError: The source's server does not answer.
         NotPermittedError: The server refuses the user, or may hide rows from this role.
         IncompatibleSpaceError: Files of one folder record different models.
+        NotFoundError: The table or the collection was deleted meanwhile.
     """
     where = source.facts().name
     ids: list[str] = []
@@ -151,6 +152,7 @@ def match(old: Source, new: Source, *, least: int = 20) -> Matched:
         UnavailableError: The server of a source does not answer.
         NotPermittedError: The server refuses the user, or may hide rows from this role.
         IncompatibleSpaceError: Files of one folder record different models.
+        NotFoundError: The table or the collection of a source was deleted meanwhile.
     """
     sample = read_all(new)
     stored = read_all(old, set(sample.ids))
@@ -192,7 +194,7 @@ def sample(rows: Rows, count: int, seed: int = 0) -> list[str]:
     and at least one item while there are enough.
 
     Args:
-        rows: All items. All items. Their vectors are finite; their order matters for the choice.
+        rows: All items. Their vectors are finite; their order matters for the choice.
         count: Number of items to choose, 1 to all.
         seed: Seed of the random choice; the same seed chooses the same items.
 
@@ -424,8 +426,8 @@ class Inspection:
         unusable: Number of rows with NaN or infinity.
         zeros: Number of rows with zeros only.
         drift: Squared distance between the mean vectors of the first and the last 2,000 rows by
-            key, divided by the distance that chance gives. It is about 1 if nothing has changed;
-            None for fewer than 200 rows.
+            key, divided by the distance that chance gives. It is about 1 if nothing has changed.
+            None for fewer than 200 usable rows, several dimensions, or equal vectors alone.
         refusals: Sentences about parts of the store that cannot be read or migrated.
     """
 
@@ -479,6 +481,7 @@ def inspect(source: Source) -> Inspection:
         NotPermittedError: The server refuses the user, or may hide rows from this role.
         InvalidInputError: The metric is not supported, or the column of vectors cannot be chosen.
         IncompatibleSpaceError: Files of one folder record different models.
+        NotFoundError: The table or the collection was deleted meanwhile.
     """
     facts = source.facts()
     if isinstance(source, Dimensioned) and len(mixed := source.dims()) > 1:

@@ -90,6 +90,7 @@ class MapChoice:
             InvalidInputError: The trainer returns unusable layers. There are fewer than 2 pairs, or
                 `kind` needs a converter or a trainer that is missing.
             IncompatibleSpaceError: The converter has other dimensions than the pairs.
+            ValueError: A vector holds NaN or infinity.
         """
         if converter is not None and self.kind in (CONVERTER, CORRECTED):
             if self.kind == CONVERTER:
@@ -120,6 +121,7 @@ class MapChoice:
         Raises:
             InvalidInputError: Fewer than 2 pairs are left, or the trainer returns unusable layers.
             IncompatibleSpaceError: The converter has other dimensions than the pairs.
+            ValueError: A vector holds NaN or infinity.
         """
         if left_out.all():
             return self.fit(pairs, converter)
@@ -441,6 +443,7 @@ def decide(
             zero.
         UnavailableError: The server of `source` does not answer.
         NotPermittedError: The server refuses the user, or may hide rows from this role.
+        ZeroDivisionError: There are no pairs at all.
     """
     similar = judgement.item_queries(pairs)
     judged_queries = similar if queries is None else judgement.sample_queries(queries, len(pairs))

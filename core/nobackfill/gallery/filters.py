@@ -174,6 +174,9 @@ def parse_microseconds(text: str) -> int | None:
 
     The date and the time are separated by T or a space. Digits beyond microseconds are cut off.
 
+    A time needs seconds, with at most 9 digits after the point. T and Z may be lower-case. Only a
+    time may have an offset, Z or +HH:MM.
+
     Args:
         text: Such as 2026-11-27, or 2026-11-27T09:30:00.5+01:00, in ASCII.
 

@@ -326,6 +326,8 @@ def measure_rank_fusion(
         NotFoundError: A release or an upgrade of the cell does not exist.
         VerificationError: A file differs from its manifest, cannot be loaded, or returns no usable
             vectors.
+        NoEncoderError: A release has no model for this kind of item, images or texts.
+        ConfigurationError: The library for a tokenizer is not installed.
     """
     joint = _fit_joint(cell, fitting, int8=int8)
     if joint is None:

@@ -81,6 +81,7 @@ def open_embedder(
             given for another kind of model, or the text is none of the three forms.
         ConfigurationError: The URL is not https:// (or http:// on this machine), or holds a
             password; or an extra is not installed.
+        OSError: A file of the model cannot be read.
     """
     if pixels and Path(model).suffix != ".onnx":
         raise InvalidInputError(

@@ -166,6 +166,9 @@ def open_contents(source: Source, column: str | None, items: str | None) -> Cont
             malformed.
         NotFoundError: There is no such path, or no item in it.
         UnavailableError: The store's server does not answer.
+        NotPermittedError: The server of the store refuses the user.
+        ConfigurationError: `items` is the address of a store, which would send vectors or a
+            password unencrypted, or needs an extra that is not installed.
     """
     if (column is None) == (items is None):
         raise InvalidInputError(
@@ -407,6 +410,8 @@ class NativeVectorMaker:
             BusyError: An endpoint is still busy after its patience, or `pause` raises it.
             NotPermittedError: The store or an endpoint refuses the user or the key.
             VerificationError: The file of lazy re-embedding is damaged.
+            UnicodeEncodeError: A text of the store has a lone surrogate, and vectors of a folder
+                are reused.
         """
         if self._pause is not None:
             self._pause()

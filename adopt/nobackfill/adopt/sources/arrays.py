@@ -245,6 +245,9 @@ class NewArray:
         """Read the old vectors of a window that have no new one; none if the array is complete.
 
         The key of each row is the window, and its version the number in it.
+
+        Raises:
+            InvalidInputError: A file of the source, or of the new vectors, cannot be read.
         """
         if self._final.exists() or self._part(window).is_file():
             return Rows([], np.empty((0, 0), np.float32))
@@ -526,6 +529,9 @@ class MemorySource:
 
     def texts(self, ids: Sequence[str], column: str) -> dict[str, str]:
         """Read another column by id from the source itself; the whole column is read.
+
+        Values become text by `str`. In a folder of arrays, a missing number is "nan" and a missing
+        date "None". An empty text stays.
 
         Returns:
             Values by id. Unknown ids and items without a value are left out.

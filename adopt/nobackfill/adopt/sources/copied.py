@@ -85,6 +85,8 @@ class Collection(Protocol):
 
         Raises:
             UnavailableError: The server does not answer.
+            NotFoundError: The collection was deleted.
+            NotPermittedError: The server refuses the key.
         """
 
     def windows(self, rows: int) -> Iterator[Window]:
@@ -94,6 +96,8 @@ class Collection(Protocol):
 
         Raises:
             UnavailableError: The server does not answer.
+            NotFoundError: The collection was deleted.
+            NotPermittedError: The server refuses the key.
         """
 
     def records(self, window: Window) -> list[Record]:
@@ -103,6 +107,8 @@ class Collection(Protocol):
 
         Raises:
             UnavailableError: The server does not answer.
+            NotFoundError: The collection was deleted.
+            NotPermittedError: The server refuses the key.
         """
 
     def digests(self, window: Window) -> dict[Any, str]:
@@ -113,6 +119,8 @@ class Collection(Protocol):
 
         Raises:
             UnavailableError: The server does not answer.
+            NotFoundError: The collection was deleted.
+            NotPermittedError: The server refuses the key.
         """
 
     def existing_keys(self, keys: Sequence[Any]) -> Some[Any]:
@@ -120,6 +128,8 @@ class Collection(Protocol):
 
         Raises:
             UnavailableError: The server does not answer.
+            NotFoundError: The collection was deleted.
+            NotPermittedError: The server refuses the key.
         """
 
     def put(self, records: Sequence[Record], vectors: Vectors) -> None:
@@ -132,6 +142,9 @@ class Collection(Protocol):
 
         Raises:
             CannotWriteError: The store's disk is full, or it cannot be written.
+            UnavailableError: The server does not answer.
+            NotFoundError: The collection was deleted.
+            NotPermittedError: The server refuses the key.
         """
 
     def remove(self, keys: Sequence[Any]) -> None:
@@ -142,6 +155,8 @@ class Collection(Protocol):
         Raises:
             UnavailableError: The server does not answer.
             CannotWriteError: The store cannot be written.
+            NotFoundError: The collection was deleted.
+            NotPermittedError: The server refuses the key.
         """
 
     def lookup(self, ids: Sequence[str]) -> list[Record]:
@@ -151,6 +166,8 @@ class Collection(Protocol):
 
         Raises:
             UnavailableError: The server does not answer.
+            NotFoundError: The collection was deleted.
+            NotPermittedError: The server refuses the key.
         """
 
     def nearest(self, vector: Vectors, count: int) -> list[str]:
@@ -159,6 +176,8 @@ class Collection(Protocol):
         Raises:
             InvalidInputError: The query has another dimension.
             UnavailableError: The server does not answer.
+            NotFoundError: The collection was deleted.
+            NotPermittedError: The server refuses the key.
         """
 
 
@@ -176,6 +195,7 @@ class CollectionStore(Protocol):
             NotFoundError: There is no such collection.
             UnavailableError: The server does not answer.
             InvalidInputError: The collection cannot be used, as without a single field of vectors.
+            NotPermittedError: The server refuses the key.
         """
 
     def exists(self, name: str) -> bool:
@@ -183,6 +203,7 @@ class CollectionStore(Protocol):
 
         Raises:
             UnavailableError: The server does not answer.
+            NotPermittedError: The server refuses the key.
         """
 
     def make(self, target: Target, like: Collection, facts: Mapping[str, str]) -> None:
@@ -196,6 +217,8 @@ class CollectionStore(Protocol):
         Raises:
             InvalidInputError: The store refuses the name or the dimension.
             CannotWriteError: The store cannot be written.
+            UnavailableError: The server does not answer.
+            NotPermittedError: The server refuses the key.
         """
 
     def drop(self, name: str) -> None:
@@ -206,6 +229,7 @@ class CollectionStore(Protocol):
         Raises:
             UnavailableError: The server does not answer.
             CannotWriteError: The store cannot be written.
+            NotPermittedError: The server refuses the key.
         """
 
     def steps(self, old: Collection, new: Collection) -> list[str]:
@@ -247,6 +271,9 @@ class CopiedSource:
         Raises:
             InvalidInputError: The metric is not supported, or the field of vectors cannot be
                 chosen.
+            UnavailableError: The server does not answer.
+            NotFoundError: The collection was deleted.
+            NotPermittedError: The server refuses the key.
         """
         return self._here.facts()
 
@@ -256,6 +283,7 @@ class CopiedSource:
         Raises:
             UnavailableError: The server does not answer.
             NotFoundError: The collection was deleted.
+            NotPermittedError: The server refuses the key.
         """
         return self._here.count()
 
@@ -270,6 +298,7 @@ class CopiedSource:
         Raises:
             UnavailableError: The server does not answer.
             NotFoundError: The collection was deleted.
+            NotPermittedError: The server refuses the key.
         """
         return self._here.windows(rows)
 
@@ -279,6 +308,8 @@ class CopiedSource:
         Raises:
             InvalidInputError: The vectors have several dimensions.
             UnavailableError: The server does not answer.
+            NotFoundError: The collection was deleted.
+            NotPermittedError: The server refuses the key.
         """
         return _rows(self._here.records(window), self._here.name)
 
@@ -289,6 +320,8 @@ class CopiedSource:
 
         Raises:
             UnavailableError: The server does not answer.
+            NotFoundError: The collection was deleted.
+            NotPermittedError: The server refuses the key.
         """
         found = [(str(one.key), one.values.get(name)) for one in self._here.records(window)]
         pairs = [(key, str(value)) for key, value in found if value not in (None, "")]
@@ -306,9 +339,10 @@ class CopiedSource:
             Ids, nearest first; the store may search approximately.
 
         Raises:
-            NotFoundError: There is no such copy.
+            NotFoundError: There is no such copy. The collection was deleted.
             InvalidInputError: The query has another dimension.
             UnavailableError: The server does not answer.
+            NotPermittedError: The server refuses the key.
         """
         where = self._here if new_name is None else self._store.open_collection(new_name)
         return where.nearest(vector, count)
@@ -321,6 +355,8 @@ class CopiedSource:
         Raises:
             InvalidInputError: The vectors have several dimensions.
             UnavailableError: The server does not answer.
+            NotFoundError: The collection was deleted.
+            NotPermittedError: The server refuses the key.
         """
         return _rows(self._here.lookup(list(dict.fromkeys(ids))), self._here.name)
 
@@ -331,6 +367,8 @@ class CopiedSource:
 
         Raises:
             UnavailableError: The server does not answer.
+            NotFoundError: The collection was deleted.
+            NotPermittedError: The server refuses the key.
         """
         found = {str(one.key): one.values.get(column) for one in self._here.lookup(ids)}
         return {name: str(value) for name, value in found.items() if value not in (None, "")}
@@ -347,6 +385,8 @@ class CopiedSource:
             InvalidInputError: The store refuses the name or the dimension.
             CannotWriteError: The store cannot be written.
             UnavailableError: The server does not answer.
+            NotFoundError: The collection was deleted.
+            NotPermittedError: The server refuses the key.
         """
         facts = {"map": target.mark, "of": self._here.name}
         if self._store.exists(target.name):
@@ -371,6 +411,7 @@ class CopiedSource:
         Raises:
             CannotWriteError: The store cannot be written.
             UnavailableError: The server does not answer.
+            NotPermittedError: The server refuses the key.
         """
         if not self._store.exists(name):
             return False
@@ -403,6 +444,9 @@ class CollectionCopy:
         Raises:
             InvalidInputError: The vectors have several dimensions.
             UnavailableError: The server does not answer.
+            CannotWriteError: A copy cannot be deleted.
+            NotFoundError: The collection or its copy was deleted.
+            NotPermittedError: The server refuses the key.
         """
         records = self._source.records(window)
         made = self._copy.digests(window)
@@ -426,6 +470,8 @@ class CollectionCopy:
         Raises:
             CannotWriteError: The store cannot be written.
             UnavailableError: The server does not answer.
+            NotFoundError: The collection or its copy was deleted.
+            NotPermittedError: The server refuses the key.
         """
         records = [one for one in rows.keys if isinstance(one, Record)]
         self._copy.put(records, vectors)
@@ -440,6 +486,8 @@ class CollectionCopy:
         Raises:
             InvalidInputError: The vectors have several dimensions.
             UnavailableError: The server does not answer.
+            NotFoundError: The collection or its copy was deleted.
+            NotPermittedError: The server refuses the key.
         """
         ours = {key for key, digest in self._copy.digests(window).items() if digest}
         records = [one for one in self._copy.records(window) if one.key in ours]
@@ -450,6 +498,8 @@ class CollectionCopy:
 
         Raises:
             UnavailableError: The server does not answer.
+            NotFoundError: The copy was deleted.
+            NotPermittedError: The server refuses the key.
         """
         return self._copy.count()
 

@@ -51,6 +51,8 @@ def open_source(
         ConfigurationError: The address would send vectors or a password unencrypted, or the extra
             of the store is not installed.
         IncompatibleSpaceError: As the plug-in raises it.
+        ImportError, AttributeError: A plug-in's module cannot be imported, or lacks the object that
+            its entry point names.
     """
     if address.startswith(("postgresql://", "postgres://")):
         from nobackfill.adopt.sources.pgvector import PgvectorSelection, PgvectorSource

@@ -154,6 +154,7 @@ class PgvectorSource:
         Raises:
             InvalidInputError: The column has indexes of several metrics.
             UnavailableError: The server does not answer.
+            NobackfillError: PostgreSQL refuses a query of the catalogue; see `translate_errors`.
         """
         table, vector = self._table, self.vector
         others = tuple(name for name in table.columns if name not in (table.key, vector))
@@ -170,6 +171,7 @@ class PgvectorSource:
         Raises:
             InvalidInputError: The indexes are of several metrics.
             UnavailableError: The server does not answer.
+            NobackfillError: PostgreSQL refuses a query of the catalogue; see `translate_errors`.
         """
         names = [name for name, _ in self._table.indexes(self.vector)]
         # Without an index of the same rows, that of others tells how the vectors are searched.
@@ -191,6 +193,7 @@ class PgvectorSource:
 
         Raises:
             UnavailableError: The server does not answer.
+            NobackfillError: PostgreSQL refuses a query of the catalogue; see `translate_errors`.
         """
         classes = [name for name, _ in self._table.indexes(self.vector)]
         return self._table.kind(self.vector) == "halfvec" or any(
@@ -204,6 +207,8 @@ class PgvectorSource:
 
         Raises:
             UnavailableError: The server does not answer.
+            NobackfillError: PostgreSQL refuses a query; see `translate_errors`. Without the right
+                to read, it is NotPermittedError.
         """
         return self.count_vectors(self.vector)
 
@@ -214,6 +219,8 @@ class PgvectorSource:
 
         Raises:
             UnavailableError: The server does not answer.
+            NobackfillError: PostgreSQL refuses a query; see `translate_errors`. Without the right
+                to read, it is NotPermittedError.
         """
         dim = self._table.dim(self.vector)
         return self._table.dims(self.vector) if dim is None else {dim: self.count()}
@@ -255,6 +262,8 @@ class PgvectorSource:
         Raises:
             InvalidInputError: The vectors have several dimensions.
             UnavailableError: The server does not answer.
+            NobackfillError: PostgreSQL refuses a query; see `translate_errors`. Without the right
+                to read, it is NotPermittedError.
         """
         return self.rows(self.vector, window)
 
@@ -266,6 +275,8 @@ class PgvectorSource:
         Raises:
             InvalidInputError: There is no such column.
             UnavailableError: The server does not answer.
+            NobackfillError: PostgreSQL refuses a query; see `translate_errors`. Without the right
+                to read, it is NotPermittedError.
         """
         if name not in self._table.columns:
             raise InvalidInputError(f"{self._table.name}: no column {name!r}")
@@ -296,6 +307,8 @@ class PgvectorSource:
             NotFoundError: There are no new vectors of this name.
             InvalidInputError: The query has another dimension than the column.
             UnavailableError: The server does not answer, also at a second attempt.
+            NobackfillError: PostgreSQL refuses a query; see `translate_errors`. Without the right
+                to read, it is NotPermittedError.
         """
         column, of = new_name or self.vector, None
         if column.startswith(pgvector_target.PREFIX):
@@ -357,6 +370,8 @@ class PgvectorSource:
             InvalidInputError: The vectors have several dimensions. An id is no value of the key's
                 type.
             UnavailableError: The server does not answer.
+            NobackfillError: PostgreSQL refuses a query; see `translate_errors`. Without the right
+                to read, it is NotPermittedError.
         """
         found = self._table.searched(
             "SELECT {key}::text, {vector_send}({column}::{vector}) FROM {table} t "
@@ -377,6 +392,8 @@ class PgvectorSource:
         Raises:
             InvalidInputError: There is no such column. An id is no value of the key's type.
             UnavailableError: The server does not answer.
+            NobackfillError: PostgreSQL refuses a query; see `translate_errors`. Without the right
+                to read, it is NotPermittedError.
         """
         if column not in self._table.columns:
             raise InvalidInputError(f"{self._table.name}: no column {column!r}")
@@ -400,6 +417,7 @@ class PgvectorSource:
 
         Raises:
             UnavailableError: The server does not answer.
+            NobackfillError: PostgreSQL refuses a query of the catalogue; see `translate_errors`.
         """
         triggers = [] if to.startswith(pgvector_target.PREFIX) else self._table.on_update()
         if not triggers:
@@ -416,6 +434,7 @@ class PgvectorSource:
 
         Raises:
             UnavailableError: The server does not answer.
+            NobackfillError: PostgreSQL refuses a query of the catalogue; see `translate_errors`.
         """
         if target.name.startswith(pgvector_target.PREFIX):
             return table_obstacles(self._table)
@@ -446,6 +465,7 @@ class PgvectorSource:
             NotFoundError: The table of new vectors was renamed.
             CannotWriteError: The disk is full, or the server is read-only.
             UnavailableError: The server does not answer.
+            NobackfillError: PostgreSQL refuses another statement; see `translate_errors`.
         """
         self._table.every_row_is_seen()
         name = target.name.removeprefix(pgvector_target.PREFIX)
@@ -548,6 +568,7 @@ class PgvectorSource:
         Raises:
             InvalidInputError: `target.content` is no column of the table.
             psycopg.Error: PostgreSQL refuses a statement; the connection's block translates it.
+            NobackfillError: PostgreSQL refuses a query of the catalogue; see `translate_errors`.
         """
         table, names = self._table, self._names(target.name)
         emptying = table.text(" AS t SET {new} = NULL WHERE t.{key} {equals} $1", **names)
@@ -577,6 +598,7 @@ class PgvectorSource:
             NotFoundError: The table of new vectors was renamed.
             NotPermittedError: The role does not own the table.
             UnavailableError: The server does not answer.
+            NobackfillError: PostgreSQL refuses another statement; see `translate_errors`.
         """
         if name.startswith(pgvector_target.PREFIX):
             return pgvector_target.remove_table(self._table, self.vector, name)
@@ -599,6 +621,7 @@ class PgvectorSource:
             BusyError: Others hold the table for more than 5 seconds.
             NotPermittedError: The role does not own the table.
             UnavailableError: The server does not answer.
+            NobackfillError: PostgreSQL refuses another statement; see `translate_errors`.
         """
         said = self._table.comment_facts(self.vector) | {"model": model}
         with self._table.changing() as changes:
@@ -618,6 +641,7 @@ class PgvectorSource:
         Raises:
             BusyError: Another migration holds the lock.
             UnavailableError: The server does not answer.
+            NotPermittedError: The server refuses the user of the lock's own connection.
         """
         return self._table.lock("migrate", OTHER_MIGRATION, wait=LOCK_WAIT)
 
@@ -629,6 +653,7 @@ class PgvectorSource:
 
         Raises:
             UnavailableError: The server does not answer.
+            NobackfillError: PostgreSQL refuses a query of the catalogue; see `translate_errors`.
         """
         return self._table.mark(column)
 
@@ -639,6 +664,7 @@ class PgvectorSource:
 
         Raises:
             UnavailableError: The server does not answer.
+            NobackfillError: PostgreSQL refuses a query of the catalogue; see `translate_errors`.
         """
         return self._table.comment_facts(self.vector).get("carried")
 
@@ -653,6 +679,7 @@ class PgvectorSource:
 
         Raises:
             UnavailableError: The server does not answer.
+            NobackfillError: PostgreSQL refuses a query of the catalogue; see `translate_errors`.
         """
         kept = name_before(self.vector) in self._table.columns
         if self.flip_mark() != mark:
@@ -679,6 +706,7 @@ class PgvectorSource:
                 the table.
             BusyError: Others hold the table for more than 5 seconds.
             UnavailableError: The server does not answer.
+            NobackfillError: PostgreSQL refuses another statement; see `translate_errors`.
         """
         table, old = self._table, name_before(self.vector)
         names = self._names(old) | {"name": sql.Identifier(to)}
@@ -752,6 +780,7 @@ class PgvectorSource:
             BusyError: Others hold the table for more than 5 seconds.
             NotPermittedError: The role does not own the table.
             UnavailableError: The server does not answer.
+            NobackfillError: PostgreSQL refuses another statement; see `translate_errors`.
         """
         old = name_before(self.vector)
         if old not in self._table.columns:
@@ -779,6 +808,8 @@ class PgvectorSource:
 
         Raises:
             UnavailableError: The server does not answer.
+            NobackfillError: PostgreSQL refuses a query; see `translate_errors`. Without the right
+                to read, it is NotPermittedError.
         """
         if column not in self._table.columns:
             return 0
@@ -812,6 +843,8 @@ class PgvectorSource:
             InvalidInputError: The vectors have several dimensions. There is no such column, or an
                 id is no value of the key's type.
             UnavailableError: The server does not answer.
+            NobackfillError: PostgreSQL refuses a query; see `translate_errors`. Without the right
+                to read, it is NotPermittedError.
         """
         found = self._table.copied(
             "SELECT t.{key}::text, {column}::{vector}, t.ctid, t.xmin, t.tableoid "
@@ -862,6 +895,7 @@ class PgvectorSelection(PgvectorSource):
         Raises:
             InvalidInputError: The column has indexes of several metrics.
             UnavailableError: The server does not answer.
+            NobackfillError: PostgreSQL refuses a query of the catalogue; see `translate_errors`.
         """
         return replace(super().facts(), model=None)
 
@@ -876,6 +910,7 @@ class PgvectorSelection(PgvectorSource):
 
         Raises:
             UnavailableError: The server does not answer.
+            NobackfillError: PostgreSQL refuses a query of the catalogue; see `translate_errors`.
         """
         return self._column_refusal(target) or super().obstacles(target)
 
@@ -885,6 +920,7 @@ class PgvectorSelection(PgvectorSource):
 
         Raises:
             InvalidInputError: The name is no `table:NAME`.
+            NobackfillError: As `PgvectorSource.open_target`.
         """
         if refusal := self._column_refusal(target):
             raise InvalidInputError(f"{self._table.name}: {refusal[0]}")
@@ -913,6 +949,8 @@ class PgvectorSelection(PgvectorSource):
         Raises:
             NotFoundError: The table was renamed.
             UnavailableError: The server does not answer.
+            NobackfillError: PostgreSQL refuses a query; see `translate_errors`. Without the right
+                to read, it is NotPermittedError.
         """
         if not column.startswith(pgvector_target.PREFIX):
             return super().count_vectors(column)
@@ -930,6 +968,7 @@ class PgvectorSelection(PgvectorSource):
         Raises:
             NotFoundError: The table was renamed.
             UnavailableError: The server does not answer.
+            NobackfillError: PostgreSQL refuses a query of the catalogue; see `translate_errors`.
         """
         place = self._place(column)
         return None if place is None else place.mark.get("nobackfill")
@@ -943,6 +982,7 @@ class PgvectorSelection(PgvectorSource):
         Raises:
             NotFoundError: The table was renamed.
             UnavailableError: The server does not answer.
+            NobackfillError: PostgreSQL refuses a query of the catalogue; see `translate_errors`.
         """
         place = self._place(f"{self.flip_name}_new")
         if place is None or "nobackfill" in place.mark:
@@ -970,6 +1010,7 @@ class PgvectorSelection(PgvectorSource):
                 the table.
             BusyError: Others hold the table for more than 5 seconds.
             UnavailableError: The server does not answer.
+            NobackfillError: PostgreSQL refuses another statement; see `translate_errors`.
         """
         table, place = self._table, self._place(to)
         if place is None or "flipped" not in place.mark:

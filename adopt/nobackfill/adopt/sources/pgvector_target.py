@@ -102,6 +102,7 @@ def make_table(table: SourceTable, vector: str, target: Target) -> tuple[Names, 
         NotPermittedError: This role may not create tables, functions or triggers there.
         UnavailableError: The server does not answer.
         CannotWriteError: The disk is full, or the server is read-only.
+        NobackfillError: PostgreSQL refuses another statement; see `translate_errors`.
     """
     with table.changing() as changes:
         place = find_table(table, vector, target.name)
@@ -210,6 +211,7 @@ def find_table(table: SourceTable, vector: str, name: str) -> FoundTable:
     Raises:
         NotFoundError: The table of this name was itself renamed.
         UnavailableError: The server does not answer.
+        NobackfillError: PostgreSQL refuses a query of the catalogue; see `translate_errors`.
     """
     wanted, names = name.removeprefix(PREFIX), table_names(table, vector, name)
     watchers = dict(
@@ -572,6 +574,8 @@ class PgvectorColumn:
         Raises:
             InvalidInputError: The old vectors have several dimensions.
             UnavailableError: The server does not answer.
+            NobackfillError: PostgreSQL refuses a query; see `translate_errors`. Without the right
+                to read, it is NotPermittedError.
         """
         return self._source.rows(self._source.vector, window, missing=self._target.name)
 
@@ -588,10 +592,12 @@ class PgvectorColumn:
 
         Raises:
             InvalidInputError: The vectors have another dimension than the column, or a trigger or
-                rule of the table drops each UPDATE.
+                rule of the table drops each UPDATE. A vector holds NaN or infinity, or for a
+                halfvec more than 65,504.
             CannotWriteError: The disk is full, or the server is read-only.
             NotPermittedError: This role may not update the table.
             UnavailableError: The server does not answer.
+            NobackfillError: PostgreSQL refuses another statement; see `translate_errors`.
         """
         try:
             self._write(rows, update_passes(rows.versions, vectors))
@@ -644,6 +650,8 @@ class PgvectorColumn:
 
         Raises:
             UnavailableError: The server does not answer.
+            NobackfillError: PostgreSQL refuses a query; see `translate_errors`. Without the right
+                to read, it is NotPermittedError.
         """
         return self._source.rows(self._target.name, window)
 
@@ -654,6 +662,8 @@ class PgvectorColumn:
             InvalidInputError: The old vectors have several dimensions, or an id is no value of the
                 key's type.
             UnavailableError: The server does not answer.
+            NobackfillError: PostgreSQL refuses a query; see `translate_errors`. Without the right
+                to read, it is NotPermittedError.
         """
         name = self._target.name
         return self._source.rows(self._source.vector, Window(), missing=name, ids=ids)
@@ -664,6 +674,8 @@ class PgvectorColumn:
         Raises:
             InvalidInputError: An id is no value of the key's type.
             UnavailableError: The server does not answer.
+            NobackfillError: PostgreSQL refuses a query; see `translate_errors`. Without the right
+                to read, it is NotPermittedError.
         """
         return self._source.rows(self._target.name, Window(), ids=ids)
 
@@ -677,6 +689,8 @@ class PgvectorColumn:
         Raises:
             InvalidInputError: `probe` has another dimension.
             UnavailableError: The server does not answer.
+            NobackfillError: PostgreSQL refuses a query; see `translate_errors`. Without the right
+                to read, it is NotPermittedError.
         """
         return products_of(
             self._table.copied(
@@ -693,6 +707,8 @@ class PgvectorColumn:
 
         Raises:
             UnavailableError: The server does not answer.
+            NobackfillError: PostgreSQL refuses a query; see `translate_errors`. Without the right
+                to read, it is NotPermittedError.
         """
         return self._source.count_vectors(self._target.name)
 
@@ -706,8 +722,11 @@ class PgvectorColumn:
             BusyError: Another flip is under way, or the triggers have changed. Somebody else builds
                 an index of the table.
             InvalidInputError: Something depends on the old column and cannot be moved. PostgreSQL
-                refuses an index.
+                refuses an index. The old column has indexes of several metrics.
             UnavailableError: The server does not answer.
+            CannotWriteError: The disk is full, or the server is read-only.
+            NotPermittedError: This role does not own the table, or may not create temporary tables.
+            NobackfillError: PostgreSQL refuses another statement; see `translate_errors`.
         """
         refuse_flip(self._table, column_obstacles(self._table, self._source.vector, self._target))
         with self._table.lock("flip", _OTHER_FLIP):
@@ -721,6 +740,9 @@ class PgvectorColumn:
 
         Raises:
             UnavailableError: The server does not answer.
+            InvalidInputError: The old column has indexes of several metrics.
+            NotPermittedError: This role does not own the table, or may not create temporary tables.
+            NobackfillError: PostgreSQL refuses another statement; see `translate_errors`.
         """
         if not self.flipped:
             with suppress(BusyError):
@@ -741,6 +763,7 @@ class PgvectorColumn:
             InvalidInputError: A row has no new vector, or the triggers were off; nothing changes.
                 PostgreSQL refuses to move an object that depends on the old column.
             UnavailableError: The server does not answer.
+            NobackfillError: PostgreSQL refuses another statement; see `translate_errors`.
         """
         return self._table.flipping(
             self._flip, self._watch_old if self._target.reversible else None
@@ -768,6 +791,9 @@ class PgvectorColumn:
 
         Raises:
             UnavailableError: The server does not answer.
+            InvalidInputError: The old column has indexes of several metrics.
+            NobackfillError: PostgreSQL refuses a query of the catalogue; see `translate_errors`.
+            NotPermittedError: This role may not create temporary tables.
         """
         if self.flipped:
             return []
@@ -861,6 +887,7 @@ def column_obstacles(table: SourceTable, column: str, target: Target) -> list[st
 
     Raises:
         UnavailableError: The server does not answer.
+        NobackfillError: PostgreSQL refuses a query of the catalogue; see `translate_errors`.
     """
     obstacles = table.obstacles(column)
     if table.has_column(name_before(column)):
@@ -894,6 +921,7 @@ def table_obstacles(table: SourceTable) -> list[str]:
 
     Raises:
         UnavailableError: The server does not answer.
+        NobackfillError: PostgreSQL refuses a query of the catalogue; see `translate_errors`.
     """
     if table.referable():
         return []
@@ -960,6 +988,7 @@ def check_watched(table: SourceTable, function: sql.Identifier, digest: str | No
     Raises:
         BusyError: The triggers have another digest.
         UnavailableError: The server does not answer.
+        NobackfillError: PostgreSQL refuses a query of the catalogue; see `translate_errors`.
     """
     if table.triggers(function).digest != digest:
         raise BusyError(f"{table.name}: {_UNWATCHED}")
@@ -989,6 +1018,8 @@ def index_of(table: SourceTable, source: Columns, column: sql.Identifier, dim: i
     Raises:
         UnavailableError: The server does not answer.
         NotPermittedError: This role may not create temporary tables.
+        InvalidInputError: The old column has indexes of several metrics.
+        NobackfillError: PostgreSQL refuses another statement; see `translate_errors`.
     """
     kind = "halfvec" if source.halves or dim > _INDEXED_DIM else "vector"
     metric = source.metric or "cosine"
@@ -1065,6 +1096,8 @@ class PgvectorTable:
         Raises:
             InvalidInputError: The old vectors have several dimensions.
             UnavailableError: The server does not answer.
+            NobackfillError: PostgreSQL refuses a query; see `translate_errors`. Without the right
+                to read, it is NotPermittedError.
         """
         self._own.window = repr(window)
         whole = self._own.window in self._whole
@@ -1117,10 +1150,12 @@ class PgvectorTable:
             vectors: Their new vectors, float32 [n, dim].
 
         Raises:
-            InvalidInputError: The vectors have another dimension than the table.
+            InvalidInputError: The vectors have another dimension than the table. A vector holds NaN
+                or infinity, or for a halfvec more than 65,504.
             CannotWriteError: The disk is full, or the server is read-only.
             NotPermittedError: This role may not write to the table.
             UnavailableError: The server does not answer.
+            NobackfillError: PostgreSQL refuses another statement; see `translate_errors`.
         """
         versions = _bytes(rows.versions)
         keys = [one[:-_SEEN] for one in versions]
@@ -1175,6 +1210,8 @@ class PgvectorTable:
 
         Raises:
             UnavailableError: The server does not answer.
+            NobackfillError: PostgreSQL refuses a query; see `translate_errors`. Without the right
+                to read, it is NotPermittedError.
         """
         found = self._table.copied(
             "SELECT b.{key}::text, b.{old}::{vector} FROM {new_table} b "
@@ -1194,6 +1231,8 @@ class PgvectorTable:
         Raises:
             InvalidInputError: `probe` has another dimension.
             UnavailableError: The server does not answer.
+            NobackfillError: PostgreSQL refuses a query; see `translate_errors`. Without the right
+                to read, it is NotPermittedError.
         """
         return products_of(
             self._table.copied(
@@ -1210,6 +1249,8 @@ class PgvectorTable:
 
         Raises:
             UnavailableError: The server does not answer.
+            NobackfillError: PostgreSQL refuses a query; see `translate_errors`. Without the right
+                to read, it is NotPermittedError.
         """
         query = "SELECT count(*) FROM {new_table} WHERE {old} IS NOT NULL"
         return int(self._table.one(query, **self._names))
@@ -1223,8 +1264,12 @@ class PgvectorTable:
         Raises:
             BusyError: Another flip is under way, or the triggers have changed. Somebody else builds
                 an index of the table.
-            InvalidInputError: PostgreSQL refuses the index.
+            InvalidInputError: PostgreSQL refuses the index. The old column has indexes of several
+                metrics.
             UnavailableError: The server does not answer.
+            CannotWriteError: The disk is full, or the server is read-only.
+            NotPermittedError: This role does not own the table, or may not create temporary tables.
+            NobackfillError: PostgreSQL refuses another statement; see `translate_errors`.
         """
         with self._table.lock("flip", _OTHER_FLIP):
             check_watched(self._table, self._names["function"], self._triggers)
@@ -1238,6 +1283,9 @@ class PgvectorTable:
 
         Raises:
             UnavailableError: The server does not answer.
+            InvalidInputError: The old column has indexes of several metrics.
+            NotPermittedError: This role does not own the table, or may not create temporary tables.
+            NobackfillError: PostgreSQL refuses another statement; see `translate_errors`.
         """
         if not self.flipped:
             with suppress(BusyError):
@@ -1259,6 +1307,7 @@ class PgvectorTable:
             InvalidInputError: A row has no new vector, or the triggers were off; nothing changes.
                 PostgreSQL refuses the foreign key or a policy.
             UnavailableError: The server does not answer.
+            NobackfillError: PostgreSQL refuses another statement; see `translate_errors`.
         """
         return self._table.flipping(self._flip)
 
@@ -1269,6 +1318,11 @@ class PgvectorTable:
 
         Raises:
             UnavailableError: The server does not answer.
+            InvalidInputError: The old column has indexes of several metrics.
+            NobackfillError: PostgreSQL refuses another statement; see `translate_errors`.
+            BusyError: A deadlock ended the deletion.
+            NotPermittedError: This role may not delete from the new table. This role may not create
+                temporary tables.
         """
         if self.flipped:
             return []
@@ -1300,6 +1354,7 @@ class PgvectorTable:
 
         Raises:
             UnavailableError: The server does not answer.
+            NobackfillError: PostgreSQL refuses a query of the catalogue; see `translate_errors`.
         """
         old = [name for _, name in dependents(self._table, self._source.vector)]
         return (

@@ -433,6 +433,8 @@ def build_indexes(
         InvalidInputError: PostgreSQL refuses an index.
         CannotWriteError: The disk is full.
         UnavailableError: The server does not answer.
+        NotPermittedError: This role does not own the table.
+        NobackfillError: PostgreSQL refuses another statement; see `translate_errors`.
     """
     drop_unfinished_indexes(table, relation, column, statements)
     for statement in missing_indexes(table, relation, column, statements):

@@ -1304,6 +1304,8 @@ class Changes:
 
         Raises:
             psycopg.Error: PostgreSQL refuses a statement, or the connection breaks.
+            NobackfillError: PostgreSQL refuses a query of the catalogue, or does not answer; see
+                `translate_errors`.
         """
         there = self._table.triggers(names["function"])
         on = ["A"] * len(triggers), ["A"] * len(there.partition_states)
@@ -1373,6 +1375,8 @@ class Changes:
         Raises:
             psycopg.Error: PostgreSQL refuses a statement, as where this role may not give the
                 object away.
+            NobackfillError: PostgreSQL refuses a query of the catalogue, or does not answer; see
+                `translate_errors`.
         """
         names = {"kind": sql.SQL(kind), "name": name}
         heir = self._table.heir()
