@@ -206,11 +206,13 @@ class Device(GalleryFile):
                 a `k` or filter that is not valid.
             NoEncoderError: the release has no encoder for this kind of query.
             ConfigurationError: the extra `text` is not installed.
-            IncompatibleSpaceError: `embeddings` has no vector of the active space.
+            IncompatibleSpaceError: `embeddings` has no vector of the active space, or a sync
+                dropped the searched space during the call.
             VerificationError: a file is damaged.
             BusyError: another process holds the gallery file for 5 seconds.
             NotFoundError: the active release is not installed, or the gallery was closed.
             CannotWriteError: the file cannot be opened, or the disk fails.
+            ValueError: `embeddings` has values that are no numbers.
         """
         from nobackfill.client.search import Search
 
@@ -373,6 +375,7 @@ class Device(GalleryFile):
             NotPermittedError: the gateway refuses the token.
             UnavailableError: the source does not answer; finished downloads stay.
             CannotWriteError: the disk is full or read-only.
+            OSError: a file of the models folder cannot be read, or the file system has no locks.
         """
         from nobackfill.client.sync import SyncOptions, sync
 
@@ -394,6 +397,7 @@ class Device(GalleryFile):
             VerificationError: the gallery file is damaged.
             BusyError: a sync is writing vectors, or another process holds the gallery file.
             CannotWriteError: the disk is full or read-only.
+            OSError: the file system has no locks.
         """
         from nobackfill.client.sync import roll_back
 

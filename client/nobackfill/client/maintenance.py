@@ -181,6 +181,7 @@ def collect(device: GalleryFile) -> dict[str, Any]:
         NotFoundError: the release of a space is not installed, or the gallery was closed.
         VerificationError: a manifest or the gallery file is damaged.
         CannotWriteError: the disk is full or read-only.
+        OSError: the file system has no locks, or a file of the gallery disappears meanwhile.
     """
     with device.change_lock():
         bytes_before = disk_bytes(device)

@@ -59,6 +59,9 @@ class Output:
 
         Args:
             reasons: the reason by name; empty prints nothing.
+
+        Raises:
+            OSError: stderr cannot be written.
         """
         names_of: dict[str, list[str]] = {}
         for name, reason in reasons.items():

@@ -33,6 +33,7 @@ def status(device: GalleryFile) -> dict[str, Any]:
         IncompatibleSpaceError: another process dropped a space during the call.
         CannotWriteError: the file cannot be opened, or the disk fails.
         NotFoundError: the gallery was closed.
+        OSError: a file of the gallery disappears meanwhile, or cannot be read.
     """
     active = device.store.active()
     previous = device.previous()

@@ -155,6 +155,7 @@ class GatewayFetcher:
             SlowRetrievalError: no byte came within SILENCE_SECONDS.
             DownloadError: the download failed otherwise, such as a gateway that does not answer or
                 is busy.
+            ValueError: the connection to the gateway was closed.
         """
         path = url.removeprefix(self.base_url)
         position = offset
@@ -735,6 +736,8 @@ def migrate(
         BusyError: another process holds the gallery file for 5 seconds.
         CannotWriteError: the disk is full or read-only.
         NotFoundError: the gallery was closed.
+        IncompatibleSpaceError: a source space of the plan was dropped since it was made.
+        InvalidInputError: the target's space exists with another dimension, metric or side space.
     """
     target = SpaceSpec.of(plan.target)
     for space in device.store.spaces():
@@ -938,6 +941,7 @@ def roll_back(device: GalleryFile) -> tuple[int, int]:
         BusyError: a sync is writing vectors, or another process holds the gallery file.
         DamagedError: the gallery file is damaged.
         CannotWriteError: the disk is full or read-only.
+        OSError: the file system has no locks.
     """
     with device.change_lock():
         release = device.store.active().spec.release
@@ -1123,7 +1127,7 @@ def sync(device: GalleryFile, options: SyncOptions, output: Output) -> SyncRepor
         NotPermittedError: the gateway refuses the token.
         UnavailableError: the source does not answer; finished downloads stay.
         CannotWriteError: the disk is full or read-only.
-        OSError: a file of the models folder cannot be read.
+        OSError: a file of the models folder cannot be read, or the file system has no locks.
     """
     source = normalised_source(options.source) if options.source else device.state("source")
     with device.sync_lock(), open_source(source) as (fetcher, base_url):

@@ -96,7 +96,8 @@ class ChromaServer:
 
         Raises:
             NotFoundError: there is no such collection; the error lists up to four others.
-            UnavailableError: the server does not answer within a minute.
+            UnavailableError: the server does not answer within a minute, or answers with the status
+                500, 502, 503 or 504.
             NotPermittedError: the server refuses the token.
             BusyError: the server has too many requests.
             InvalidInputError: the server refuses the request otherwise, or its answer is not JSON.
@@ -121,10 +122,12 @@ class ChromaServer:
         Raises:
             AlreadyExistsError: the name is in use.
             NotFoundError: there is no such tenant or database.
-            UnavailableError: the server does not answer within a minute.
+            UnavailableError: the server does not answer within a minute, or answers with the status
+                500, 502, 503 or 504.
             NotPermittedError: the server refuses the token.
             BusyError: the server has too many requests.
             InvalidInputError: the server refuses the request otherwise, or its answer is not JSON.
+            ValueError, TypeError: `body` cannot be written as JSON.
         """
         self.send("POST", "", name, body)
 
@@ -136,7 +139,8 @@ class ChromaServer:
 
         Raises:
             NotFoundError: there is no such collection.
-            UnavailableError: the server does not answer within a minute.
+            UnavailableError: the server does not answer within a minute, or answers with the status
+                500, 502, 503 or 504.
             NotPermittedError: the server refuses the token.
             BusyError: the server has too many requests.
             InvalidInputError: the server refuses the request otherwise, or its answer is not JSON.

@@ -664,6 +664,7 @@ class NewNamedVectors:
             vectors: float32 [n, dim].
 
         Raises:
+            NotFoundError: the collection or the folder was deleted.
             UnavailableError: the server does not answer within a minute.
             NotPermittedError: the server refuses the key.
             BusyError: the server has too many requests, or another process has opened the folder.

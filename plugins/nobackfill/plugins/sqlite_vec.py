@@ -894,7 +894,9 @@ class SqliteVecSource:
 
         Raises:
             BusyError: Others hold the file for longer than 10 s.
-            InvalidInputError: Any other error of SQLite, such as a damaged file or a dropped table.
+            InvalidInputError: The table is no vec0 table, or has no such column of vectors; or any
+                other error of SQLite, such as a damaged file.
+            NotFoundError: The table was dropped during the call.
         """
         if column not in self._database.tables():
             return 0

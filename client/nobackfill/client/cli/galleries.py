@@ -30,7 +30,9 @@ def add_texts(arguments: Namespace) -> None:
 
     Raises:
         SystemExit: some lines or texts were refused, and the others were added; the code is 65.
-        NotFoundError: the file or the gallery cannot be found or read.
+        NotFoundError: the file or the gallery cannot be found or read, or the release of a space is
+            not installed.
+        InvalidInputError: the file is neither regular nor a pipe.
         NoEncoderError: the active release embeds no texts.
         ConfigurationError: the extra `text` is not installed.
         VerificationError: a model file or the gallery file is damaged.
@@ -69,11 +71,13 @@ def init(arguments: Namespace) -> None:
         ConfigurationError: the root metadata is not confirmed or cannot be read, or the source has
             an unknown form.
         AlreadyExistsError: the gallery exists.
+        InvalidInputError: the gallery's path is not UTF-8.
         NotFoundError: the source has published no release.
         VerificationError: the publication fails verification, or a model fails its trial.
         NotPermittedError, UnavailableError: the source refuses the token, or does not answer.
         BusyError: another process makes this gallery.
         CannotWriteError: the disk is full or read-only.
+        OSError: the file system has no locks.
     """
     from nobackfill.client.creation import init as make
     from nobackfill.client.gallery_file import keep_reserve
@@ -179,13 +183,15 @@ def search(arguments: Namespace) -> None:
         SystemExit: code 2 if not exactly one kind of query is given, or a condition cannot be
             parsed.
         InvalidInputError: a query cannot be read or embedded, or the sheet's name has another
-            suffix than that of a picture.
-        NotFoundError: there is no gallery, or no such item.
+            suffix than that of a picture; or `k` is not 1 to 1000.
+        NotFoundError: there is no gallery, no such item, or the active release is not installed.
         NoEncoderError: the release has no encoder for this kind of query.
         ConfigurationError: the extra `text` is needed and not installed.
         VerificationError: a model file or the gallery file is damaged.
         BusyError: another process holds the gallery file for 5 seconds.
-        CannotWriteError: the sheet cannot be written.
+        CannotWriteError: the sheet or a file of the gallery cannot be written.
+        IncompatibleSpaceError: a sync dropped the searched space meanwhile.
+        OSError: the sheet has more pixels than its format allows.
     """
     images, item, text = arguments.images, arguments.item, arguments.text
     if bool(images) + (item is not None) + (text is not None) != 1:
@@ -352,6 +358,8 @@ def verify(arguments: Namespace) -> None:
         NotFoundError: there is no gallery.
         VerificationError: the gallery file cannot be opened, or its state is damaged.
         BusyError: another process holds the gallery file for 5 seconds.
+        CannotWriteError: the gallery file cannot be opened, or the disk fails.
+        OSError: a model file or ciphertext cannot be read.
     """
     from nobackfill.client.device import Device
     from nobackfill.client.maintenance import verify as check
@@ -377,6 +385,9 @@ def status(arguments: Namespace) -> None:
         NotFoundError: there is no gallery.
         VerificationError: the gallery file is damaged.
         BusyError: another process holds the gallery file for 5 seconds.
+        IncompatibleSpaceError: another process dropped a space meanwhile.
+        CannotWriteError: the gallery file cannot be opened, or the disk fails.
+        OSError: a file of the gallery disappears meanwhile, or cannot be read.
     """
     from nobackfill.client.device import Device
     from nobackfill.client.status import status as look
@@ -454,6 +465,7 @@ def browse(arguments: Namespace) -> None:
         NotFoundError: there is no gallery.
         VerificationError: the gallery file is damaged.
         BusyError: another process holds the gallery file for 5 seconds.
+        CannotWriteError: the gallery file cannot be opened, or the disk fails.
         KeyboardInterrupt: always, in the end.
     """
     import threading

@@ -48,7 +48,8 @@ def main() -> None:
     A process that searches runs without Python's garbage collector.
 
     Raises:
-        SystemExit: always, with the exit code.
+        SystemExit: always, with the exit code, unless OSError is raised.
+        OSError: the operating system refuses something else than a name, a permission or space.
     """
     # A search makes no garbage worth collecting before it ends.
     if "search" in sys.argv[1:4]:
@@ -67,7 +68,7 @@ def run_line(line: Sequence[str] | None = None) -> NoReturn:
         line: the words after the program's name; None: those of this process.
 
     Raises:
-        SystemExit: always, with code 0, or that of the error's class.
+        SystemExit: with code 0, or that of the error's class, unless OSError is raised.
         OSError: the operating system refuses something else than a name, a permission or space.
     """
     with _refusing():

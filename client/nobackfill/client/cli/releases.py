@@ -20,12 +20,14 @@ def sync(arguments: Namespace) -> None:
 
     Raises:
         NotFoundError: there is no gallery, or the source lacks a release that the gallery uses.
-        ConfigurationError: the source has an unknown form or is missing.
+        ConfigurationError: the source has an unknown form or is missing, the token or certificate
+            of the gateway cannot be read, or the extra `text` is needed and not installed.
         VerificationError: the publication fails verification, or a file of the gallery is damaged.
         NoEncoderError: a backfill was requested, and the release embeds no images.
         NotPermittedError, UnavailableError: the source refuses the token, or does not answer.
         BusyError: another sync runs, or other commands keep changing the gallery.
         CannotWriteError: the disk is full or read-only.
+        OSError: a file of the models folder cannot be read, or the file system has no locks.
     """
     from nobackfill.client.device import Device
     from nobackfill.client.gallery_file import keep_reserve
@@ -60,10 +62,14 @@ def report(arguments: Namespace) -> None:
 
     Raises:
         NotFoundError: there is no gallery, or no sync has tried another release.
-        ConfigurationError: `to` is no gateway's address.
+        ConfigurationError: `to` is no gateway's address, or the token or certificate cannot be
+            read.
         NotPermittedError, UnavailableError: the gateway refuses the call, or does not answer.
         VerificationError: the gallery file is damaged.
         BusyError: another process holds the gallery file, or the gateway has too much work.
+        InvalidInputError: the gateway refuses the summary, such as one of a release that is not
+            published there.
+        CannotWriteError: the gallery file cannot be opened, or the disk fails.
     """
     from nobackfill.client.device import Device
     from nobackfill.client.sync import send_report as send
@@ -97,6 +103,7 @@ def rollback(arguments: Namespace) -> None:
         VerificationError: the gallery file is damaged.
         BusyError: a sync is writing vectors, or another process holds the gallery file.
         CannotWriteError: the disk is full or read-only.
+        OSError: the file system has no locks.
     """
     from nobackfill.client.device import Device
     from nobackfill.client.sync import roll_back
@@ -128,6 +135,9 @@ def push(arguments: Namespace) -> None:
         VerificationError: the vault lists malformed blobs, or the gallery file is damaged.
         BusyError: another push or pull runs, or another process holds the gallery file.
         CannotWriteError: the disk is full or read-only.
+        InvalidInputError: the vault refuses a ciphertext, also as too large (TooLargeError).
+        AlreadyExistsError: the vault holds another blob under the random id.
+        OSError: the file system has no locks.
     """
     from nobackfill.client.device import Device
     from nobackfill.client.vault.transfer import push as upload

@@ -108,13 +108,14 @@ def push(
     Raises:
         ConfigurationError: a key is missing or malformed, the address is no gateway, or another
             vault than the stored one lacks pushed images.
+        OSError: the file system has no locks.
         UnavailableError: the vault does not answer, or an upload makes no progress, also because
             the gateway's disk is full.
         NotPermittedError: the gateway refuses the token.
         QuotaExceededError: the vault holds as many bytes as it may.
         VerificationError: the vault lists malformed blobs, or the gallery file is damaged.
         BusyError: another push or pull runs (this does not wait), or another process holds the
-            gallery file.
+            gallery file, or the gateway has too much work.
         CannotWriteError: the disk is full or read-only.
         InvalidInputError: the vault refuses a ciphertext, also as too large (TooLargeError).
         AlreadyExistsError: the vault holds another blob under the random id.
@@ -363,7 +364,8 @@ class VaultReader:
                 cannot be read.
             NotPermittedError: the gateway refuses the token.
             UnavailableError: the vault does not answer.
-            BusyError: another process holds the gallery file for 5 seconds.
+            BusyError: another process holds the gallery file for 5 seconds, or the gateway has too
+                much work.
             CannotWriteError: the file cannot be opened, or the disk fails.
             NotFoundError: the gallery was closed.
         """
@@ -450,8 +452,9 @@ def pull(
         NotPermittedError: the gateway refuses the token.
         UnavailableError: the vault does not answer.
         BusyError: another push or pull runs (this does not wait), or another process holds the
-            gallery file.
+            gallery file, or the gateway has too much work.
         CannotWriteError: the disk is full or read-only.
+        OSError: the file system has no locks.
     """
     report = PullReport()
     durable.make_dir(folder)

@@ -54,7 +54,7 @@ def upload_blob(gateway: Gateway, blob: vault_pb2.Blob, source: Path) -> int:
         QuotaExceededError: the vault holds as many bytes as it may.
         AlreadyExistsError: the vault holds another blob under this id.
         InvalidInputError: the file is no age ciphertext, or differs from `blob`.
-        CannotWriteError: the gateway's disk is full.
+        OutOfRangeError: another upload of the blob has changed the number of bytes that it holds.
         OSError: the file cannot be read.
         TooLargeError: the ciphertext is larger than the vault accepts.
         CannotWriteError, BusyError: the gateway cannot tell how many bytes it holds.
@@ -99,7 +99,9 @@ def download_blob(gateway: Gateway, blob: vault_pb2.Blob, target: Path) -> None:
         NotPermittedError: the gateway refuses the token.
         UnavailableError: the download made no progress in five attempts, also because the local
             disk is full during it.
+        OutOfRangeError: the vault's blob is shorter than TARGET.part; the file stays.
         CannotWriteError: the complete file cannot be renamed or synced.
+        OSError: TARGET.part cannot be read.
     """
     check_blob(blob, gateway.address)
     part = target.with_name(f"{target.name}.part")
@@ -156,6 +158,8 @@ def list_blobs(gateway: Gateway) -> list[vault_pb2.Blob]:
         VerificationError: an id, digest or size is malformed, or the list is unordered or endless.
         NotPermittedError: the gateway refuses the token.
         UnavailableError: the vault does not answer.
+        BusyError: the gateway has too much work.
+        InvalidInputError: the vault refuses the token of its own page.
     """
     listing: list[vault_pb2.Blob] = []
     token = ""
@@ -258,7 +262,8 @@ def check_vault(device: GalleryFile, queue: VaultQueue, gateway: Gateway, addres
         VerificationError: the vault's list is malformed, or the gallery file is damaged.
         NotPermittedError: the gateway refuses the token.
         UnavailableError: the vault does not answer.
-        BusyError: another process holds the gallery file for 5 seconds.
+        BusyError: another process holds the gallery file for 5 seconds, or the gateway has too much
+            work.
         CannotWriteError: the file cannot be opened, or the disk fails.
         NotFoundError: the gallery was closed.
     """
@@ -291,7 +296,8 @@ def vault_problem(device: GalleryFile) -> str | None:
         ConfigurationError: the gateway's address, token or certificate is not valid.
         NotPermittedError: the gateway refuses the token.
         UnavailableError: the vault does not answer within 5 seconds.
-        BusyError: another process holds the gallery file for 5 seconds.
+        BusyError: another process holds the gallery file for 5 seconds, or the gateway has too much
+            work.
         CannotWriteError: the file cannot be opened, or the disk fails.
         NotFoundError: the gallery was closed.
     """

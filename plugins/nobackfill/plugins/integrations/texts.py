@@ -187,6 +187,9 @@ class GalleryTexts:
             InvalidInputError: A value of the metadata is not one that a gateway stores, or the
                 vectors do not belong to the texts: nothing is stored. Or the gateway refused texts,
                 and stored the others.
+            TooLargeError: One text is larger than the gateway accepts.
+            ItemQuotaError: The token's galleries would hold too many items.
+            CannotWriteError: The gallery cannot be written.
             ValueError: A vector has values that are no numbers.
             NotFoundError: No such gallery.
             NotPermittedError: The gateway refuses the token.

@@ -132,6 +132,8 @@ def wait_for_milvus(
         UnavailableError: the database does not answer at the start.
         BusyError: the database is busy at the start.
         NotFoundError: the gallery was deleted.
+        CannotWriteError: the database is full or read-only when the items are checked.
+        ConfigurationError, DamagedError: the database refuses a statement, or is damaged.
         Exception: any error of `check_stop`.
     """
     if gallery.count(info.spec.space) <= limits.SMALL:
@@ -219,6 +221,7 @@ class HostedInMilvus(HostedInDatabase):
             BusyError: the database is busy at the start, or for ten minutes.
             NotFoundError: the gallery was deleted.
             CannotWriteError: the database is full or read-only.
+            ConfigurationError, DamagedError: the database refuses a statement, or is damaged.
             Exception: any error of `check_stop`.
         """
         info = self._gallery.space(space)

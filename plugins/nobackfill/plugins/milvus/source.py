@@ -72,7 +72,7 @@ def open_client(place: str) -> Any:
     Raises:
         NotFoundError: the file does not exist.
         ConfigurationError: the address has another form, or the process was forked after another
-            client was opened.
+            client was opened; a failed try counts as one.
         UnavailableError: the server does not answer.
         NotPermittedError: the server refuses the token.
         InvalidInputError: Milvus refuses the file or the address.

@@ -163,7 +163,9 @@ class Site:
             values: names for the template, as in `text`.
 
         Raises:
-            jinja2.TemplateError: as `text`.
+            jinja2.TemplateNotFound: there is no such template.
+            jinja2.UndefinedError: the template uses a name that nobody gives.
+            TypeError: `values` has a name that `text` gives itself.
         """
         return HTMLResponse(self.text(request, template, **values), status)
 

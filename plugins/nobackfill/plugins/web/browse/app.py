@@ -646,6 +646,9 @@ class ReleasePages:
 
         Calls the source, and changes nothing but the downloaded metadata. It blocks until the
         source answers. An error becomes a notice with the status 200.
+
+        Raises:
+            OSError: a file of the models folder cannot be read, or the file system has no locks.
         """
         try:
             report = sync(self._device, SyncOptions(dry_run=True), Output(bars=False))

@@ -130,6 +130,7 @@ def canary_view(gateway: Gateway) -> CanaryView | None:
         UnavailableError: the gateway does not answer.
         StopIteration: the gateway ends the stream without a report.
         UnauthenticatedError: the gateway does not know the token.
+        ValueError: the canary's state is one that this version does not know.
     """
     try:
         report = next(gateway.watch_canary())
@@ -345,6 +346,7 @@ class Operations:
             NotPermittedError: the role may not make these calls.
             BusyError: the gateway has too much work.
             UnavailableError: the gateway does not answer within a minute.
+            ValueError: the canary's state is one that this version does not know.
         """
         with self._sessions.open_caller(request) as gateway:
             releases = gateway.list_releases()
@@ -367,7 +369,8 @@ class Operations:
 
         Raises:
             NotFoundError: there is no such release, or the address contains no release number.
-            VerificationError: the release's manifest cannot be read by this version (UnfitError).
+            VerificationError: the publication or the release's manifest is not valid, or this
+                version cannot read the manifest (UnfitError).
             UnauthenticatedError: the request belongs to no session.
             NotPermittedError: the role may not make these calls.
             BusyError: the gateway has too much work.
@@ -479,6 +482,7 @@ class Operations:
 
         Raises:
             NotFoundError: there is no such gallery.
+            VerificationError: the gallery is damaged and set aside.
             UnauthenticatedError: the request belongs to no session.
             NotPermittedError: the role may not make these calls.
             BusyError: the gateway has too much work.

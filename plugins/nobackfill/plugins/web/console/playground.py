@@ -84,6 +84,7 @@ class Playground:
             InvalidInputError: there is no `gallery`, or the body is empty, or no image or text in
                 UTF-8.
             NotFoundError: there is no such gallery.
+            VerificationError: the gallery is damaged and set aside.
             PreconditionError: the gallery cannot answer such a query now, such as NoEncoderError.
             UnauthenticatedError: the request belongs to no session.
             NotPermittedError: the role may not search.
