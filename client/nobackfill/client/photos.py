@@ -421,7 +421,23 @@ class _Adder:
         self._open: dict[str, Encoder] = {}
 
     def store(self, sources: Iterable[PhotoSource], *, include_existing: bool = False) -> None:
-        """Store one batch durably; `include_existing` also stores images that the gallery has."""
+        """Store one batch durably, and add its names and refusals to the report.
+
+        If a sync flips meanwhile, the images are embedded and stored once more, for the new space,
+        and are not listed as added.
+
+        Args:
+            sources: the images; none: nothing is stored.
+            include_existing: also store images that the gallery has; they do not count as added.
+
+        Raises:
+            InvalidInputError: an id or metadata is not valid; nothing is stored.
+            NoEncoderError: the active release embeds no images.
+            VerificationError: a model file or the gallery file is damaged.
+            BusyError: another process holds the gallery file for 5 seconds.
+            CannotWriteError: the disk is full or read-only.
+            NotFoundError: the release of a space is not installed, or the gallery was closed.
+        """
         encoders = self._encoders()
         photos, vectors = self._embed(
             list(self._photos(sources, encoders, include_existing)), encoders

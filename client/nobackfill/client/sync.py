@@ -1183,7 +1183,16 @@ class _Sync:
         return self._report
 
     def follow(self) -> SyncReport:
-        """Try the candidates, best first; settle if none can be followed."""
+        """Try the candidates, best first; settle if none can be followed.
+
+        A candidate that fails its trial or its upgrade is held back in the gallery. One without a
+        route is recorded for `report`, and skipped. A candidate older than the active release is
+        a return to the previous space.
+
+        Raises:
+            _OvertakenError: another command changed the spaces or removed files meanwhile.
+            NobackfillError: the other errors of `sync`, by their classes.
+        """
         self._remember()
         for release in self._candidates():
             if release < self._report.from_release:

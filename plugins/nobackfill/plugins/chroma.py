@@ -231,7 +231,7 @@ def open_collection(place: str, collection: str, vector: str | None) -> CopiedSo
 
     Raises:
         InvalidInputError: `vector` is given, the place is a folder or names a tenant without a
-            database, or the server refuses the request otherwise.
+            database, or the server refuses the request otherwise or does not answer with JSON.
         NotFoundError: there is no such collection.
         ConfigurationError: the address has another form.
         UnavailableError: the server does not answer.

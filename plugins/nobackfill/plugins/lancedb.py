@@ -628,6 +628,7 @@ class LanceSource:
         A row counts as written if its new vector differs from the one that a migration made, or if
         it has no old vector. Rows without any vector do not count. Names change in one version of
         the table, after written rows lost their old vector; an error in between leaves the names.
+        The new columns are dropped last; an error then leaves them under their first name.
 
         Args:
             to: Ignored: the column's metadata has the former name.
@@ -849,7 +850,8 @@ class NewLanceColumn:
             A context that does nothing: no lock is held until the flip.
 
         Raises:
-            InvalidInputError: An obstacle prevents the flip, or LanceDB refuses an index.
+            InvalidInputError: An obstacle prevents the flip, or LanceDB refuses an index; earlier
+                indexes stay.
             BusyError: Others write the table at this moment.
             ConfigurationError: The process was forked after the table was opened.
         """

@@ -375,7 +375,7 @@ class QdrantSource:
             new_name: the name of new vectors to search; None: the old ones.
 
         Raises:
-            NotFoundError: the collection was deleted.
+            NotFoundError: the collection or the folder was deleted.
             InvalidInputError: there are no vectors of this name, `vector` has another dimension, or
                 Qdrant refuses the request otherwise.
             UnavailableError: the server does not answer within a minute.

@@ -326,13 +326,14 @@ def gc(arguments: Namespace) -> None:
 
     Args:
         arguments: the parsed words: gallery and json. The reserve file is freed first on a full
-            disk, and made again at the end.
+            disk, and made again at the end, but not after an error.
 
     Raises:
         NotFoundError: there is no gallery, or the release of a space is not installed.
         VerificationError: a manifest or the gallery file is damaged.
         BusyError: a sync is writing vectors, or another process holds the gallery file.
         CannotWriteError: the disk is full or read-only.
+        OSError: the file system has no locks, or a file of the gallery disappears meanwhile.
     """
     from nobackfill.client.device import Device
     from nobackfill.client.gallery_file import free_reserve, keep_reserve
@@ -426,7 +427,7 @@ def rescue(arguments: Namespace) -> None:
     Raises:
         SystemExit: some rows were lost; the code is 65.
         NotFoundError: there is no gallery.
-        AlreadyExistsError: the new file exists.
+        AlreadyExistsError: the new file exists, or files of an earlier gallery of its name.
         VerificationError: nothing can be saved.
         BusyError: another process holds the gallery file for 5 seconds.
         CannotWriteError: the disk is full or read-only.

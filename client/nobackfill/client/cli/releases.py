@@ -129,11 +129,12 @@ def push(arguments: Namespace) -> None:
     Raises:
         NotFoundError: there is no gallery.
         ConfigurationError: a key is missing or malformed, the address is no gateway, or a new vault
-            lacks pushed images.
+            lacks pushed images; or the token or certificate cannot be read.
         QuotaExceededError: the vault holds as many bytes as it may.
         NotPermittedError, UnavailableError: the gateway refuses the token, or does not answer.
         VerificationError: the vault lists malformed blobs, or the gallery file is damaged.
-        BusyError: another push or pull runs, or another process holds the gallery file.
+        BusyError: another push or pull runs, another process holds the gallery file, or the
+            gateway has too much work.
         CannotWriteError: the disk is full or read-only.
         InvalidInputError: the vault refuses a ciphertext, also as too large (TooLargeError).
         AlreadyExistsError: the vault holds another blob under the random id.
@@ -183,11 +184,14 @@ def pull(arguments: Namespace) -> None:
     Raises:
         SystemExit: an image could not be restored; the code is 65.
         NotFoundError: there is no gallery, or it has pushed no image of one of the items.
-        ConfigurationError: the key or the vault's address is missing or malformed.
+        ConfigurationError: the key or the vault's address is missing or malformed, or the token or
+            certificate cannot be read.
         NotPermittedError, UnavailableError: the gateway refuses the token, or does not answer.
         VerificationError: the vault lists malformed blobs, or the gallery file is damaged.
-        BusyError: another push or pull runs, or another process holds the gallery file.
+        BusyError: another push or pull runs, another process holds the gallery file, or the
+            gateway has too much work.
         CannotWriteError: the disk is full or read-only.
+        OSError: the file system has no locks.
     """
     from nobackfill.client.device import Device
     from nobackfill.client.vault.transfer import pull as restore

@@ -33,6 +33,7 @@ class HaystackDocumentStore:
 
     Raises:
         NotFoundError: No such gallery, or it has no vectors of this release.
+        VerificationError: The gallery is damaged and set aside.
         NotPermittedError: The gateway refuses the token.
         BusyError: The gateway has too much work.
         UnavailableError: The gateway does not answer within the connection's seconds.
@@ -80,6 +81,7 @@ class HaystackDocumentStore:
             ConfigurationError: The address has another form, or the token or certificate cannot be
                 read.
             NotFoundError: No such gallery, or it has no vectors of this release.
+            VerificationError: The gallery is damaged and set aside.
             NotPermittedError: The gateway refuses the token.
             BusyError: The gateway has too much work.
             UnavailableError: The gateway does not answer within the connection's seconds.
@@ -94,6 +96,7 @@ class HaystackDocumentStore:
 
         Raises:
             NotFoundError: No such gallery.
+            VerificationError: The gallery is damaged and set aside.
             NotPermittedError: The gateway refuses the token.
             BusyError: The gateway has too much work.
             UnavailableError: The gateway does not answer within the connection's seconds.
@@ -111,6 +114,7 @@ class HaystackDocumentStore:
         Raises:
             FilterError: A gateway does not have such a filter.
             NotFoundError: No such gallery.
+            VerificationError: The gallery is damaged and set aside.
             NotPermittedError: The gateway refuses the token.
             BusyError: The gateway has too much work.
             UnavailableError: The gateway does not answer within the connection's seconds.
@@ -128,15 +132,20 @@ class HaystackDocumentStore:
         Args:
             documents: The documents.
             policy: NONE and OVERWRITE replace a document of the same id. SKIP and FAIL read the ids
-                first; a document that another client stores meanwhile is replaced.
+                first, by a call for each; a document that another client stores meanwhile is
+                replaced.
 
         Raises:
             ValueError: Another type than a list of documents.
             DuplicateDocumentError: An id exists already, with FAIL; no document is stored.
             InvalidInputError: A document has content other than a text, or no embedding although
-                the store has a `release`: none is stored. Or metadata that a gateway does not
-                store, or the gateway refused texts; it stored the others.
+                the store has a `release`, or metadata that a gateway does not store: none is
+                stored. Or the gateway refused texts, and stored the others.
+            TooLargeError: One text is larger than the gateway accepts; earlier calls stay.
+            ItemQuotaError: The token's galleries would hold too many items.
+            CannotWriteError: The gallery cannot be written.
             NotFoundError: No such gallery.
+            VerificationError: The gallery is damaged and set aside.
             NotPermittedError: The gateway refuses the token.
             BusyError: The gateway has too much work.
             UnavailableError: The gateway does not answer within the connection's seconds.
@@ -172,6 +181,8 @@ class HaystackDocumentStore:
 
         Raises:
             NotFoundError: No such gallery.
+            VerificationError: The gallery is damaged and set aside.
+            CannotWriteError: The gallery cannot be written; some items may be deleted.
             NotPermittedError: The gateway refuses the token.
             BusyError: The gateway has too much work.
             UnavailableError: The gateway does not answer within the connection's seconds.
@@ -185,6 +196,8 @@ class HaystackDocumentStore:
 
         Raises:
             NotFoundError: No such gallery.
+            VerificationError: The gallery is damaged and set aside.
+            CannotWriteError: The gallery cannot be written; some items may be deleted.
             NotPermittedError: The gateway refuses the token.
             BusyError: The gateway has too much work.
             UnavailableError: The gateway does not answer within the connection's seconds.
@@ -227,6 +240,7 @@ class HaystackRetriever:
                 query of the kind that it needs, or an invalid `top_k`.
             PreconditionError: The gallery cannot answer now, such as NoEncoderError.
             NotFoundError: No such gallery.
+            VerificationError: The gallery is damaged and set aside.
             NotPermittedError: The gateway refuses the token.
             BusyError: The gateway has too much work.
             UnavailableError: The gateway does not answer within the connection's seconds.

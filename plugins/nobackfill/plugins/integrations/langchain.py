@@ -37,6 +37,7 @@ class LangChainVectorStore(VectorStore):  # type: ignore[misc]
     Raises:
         InvalidInputError: `embedding` without `release`.
         NotFoundError: No such gallery, or it has no vectors of this release.
+        VerificationError: The gallery is damaged and set aside.
         NotPermittedError: The gateway refuses the token.
         BusyError: The gateway has too much work.
         UnavailableError: The gateway does not answer within the connection's seconds.
@@ -83,7 +84,12 @@ class LangChainVectorStore(VectorStore):  # type: ignore[misc]
             TypeError: An argument of the class is missing or unknown.
             ValueError: The numbers of texts, metadatas and ids differ.
             InvalidInputError: As `add_texts`, or `embedding` without `release`.
+            Exception: Any error of the embedder; nothing is stored.
+            TooLargeError: One text is larger than the gateway accepts; earlier calls stay.
+            ItemQuotaError: The token's galleries would hold too many items.
+            CannotWriteError: The gallery cannot be written.
             NotFoundError: No such gallery.
+            VerificationError: The gallery is damaged and set aside.
             NotPermittedError: The gateway refuses the token.
             BusyError: The gateway has too much work.
             UnavailableError: The gateway does not answer within the connection's seconds.
@@ -108,14 +114,19 @@ class LangChainVectorStore(VectorStore):  # type: ignore[misc]
         Args:
             texts: The texts; none: nothing is stored.
             metadatas: Metadata of each text; None or empty: none.
-            ids: Ids of the texts; None or empty: random ones.
+            ids: Ids of the texts; None or empty: random ones. A None or empty id becomes random.
 
         Raises:
             ValueError: The numbers of texts, metadatas and ids differ.
-            InvalidInputError: A value of the metadata is not one that a gateway stores: nothing is
-                stored. Or the gateway refused texts, and stored the others.
+            InvalidInputError: A value of the metadata is not one that a gateway stores, or the
+                embedder gives another number of vectors: nothing is stored. Or the gateway refused
+                texts, and stored the others.
             Exception: Any error of the embedder; nothing is stored.
+            TooLargeError: One text is larger than the gateway accepts; earlier calls stay.
+            ItemQuotaError: The token's galleries would hold too many items.
+            CannotWriteError: The gallery cannot be written.
             NotFoundError: No such gallery.
+            VerificationError: The gallery is damaged and set aside.
             NotPermittedError: The gateway refuses the token.
             BusyError: The gateway has too much work.
             UnavailableError: The gateway does not answer within the connection's seconds.
@@ -141,6 +152,8 @@ class LangChainVectorStore(VectorStore):  # type: ignore[misc]
 
         Raises:
             NotFoundError: No such gallery.
+            VerificationError: The gallery is damaged and set aside.
+            CannotWriteError: The gallery cannot be written; some items may be deleted.
             NotPermittedError: The gateway refuses the token.
             BusyError: The gateway has too much work.
             UnavailableError: The gateway does not answer within the connection's seconds.
@@ -155,6 +168,7 @@ class LangChainVectorStore(VectorStore):  # type: ignore[misc]
 
         Raises:
             NotFoundError: No such gallery.
+            VerificationError: The gallery is damaged and set aside.
             NotPermittedError: The gateway refuses the token.
             BusyError: The gateway has too much work.
             UnavailableError: The gateway does not answer within the connection's seconds.
@@ -178,6 +192,7 @@ class LangChainVectorStore(VectorStore):  # type: ignore[misc]
             PreconditionError: The gallery cannot answer now, such as NoEncoderError.
             Exception: Any error of the embedder.
             NotFoundError: No such gallery.
+            VerificationError: The gallery is damaged and set aside.
             NotPermittedError: The gateway refuses the token.
             BusyError: The gateway has too much work.
             UnavailableError: The gateway does not answer within the connection's seconds.
@@ -200,6 +215,7 @@ class LangChainVectorStore(VectorStore):  # type: ignore[misc]
                 `release`.
             PreconditionError: The gallery cannot answer now.
             NotFoundError: No such gallery.
+            VerificationError: The gallery is damaged and set aside.
             NotPermittedError: The gateway refuses the token.
             BusyError: The gateway has too much work.
             UnavailableError: The gateway does not answer within the connection's seconds.
@@ -225,6 +241,7 @@ class LangChainVectorStore(VectorStore):  # type: ignore[misc]
             PreconditionError: The gallery cannot answer now, such as NoEncoderError.
             Exception: Any error of the embedder.
             NotFoundError: No such gallery.
+            VerificationError: The gallery is damaged and set aside.
             NotPermittedError: The gateway refuses the token.
             BusyError: The gateway has too much work.
             UnavailableError: The gateway does not answer within the connection's seconds.

@@ -54,6 +54,7 @@ class LlamaIndexVectorStore(BasePydanticVectorStore):  # type: ignore[misc]
 
     Raises:
         NotFoundError: No such gallery, or it has no vectors of this release.
+        VerificationError: The gallery is damaged and set aside.
         NotPermittedError: The gateway refuses the token.
         BusyError: The gateway has too much work.
         UnavailableError: The gateway does not answer within the connection's seconds.
@@ -94,7 +95,11 @@ class LlamaIndexVectorStore(BasePydanticVectorStore):  # type: ignore[misc]
             ValueError: The store has a `release`, and a node has no embedding.
             InvalidInputError: A value of the metadata is not one that a gateway stores: nothing is
                 stored. Or the gateway refused nodes, and stored the others.
+            TooLargeError: One text is larger than the gateway accepts; earlier calls stay.
+            ItemQuotaError: The token's galleries would hold too many items.
+            CannotWriteError: The gallery cannot be written.
             NotFoundError: No such gallery.
+            VerificationError: The gallery is damaged and set aside.
             NotPermittedError: The gateway refuses the token.
             BusyError: The gateway has too much work.
             UnavailableError: The gateway does not answer within the connection's seconds.
@@ -116,6 +121,8 @@ class LlamaIndexVectorStore(BasePydanticVectorStore):  # type: ignore[misc]
 
         Raises:
             NotFoundError: No such gallery.
+            VerificationError: The gallery is damaged and set aside.
+            CannotWriteError: The gallery cannot be written; some items may be deleted.
             NotPermittedError: The gateway refuses the token.
             BusyError: The gateway has too much work.
             UnavailableError: The gateway does not answer within the connection's seconds.
@@ -138,6 +145,8 @@ class LlamaIndexVectorStore(BasePydanticVectorStore):  # type: ignore[misc]
             InvalidInputError: More than 10,000 ids, or an operator or a value that a gateway does
                 not have.
             NotFoundError: No such gallery.
+            VerificationError: The gallery is damaged and set aside.
+            CannotWriteError: The gallery cannot be written; some items may be deleted.
             NotPermittedError: The gateway refuses the token.
             BusyError: The gateway has too much work.
             UnavailableError: The gateway does not answer within the connection's seconds.
@@ -153,6 +162,8 @@ class LlamaIndexVectorStore(BasePydanticVectorStore):  # type: ignore[misc]
 
         Raises:
             NotFoundError: No such gallery.
+            VerificationError: The gallery is damaged and set aside.
+            CannotWriteError: The gallery cannot be written; some items may be deleted.
             NotPermittedError: The gateway refuses the token.
             BusyError: The gateway has too much work.
             UnavailableError: The gateway does not answer within the connection's seconds.
@@ -175,6 +186,7 @@ class LlamaIndexVectorStore(BasePydanticVectorStore):  # type: ignore[misc]
             InvalidInputError: More than 10,000 ids, or an operator or a value that a gateway does
                 not have.
             NotFoundError: No such gallery.
+            VerificationError: The gallery is damaged and set aside.
             NotPermittedError: The gateway refuses the token.
             BusyError: The gateway has too much work.
             UnavailableError: The gateway does not answer within the connection's seconds.
@@ -193,6 +205,7 @@ class LlamaIndexVectorStore(BasePydanticVectorStore):  # type: ignore[misc]
                 to 1000.
             PreconditionError: The gallery cannot answer now, such as NoEncoderError.
             NotFoundError: No such gallery.
+            VerificationError: The gallery is damaged and set aside.
             NotPermittedError: The gateway refuses the token.
             BusyError: The gateway has too much work.
             UnavailableError: The gateway does not answer within the connection's seconds.
@@ -228,7 +241,11 @@ class LlamaIndexVectorStore(BasePydanticVectorStore):  # type: ignore[misc]
             ValueError: The store has a `release`, and a node has no embedding.
             InvalidInputError: A value of the metadata is not one that a gateway stores: nothing is
                 stored. Or the gateway refused nodes, and stored the others.
+            TooLargeError: One text is larger than the gateway accepts; earlier calls stay.
+            ItemQuotaError: The token's galleries would hold too many items.
+            CannotWriteError: The gallery cannot be written.
             NotFoundError: No such gallery.
+            VerificationError: The gallery is damaged and set aside.
             NotPermittedError: The gateway refuses the token.
             BusyError: The gateway has too much work.
             UnavailableError: The gateway does not answer within the connection's seconds.
@@ -242,6 +259,8 @@ class LlamaIndexVectorStore(BasePydanticVectorStore):  # type: ignore[misc]
 
         Raises:
             NotFoundError: No such gallery.
+            VerificationError: The gallery is damaged and set aside.
+            CannotWriteError: The gallery cannot be written; some items may be deleted.
             NotPermittedError: The gateway refuses the token.
             BusyError: The gateway has too much work.
             UnavailableError: The gateway does not answer within the connection's seconds.
@@ -262,6 +281,8 @@ class LlamaIndexVectorStore(BasePydanticVectorStore):  # type: ignore[misc]
             InvalidInputError: More than 10,000 ids, or an operator or a value that a gateway does
                 not have.
             NotFoundError: No such gallery.
+            VerificationError: The gallery is damaged and set aside.
+            CannotWriteError: The gallery cannot be written; some items may be deleted.
             NotPermittedError: The gateway refuses the token.
             BusyError: The gateway has too much work.
             UnavailableError: The gateway does not answer within the connection's seconds.
@@ -273,6 +294,8 @@ class LlamaIndexVectorStore(BasePydanticVectorStore):  # type: ignore[misc]
 
         Raises:
             NotFoundError: No such gallery.
+            VerificationError: The gallery is damaged and set aside.
+            CannotWriteError: The gallery cannot be written; some items may be deleted.
             NotPermittedError: The gateway refuses the token.
             BusyError: The gateway has too much work.
             UnavailableError: The gateway does not answer within the connection's seconds.
@@ -290,6 +313,7 @@ class LlamaIndexVectorStore(BasePydanticVectorStore):  # type: ignore[misc]
             InvalidInputError: More than 10,000 ids, or an operator or a value that a gateway does
                 not have.
             NotFoundError: No such gallery.
+            VerificationError: The gallery is damaged and set aside.
             NotPermittedError: The gateway refuses the token.
             BusyError: The gateway has too much work.
             UnavailableError: The gateway does not answer within the connection's seconds.
@@ -305,6 +329,7 @@ class LlamaIndexVectorStore(BasePydanticVectorStore):  # type: ignore[misc]
                 to 1000.
             PreconditionError: The gallery cannot answer now, such as NoEncoderError.
             NotFoundError: No such gallery.
+            VerificationError: The gallery is damaged and set aside.
             NotPermittedError: The gateway refuses the token.
             BusyError: The gateway has too much work.
             UnavailableError: The gateway does not answer within the connection's seconds.

@@ -143,6 +143,7 @@ class GalleryTexts:
     Raises:
         InvalidInputError: `embed` without `release`.
         NotFoundError: No such gallery, or it has no vectors of this release.
+        VerificationError: The gallery is damaged and set aside.
         NotPermittedError: The gateway refuses the token.
         BusyError: The gateway has too much work.
         UnavailableError: The gateway does not answer within the connection's seconds.
@@ -192,6 +193,7 @@ class GalleryTexts:
             CannotWriteError: The gallery cannot be written.
             ValueError: A vector has values that are no numbers.
             NotFoundError: No such gallery.
+            VerificationError: The gallery is damaged and set aside.
             NotPermittedError: The gateway refuses the token.
             BusyError: The gateway has too much work.
             UnavailableError: The gateway does not answer within the connection's seconds.
@@ -248,6 +250,7 @@ class GalleryTexts:
 
         Raises:
             NotFoundError: No such gallery.
+            VerificationError: The gallery is damaged and set aside.
             InvalidInputError: The gateway sends metadata that this version cannot read.
             NotPermittedError: The gateway refuses the token.
             BusyError: The gateway has too much work.
@@ -279,6 +282,7 @@ class GalleryTexts:
         Raises:
             InvalidInputError: The filter is not valid.
             NotFoundError: No such gallery.
+            VerificationError: The gallery is damaged and set aside.
             NotPermittedError: The gateway refuses the token.
             BusyError: The gateway has too much work.
             UnavailableError: The gateway does not answer within the connection's seconds.
@@ -298,6 +302,8 @@ class GalleryTexts:
 
         Raises:
             NotFoundError: No such gallery.
+            VerificationError: The gallery is damaged and set aside.
+            CannotWriteError: The gallery cannot be written; some items may be deleted.
             InvalidInputError: The filter is not valid.
             NotPermittedError: The gateway refuses the token.
             BusyError: The gateway has too much work.
@@ -333,6 +339,7 @@ class GalleryTexts:
             InvalidInputError: A vector without `release`, a text with `release` and without
                 `embed`, neither of both, or an invalid filter or `k`.
             NotFoundError: No such gallery.
+            VerificationError: The gallery is damaged and set aside.
             PreconditionError: The gallery cannot answer now: its release embeds no texts
                 (NoEncoderError), or its vectors are in several spaces (NeedsImageError).
             Exception: Any error of `embed`.

@@ -158,7 +158,7 @@ class Candidates:
             yet, or has lost it.
 
         Raises:
-            UnavailableError: Milvus does not answer.
+            UnavailableError: Milvus does not answer within 10 s, or refuses the search.
         """
         name = collection_name(self._database, schema, info.number)
         if not self._collections.is_loaded(name):

@@ -635,6 +635,7 @@ class ReleasePages:
             BusyError: another process holds the gallery file for 5 seconds.
             IncompatibleSpaceError: a sync dropped a space during the request.
             CannotWriteError: the gallery file cannot be opened, or the disk fails.
+            OSError: a file of the gallery disappears during the request, or cannot be read.
         """
         return self._site.show(
             request, "release.html.j2", gallery=status(self._device), size=size,
