@@ -1156,7 +1156,6 @@ class NewVecTable:
             vectors: float32 [n, dim].
 
         Raises:
-            BusyError, ConfigurationError, InvalidInputError: Nothing was written.
             BusyError: Others hold the file for longer than 10 s; nothing was written.
             ConfigurationError: The file is read-only; nothing was written.
             InvalidInputError: A vector has another dimension, or SQLite reports another error;

@@ -183,7 +183,7 @@ def search(arguments: Namespace) -> None:
         SystemExit: code 2 if not exactly one kind of query is given, or a condition cannot be
             parsed.
         InvalidInputError: a query cannot be read or embedded, or the sheet's name has another
-            suffix than that of a picture; or `k` is not 1 to 1000.
+            suffix than that of a picture. Or `k` is not 1 to 1000.
         NotFoundError: there is no gallery, no such item, or the active release is not installed.
         NoEncoderError: the release has no encoder for this kind of query.
         ConfigurationError: the extra `text` is needed and not installed.

@@ -20,8 +20,8 @@ def sync(arguments: Namespace) -> None:
 
     Raises:
         NotFoundError: there is no gallery, or the source lacks a release that the gallery uses.
-        ConfigurationError: the source has an unknown form or is missing, the token or certificate
-            of the gateway cannot be read, or the extra `text` is needed and not installed.
+        ConfigurationError: the source has an unknown form or is missing, or the token or
+            certificate of the gateway cannot be read. Or the extra `text` is needed and missing.
         VerificationError: the publication fails verification, or a file of the gallery is damaged.
         NoEncoderError: a backfill was requested, and the release embeds no images.
         NotPermittedError, UnavailableError: the source refuses the token, or does not answer.
@@ -129,7 +129,7 @@ def push(arguments: Namespace) -> None:
     Raises:
         NotFoundError: there is no gallery.
         ConfigurationError: a key is missing or malformed, the address is no gateway, or a new vault
-            lacks pushed images; or the token or certificate cannot be read.
+            lacks pushed images. Or the token or certificate cannot be read.
         QuotaExceededError: the vault holds as many bytes as it may.
         NotPermittedError, UnavailableError: the gateway refuses the token, or does not answer.
         VerificationError: the vault lists malformed blobs, or the gallery file is damaged.

@@ -399,7 +399,8 @@ class ItemPages:
             request: its path has the item's label.
 
         Raises:
-            NotFoundError: there is no such item, or it has no vector in the active space.
+            NotFoundError: there is no such item, it has no vector in the active space, or the
+                release of a space is not installed.
             VerificationError: a file of the gallery is damaged.
             BusyError: another process holds the gallery file for 5 seconds.
             IncompatibleSpaceError: a sync dropped the space during the request.
@@ -691,6 +692,7 @@ class ReleasePages:
             BusyError: a sync is writing vectors, or another process holds the gallery file.
             VerificationError: a file of the gallery is damaged.
             CannotWriteError: the disk is full or read-only.
+            OSError: the file system has no locks.
         """
         roll_back(self._device)
         return self._site.go(request, "/release")
