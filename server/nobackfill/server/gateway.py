@@ -115,6 +115,9 @@ class GatewayServer:
             UnavailableError: the database does not answer, the publication folder cannot be read,
                 or the venv has no Triton.
             CannotWriteError: the data folder cannot be written.
+            OSError: the file system has no locks (flock).
+            ImportError, AttributeError: a plug-in (store, traces or console) cannot be imported, or
+                lacks its object.
         """
         with ExitStack() as closing:
             self._start(closing)
@@ -192,6 +195,8 @@ class GatewayServer:
             UnavailableError: the database does not answer, or the publication folder cannot be
                 read.
             CannotWriteError: the data folder cannot be written.
+            BusyError: the database is busy while it lists the galleries.
+            ConfigurationError: a release embeds texts, and the extra `text` is not installed.
         """
         with ThreadPoolExecutor(1, "models") as pool:
             models = pool.submit(self.serving.start_models)

@@ -101,6 +101,10 @@ def write_sample(folder: Path, release: int) -> Sample:
         CannotWriteError: The folder cannot be written.
         GateFailedError: Release 2 does not beat release 1; this would be a defect of the sample.
         BusyError: Another program publishes into the folder.
+        VerificationError: Release 1 there is damaged, or this program cannot use it (UnfitError).
+        ConfigurationError: The keys in `model_repo.keys` are missing or invalid, or others may read
+            them.
+        OSError: A picture cannot be written, or release 1 cannot be read.
     """
     repo, photos = folder / "model_repo", folder / "photos"
     published = [number for number in (1, 2) if (repo / manifest_path(number)).exists()]

@@ -66,6 +66,7 @@ class Serving:
                 cannot be loaded.
             UnavailableError: the publication folder cannot be read.
             ConfigurationError: a release embeds texts, and the extra `text` is not installed.
+            CannotWriteError: the publication's verified metadata cannot be stored.
         """
         self._models.start()
         self._load_models()
@@ -83,6 +84,7 @@ class Serving:
             UnavailableError: the database does not answer, or the publication folder cannot be
                 read.
             ConfigurationError: a release embeds texts, and the extra `text` is not installed.
+            CannotWriteError: the publication's verified metadata cannot be stored.
         """
         self.replan()
         self._load_models()
@@ -234,6 +236,7 @@ class Serving:
             VerificationError: the gallery is damaged.
             UnavailableError: the database does not answer.
             NobackfillError: whatever `check` raises; the old plan stays.
+            BusyError: the store is busy.
         """
         with self._planning:
             return self._galleries.replan(hosted, check)
@@ -267,6 +270,9 @@ class Serving:
         Returns:
             False if a call still uses one of the plans after the time limit; then nothing is freed,
             and the log says so.
+
+        Raises:
+            LockOrderError: the thread holds a lock that comes later.
         """
         check_lock_order(Level.PLAN)
         for plan in old:
@@ -295,10 +301,14 @@ class Serving:
             The replaced plan; the new one if it is the first.
 
         Raises:
-            ConfigurationError: the gallery has a space of a release that is not published here.
+            ConfigurationError: the gallery has a space of a release that is not published here; or
+                a release embeds texts, and the extra `text` is not installed.
             NotFoundError: the gallery was deleted.
             VerificationError: a file does not match its digest, or a model fails its check.
             UnavailableError: the model server stops answering, or the database does not answer.
+            BusyError: the store is busy.
+            CannotWriteError: the publication's verified metadata cannot be stored.
+            DeadlineError: the call's time is over.
         """
         return self.replan_one(hosted, lambda plan: self.load_for(plan.models(), check))
 
@@ -321,6 +331,7 @@ class Serving:
             UnavailableError: the model server stops answering meanwhile.
             ConfigurationError: a release embeds texts, and the extra `text` is not installed.
             DeadlineError: the call's time is over.
+            CannotWriteError: the publication's verified metadata cannot be stored.
         """
         for manifest in manifests:
             if manifest.release in self._followed:

@@ -321,6 +321,7 @@ class GatewayState(ABC):
             CannotWriteError: the state cannot be written.
             BusyError: the database is busy.
             UnavailableError: the database does not answer.
+            VerificationError: the state in the database is damaged, or a newer version wrote it.
         """
         if self.current.activation is not None:
             self.change(activation=None)

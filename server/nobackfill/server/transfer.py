@@ -241,6 +241,7 @@ def vaults_of(source: Path | None, target: Path | None) -> tuple[Path, Path] | N
     Raises:
         ConfigurationError: a data folder is unknown, or the target is inside the source.
         AlreadyExistsError: another gateway has served from the target.
+        OSError: a blob's size in the source's vault cannot be read.
     """
     if source is None:
         raise ConfigurationError(
@@ -283,6 +284,7 @@ def transfer_vault(source: Path, target: Path) -> Transferred:
     Raises:
         VerificationError: a blob is damaged, or cannot be read; those before it are copied.
         CannotWriteError: the target cannot be written.
+        OSError: the size of a blob cannot be read, or a copy that was just written.
     """
     result = Transferred()
     source_blobs, target_blobs = blobs_of(source), blobs_of(target)

@@ -104,6 +104,7 @@ class VaultBlobs:
             BusyError: another call writes or deletes the blob.
             QuotaExceededError: the owner's blobs would cost more than the quota.
             CannotWriteError: the blob cannot be written.
+            OSError: a file of the vault cannot be read.
         """
         _check(blob)
         with self._exclusive(owner, blob.id):

@@ -104,7 +104,8 @@ class CanarySessions:
 
         The evidence stays.
 
-        Feedback for earlier answers is no longer accepted.
+        Feedback for earlier answers is no longer accepted. The counts of sessions and of feedback
+        begin again at 0. The caller holds the lock, as this object has none.
         """
         self._sessions.clear()
         self._answers.clear()

@@ -270,7 +270,8 @@ class Models(Protocol):
     def load(self, manifest: Manifest) -> None:
         """Load a release, and return once it is ready; do nothing if it is loaded.
 
-        After an error the release is not loaded.
+        After an error the release does not count as loaded, but some of its models may stay in the
+        model server; a repeated call uses them.
 
         Raises:
             UnavailableError: the model server does not answer, or cannot load a model.
@@ -407,7 +408,12 @@ class InProcessModels:
         log.info("loaded in process", release=manifest.release)
 
     def want(self, manifest: Manifest) -> None:
-        """Load a release, and return once it is ready, with the errors of `load`."""
+        """Load a release, and return once it is ready.
+
+        Raises:
+            VerificationError: a file is missing, differs from the manifest's, or cannot be loaded.
+            ConfigurationError: the release embeds texts, and the extra `text` is not installed.
+        """
         self.load(manifest)
 
     def unload(self, release: int) -> None:

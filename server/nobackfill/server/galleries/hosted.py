@@ -563,6 +563,7 @@ class Hosted(ABC):
             NotFoundError: the gallery is closed or deleted.
             BusyError, UnavailableError: the store is busy, or does not answer.
             VerificationError: the store is damaged.
+            CannotWriteError: the file cannot be opened, or the disk fails.
         """
 
     @abstractmethod
@@ -903,6 +904,8 @@ class Home(Protocol):
     def create(self, name: str, specs: Sequence[SpaceSpec], state: Mapping[str, Any]) -> None:
         """Create a gallery atomically; it is not opened.
 
+        After UnavailableError the gallery may exist.
+
         Args:
             name: its name, which is not checked.
             specs: its spaces, at least one; the last one is active, the others previous.
@@ -913,6 +916,7 @@ class Home(Protocol):
             InvalidInputError: a space has too many dimensions for the database.
             CannotWriteError: it cannot be written; leftovers are removed at the next start.
             BusyError, UnavailableError: the database is busy, or does not answer.
+            ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
         """
         ...
 
@@ -1191,6 +1195,7 @@ class GalleryRegistry:
             CannotWriteError: the gallery cannot be written.
             BusyError, UnavailableError: the database is busy, or does not answer.
             VerificationError: a release's manifest cannot be used, or the new file is damaged.
+            LockOrderError: the thread holds a lock that comes later.
         """
         releases = (*self._state.current.previous, self._state.active())
         specs = [SpaceSpec.of(self._catalog.manifest(release)) for release in releases]
@@ -1263,16 +1268,19 @@ class GalleryRegistry:
         """Delete a gallery once no call uses it; new calls are refused at once.
 
         It waits up to 60 s for calls that use the gallery. After an error the gallery is served as
-        before. One that is set aside and was never opened is removed without a wait.
+        before, unless only the storage of a deleted gallery could not be freed; the next start
+        frees it. One that is set aside and was never opened is removed without a wait.
 
         Args:
             name: the gallery, which may be set aside.
 
         Raises:
             NotFoundError: no gallery has this name.
-            BusyError: calls use it for too long; the gallery stays.
-            CannotWriteError: the gallery cannot be deleted.
+            BusyError: calls use it for too long, or the database is busy; the gallery stays.
+            CannotWriteError: the gallery cannot be deleted, or its storage cannot be freed.
             UnavailableError: the database does not answer.
+            ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
+            LockOrderError: the thread holds a lock that comes later.
         """
         self._state.catch_up()
         with self._lock_names():

@@ -370,10 +370,11 @@ class HostedInDatabase(Hosted):
         A gallery that was deleted as a whole passes.
 
         Raises:
-            DamagedError: a table is missing; the message names it.
+            DamagedError: a table is missing, which the message names; or the database is damaged.
             BusyError, UnavailableError: the database is busy, or does not answer, or the caller is
                 gone.
             ConfigurationError: the database refuses the statement.
+            GoneError: the gallery was deleted during the check.
         """
         missing = self._gallery.missing_table()
         if missing is not None:

@@ -85,7 +85,7 @@ def encode_hit(item: StoredItem, release: int) -> HitBytes | None:
         The encoded parts; None if the item has no vector.
 
     Raises:
-        TypeError: a metadata value has a type that the protocol lacks.
+        InvalidInputError: a metadata value is None, a mapping, or a list of anything but texts.
     """
     if item.origin is None:
         return None
@@ -339,6 +339,9 @@ class HostedInFile(Hosted):
             NotFoundError: the gallery is closed or deleted.
             BusyError, UnavailableError: the store is busy, or does not answer.
             VerificationError: the store is damaged.
+            CannotWriteError: the file cannot be opened, or the disk fails.
+            LockOrderError: a view must be made, and the thread holds a view's lock or one that
+                comes later.
         """
         if not self._views:
             self._wake(self.plan)
@@ -373,8 +376,10 @@ class HostedInFile(Hosted):
             NotFoundError: the gallery is closed or deleted.
             BusyError, UnavailableError: the store is busy, or does not answer.
             VerificationError: the store is damaged.
-            LockOrderError: the thread holds a view's lock already.
+            LockOrderError: the view is missing, and the thread holds a view's lock or one that
+                comes later.
             NobackfillError: whatever `check_stop` raises; no view is made then.
+            CannotWriteError: the file cannot be opened, or the disk fails.
         """
         view = self._views.get(space)
         if view is not None:
@@ -454,6 +459,9 @@ class HostedInFile(Hosted):
             NotFoundError: the gallery is closed or deleted.
             BusyError, UnavailableError: the store is busy, or does not answer.
             VerificationError: the store is damaged.
+            CannotWriteError: the file cannot be opened, or the disk fails.
+            LockOrderError: a view must be made, and the thread holds a view's lock or one that
+                comes later.
         """
         snapshots = self._snapshots(parts)
         neighbours = [
@@ -543,6 +551,9 @@ class HostedInFile(Hosted):
             NotFoundError: the gallery is closed or deleted.
             BusyError, UnavailableError: the store is busy, or does not answer.
             VerificationError: the store is damaged.
+            CannotWriteError: the file cannot be opened, or the disk fails.
+            LockOrderError: a view must be made, and the thread holds a view's lock or one that
+                comes later.
         """
         base = self.view(part.space).snapshot().base
         return isinstance(base.index, ExactIndex) or ef >= len(base.index.labels)
@@ -556,6 +567,9 @@ class HostedInFile(Hosted):
             NotFoundError: the gallery is closed or deleted.
             BusyError, UnavailableError: the store is busy, or does not answer.
             VerificationError: the store is damaged.
+            CannotWriteError: the file cannot be opened, or the disk fails.
+            LockOrderError: a view must be made, and the thread holds a view's lock or one that
+                comes later.
         """
         self.view(space)
 
@@ -589,6 +603,9 @@ class HostedInFile(Hosted):
 
         Cached items, origins and prepared answers of other spaces are freed, too. Searches that
         still have a snapshot may go on.
+
+        Raises:
+            LockOrderError: the thread holds a lock that comes later, or a view's.
         """
         self._remainder = None
         check_lock_order(Level.VIEW, self.name)

@@ -161,6 +161,9 @@ class ItemWriter:
             VerificationError: a model fails its trial or makes invalid vectors, or the store is
                 damaged.
             OutdatedError: this gateway cannot follow another one that changed the gallery.
+            TooLargeError: the texts together are too large for one call.
+            IncompatibleSpaceError: a space of the plan was deleted meanwhile.
+            LockOrderError: the thread holds a lock that comes later.
         """
         hosted.wake()
         outcome = PutOutcome()

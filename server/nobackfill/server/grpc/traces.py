@@ -108,7 +108,8 @@ def read_tracing(environment: Mapping[str, str]) -> Tracing | None:
         is true or OTEL_TRACES_EXPORTER is none.
 
     Raises:
-        ConfigurationError: the exporter is not installed.
+        ConfigurationError: the exporter, or the extra that it needs, is not installed.
+        ImportError, AttributeError: the exporter's module cannot be imported, or lacks its object.
     """
     is_disabled = environment.get("OTEL_SDK_DISABLED", "").lower() == "true"
     is_none = environment.get("OTEL_TRACES_EXPORTER") == "none"

@@ -428,6 +428,7 @@ class Healing:
             BusyError, UnavailableError: the store or the record of re-embedding is busy, or does
                 not answer.
             VerificationError: the store or the record of re-embedding is damaged.
+            TypeError: a newer version saved the gallery's source.
         """
         hosted, part = questions[0].hosted, questions[0].parts[0]
         healer = self._healer(hosted, part.query)
@@ -456,6 +457,8 @@ class Healing:
                 not answer.
             CannotWriteError: the record cannot be written.
             VerificationError: the store or the record is damaged.
+            NotFoundError: the gallery is closed or deleted.
+            TypeError: a newer version saved the gallery's source.
         """
         if hosted.plan.heals is None:
             return None

@@ -272,7 +272,9 @@ class Activations:
             InvalidInputError: `old_space_seconds` is too large.
             CannotWriteError: the state cannot be written.
             UnavailableError: the database does not answer.
-            VerificationError: the publication or the release's manifest is not valid.
+            VerificationError: the publication, the release's manifest or the state in the database
+                is not valid.
+            LockOrderError: the thread holds a lock that comes later.
         """
         if old_space_seconds > _MAX_OLD_SPACE_SECONDS:
             raise InvalidInputError(
@@ -329,6 +331,8 @@ class Activations:
             CannotWriteError: the state cannot be written.
             PreconditionError: no release is active.
             UnavailableError: the database does not answer.
+            LockOrderError: the thread holds a lock that comes later.
+            VerificationError: the state in the database is damaged, or a newer version wrote it.
         """
         with self.exclusive(), self._take_lead("begin another activation") as lead:
             record = Activation(
@@ -450,6 +454,8 @@ class Activations:
             BusyError: a rollback or retirement is under way, or the database is busy.
             CannotWriteError: the state cannot be written.
             UnavailableError: the database does not answer.
+            LockOrderError: the thread holds a lock that comes later.
+            VerificationError: the state in the database is damaged, or a newer version wrote it.
         """
 
         def promoted(state: State) -> Mapping[str, object]:

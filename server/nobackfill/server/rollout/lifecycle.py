@@ -200,20 +200,23 @@ class Lifecycle:
         """Set or remove the source from which a gallery's items are re-embedded.
 
         A source is opened first, so that a wrong one changes nothing. Puts wait while the plan is
-        made. The caller is a user of the gallery.
+        made. The caller is a user of the gallery. If the plan cannot be made, the old one stays,
+        but the setting is stored.
 
         Args:
             hosted: the gallery.
             source: the source; None removes it.
 
         Raises:
-            ConfigurationError: the gateway's settings do not allow the source.
+            ConfigurationError: the gateway's settings do not allow the source, or the gallery has a
+                space of a release that is not published here.
             NotFoundError: the source does not exist, or the gallery was deleted.
             CannotWriteError: the gallery's state cannot be written.
             UnavailableError: the source does not open within 20 seconds, or the database does not
                 answer.
             InvalidInputError: the file of texts has an invalid line.
             BusyError: the store is busy.
+            VerificationError: the gallery is damaged.
         """
         if source is not None:
             self._healing.open(source, _OPEN_SECONDS)
@@ -227,7 +230,8 @@ class Lifecycle:
         It does so only while its space exists and the release has weights for it.
 
         The setting is durable, also over upgrades. Puts wait while the plan is made. The caller is
-        a user of the gallery.
+        a user of the gallery. If the plan cannot be made, the old one stays, but the setting is
+        stored.
 
         Args:
             hosted: the gallery.
@@ -238,6 +242,8 @@ class Lifecycle:
             UnavailableError: the database does not answer.
             BusyError: the store is busy.
             NotFoundError: the gallery was deleted.
+            VerificationError: the gallery is damaged.
+            ConfigurationError: the gallery has a space of a release that is not published here.
         """
         with hosted.write_lock.exclusive():
             hosted.remember({BOTH: enabled or None})

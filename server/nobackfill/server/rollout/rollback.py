@@ -96,7 +96,10 @@ class Rollbacks:
                 has changed.
             CannotWriteError: the state cannot be written.
             NotFoundError: the release is not published any more.
-            VerificationError: a model's file does not match its signed digest.
+            VerificationError: a model's file does not match its signed digest, or a gallery or the
+                state is damaged.
+            ConfigurationError: the release embeds texts, and the extra `text` is not installed.
+            LockOrderError: the thread holds a lock that comes later.
         """
         with self._activations.exclusive():
             return self._return(
@@ -121,8 +124,11 @@ class Rollbacks:
             UnavailableError: the active release's models cannot be loaded, or the database does not
                 answer.
             NotFoundError: the active release is not published any more.
-            VerificationError: a model's file does not match its signed digest.
+            VerificationError: a model's file does not match its signed digest, or a gallery or the
+                state is damaged.
             CannotWriteError: the state cannot be written.
+            ConfigurationError: the release embeds texts, and the extra `text` is not installed.
+            LockOrderError: the thread holds a lock that comes later.
         """
         with self._activations.exclusive():
             target = self._state.active()

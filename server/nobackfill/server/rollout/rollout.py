@@ -313,6 +313,8 @@ class Rollout:
                 answer.
             CannotWriteError: a gallery or the state cannot be written.
             InvalidInputError: a space has too many dimensions for the database.
+            ConfigurationError: a gallery has a space of a release that is not published here; or
+                the release embeds texts, and the extra `text` is not installed.
         """
         with self._parts.galleries.hold_all():
             folder, manifest = self._verify()

@@ -158,6 +158,7 @@ def re_embed_texts(
         BusyError: the store is locked for too long.
         CannotWriteError: the store cannot be written.
         VerificationError: the store, or a model's output, is damaged.
+        TooLargeError: the texts together are too large for one call.
     """
     good = []
     rows = embedding.text_rows(manifest, texts, "document")

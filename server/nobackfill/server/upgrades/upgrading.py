@@ -655,6 +655,8 @@ class Upgrading:
         Raises:
             BusyError, UnavailableError: the database is busy, or does not answer.
             CannotWriteError: the database cannot write.
+            TypeError, KeyError, ValueError: the saved job is not valid, or a newer version wrote
+                it.
         """
         values: dict[str, object] = {"state": state, "message": message}
         if state is JobState.DONE and (job := self.job(gallery)) is not None:
@@ -690,6 +692,9 @@ class Upgrading:
             NotFoundError: the gallery is closed or deleted.
             BusyError, UnavailableError: the store is busy, or does not answer.
             VerificationError: the store is damaged.
+            IncompatibleSpaceError: a space was deleted meanwhile; the items are counted already.
+            TypeError, KeyError, ValueError: the saved job is not valid, or a newer version wrote
+                it.
         """
         spec, older = (
             hosted.spec(),

@@ -40,6 +40,10 @@ def to_metadata(metadata: Metadata, keys: Collection[str] | None, into: Values) 
         metadata: the metadata.
         keys: keys to include; None means all.
         into: the message to fill.
+
+    Raises:
+        InvalidInputError: a value is None, a mapping, or a list of anything but texts. Values
+            before it are in the message.
     """
     for key, value in metadata.items():
         if keys is None or key in keys:

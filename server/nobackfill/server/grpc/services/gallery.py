@@ -354,6 +354,9 @@ class GalleryService(GalleryServiceServicer):
             BusyError: an activation or a rollback is under way, or the database is busy.
             CannotWriteError: the gallery cannot be written.
             UnavailableError: the database does not answer.
+            VerificationError: a release's manifest cannot be used, or the new gallery is damaged.
+            NotFoundError: a release is not published any more, or the gallery was deleted
+                meanwhile.
         """
         self._lifecycle.create(request.name)
         with self._galleries.use_gallery(request.name) as hosted:
@@ -377,6 +380,7 @@ class GalleryService(GalleryServiceServicer):
             UnavailableError: the source does not open within 20 s, or the database does not answer.
             BusyError: the gallery's store is busy.
             CannotWriteError: the gallery cannot be written.
+            TypeError: a newer version saved the gallery's source.
         """
         with self._galleries.use_gallery(request.name) as hosted:
             if request.HasField("exact_distances"):
@@ -399,6 +403,7 @@ class GalleryService(GalleryServiceServicer):
             VerificationError: the gallery is set aside.
             UnavailableError: the database does not answer.
             BusyError: the database is busy.
+            TypeError: a newer version saved the gallery's source.
         """
         with self._galleries.use_gallery(request.name) as hosted:
             return pb.GetGalleryResponse(gallery=self._gallery(hosted))
@@ -418,6 +423,8 @@ class GalleryService(GalleryServiceServicer):
             CancelledError: the caller has cancelled the call.
             UnavailableError: the database does not answer.
             BusyError: the database is busy.
+            VerificationError: a gallery is damaged, or was set aside meanwhile.
+            TypeError: a newer version saved a gallery's source.
         """
         galleries, caller = self._galleries, current().principal
         if request.page_size > LARGEST_PAGE:

@@ -349,6 +349,10 @@ class ReleaseService(ReleaseServiceServicer):
             UnavailableError: the models cannot be loaded, or the database does not answer; nothing
                 has changed.
             CannotWriteError: the state cannot be written.
+            NotFoundError: the release to return to is not published any more.
+            VerificationError: a model's file does not match its signed digest, or a gallery or the
+                state is damaged.
+            ConfigurationError: the release embeds texts, and the extra `text` is not installed.
         """
         to = request.to_release or None
         if not request.confirm:

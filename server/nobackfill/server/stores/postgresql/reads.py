@@ -608,6 +608,7 @@ class Reads:
             BusyError, UnavailableError: the database is busy, or does not answer, or the caller is
                 gone.
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
+            IncompatibleSpaceError: the active space was deleted meanwhile.
         """
         active = next(info for info in self.spaces() if info.state == "active")
         windows = self.windows(active.spec.space, target, runner.reads_side)

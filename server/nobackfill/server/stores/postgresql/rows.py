@@ -244,6 +244,7 @@ def items_where(
 
     Raises:
         psycopg.Error: the statement fails, as without the table; the caller translates it.
+        DamagedError: an item's id, digest or metadata is not valid.
     """
     rows = run(
         connection,
@@ -293,7 +294,8 @@ def stored_rows(
     """Return the rows of a space for some labels, by label; missing ones are left out.
 
     Returns:
-        The rows by increasing label; a missing side-information is None. Nothing is checked.
+        The rows by increasing label; a missing side-information is None. Vectors are not checked,
+        not even for the dimension of `info`.
 
     Raises:
         psycopg.Error: the statement fails, as without the table; the caller translates it.

@@ -444,7 +444,8 @@ def _is_settled(rows: list[Any], k: int, scale: float) -> bool:
 def rank_rows(spec: SpaceSpec, query: Vectors, rows: list[Any], k: int) -> Neighbours:
     """Rank rows of label and vector by their distance to one query [dim].
 
-    Distances are computed from the vectors, as all engines do it. Further columns are ignored.
+    Distances are computed from the vectors, as all engines do it. Further columns are ignored. The
+    rows' vectors must have the space's dimension, which is not checked.
 
     Args:
         spec: the space.
