@@ -310,6 +310,7 @@ def publish(
         BusyError: Another process publishes in this folder.
         CannotWriteError: The folder cannot be written.
         VerificationError: The folder's metadata is not valid.
+        OSError: A file of a model's weights cannot be read.
     """
     again = next(way for way in verdict.ways if way.name == "re-embed")
     if again.worse:

@@ -127,13 +127,17 @@ def fit_and_judge(
             same vectors, or the trainer's layers do not fit.
         IncompatibleSpaceError: Vectors are of another model than expected.
         NotFoundError: There is no such store, card, converter or trainer.
-        PreconditionError: The map was to be published, and the new model is worse than the old.
+        PreconditionError: The map was to be published, and the new model is worse than the old. No
+            root is trusted yet and none was given, or the converter was withdrawn.
         CannotWriteError: A file cannot be written, or its folder does not exist.
         UnavailableError: A store's server does not answer.
         NotPermittedError: A server refuses the user.
         ConfigurationError: An address would send vectors unencrypted, or an extra is not installed.
         VerificationError: The converter or the publication has no valid signature.
         BusyError: Another process publishes in the publication folder.
+        UnfitError: The converter is no linear map.
+        OSError: A file of a published model cannot be read, or the state folder of the converter
+            has no locks (flock).
     """
     _check_folders(files)
     trainer = None if trainer_name is None else open_trainer(trainer_name)
@@ -313,7 +317,10 @@ def known_items(pairs: Pairs, old: Source, new: Source) -> Queries:
     Raises:
         InvalidInputError: Dimensions differ from those of the pairs, an id occurs twice, a vector
             is unusable, or fewer than 20 queries have their item among the pairs.
-        NobackfillError: A source cannot be read, as `Source.read` says.
+        UnavailableError: The server of a source does not answer.
+        NotPermittedError: The server refuses the user, or may hide rows from this role.
+        NotFoundError: The table or the collection of a source was deleted meanwhile.
+        IncompatibleSpaceError: Files of one folder record different models.
     """
     queries = match(old, new).pairs
     dims = (queries.old.shape[1], queries.new.shape[1])

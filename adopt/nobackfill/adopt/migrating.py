@@ -205,6 +205,8 @@ class Migration:
             VerificationError: The model returns no usable vectors.
             CannotWriteError: The folder cannot be written.
             OSError: The file system of the folder has no locks (flock).
+            IncompatibleSpaceError: A model has changed since an earlier run embedded a part of the
+                sample.
         """
         _refuse_password(request.source)
         if (request.column is None) == (request.items is None):
@@ -334,7 +336,8 @@ class Migration:
             UnavailableError: The server ended the session that keeps other migrations out. The
                 server or a model's endpoint does not answer.
             CannotWriteError: The disk of the database or of the folder is full. Run it again.
-            NotFoundError: The folder has no migration, or the table is gone.
+            NotFoundError: The folder has no migration, or the table is gone. The items, the new
+                model or a file of the folder are gone.
             InvalidInputError: The store cannot flip, items got no new vector, or old vectors have
                 NaN or another dimension; see `carry`.
             AlreadyExistsError: The new name belongs to other data.
@@ -344,6 +347,7 @@ class Migration:
             OSError: The file system of the folder has no locks (flock).
             ConfigurationError: An address would send vectors or a password unencrypted, or an extra
                 is not installed.
+            IncompatibleSpaceError: The new model has changed since the verdict.
         """
         with self._alone() as (plan, source, check_lock):
             self._check_same_vectors(plan, source)
@@ -535,7 +539,8 @@ class Migration:
             PreconditionError: The migration is finished. The table's comment does not name a flip
                 that was saved.
             InvalidInputError: Rows would lose their only vector and `lose` is False, or the old
-                vectors may be stale. Another object depends on the new vectors.
+                vectors may be stale. Another object depends on the new vectors. The map of the
+                folder cannot be read.
             NotPermittedError: Row-level security may hide rows from this role.
             BusyError: Another process works in this folder or writes to the table by another one,
                 or others hold the table.
@@ -570,7 +575,8 @@ class Migration:
                 not exist.
             PreconditionError: The migration is not flipped. The table's comment does not name a
                 flip that was saved.
-            InvalidInputError: An object of the database still depends on the old vectors.
+            InvalidInputError: An object of the database still depends on the old vectors. The map
+                of the folder cannot be read.
             BusyError: Another process works in this folder or writes to the table by another one,
                 or others hold the table.
             UnavailableError: The server does not answer.

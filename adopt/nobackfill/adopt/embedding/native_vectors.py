@@ -94,6 +94,7 @@ class ColumnTexts:
             InvalidInputError: There is no such column, or the store refuses the query.
             UnavailableError: The store's server does not answer.
             NotPermittedError: The server refuses the user.
+            NotFoundError: The table or the collection was deleted.
         """
         if isinstance(self._source, Searchable):
             return dict(self._source.texts(rows.ids, self._column))
@@ -513,7 +514,8 @@ def open_native_vectors(
 
     Raises:
         InvalidInputError: There is neither a model nor a folder, the folder has vectors of queries
-            or no digests, or the model can embed no item of the store.
+            or no digests, or the model can embed no item of the store. The model reads another kind
+            of item than the originals.
         IncompatibleSpaceError: Folder, file and model are not of one model.
         NotFoundError: There is no such folder, model file or module.
         UnavailableError: The store or an endpoint does not answer.
@@ -522,6 +524,7 @@ def open_native_vectors(
         ConfigurationError: The address of an endpoint is not allowed, or an extra is not installed.
         VerificationError: The file of lazy re-embedding is damaged.
         CannotWriteError: The file of lazy re-embedding cannot be created.
+        OSError: A file of the model cannot be read.
     """
     embedder = None if model is None else open_embedder(model, name=model_name)
     stored = None if folder is None else VectorFolder(folder)

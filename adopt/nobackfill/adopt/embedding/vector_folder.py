@@ -227,6 +227,7 @@ def embed_into(
             texts (documents, queries).
         InvalidInputError: The model reads another kind of item, returns vectors of several
             dimensions, or embeds none of the first 1,000 items; or a file of the folder is damaged.
+            The model's output cannot be used, whatever the items are.
         CannotWriteError: The folder cannot be written.
         UnavailableError: An endpoint does not answer.
         BusyError: An endpoint is still busy after its patience, or `progress` raises it.
@@ -313,7 +314,8 @@ class EmbeddingRun:
 
         Raises:
             InvalidInputError: Vectors of this run have several dimensions, or none of the first
-                1,000 items can be embedded.
+                1,000 items can be embedded. The model's output cannot be used, whatever the items
+                are.
             UnavailableError: An endpoint does not answer.
             BusyError: An endpoint is still busy after its patience.
             NotPermittedError: An endpoint refuses the key.

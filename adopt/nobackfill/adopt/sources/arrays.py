@@ -263,13 +263,16 @@ class NewArray:
         """Write the new vectors of one window durably, with the permissions of the old array.
         Vectors that the file has of other rows stay.
 
+        A row whose new vector holds NaN stays pending.
+
         Args:
             rows: Some of the rows that `pending` returned for one window, at least one.
             vectors: Their new vectors, float32 [n, dim].
 
         Raises:
             CannotWriteError: The disk is full, or the folder cannot be written.
-            ValueError: The rows are of several windows, or there are none.
+            ValueError: The rows are of several windows, or there are none. The vectors have another
+                dimension than the target.
             InvalidInputError: The old array is gone, or the earlier file of the window cannot be
                 read.
         """
@@ -329,8 +332,8 @@ class NewArray:
             One sentence that names the file to read.
 
         Raises:
-            VerificationError: The joined file differs from its parts. The joined file differs from
-                its parts. They stay. Or vectors are missing.
+            VerificationError: The joined file differs from its parts, which stay. Or vectors are
+                missing.
             CannotWriteError: The disk is full. The parts stay, and a later call continues.
             InvalidInputError: A part cannot be read.
         """

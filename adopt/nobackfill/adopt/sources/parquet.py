@@ -159,7 +159,8 @@ class ParquetSource:
         """Count the rows that have a vector; reads every vector.
 
         Raises:
-            InvalidInputError: A file cannot be read, or a group has several dimensions.
+            InvalidInputError: A file cannot be read, or a group has several dimensions. A row with
+                a vector has no key, or the column of vectors cannot be chosen.
             IncompatibleSpaceError: Two files record different models.
         """
         return sum(len(self.read(window)) for window in self.windows(0))
@@ -196,6 +197,8 @@ class ParquetSource:
 
     def column(self, window: Window, name: str) -> ColumnValues:
         """Read another column of a row group as text; rows without a value are left out.
+
+        A missing key is "None".
 
         Raises:
             InvalidInputError: There is no such column, or the file is damaged or lacks it.

@@ -389,6 +389,7 @@ def remove_table(table: SourceTable, vector: str, name: str) -> bool:
         InvalidInputError: Another object, such as a view, depends on the table.
         NotPermittedError: This role does not own it.
         UnavailableError: The server does not answer.
+        NobackfillError: PostgreSQL refuses another statement; see `translate_errors`.
     """
     with table.changing() as changes:
         place = find_table(table, vector, name)

@@ -85,8 +85,8 @@ class ThreadConnections:
         UnavailableError leave it open.
 
         Raises:
-            NobackfillError: As `translate_errors`. PostgreSQL refuses a statement of the block; see
-                `translate_errors`. Other errors of the block pass through.
+            NobackfillError: PostgreSQL refuses a statement of the block; see `translate_errors`.
+                Other errors of the block pass through.
             UnavailableError: The server does not answer, or the connection broke.
         """
         connection = self._lasting()
@@ -132,7 +132,7 @@ class ThreadConnections:
 
         Raises:
             UnavailableError: The server does not answer.
-            NotPermittedError: The password is wrong, or missing rights.
+            NotPermittedError: The password is wrong, or rights are missing.
             NotFoundError: There is no such database.
             InvalidInputError: libpq cannot read the address.
         """
@@ -434,14 +434,21 @@ class SourceTable:
         ]
 
     def kind(self, column: str) -> str:
-        """Return the type of a column: vector or halfvec, or "" for another one."""
+        """Return the type of a column: vector or halfvec, or "" for another one.
+
+        Raises:
+            KeyError: The table has no such column.
+        """
         found = _VECTOR.fullmatch(self.columns[column])
         return found[1] if found else ""
 
     def dim(self, column: str) -> int | None:
         """Return the declared dimension of a column of vectors; None without one.
 
-        Also None for a column of another type, and for an unknown column.
+        Also None for a column of another type.
+
+        Raises:
+            KeyError: The table has no such column.
         """
         found = _VECTOR.fullmatch(self.columns[column])
         return int(found[2]) if found and found[2] else None
@@ -951,7 +958,7 @@ class SourceTable:
         return sentences
 
     def mark(self, column: str) -> str | None:
-        """Return the digest of the map of a new column, from its comment; None without one.
+        """Return the digest of a new column's map or model, from its comment; None without one.
 
         None too for an unknown column.
 
@@ -1140,7 +1147,8 @@ class SourceTable:
     def changing(self) -> Iterator["Changes"]:
         """Run the block in one transaction on this thread's connection.
 
-        It commits at the end, rolls back on an error, and then reads the columns again.
+        It commits at the end, and then reads the columns again. An error rolls it back; `columns`
+        then stay as they were.
 
         Raises:
             BusyError: Others hold the table longer than 5 s, or a deadlock ended the transaction.

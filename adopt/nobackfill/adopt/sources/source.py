@@ -155,6 +155,8 @@ class TargetVectors(Protocol):
 
         Raises:
             InvalidInputError: Vectors of the window have several dimensions.
+            NotPermittedError: The server refuses the user.
+            UnavailableError: The server does not answer.
         """
 
     def write(self, rows: Rows, vectors: Vectors) -> None:
@@ -170,6 +172,7 @@ class TargetVectors(Protocol):
             CannotWriteError: The disk is full, or the store cannot be written.
             UnavailableError: The server does not answer.
             InvalidInputError: The vectors have another dimension than the target.
+            NotPermittedError: The user's rights are missing.
         """
 
     def read(self, window: Window) -> Rows:
@@ -178,6 +181,7 @@ class TargetVectors(Protocol):
         Raises:
             InvalidInputError: A file is damaged.
             UnavailableError: The server does not answer.
+            NotPermittedError: The server refuses the user.
         """
 
     def count(self) -> int:
@@ -185,6 +189,8 @@ class TargetVectors(Protocol):
 
         Raises:
             UnavailableError: The server does not answer.
+            NotPermittedError: The server refuses the user.
+            InvalidInputError: A file is damaged.
         """
 
     def finish(self) -> list[str]:
@@ -198,6 +204,10 @@ class TargetVectors(Protocol):
         Raises:
             CannotWriteError: The store cannot be written.
             UnavailableError: The server does not answer.
+            NotPermittedError: The user's rights are missing.
+            InvalidInputError: A file is damaged, or the store cannot build the index of the new
+                vectors.
+            VerificationError: The store does not hold the vectors that were written.
         """
 
 
@@ -225,6 +235,8 @@ class Flippable(TargetVectors, Protocol):
             BusyError: Another flip is under way.
             InvalidInputError: The store cannot flip to these vectors, or refuses an index.
             UnavailableError: The server does not answer.
+            CannotWriteError: The disk is full, or the store cannot be written.
+            NotPermittedError: The user's rights are missing.
         """
 
     def owner_tasks(self) -> list[str]:
@@ -232,6 +244,7 @@ class Flippable(TargetVectors, Protocol):
 
         Raises:
             UnavailableError: The server does not answer.
+            NotPermittedError: The server refuses the user.
         """
 
     def flip(self) -> AbstractContextManager[None]:
@@ -244,6 +257,8 @@ class Flippable(TargetVectors, Protocol):
             BusyError: Others hold the store for too long; nothing has changed.
             InvalidInputError: An item would lose its vector; nothing has changed.
             UnavailableError: The server does not answer; it may have flipped.
+            CannotWriteError: The disk is full, or the store cannot be written.
+            NotPermittedError: The user's rights are missing.
         """
 
 
@@ -260,6 +275,7 @@ class ReadById(TargetVectors, Protocol):
             InvalidInputError: An id is no value of the key's type, or the vectors have several
                 dimensions.
             UnavailableError: The server does not answer.
+            NotPermittedError: The server refuses the user.
         """
 
     def read_items(self, ids: Sequence[str]) -> Rows:
@@ -269,6 +285,7 @@ class ReadById(TargetVectors, Protocol):
         Raises:
             InvalidInputError: An id is no value of the key's type.
             UnavailableError: The server does not answer.
+            NotPermittedError: The server refuses the user.
         """
 
 
@@ -285,6 +302,7 @@ class Multiplied(TargetVectors, Protocol):
         Raises:
             InvalidInputError: `probe` has another dimension.
             UnavailableError: The server does not answer.
+            NotPermittedError: The server refuses the user.
         """
 
 
@@ -301,6 +319,8 @@ class Source(Protocol):
             InvalidInputError: The store searches by a metric that is not supported, or its column
                 of vectors cannot be chosen.
             UnavailableError: The server does not answer.
+            NotFoundError: The table or the collection was deleted.
+            NotPermittedError: The server refuses the user.
         """
 
     def count(self) -> int:
@@ -311,6 +331,8 @@ class Source(Protocol):
         Raises:
             UnavailableError: The server does not answer.
             InvalidInputError: A file cannot be read.
+            NotFoundError: The table or the collection was deleted.
+            NotPermittedError: The server refuses the user.
         """
 
     def windows(self, rows: int) -> Iterator[Window]:
@@ -327,6 +349,7 @@ class Source(Protocol):
             NotPermittedError: The server refuses the user, or may hide rows from this role.
             InvalidInputError: A file cannot be read.
             IncompatibleSpaceError: Files of one folder record different models.
+            NotFoundError: The table or the collection was deleted.
         """
 
     def read(self, window: Window) -> Rows:
@@ -335,6 +358,8 @@ class Source(Protocol):
         Raises:
             InvalidInputError: The vectors have several dimensions, or a file is damaged.
             UnavailableError: The server does not answer.
+            NotFoundError: The table or the collection was deleted.
+            NotPermittedError: The server refuses the user.
         """
 
     def column(self, window: Window, name: str) -> ColumnValues:
@@ -344,6 +369,8 @@ class Source(Protocol):
             InvalidInputError: There is no such column. A store without fixed columns returns no
                 values instead.
             UnavailableError: The server does not answer.
+            NotFoundError: The table or the collection was deleted.
+            NotPermittedError: The server refuses the user.
         """
 
     def open_target(self, target: Target) -> TargetVectors:
@@ -356,6 +383,7 @@ class Source(Protocol):
             BusyError: Others hold the store.
             UnavailableError: The server does not answer.
             NotPermittedError: The user may not change the store.
+            NotFoundError: The table or the collection was deleted.
         """
 
     def rollback(self, name: str) -> bool:
@@ -371,6 +399,7 @@ class Source(Protocol):
             CannotWriteError: The store cannot be written.
             UnavailableError: The server does not answer.
             NotPermittedError: The user may not change the store.
+            NotFoundError: The table or the collection was deleted.
         """
 
 
@@ -383,6 +412,7 @@ class WarningSource(Source, Protocol):
 
         Raises:
             UnavailableError: The server does not answer.
+            NotPermittedError: The server refuses the user.
         """
 
     def obstacles(self, target: Target) -> list[str]:
@@ -392,6 +422,7 @@ class WarningSource(Source, Protocol):
 
         Raises:
             UnavailableError: The server does not answer.
+            NotPermittedError: The server refuses the user.
         """
 
 
@@ -422,6 +453,7 @@ class Reversible(Source, Protocol):
 
         Raises:
             UnavailableError: The server does not answer.
+            NotPermittedError: The server refuses the user.
         """
 
     def name_model(self, model: str) -> None:
@@ -432,6 +464,8 @@ class Reversible(Source, Protocol):
         Raises:
             BusyError: Others hold the store.
             CannotWriteError: The store cannot be written.
+            UnavailableError: The server does not answer.
+            NotPermittedError: The user's rights are missing.
         """
 
     def migration_lock(self) -> AbstractContextManager[Callable[[], None]]:
@@ -442,11 +476,17 @@ class Reversible(Source, Protocol):
 
         Raises:
             BusyError: Another migration holds the lock.
+            UnavailableError: The server does not answer.
+            NotPermittedError: The server refuses the user.
         """
 
     def read_migration_mark(self, column: str) -> str | None:
         """Return the mark of new vectors (see Target); None if the name has none, does not exist,
         or a flip has taken place.
+
+        Raises:
+            NotPermittedError: The server refuses the user.
+            UnavailableError: The server does not answer.
         """
 
     def flip_mark(self) -> str | None:
@@ -454,6 +494,7 @@ class Reversible(Source, Protocol):
 
         Raises:
             UnavailableError: The server does not answer.
+            NotPermittedError: The server refuses the user.
         """
 
     def flip_state(self, mark: str) -> Literal["old", "flipped", "finished", "unknown"]:
@@ -469,6 +510,7 @@ class Reversible(Source, Protocol):
 
         Raises:
             UnavailableError: The server does not answer.
+            NotPermittedError: The server refuses the user.
         """
 
     def flip_back(self, to: str, *, lose: bool = False) -> int:
@@ -486,7 +528,9 @@ class Reversible(Source, Protocol):
                 depends on the new ones, or the flip was not reversible (see Target).
             NotFoundError: There are no old vectors.
             BusyError: Others hold the store.
-            NotPermittedError: Rows may be hidden from this user.
+            NotPermittedError: Rows may be hidden from this user. The user may not change the store.
+            UnavailableError: The server does not answer.
+            CannotWriteError: The store cannot be written.
         """
 
     def drop_old(self) -> None:
@@ -497,6 +541,8 @@ class Reversible(Source, Protocol):
             InvalidInputError: Another object of the database still depends on them.
             BusyError: Others hold the store.
             CannotWriteError: The store cannot be written.
+            UnavailableError: The server does not answer.
+            NotPermittedError: The user's rights are missing.
         """
 
 
@@ -528,6 +574,7 @@ class Dimensioned(Source, Protocol):
 
         Raises:
             UnavailableError: The server does not answer.
+            NotPermittedError: The server refuses the user.
         """
 
 
@@ -551,6 +598,7 @@ class Searchable(Source, Protocol):
             InvalidInputError: The query has another dimension, or, in some stores, there are no new
                 vectors of this name.
             UnavailableError: The server does not answer.
+            NotPermittedError: The server refuses the user.
         """
 
     def lookup(self, ids: Sequence[str]) -> Rows:
@@ -561,6 +609,7 @@ class Searchable(Source, Protocol):
             InvalidInputError: The vectors have several dimensions, or an id is no value of the
                 key's type.
             UnavailableError: The server does not answer.
+            NotPermittedError: The server refuses the user.
         """
 
     def texts(self, ids: Sequence[str], column: str) -> dict[str, str]:
@@ -571,6 +620,7 @@ class Searchable(Source, Protocol):
         Raises:
             InvalidInputError: There is no such column, in a store with fixed columns.
             UnavailableError: The server does not answer.
+            NotPermittedError: The server refuses the user.
         """
 
     def close(self) -> None:
