@@ -437,6 +437,8 @@ def build_segment(items: Mapping[int, Metadata]) -> Segment:
 def read_metadata(store: Store, labels: Sequence[int]) -> dict[int, Metadata]:
     """Read the metadata of the items that exist, by label; other labels are skipped.
 
+    Empty without such items; a label that repeats counts once.
+
     Args:
         labels: Labels, in any order.
 

@@ -1342,6 +1342,7 @@ class FileConnections:
             BusyError: Another process has the file for itself, or holds the lock.
             CannotWriteError: The file cannot be opened, or the disk fails during the block.
             sqlite3.Error: A statement of the block is wrong.
+            OSError: The file system has no locks (flock).
         """
         with self._users:
             if self._closed:
@@ -1412,6 +1413,8 @@ class FileConnections:
             CannotWriteError: The file cannot be opened, or the disk fails.
             VerificationError: The file is damaged, or an SQLite error in the block says so.
             NotFoundError: The connections were closed for good, or the file is gone.
+            OSError: The file system has no locks (flock), or a file that was read without a lock is
+                gone at the end of the block.
         """
         with self.hold_open():
             if self._access.sole:
@@ -1657,6 +1660,7 @@ def create_in_place(path: Path, spec: SpaceSpec | None) -> None:
         CannotWriteError: The file exists or cannot be written, or its disk has no room or allows no
             write-ahead log.
         sqlite3.Error: Another statement failed.
+        BusyError: Another process opened the new file and locks it.
     """
     try:
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))

@@ -555,7 +555,9 @@ def check_uncertainty(uncertainty: ArrayLike | None, rows: int) -> NDArray[np.fl
         float32 [rows]; None for None.
 
     Raises:
-        InvalidInputError: Another number or dtype, or values that are not finite or above 1e15.
+        InvalidInputError: Another number or dtype. UnusableRowsError, with the rows: values that
+            are not finite or above 1e15.
+        ValueError: Nested lists of unequal lengths.
     """
     if uncertainty is None:
         return None

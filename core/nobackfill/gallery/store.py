@@ -271,6 +271,7 @@ def check_new_vectors(info: SpaceInfo, new: NewVectors, rows: int) -> CheckedVec
             space does not have.
         UnusableRowsError: Rows that are not finite or too large, or in a space of unit vectors not
             of norm 1.
+        ValueError: Nested lists of unequal lengths.
     """
     spec = info.spec
     what = f"embeddings of release {spec.release}"
@@ -523,6 +524,7 @@ class Store:
             CannotWriteError: The file cannot be written, the disk has less than 256 KiB free, or it
                 allows no write-ahead log.
             BusyError: Another process creates it, or holds its lock file.
+            OSError: The file system has no locks (flock).
         """
         create_file(path, spec)
         return cls(path)
@@ -728,6 +730,7 @@ class Store:
                 lock.
             CannotWriteError: The file cannot be opened, or the disk fails.
             NotFoundError: The gallery was closed for good, or its file is gone.
+            VerificationError: The file is no gallery, or has a newer format.
         """
         active = [info for info in self.spaces() if info.state == "active"]
         if len(active) != 1:
@@ -968,6 +971,7 @@ class Store:
                 lock.
             CannotWriteError: The file cannot be opened, or the disk fails.
             NotFoundError: The gallery was closed for good, or its file is gone.
+            VerificationError: The file is no gallery, or has a newer format.
         """
         with self.read_snapshot() as connection:
             check_pages(connection, self.path)

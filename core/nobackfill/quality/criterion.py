@@ -59,6 +59,7 @@ def compute_criteria(
         NoEncoderError: A release has no model for this kind of item, images or texts.
         VerificationError: A file differs from its manifest, cannot be loaded, or returns no usable
             vectors.
+        IndexError: Relevance is for fewer queries, or names a position outside the gallery.
     """
     by_name = {cell.name: cell for cell in cells}
     criteria: dict[str, Judgement] = {}

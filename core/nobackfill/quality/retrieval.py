@@ -294,6 +294,7 @@ def evaluate_cells(
             vectors are not finite, or a listing is empty.
         NoEncoderError: A release has no model for this kind of item, images or texts.
         ConfigurationError: The library for a tokenizer is not installed.
+        IndexError: Relevance names a position outside the gallery.
     """
     return [
         _evaluate(name, queries, gallery, relevance, neighbours=neighbours, int8=int8)

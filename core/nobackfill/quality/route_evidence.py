@@ -449,6 +449,9 @@ def backfill_curves(
             vectors.
         ValueError: No query has a relevant item, vectors are not finite, or `oracle` is asked for
             where the dimensions differ.
+        NoEncoderError: A release has no model for this kind of item, images or texts.
+        ConfigurationError: The library for a tokenizer is not installed.
+        IndexError: Relevance is for fewer queries, or names a position outside the gallery.
     """
     line = served_line(cell, queries) if line is None else line
     served, native = gallery.vectors_along(cell.gallery, int8=int8), gallery.native(cell.query)

@@ -103,6 +103,7 @@ def read_folder(folder: Path, seed: int) -> tuple[ImageListing, int]:
     Raises:
         NotFoundError: No such folder.
         InvalidInputError: Fewer than two classes have two images.
+        PermissionError: This user may not list the folder.
     """
     if not folder.is_dir():
         raise NotFoundError(
@@ -458,6 +459,7 @@ def upgrade_page(
         CannotWriteError: The temporary folder cannot be written.
         ValueError: No picture shares its class with another one.
         NoEncoderError: A release embeds no images, with `images`.
+        PermissionError: This user may not list `images`.
     """
     links = () if served is None else served.links(release)
     with tempfile.TemporaryDirectory() as state:

@@ -74,6 +74,9 @@ class Evaluation:
             VerificationError: its checkpoint is damaged.
             InvalidInputError: a test image is missing or cannot be decoded.
             CannotWriteError: the cache cannot be written.
+            NotFoundError, UnavailableError: a backbone of local-dir or hf-hub is missing, or its
+                description cannot be downloaded.
+            NobackfillError: a process that reads images was killed.
         """
         encoder = encoder_of_run(run_dir, kind)
         images = ListedImages(self.listing, encoder.image_size, ReadingOptions())
@@ -125,8 +128,12 @@ def row_cells(row: MethodRow, test: Evaluation) -> Cells:
         VerificationError: a checkpoint is damaged, or an exported file computes other vectors.
         InvalidInputError: a test image, or a held-out training image, cannot be decoded.
         ValueError: no test image shares its class with another one.
-        OSError: the log of the new model's training is missing.
+        OSError: the log of the new model's training is missing. PermissionError: this user may not
+            list the folder of held-out training images.
         CannotWriteError: the cache cannot be written.
+        NotFoundError, UnavailableError: a backbone of local-dir or hf-hub is missing, or its
+            description cannot be downloaded.
+        NobackfillError: a process that reads images was killed.
     """
     images = _embedded(row, test)
     old, new = images.native(OLD), images.native(NEW)
@@ -316,6 +323,7 @@ def known_to_old(row: MethodRow, tested: ImageListing) -> NDArray[np.bool_]:
     Raises:
         ConfigurationError: the folder of the old model's training images cannot be read.
         InvalidInputError: this folder has too few classes, or an empty one.
+        PermissionError: this user may not list that folder.
     """
     images, classes = row.old.values["images"], row.old.values["classes"]
     assert isinstance(images, Path) and (classes is None or isinstance(classes, int))

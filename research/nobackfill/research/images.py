@@ -70,6 +70,7 @@ def train_and_test(images: Path, into: Path, share: float | None, seed: int) -> 
         ConfigurationError: IMAGES cannot be read.
         InvalidInputError: there is no class folder, or a class is empty.
         OSError: INTO cannot be written.
+        PermissionError: this user may not list IMAGES.
     """
     listings = _listed(images, share)
     if share is not None:
@@ -112,6 +113,7 @@ def require_same_images(images: Path, share: float | None, root: Path) -> None:
         NotFoundError: without a share, IMAGES lacks `train` or `test`.
         InvalidInputError: there is no class folder, a class is empty, or an image cannot be read.
         OSError: ROOT/images.json cannot be read.
+        PermissionError: this user may not list IMAGES.
     """
     note = root / "images.json"
     content = json.dumps([_identity(listing) for listing in _listed(images, share)], indent=1)
@@ -167,6 +169,7 @@ def link_allocation(train: Path, name: str, into: Path, seed: int) -> None:
             class has one image.
         InvalidInputError: TRAIN has no class folder, or an empty one.
         OSError: INTO cannot be written.
+        PermissionError: this user may not list TRAIN.
     """
     listing = list_images(train)
     allocation = allocate(name, listing.labels, seed=seed)
@@ -191,6 +194,7 @@ def link_with_label_noise(train: Path, into: Path, share: float, seed: int) -> N
         ConfigurationError: TRAIN cannot be read.
         InvalidInputError: TRAIN has no class folder, or an empty one.
         OSError: INTO cannot be written.
+        PermissionError: this user may not list TRAIN.
     """
     listing = list_images(train)
     rng = np.random.default_rng(seed)
@@ -216,6 +220,7 @@ def link_later_classes(images: Path, into: Path, first: int) -> None:
         ConfigurationError: IMAGES cannot be read.
         InvalidInputError: IMAGES has no class folder, or an empty one.
         OSError: INTO cannot be written.
+        PermissionError: this user may not list IMAGES.
     """
     listing = list_images(images)
     selected = listing.select(np.flatnonzero(listing.labels >= first))
@@ -283,6 +288,7 @@ def check_classes(images: Path, least: int) -> None:
     Raises:
         InvalidInputError: there are fewer than `least` class folders, or one is empty.
         ConfigurationError: the folder cannot be read.
+        PermissionError: this user may not list the folder.
     """
     count = len(list_images(images).class_names)
     if count < least:
@@ -346,6 +352,7 @@ def development_images(train: Path, into: Path, classes: int, seed: int) -> None
         ConfigurationError: TRAIN cannot be read.
         InvalidInputError: TRAIN has fewer classes, or an empty one.
         OSError: INTO cannot be written.
+        PermissionError: this user may not list TRAIN.
     """
     listing = list_images(train, classes)
     order = np.random.default_rng(seed).permutation(classes)
@@ -415,6 +422,7 @@ def write_shifted(test: Path, into: Path) -> None:
         ConfigurationError: TEST cannot be read.
         InvalidInputError: TEST has no class folder, or an empty one.
         OSError: an image cannot be decoded, or INTO cannot be written.
+        PermissionError: this user may not list TEST.
     """
     shift, listing = SHIFTS[into.name], list_images(test)
     incomplete = start_folder(into)

@@ -99,7 +99,8 @@ def full_page(results: Results) -> str:
         Markdown, with an end of line at its end.
 
     Raises:
-        KeyError: the main split, or the cost of one of its rows, is missing.
+        KeyError: the main split is missing, or one of its rows has no cost or no `negative_flips`.
+        IndexError: the results have no seeds.
     """
     lines = [f"# Methods compared on {results.data}", "", *_about(results), "", *_table(results)]
     if published := paper_table(results.data, results.main.rows):
@@ -355,6 +356,9 @@ def rewrite_tables(page: Path) -> list[Path]:
             document that is refused, the full pages of earlier marks are written already.
         CannotWriteError: a page cannot be written; the document stays as it was, or has the new
             text.
+        OSError: the document or a results file cannot be read.
+        KeyError, IndexError: results lack a figure or have no seeds, as in `full_page` and
+            `short_table`.
     """
     if not page.is_file():
         raise NotFoundError(
@@ -403,6 +407,7 @@ def short_table(results: Results, link: str, *, brief: bool = False) -> list[str
 
     Raises:
         KeyError: a row lacks new/served or `negative_flips`.
+        IndexError: the results have no seeds.
     """
     lines = table_head("served", "kept", "flips", "unseen served", "unseen kept")
     shown = rows_shown(results)

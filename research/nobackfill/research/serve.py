@@ -51,6 +51,7 @@ def exported_session(
     Raises:
         VerificationError: onnxruntime cannot run the exported file, or it computes other vectors
             than torch.
+        OSError: the temporary files cannot be written.
     """
     graph = UpgradeGraph(step)
     inputs = {"embedding": torch.randn(_EXAMPLES, old_dim)}
@@ -121,6 +122,7 @@ class TrainedImages(EmbeddedListing):
         Raises:
             ConfigurationError: a run of the route is missing or unfinished.
             VerificationError: a checkpoint is damaged, or an exported file computes other vectors.
+            KeyError: one model is given that is neither OLD nor NEW.
         """
         if len(releases) == 1:
             return Upgraded(self.native(releases[0]), None, None)
@@ -180,6 +182,8 @@ def load_step(run: TrainingRun) -> UpgradeNetwork:
         ConfigurationError: the run is missing or unfinished.
         VerificationError: its checkpoint is damaged.
         AssertionError: an embedder whose method makes no upgrade.
+        NotFoundError, UnavailableError: a backbone of local-dir or hf-hub is missing, or its
+            description cannot be downloaded.
     """
     if run.values["kind"] == "upgrade":
         return read_upgrade(run.folder)[0]
@@ -257,6 +261,7 @@ def costs(rows: Sequence[MethodRow]) -> dict[str, RowCost]:
     Raises:
         ConfigurationError: a run is missing or unfinished.
         VerificationError: a checkpoint is damaged, or an exported file computes other vectors.
+        KeyError: a run's configuration does not say its dimension.
     """
     time_of: dict[object, float] = {}
     cost_of = {}

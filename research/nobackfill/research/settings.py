@@ -322,9 +322,12 @@ def prepare(place: ComparisonPlace, rows: list[MethodRow]) -> None:
         rows: the rows; none: nothing is made.
 
     Raises:
-        OSError: the folder cannot be written.
+        OSError: the folder cannot be written, or an image cannot be decoded. PermissionError: this
+            user may not list a folder.
         ConfigurationError: the place's own images cannot be read, or a class has a single image.
         InvalidInputError: they lack class folders, or one is empty.
+        ValueError: label noise is to be made from images of a single class.
+        KeyError: a shifted folder has a name that is no key of SHIFTS.
     """
     for row in rows:
         folders = [run.values["images"] for run in row.runs]

@@ -189,6 +189,10 @@ def make_features(runs: Sequence[TrainingRun]) -> None:
         InvalidInputError: there are too few images, or one cannot be decoded.
         VerificationError: a checkpoint is damaged.
         CannotWriteError: the cache cannot be written.
+        NoEncoderError: a release that is read embeds no images.
+        NotFoundError, UnavailableError: a publication or a backbone of local-dir or hf-hub is
+            missing or incomplete, or cannot be read or downloaded.
+        NobackfillError: a process that reads images was killed.
     """
     _one_thread()
     keep_freed_memory()
@@ -240,12 +244,17 @@ def measure_row(place: ComparisonPlace, row: MethodRow) -> None:
         row: the row; its runs are trained.
 
     Raises:
-        OSError: a run of the row has no checkpoint.
-        CannotWriteError: the cells or features cannot be written.
+        OSError: a run of the row has no checkpoint. PermissionError: this user may not list a
+            folder of images.
+        CannotWriteError: the features or the .json file of the cells cannot be written; of the .npz
+            file it is an OSError.
         ConfigurationError: a run is unfinished or of another kind, or images cannot be read.
         InvalidInputError: an image cannot be decoded.
         VerificationError: a checkpoint is damaged, or an exported file computes other vectors.
         ValueError: no tested image shares its class with another one.
+        NotFoundError, UnavailableError: a backbone of local-dir or hf-hub is missing, or its
+            description cannot be downloaded.
+        NobackfillError: a process that reads images was killed.
     """
     _one_thread()
     path, key = cells_path(place, row), _key(row)
@@ -276,6 +285,7 @@ def images_of(place: ComparisonPlace, row: MethodRow) -> ImageListing:
     Raises:
         ConfigurationError: the folder cannot be read.
         InvalidInputError: the folder has no class folder, or an empty one.
+        PermissionError: this user may not list the folder.
     """
     return _listing(place.images, row.tested, place.split)
 

@@ -475,6 +475,7 @@ def write_bench(out: Path, name: str, results: BenchResults) -> None:
     Raises:
         CannotWriteError: a file cannot be written.
         OSError: the folder cannot be made.
+        KeyError: the results lack the row old/old. OUT/NAME.json is written already then.
     """
     out.mkdir(parents=True, exist_ok=True)
     write_file(out / f"{name}.json", (results.model_dump_json(indent=1) + "\n").encode(), 0o644)

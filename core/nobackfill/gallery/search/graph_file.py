@@ -359,7 +359,9 @@ class GraphSkeleton:
     ef: int
 
     def write(self, path: Path) -> None:
-        """Write the index file; `sums` must be set.
+        """Write the index file; `sums` must be set, which is asserted.
+
+        The file gets mode 0600. Only one process may write a path at a time.
 
         Args:
             path: The file, in an existing folder; any earlier one is replaced atomically.
@@ -387,6 +389,7 @@ def read_skeleton(path: Path, spec: SpaceSpec) -> GraphSkeleton:
         NotFoundError: There is no such file.
         VerificationError: The file is damaged, cannot be read, belongs to another space or engine,
             or has links that lead out of the graph.
+        KeyError: An intact file lacks an array or a parameter of the graph.
     """
     file = read_index(path, spec, ENGINE)
     arrays, parameters = file.arrays, dict(file.parameters)

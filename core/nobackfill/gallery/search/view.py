@@ -277,6 +277,9 @@ class QuerySample:
 
         Args:
             queries: float32 [q, dim], checked; copied.
+
+        Raises:
+            ValueError: The sample has vectors of another dimension.
         """
         self.store_queries(queries[self.draw(len(queries))])
 

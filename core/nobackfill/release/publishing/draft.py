@@ -60,6 +60,7 @@ def check_draft(draft: Draft, repo: Path, published: Mapping[str, TargetFile]) -
             draft that was gated as a first release although others are published.
         VerificationError: Any other check failed. UnfitError: also where this program cannot use a
             published release or the draft.
+        OSError: The child process cannot be started.
     """
     manifest = draft.manifest
     predecessors = {

@@ -115,6 +115,7 @@ def verify_publication(
             converter.
         UnavailableError: The folder cannot be read.
         CannotWriteError: The temporary folder cannot be written.
+        OSError: The child process cannot be started.
     """
     with tempfile.TemporaryDirectory(prefix="nobackfill-") as temporary:
         trust = TrustedFolder(repo, Path(temporary), root)

@@ -72,6 +72,7 @@ def clear_staging(repo: Path) -> None:
 
     Raises:
         CannotWriteError: A file cannot be removed; the others may be gone.
+        OSError: The file system has no locks (flock), or the folder cannot be listed.
     """
     top = staging_folder(repo)
     for path in sorted(top.iterdir()) if top.is_dir() else ():
@@ -98,6 +99,7 @@ def draft_folder(repo: Path) -> Iterator[Path]:
     Raises:
         BusyError: Another process publishes for more than a minute.
         CannotWriteError: The folder cannot be made, or at the end it cannot be removed.
+        OSError: The file system has no locks (flock).
     """
     with contextlib.ExitStack() as locks:
         with durable.lock_file(lock_path(repo), _LOCK_SECONDS):
@@ -183,6 +185,7 @@ def publish(
         BusyError: Another publisher holds the lock; it is not waited for.
         CannotWriteError: The disk fails, or the folder is a mount point. Readers see the old state,
             or the new one if only the last sync failed.
+        OSError: The file system has no locks (flock), or the child process cannot be started.
     """
     keys = keys or SigningKeys.of(repo)
     if dry_run:
@@ -376,6 +379,7 @@ def begin_publication(repo: Path, keys: SigningKeys) -> None:
         ConfigurationError: A file is no key, or others may read it.
         CannotWriteError: A file cannot be written, or the folder is a mount point.
         VerificationError: The root metadata is invalid.
+        OSError: The file system has no locks (flock).
     """
     refuse_begun(repo)
     durable.make_dir(repo.absolute())
@@ -462,6 +466,7 @@ def publish_converter(
         ConfigurationError: A key is missing or invalid, or others may read it.
         VerificationError: The published metadata is invalid.
         pydantic.ValidationError: `data` is empty.
+        OSError: The file system has no locks (flock).
     """
     keys = keys or SigningKeys.of(repo)
     durable.make_dir(repo.absolute())

@@ -80,6 +80,7 @@ def resign(repo: Path, keys: SigningKeys | None = None, dry_run: bool = False) -
         BusyError: Another publisher holds the lock; it is not waited for.
         CannotWriteError: A file cannot be written, or the folder is a mount point.
         VerificationError: The published metadata is invalid.
+        OSError: The file system has no locks (flock).
     """
     keys = keys or SigningKeys.of(repo)
     ledger = require_ledger(repo)
@@ -126,6 +127,7 @@ def rotate(
         BusyError: Another publisher holds the lock; it is not waited for.
         CannotWriteError: A file cannot be written, or the folder is a mount point.
         VerificationError: The published metadata is invalid.
+        OSError: The file system has no locks (flock).
     """
     keys = keys or SigningKeys.of(repo)
     if not roles or not set(roles) <= set(ROLES):
@@ -222,10 +224,12 @@ def withdraw(
         PreconditionError: The reason is empty, blank or not printable.
         NotFoundError: No such release or converter.
         ConfigurationError: The targets, snapshot or timestamp key is missing or invalid, or others
-            may read it. In a run that has nothing to change, keys are not read.
+            may read it. A real run that has nothing to change does not read keys; a dry run always
+            does.
         BusyError: Another publisher holds the lock; it is not waited for.
         CannotWriteError: A file cannot be written, or the folder is a mount point.
         VerificationError: The published metadata is invalid.
+        OSError: The file system has no locks (flock).
     """
     if not reason.strip() or not reason.isprintable():
         raise PreconditionError(
@@ -264,10 +268,12 @@ def roll_out(
         NotFoundError: No such release.
         PreconditionError: The share would shrink, or the release is withdrawn.
         ConfigurationError: The targets, snapshot or timestamp key is missing or invalid, or others
-            may read it.
+            may read it. A real run that has nothing to change does not read keys; a dry run always
+            does.
         BusyError: Another publisher holds the lock; it is not waited for.
         CannotWriteError: A file cannot be written, or the folder is a mount point.
         VerificationError: The published metadata is invalid.
+        OSError: The file system has no locks (flock).
     """
     if not 0 < share <= 1:
         raise InvalidInputError(f"share: expected above 0 and at most 1, got {share:g}")

@@ -54,6 +54,9 @@ class TrainedMap:
             ConfigurationError: the method is unknown, side-information or labels that it reads are
                 missing, or an option is wrong.
             DivergedError: a loss is not finite.
+            ValueError: a method in closed form gets fewer than two pairs, or values that are not
+                finite.
+            CannotWriteError, OSError: the temporary folder cannot be written.
         """
         method = upgrade_method(self._method)
         if self._reads_side and train.side is None:
