@@ -309,7 +309,11 @@ class _Spectrum:
         return Ridge(weight, mean_y - weight @ mean_x, penalty, error, spread)
 
     def hold_out(self, blocks: Iterable[Pairs], group: int, seed: int, most: int) -> "_HeldOut":
-        """Read the rows whose leave-one-out error is computed: at most `most`, in whole groups."""
+        """Read the rows whose leave-one-out error is computed: at most `most`, in whole groups.
+
+        Raises:
+            ValueError: `blocks` has another number of pairs than before.
+        """
         groups = self._rows // group
         sample = np.arange(groups)
         if self._rows > most:

@@ -151,6 +151,9 @@ def build_column(values: Iterable[tuple[Scalar, int]]) -> KeyColumn:
     Args:
         values: Texts, numbers and flags, each with its row from 0. A list is given as each of its
             texts.
+
+    Raises:
+        OverflowError: An integer beyond the largest float.
     """
     texts: list[tuple[str, int]] = []
     integers: list[tuple[int, int]] = []

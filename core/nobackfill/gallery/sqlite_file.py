@@ -1465,6 +1465,8 @@ class FileConnections:
         Other threads that write wait until the end. The write-ahead log is emptied last, unless a
         reader prevents it. After an error, pages that were returned stay returned.
 
+        Without free pages, only the log is emptied. Do not call it in a transaction.
+
         Args:
             pages: Pages that one transaction returns, at least 1; other processes may commit
                 between two.
@@ -1572,6 +1574,8 @@ def create_file(path: Path, spec: SpaceSpec) -> None:
 
     Missing folders are made with mode 0700, the file has mode 0600. Temporary files of killed
     processes are removed, and a lock file stays next to the gallery.
+
+    After an error, no file is left but the lock file and the folders.
 
     Args:
         path: The file.

@@ -298,7 +298,7 @@ def as_old(new: Vectors, old: Vectors, metric: Metric) -> Vectors:
     """Return the first elements of new vectors, as many as the old ones have.
 
     They are normalised again where directions are compared: with cosine, or if all old vectors have
-    norm 1.
+    norm 1. Without old vectors they are normalised, too.
 
     Args:
         new: [q, new dim].

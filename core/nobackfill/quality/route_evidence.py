@@ -550,6 +550,9 @@ def measure_lazy_reembedding(
         NotFoundError: A release or an upgrade of the cell does not exist.
         VerificationError: A file differs from its manifest, cannot be loaded, or returns no usable
             vectors.
+        NoEncoderError: A release has no model for this kind of item, images or texts.
+        ConfigurationError: The library for a tokenizer is not installed.
+        IndexError: Relevance is for fewer queries, or names a position outside the gallery.
     """
     raw, scaled = (
         backfill_curves(

@@ -47,6 +47,7 @@ def fill_value(value: MetadataValue, into: types.Value) -> None:
 
     Raises:
         InvalidInputError: None, a mapping, or a list of anything but texts.
+        OverflowError: An integer beyond the largest float.
     """
     if isinstance(value, bool):
         into.flag = value
@@ -76,6 +77,7 @@ def to_value(value: MetadataValue) -> types.Value:
 
     Raises:
         InvalidInputError: None, a mapping, or a list of anything but texts.
+        OverflowError: An integer beyond the largest float.
     """
     message = types.Value()
     fill_value(value, message)
@@ -175,6 +177,7 @@ def to_expression(condition: Filter) -> types.Expression:
     Raises:
         ValueError: A bound has more than 64 bits, or a time is outside of the years 1 to 9999.
         InvalidInputError: A value of a OneOf is None, a mapping, or a list of anything but texts.
+        OverflowError: An integer among the values of a OneOf is beyond the largest float.
     """
     message = types.Expression()
     if isinstance(condition, All | AnyOf):

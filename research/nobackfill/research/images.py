@@ -58,6 +58,9 @@ def write_digits(folder: Path) -> None:
 def train_and_test(images: Path, into: Path, share: float | None, seed: int) -> None:
     """Link images as INTO/train/CLASS and INTO/test/CLASS; existing folders stay as they are.
 
+    With a share, a class keeps at least one training image, so a class of one image has no test
+    image.
+
     Args:
         images: a folder of class folders; without a share, one with `train` and `test` in it.
         into: the folder.
@@ -412,6 +415,9 @@ def write_shifted(test: Path, into: Path) -> None:
     """Write the images of TEST as PNG below INTO, in the same class folders, blurred or negated.
 
     The name of INTO selects the change. INTO must not exist; it appears when it is complete.
+
+    An earlier INTO.part is removed; after an error, the new one stays. Of images whose names differ
+    only in the suffix, the last one stays.
 
     Args:
         test: the images, as class folders.

@@ -146,6 +146,9 @@ def kept_share(row: RowResult | None) -> str:
 
     Returns:
         The text, such as "91.2 / 88.4".
+
+    Raises:
+        KeyError: the row has a reference, but lacks `kept_cmc1` or `kept_map`.
     """
     if row is None or not row.held_to:
         return "-"
@@ -183,6 +186,9 @@ def reference_rows(results: Results) -> str:
 
     Returns:
         "" if no row that shares the table's old model has such a reference.
+
+    Raises:
+        KeyError: a reference lacks cmc1 or map.
     """
     parts = []
     for split, part in results.splits.items():

@@ -123,6 +123,9 @@ class TrainedImages(EmbeddedListing):
             ConfigurationError: a run of the route is missing or unfinished.
             VerificationError: a checkpoint is damaged, or an exported file computes other vectors.
             KeyError: one model is given that is neither OLD nor NEW.
+            NotFoundError, UnavailableError: a backbone of local-dir or hf-hub is missing, or its
+                description cannot be downloaded.
+            OSError: a temporary file of an export cannot be written.
         """
         if len(releases) == 1:
             return Upgraded(self.native(releases[0]), None, None)
@@ -152,6 +155,9 @@ def serve(row: MethodRow, old: Vectors, side: Vectors | None, *, int8: bool) -> 
         ConfigurationError: a run is missing or unfinished.
         VerificationError: a checkpoint is damaged, or an exported file computes other vectors.
         AssertionError: with int8, an upgrade reads side-information and there is none.
+        NotFoundError, UnavailableError: a backbone of local-dir or hf-hub is missing, or its
+            description cannot be downloaded.
+        OSError: a temporary file of an export cannot be written.
     """
     embedding = torch.from_numpy(old)
     current_side = None if side is None else torch.from_numpy(side)
@@ -262,6 +268,9 @@ def costs(rows: Sequence[MethodRow]) -> dict[str, RowCost]:
         ConfigurationError: a run is missing or unfinished.
         VerificationError: a checkpoint is damaged, or an exported file computes other vectors.
         KeyError: a run's configuration does not say its dimension.
+        NotFoundError, UnavailableError: a backbone of local-dir or hf-hub is missing, or its
+            description cannot be downloaded.
+        OSError: a temporary file of an export cannot be written.
     """
     time_of: dict[object, float] = {}
     cost_of = {}

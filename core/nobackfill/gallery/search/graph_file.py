@@ -304,6 +304,9 @@ def build_graph(links: GraphLinks, dim: int, fill: Callable[[Vectors], Mask]) ->
 
     Returns:
         The graph; each element's label is its number.
+
+    Raises:
+        KeyError: `links.parameters` lacks a parameter.
     """
     values = links.parameters
     graph = Hnsw.of_links(

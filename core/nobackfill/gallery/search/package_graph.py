@@ -165,7 +165,8 @@ class PackageGraph:
 
         Returns:
             The names and distances, nearest first, not those that are marked. None if the graph
-            finds fewer than k elements for a query.
+            finds fewer than k elements for a query, or refuses the queries, such as ones of another
+            dimension.
         """
         try:
             names, distances = self._index.knn_query(queries, k=k, num_threads=1)

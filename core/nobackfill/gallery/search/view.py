@@ -377,6 +377,8 @@ class IndexPart:
     def mask(self, label_filter: LabelFilter | None) -> Mask | None:
         """Return the rows that are alive and pass a filter, bool [n]; None for all.
 
+        Do not change the mask: it may be the one of this part or of the filter.
+
         Args:
             label_filter: Returns which labels may be found; None for all. Its error passes through.
         """

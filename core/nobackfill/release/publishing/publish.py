@@ -220,7 +220,8 @@ def lock_publication(repo: Path) -> Iterator[None]:
         BusyError: Another publisher holds it; it is not waited for.
         CannotWriteError: The folder is a mount point, so that nothing can be renamed into it, or
             the lock file cannot be made.
-        OSError: The folder is missing; the lock file may stay.
+        OSError: The folder is missing, or the file system has no locks (flock). The lock file may
+            stay.
     """
     folder = repo.absolute()
     with durable.lock_file(lock_path(repo)):
@@ -265,6 +266,7 @@ def put_metadata(repo: Path, files: list[tuple[str, bytes]]) -> None:
 
     Raises:
         CannotWriteError: A file cannot be written; earlier ones may be in place already.
+        OSError: The file system has no locks (flock); the new metadata is in place then.
     """
     durable.make_dir(staging_folder(repo))
     for name, data in files:
@@ -403,6 +405,7 @@ def ensure_root(repo: Path, keys: SigningKeys) -> Root:
         VerificationError: The root metadata is invalid.
         ConfigurationError: A file is no key, or others may read it.
         CannotWriteError: A file cannot be written.
+        OSError: Metadata is written, and the file system has no locks (flock).
     """
     newest = read_root(repo)
     if newest is None:
@@ -417,6 +420,8 @@ def put_files(repo: Path, files: Mapping[str, bytes]) -> None:
 
     Files are no part of the publication until `put_metadata` lists them. A file at the top of the
     folder is replaced; a model's folder must be new.
+
+    After an error, staged files stay until `clear_staging`.
 
     Args:
         repo: The publication folder.

@@ -146,6 +146,8 @@ class HttpFetcher:
         are followed. A host that does not serve ranges sends the whole file; the bytes before
         `offset` are skipped. The bytes are not decompressed or checked.
 
+        Closing the iterator early closes the connection.
+
         Args:
             url: The base URL and the published path.
             offset: The first byte.
