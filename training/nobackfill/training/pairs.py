@@ -42,6 +42,9 @@ def residual(old: Floats, new: Floats, straight: Floats) -> list[tuple[Floats, F
 
     Returns:
         float32 weight [out, in] and bias [out] of each of three layers, with ReLU between layers.
+
+    Raises:
+        RuntimeError: `old` has a value of NaN or infinity, or one row.
     """
     generator = torch.Generator().manual_seed(0)
     x, target, base = (torch.from_numpy(np.array(one, np.float32)) for one in (old, new, straight))

@@ -59,7 +59,8 @@ def leave_out_trained(
             cannot be read.
         ConfigurationError: a run is missing or unfinished, or its configuration has unknown keys.
         VerificationError: a run's checkpoint is damaged or was not written by train.py.
-        OSError: an image disappears during the call.
+        OSError: an image disappears during the call; a run's checkpoint cannot be opened; or the
+            folder of its training images may not be read (PermissionError).
     """
     rows, example = _trained_on(listing, runs)
     if not len(rows):
@@ -137,7 +138,7 @@ def add_embedder_run(release: Release, run_dir: Path) -> None:
             file computes other vectors.
         NotFoundError, UnavailableError: a backbone of local-dir or hf-hub is missing, or its
             description cannot be downloaded.
-        OSError: the ONNX file cannot be written.
+        OSError: the checkpoint cannot be opened, or the ONNX file cannot be written.
     """
     encoder, checkpoint = load_encoder(run_dir)
     config = checkpoint.config
@@ -185,9 +186,11 @@ def add_forward_head(release: Release, run_dir: Path) -> None:
     Raises:
         ConfigurationError: the run is missing or unfinished; its configuration or tensors do not
             fit this version; or its old model is not published.
+        NotFoundError, UnavailableError: a backbone of local-dir or hf-hub is missing, or its
+            description cannot be downloaded.
         VerificationError: its checkpoint is damaged, the exported file computes other vectors, or a
             file of the old release is damaged.
-        OSError: a file cannot be written.
+        OSError: the checkpoint cannot be opened, or a file cannot be written.
     """
     encoder, checkpoint = load_encoder(run_dir)
     config = checkpoint.config
@@ -235,7 +238,7 @@ def add_side_run(release: Release, run_dir: Path) -> None:
         VerificationError: its checkpoint is damaged, or the exported file computes other vectors.
         NotFoundError, UnavailableError: a backbone of local-dir or hf-hub is missing, or its
             description cannot be downloaded.
-        OSError: the ONNX file cannot be written.
+        OSError: the checkpoint cannot be opened, or the ONNX file cannot be written.
     """
     encoder, checkpoint = load_encoder(run_dir)
     if checkpoint.config.kind != "side_encoder":
@@ -266,7 +269,7 @@ def add_upgrade_run(release: Release, run_dir: Path) -> None:
             release is not published; or it reads side-information that this release lacks.
         VerificationError: its checkpoint is damaged, the exported file computes other vectors, or a
             file of the old release is damaged.
-        OSError: a file cannot be written.
+        OSError: the checkpoint cannot be opened, or a file cannot be written.
     """
     module, checkpoint = read_upgrade(run_dir)
     config, facts = checkpoint.config, checkpoint.facts
@@ -478,15 +481,16 @@ def add_runs(draft: Release, runs: Runs, keep_side_encoder: bool) -> None:
 
     Raises:
         ConfigurationError: a run is missing, unfinished, of another kind or does not fit this
-            version; parts or releases do not fit each other; or no release has a side encoder to
-            keep.
+            version; parts or releases do not fit each other; no release has a side encoder to
+            keep; or texts are embedded, and the extra `text` is not installed.
         NotFoundError: there is no ONNX file of a text model, or a local-dir backbone is missing.
         UnavailableError: the description of a public backbone cannot be downloaded.
         NoEncoderError: the newest release embeds no images, but its side encoder is to be kept.
         InvalidInputError: an ONNX file cannot be read or run, or has another form.
         VerificationError: a checkpoint or a file of an older release is damaged, or an exported
             file computes other vectors.
-        OSError: a file cannot be written.
+        ConvertError: onnx cannot convert the operator set of a text model; it is onnx's.
+        OSError: a checkpoint cannot be opened, or a file cannot be written.
     """
     if runs.embedder is not None:
         add_embedder_run(draft, runs.embedder)

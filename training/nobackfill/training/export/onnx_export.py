@@ -101,6 +101,8 @@ def check_parity(
     Raises:
         VerificationError: onnxruntime cannot run the file, or an output has another shape or
             differs by more than PARITY; the message names it.
+        ValueError: an input of the graph is missing in `inputs`, or the module has another number
+            of outputs.
     """
     for rows in {len(next(iter(inputs.values()))), 1}:
         examples = {name: tensor[:rows].cpu() for name, tensor in inputs.items()}

@@ -223,6 +223,8 @@ def add_text_encoder(release: Release, source: Path, queries: Path | None = None
         InvalidInputError: a model cannot be read or run, has another form, or takes longer texts
             than a release may; it lacks its tokenizer; or it does not fit the embedder or the other
             text model.
+        ConfigurationError: the extra `text` is not installed.
+        ConvertError: onnx cannot convert an old operator set to this one; it is onnx's.
         OSError: a file cannot be written.
     """
     model = _put(release, source, "--text-encoder", text_encoder_path(release.number))

@@ -190,6 +190,7 @@ def fit(
         NobackfillError: a process that reads images was killed.
         DivergedError: a loss or a weight is not finite; the last checkpoint stays.
         CannotWriteError: the run folder cannot be written.
+        OSError: the checkpoint in the run folder cannot be opened.
     """
     n = len(next(iter(rows.values())))
     steps = n // config.batch_size or 1

@@ -142,6 +142,7 @@ def read_finished(run_dir: Path) -> Checkpoint:
         ConfigurationError: there is no checkpoint, the training is not finished, or its
             configuration has keys or values that this version does not know.
         VerificationError: the file is damaged or no checkpoint of this program.
+        OSError: the checkpoint exists, but cannot be opened.
     """
     checkpoint = read_checkpoint(run_dir)
     if not checkpoint.finished:
@@ -169,6 +170,7 @@ def resumable(config: Config, facts: Facts | None = None) -> Checkpoint | None:
         ConfigurationError: the checkpoint has another configuration or other facts, or keys that
             this version does not know.
         VerificationError: the checkpoint is damaged or was not written by train.py.
+        OSError: the checkpoint exists, but cannot be opened.
     """
     if not (config.run_dir / CHECKPOINT).is_file():
         return None

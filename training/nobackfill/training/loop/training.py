@@ -85,6 +85,10 @@ def train(config: Config, progress: ProgressBars) -> Checkpoint:
         NotFoundError: a file of weights, or a folder of a public model, does not exist.
         UnavailableError: weights cannot be downloaded, or a publication cannot be read.
         NoEncoderError: a release of an upgrade embeds no images.
+        UnfitError: this program cannot use a published release of an upgrade.
+        ValueError, RuntimeError: an upgrade is solved from vectors that are not finite.
+        OSError: a checkpoint, a file of weights, the folder of images or the lock exists, but
+            cannot be opened.
     """
     keep_freed_memory()
     config = _normalised(config)
@@ -149,6 +153,7 @@ def split_images(config: Config) -> tuple[ImageListing, ImageListing]:
             `classes`, or a class is empty; the class list names a missing folder; or, where files
             are checked now, one is no image.
         CannotWriteError: the result of that check cannot be written.
+        PermissionError: the folder of images may not be read by this user.
     """
     listing = _usable(list_images(config.images, config.classes, config.class_list), config)
     # An upgrade may read no labels, so one class is enough.

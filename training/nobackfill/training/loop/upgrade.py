@@ -289,6 +289,9 @@ def open_sources(config: UpgradeConfig) -> Sources:
         NoEncoderError: a release embeds no images.
         NotFoundError: a publication is incomplete, or a backbone of local-dir is missing.
         UnavailableError: a publication, or the description of a public backbone, cannot be read.
+        UnfitError: this program cannot use a published release.
+        CannotWriteError: the folder for temporary files has no room to verify a publication.
+        OSError: a checkpoint exists, but cannot be opened.
     """
     old = vector_files = old_side = None
     if isinstance(config.old, StoredVectorFiles):
@@ -493,8 +496,11 @@ def train_upgrade(
         DivergedError: a loss or a weight is not finite.
         CannotWriteError: the run folder or the cache cannot be written.
         NoEncoderError: a release embeds no images.
+        UnfitError: this program cannot use a published release.
         NotFoundError, UnavailableError: a publication is incomplete or cannot be read.
         NobackfillError: a process that reads images was killed.
+        ValueError, RuntimeError: an upgrade is solved from vectors that are not finite.
+        OSError: a checkpoint exists, but cannot be opened.
     """
     method = upgrade_method(config.method)
     check_choices(method, config)
@@ -579,6 +585,8 @@ def fit_upgrade(
         CannotWriteError: the run folder cannot be written.
         ValueError: a method in closed form gets fewer than two images, or values that are not
             finite.
+        RuntimeError: method procrustes or residual gets a value that is not finite.
+        OSError: the checkpoint in the run folder cannot be opened.
     """
     config, shape = inputs.config, inputs.shape
     method = upgrade_method(config.method)
@@ -647,6 +655,7 @@ def read_upgrade(run_dir: Path) -> tuple[UpgradeNetwork, Checkpoint]:
         ConfigurationError: the run is missing, unfinished or of another kind, or its configuration
             or tensors do not fit this version.
         VerificationError: the checkpoint is damaged or was not written by train.py.
+        OSError: the checkpoint exists, but cannot be opened.
     """
     checkpoint = read_finished(run_dir)
     return load_upgrade(checkpoint), checkpoint

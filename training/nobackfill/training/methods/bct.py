@@ -46,6 +46,9 @@ class BctObjective(CompatibleObjective):
 
         Returns:
             A scalar; 0 if it knows no class of the batch.
+
+        Raises:
+            ConfigurationError: dim is below the old model's dimension.
         """
         old_labels = self.known_labels[labels]
         known = old_labels >= 0

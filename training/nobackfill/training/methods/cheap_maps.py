@@ -133,6 +133,8 @@ def solve_affine(upgrade: UpgradeNetwork, inputs: UpgradeInputs) -> None:
 
     Raises:
         ValueError: there are fewer than two images, or a value is NaN or infinite.
+        KeyError: `inputs.rows` lacks a feature that is read or written.
+        RuntimeError: the network was built for other dimensions.
     """
     reads = input_shape(inputs.config, inputs.shape)
     x = training_inputs(inputs.rows, reads)
@@ -183,7 +185,8 @@ def solve_procrustes(upgrade: UpgradeNetwork, inputs: UpgradeInputs) -> None:
 
     Raises:
         ValueError: there are fewer than two rows.
-        RuntimeError: a value is NaN or infinite.
+        RuntimeError: a value is NaN or infinite, or the network was built for other dimensions.
+        KeyError: `inputs.rows` lacks old or new vectors.
     """
     assert isinstance(upgrade.h, LinearMap)
     x, y = flat(inputs.rows, "old"), flat(inputs.rows, "new")
@@ -229,6 +232,8 @@ def solve_low_rank(upgrade: UpgradeNetwork, inputs: UpgradeInputs) -> None:
 
     Raises:
         ValueError: there are fewer than two images, or a value is NaN or infinite.
+        KeyError: `inputs.rows` lacks a feature that is read, or the new vectors.
+        RuntimeError: the network was built for other dimensions.
     """
     assert isinstance(upgrade.h, LinearMap) and upgrade.h.down is not None
     x = training_inputs(inputs.rows, upgrade.h.reads)

@@ -125,6 +125,9 @@ class CompatibleObjective(EmbedderObjective):
 
         They are renormalised if the old space holds unit vectors (BCT section 3.6). A zero vector
         stays zero.
+
+        Raises:
+            ConfigurationError: an embedding has fewer than old_dim elements.
         """
         first = first_elements(embedding, self.old.encoder.dim)
         return F.normalize(first) if self.old.encoder.unit else first

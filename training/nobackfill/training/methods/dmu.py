@@ -157,6 +157,9 @@ class DmuObjective(CompatibleObjective):
             embedding: new embeddings [b,dim].
             old: old embeddings [b,old_dim].
             labels: int64 [b].
+
+        Raises:
+            ConfigurationError: dim is below the old model's dimension.
         """
         if self.options.regularizer == "regression":
             return cosine_regression(self.as_old(embedding), old)

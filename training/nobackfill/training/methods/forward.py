@@ -57,7 +57,10 @@ class ForwardObjective(FctObjective):
         """Return the new classifier's mean loss over rows [n,d]: a scalar.
 
         Rows of classes that it does not know count as 0. They stay in the denominator. Only
-        `predicted` gets a gradient.
+        `predicted` gets a gradient. Without rows the mean is NaN.
+
+        Raises:
+            ConfigurationError: d is below the new model's dimension.
         """
         return self.class_losses(predicted, labels).mean()
 
@@ -66,6 +69,9 @@ class ForwardObjective(FctObjective):
 
         A row without a label (-1), or of a class that it does not know, has the loss 0. Only
         `predicted` gets a gradient, because the classifier is fixed.
+
+        Raises:
+            ConfigurationError: d is below the new model's dimension.
         """
         own = self.rows_of(labels)
         known = torch.nonzero(own >= 0)[:, 0]

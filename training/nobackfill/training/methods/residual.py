@@ -79,6 +79,10 @@ class Whitened(nn.Module):
 
         An element counts as constant if its standard deviation is at most 1e-6. If all are, the map
         is infinite or NaN.
+
+        Raises:
+            RuntimeError: a value is NaN or infinite, there is one row, or d is another dimension
+                than the map's. `shift` and `scale` may have changed.
         """
         deviation = x.std(0)
         self.shift.copy_(x.mean(0))
@@ -151,7 +155,12 @@ class ResidualMap(nn.Module):
         Args:
             embedding: [n, old_dim]; ignored if embeddings are not read.
             side: [n, side_dim]; None only if it is not read.
-            target: [n, dim].
+            target: [n, dim]; a value of NaN makes the affine map NaN.
+
+        Raises:
+            RuntimeError: an input has a value of NaN or infinity, or one row; or a dimension is
+                another one than the map's.
+            ValueError: inputs and targets have different numbers of rows.
         """
         with torch.no_grad():
             if self.embedding is not None:

@@ -91,6 +91,7 @@ def load_encoder(run_dir: Path) -> tuple[ImageEncoder, Checkpoint]:
             encoder; its configuration has unknown keys; its tensors do not fit the network; or the
             package of its backbone is not installed.
         VerificationError: the checkpoint is damaged or was not written by train.py.
+        OSError: the checkpoint exists, but cannot be opened.
         NotFoundError, UnavailableError: a backbone of local-dir or hf-hub is missing, or its
             description cannot be downloaded.
     """
@@ -116,6 +117,7 @@ def load_classifier(run_dir: Path) -> Classifier:
             configuration has unknown keys; its tensors do not fit the network; or the package of
             its backbone is not installed.
         VerificationError: the checkpoint is damaged or was not written by train.py.
+        OSError: the checkpoint exists, but cannot be opened.
         NotFoundError, UnavailableError: a backbone of local-dir or hf-hub is missing, or its
             description cannot be downloaded.
     """
@@ -153,6 +155,7 @@ def encoder_of_run(run_dir: Path, kind: str) -> FrozenEncoder:
             configuration has unknown keys; its tensors do not fit the network; or the package of
             its backbone is not installed.
         VerificationError: the checkpoint is damaged or was not written by train.py.
+        OSError: the checkpoint exists, but cannot be opened.
         NotFoundError, UnavailableError: a backbone of local-dir or hf-hub is missing, or its
             description cannot be downloaded.
     """
@@ -403,6 +406,7 @@ def encoders_of_release(source: PublishedSource) -> tuple[FrozenEncoder, FrozenE
         UnfitError: this program cannot use a published release.
         NotFoundError: the publication is incomplete.
         UnavailableError: the folder cannot be read.
+        CannotWriteError: the folder for temporary files has no room for the trusted state.
     """
     manifest = require_release(source.release, read_publication(source.model_repo).manifests)
     return encoders_of_manifest(source.model_repo, manifest)

@@ -289,6 +289,9 @@ class SimplexHead(Head):
 
         Labels are numbers of classes. Embeddings need not be normalised. Only they get a gradient.
         Without rows the mean is NaN.
+
+        Raises:
+            ConfigurationError: the embeddings have fewer than dim elements.
         """
         # Autocast would multiply in bf16, which is too coarse for cosines.
         with torch.autocast(embedding.device.type, enabled=False):
@@ -296,7 +299,11 @@ class SimplexHead(Head):
 
     def logits(self, embedding: Tensor) -> Tensor:
         """Return scaled cosines [n,dim + 1] of embeddings [n,dim] to the vertices, also to those
-        without a class."""
+        without a class.
+
+        Raises:
+            ConfigurationError: the embeddings have fewer than dim elements.
+        """
         return self.fixed.logits(embedding)
 
     def classifier(self) -> Tensor:

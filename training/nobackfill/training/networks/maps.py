@@ -57,7 +57,8 @@ def affine(x: Tensor, y: Tensor, ridge: float | None = None, group: int = 1) -> 
         x: [n, a].
         y: [n, b].
         ridge: the penalty, as a multiple of the mean variance of x, from 0. None: selected by
-            leaving out one group at a time, on the CPU.
+            leaving out one group at a time, on the CPU. With a given penalty a value of NaN makes
+            the map NaN.
         group: the number of consecutive rows of a group, such as the views of one image; used only
             to select the penalty. n must be a multiple of it.
 
@@ -102,6 +103,8 @@ def low_rank(
     Raises:
         ValueError: the rank is out of range, or the rows do not fit; or `ridge` is None and they do
             not fill the groups or are not finite.
+        RuntimeError: `ridge` is given, and a value is NaN or infinite; or it is 0, and the columns
+            of x are dependent.
     """
     largest = min(x.shape[1], y.shape[1])
     if not 1 <= rank <= largest:
@@ -146,7 +149,7 @@ def whitening(x: Tensor, ridge: float = 1e-3) -> AffineMap:
     If all rows are equal, the map is infinite or NaN.
 
     Args:
-        x: [n, d], n at least 2; with n = 1 the map is NaN.
+        x: [n, d], n at least 2.
         ridge: a multiple of the mean variance, added to each variance, from 0. Directions with less
             variance are therefore not scaled up to 1.
 
@@ -154,7 +157,7 @@ def whitening(x: Tensor, ridge: float = 1e-3) -> AffineMap:
         A map [d -> d] in float64; its directions have ascending variance.
 
     Raises:
-        RuntimeError: a value is NaN or infinite.
+        RuntimeError: a value is NaN or infinite, or there is one row.
     """
     shift = x.double().mean(0)
     xc = x.double() - shift

@@ -115,6 +115,7 @@ def read_weights(name: str, backbone: str) -> Weights:
         ConfigurationError: the name is unknown, its package is not installed, or a public model
             cannot be built or has an unsupported preprocessing.
         CannotWriteError: the cache cannot be written.
+        OSError: the file exists, but cannot be opened.
     """
     if names_file(name):
         return read_file(Path(name))
@@ -166,6 +167,7 @@ def download(url: str) -> Path:
         VerificationError: the file has another digest; a new download is deleted, a file of the
             cache stays.
         CannotWriteError: the cache cannot be written.
+        OSError: the file in the cache cannot be opened.
     """
     path = Path(torch.hub.get_dir()) / "checkpoints" / Path(urlparse(url).path).name
     expected = path.stem.rpartition("-")[2]

@@ -69,6 +69,7 @@ def read_landmarks(folder: Path, usage: str = "Private") -> Landmarks:
         NotFoundError: a file is missing.
         InvalidInputError: a file is no UTF-8 text, a column is missing, or a row is too short; or
             an answer is not in the index, or there is no query of this usage.
+        OSError: a file exists, but cannot be read.
     """
     listed = first_existing(folder / "index.csv", folder / "index" / "index.csv")
     index = tuple(row["id"] for row in read_table(listed, ("id",)))
@@ -116,6 +117,8 @@ def gldv2(root: Path, _scratch: Path) -> Protocol:
         NotFoundError: a file or image is missing.
         InvalidInputError: a file is no UTF-8 text or has another form, or an answer is not in the
             index.
+        IndexError: an id has fewer than three characters.
+        OSError: a file exists, but cannot be read.
     """
     landmarks = read_landmarks(root)
     queries = images(root / "test", [image_path(query) for query in landmarks.queries])
@@ -245,6 +248,7 @@ def read_revisited(path: Path, difficulty: Difficulty) -> Revisited:
         NotFoundError: the file does not exist.
         InvalidInputError: the difficulty is unknown, the file is no pickle of plain data or has
             another form, or a position is outside the gallery.
+        OSError: the file exists, but cannot be read.
     """
     if difficulty not in _SETUPS:
         raise InvalidInputError(
@@ -321,7 +325,9 @@ def oxford(root: Path, scratch: Path) -> Protocol:
 
     Raises:
         NotFoundError: the ground truth or an image is missing.
-        InvalidInputError: the ground truth has another form, or a query image cannot be cut.
+        InvalidInputError: the ground truth has another form, or a query image cannot be cut, or its
+            cut cannot be written to `scratch`.
+        OSError: the ground truth exists, but cannot be read.
     """
     return _protocol(root, "gnd_roxford5k.pkl", scratch)
 
@@ -338,7 +344,9 @@ def paris(root: Path, scratch: Path) -> Protocol:
 
     Raises:
         NotFoundError: the ground truth or an image is missing.
-        InvalidInputError: the ground truth has another form, or a query image cannot be cut.
+        InvalidInputError: the ground truth has another form, or a query image cannot be cut, or its
+            cut cannot be written to `scratch`.
+        OSError: the ground truth exists, but cannot be read.
     """
     return _protocol(root, "gnd_rparis6k.pkl", scratch)
 

@@ -89,6 +89,7 @@ class Templates:
 
         Raises:
             InvalidInputError: a template has no face.
+            IndexError: there is no template at all, and `ids` is not empty.
         """
         places = np.searchsorted(self.ids, ids)
         places = np.minimum(places, len(self.ids) - 1)
@@ -136,7 +137,9 @@ def read_faces(folder: Path) -> Faces:
 
     Raises:
         NotFoundError: the file does not exist.
-        InvalidInputError: it has no line, or a line that is not a name and two numbers.
+        InvalidInputError: it is no UTF-8 text, has no line, or a line that is not a name and two
+            numbers.
+        OSError: it exists, but cannot be read.
     """
     path = folder / "ijbc_face_tid_mid.txt"
     rows = list(read_words(path, 3))
@@ -157,7 +160,9 @@ def read_pairs(folder: Path) -> VerificationPairs:
 
     Raises:
         NotFoundError: the file does not exist.
-        InvalidInputError: it has no line, or a line that is not two templates and 0 or 1.
+        InvalidInputError: it is no UTF-8 text, has no line, or a line that is not two templates and
+            0 or 1.
+        OSError: it exists, but cannot be read.
     """
     path = folder / "ijbc_template_pair_label.txt"
     numbers = np.array(
@@ -180,6 +185,7 @@ def read_subject_templates(path: Path) -> SubjectTemplates:
         NotFoundError: the file does not exist.
         InvalidInputError: it is no UTF-8 text, a column is missing, a row is too short, a number is
             none, or a template has two subjects.
+        OSError: the file exists, but cannot be read.
     """
     subjects: dict[int, int] = {}
     for row in read_table(path, ("TEMPLATE_ID", "SUBJECT_ID")):
@@ -239,7 +245,8 @@ def verify_templates(
 
     Raises:
         InvalidInputError: a template of a pair has no face.
-        ValueError: there are no pairs of one kind, or a rate is out of range.
+        ValueError: there are no pairs of one kind, a rate is out of range, or the two models have
+            different dimensions.
     """
     products = np.einsum("pd,pd->p", first.of(pairs.first), second.of(pairs.second))
     distances = 1 - products
@@ -316,6 +323,7 @@ def ijbc(root: Path, _scratch: Path, points: OperatingPoints = OperatingPoints()
     Raises:
         NotFoundError: a file or a face image is missing.
         InvalidInputError: a file is no UTF-8 text or has another form.
+        OSError: a file exists, but cannot be read.
     """
     meta = root / "meta"
     faces, pairs = read_faces(meta), read_pairs(meta)
@@ -388,6 +396,7 @@ def vggface2(root: Path, _scratch: Path) -> Protocol:
     Raises:
         ConfigurationError: the folder does not exist.
         InvalidInputError: there is no class folder, or a subject has fewer than 50 images.
+        PermissionError: the folder may not be read by this user.
     """
     listing = list_images(root)
     drawn = listing.select(subsample(listing))
@@ -427,6 +436,7 @@ def read_person_images(folder: Path) -> PersonImages:
     Raises:
         NotFoundError: the folder does not exist.
         InvalidInputError: it has no images, or one with another name than Market-1501's.
+        PermissionError: the folder may not be read by this user.
     """
     if not folder.is_dir():
         raise NotFoundError(
@@ -483,6 +493,7 @@ def market1501(root: Path, _scratch: Path) -> Protocol:
     Raises:
         NotFoundError: one of the two folders does not exist.
         InvalidInputError: a folder is empty, or a file has another name than Market-1501's.
+        PermissionError: a folder may not be read by this user.
     """
     queries, gallery = (read_person_images(root / part) for part in ("query", "bounding_box_test"))
     query_listing, gallery_listing = (
