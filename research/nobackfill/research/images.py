@@ -416,8 +416,8 @@ def write_shifted(test: Path, into: Path) -> None:
 
     The name of INTO selects the change. INTO must not exist; it appears when it is complete.
 
-    An earlier INTO.part is removed; after an error, the new one stays. Of images whose names differ
-    only in the suffix, the last one stays.
+    An earlier INTO.part is removed; after an error, the new one stays. If names differ only in the
+    suffix, the last image stays.
 
     Args:
         test: the images, as class folders.

@@ -781,6 +781,7 @@ class Trust:
             CannotWriteError: The state or a temporary folder cannot be written.
             BusyError: Another process refreshes for more than a minute.
             NobackfillError: An error that the fetcher itself raises, such as NotPermittedError.
+            OSError: The file system has no locks (flock).
         """
         durable.make_dir(self._folder, mode=0o700)
         with durable.lock_file(self._folder / "lock", _LOCK_SECONDS):
