@@ -134,7 +134,8 @@ def fit_and_judge(
         NotPermittedError: A server refuses the user.
         ConfigurationError: An address would send vectors unencrypted, or an extra is not installed.
         VerificationError: The converter or the publication has no valid signature.
-        BusyError: Another process publishes in the publication folder.
+        BusyError: Another process publishes in the publication folder. Others hold a store, or its
+            server has too many requests.
         UnfitError: The converter is no linear map.
         OSError: A file of a published model cannot be read, or the state folder of the converter
             has no locks (flock).
@@ -321,6 +322,7 @@ def known_items(pairs: Pairs, old: Source, new: Source) -> Queries:
         NotPermittedError: The server refuses the user, or may hide rows from this role.
         NotFoundError: The table or the collection of a source was deleted meanwhile.
         IncompatibleSpaceError: Files of one folder record different models.
+        BusyError: Others hold a store, or its server has too many requests.
     """
     queries = match(old, new).pairs
     dims = (queries.old.shape[1], queries.new.shape[1])

@@ -484,6 +484,7 @@ class Migration:
             NotPermittedError: The server refuses the user.
             ConfigurationError: An address would send vectors or a password unencrypted, or an extra
                 is not installed.
+            BusyError: Others hold the store, or its server has too many requests.
         """
         plan = self.plan()
         if plan.state not in ("writing", "decided", "flipped"):

@@ -91,6 +91,7 @@ def read_all(source: Source, only: Collection[str] | None = None) -> Rows:
         NotPermittedError: The server refuses the user, or may hide rows from this role.
         IncompatibleSpaceError: Files of one folder record different models.
         NotFoundError: The table or the collection was deleted meanwhile.
+        BusyError: Others hold the store, or its server has too many requests.
     """
     where = source.facts().name
     ids: list[str] = []
@@ -153,6 +154,7 @@ def match(old: Source, new: Source, *, least: int = 20) -> Matched:
         NotPermittedError: The server refuses the user, or may hide rows from this role.
         IncompatibleSpaceError: Files of one folder record different models.
         NotFoundError: The table or the collection of a source was deleted meanwhile.
+        BusyError: Others hold a store, or its server has too many requests.
     """
     sample = read_all(new)
     stored = read_all(old, set(sample.ids))
@@ -482,6 +484,7 @@ def inspect(source: Source) -> Inspection:
         InvalidInputError: The metric is not supported, or the column of vectors cannot be chosen.
         IncompatibleSpaceError: Files of one folder record different models.
         NotFoundError: The table or the collection was deleted meanwhile.
+        BusyError: Others hold the store, or its server has too many requests.
     """
     facts = source.facts()
     if isinstance(source, Dimensioned) and len(mixed := source.dims()) > 1:

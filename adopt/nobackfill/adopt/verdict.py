@@ -438,12 +438,15 @@ def decide(
     Raises:
         InvalidInputError: Fewer than 10 pairs, unusable layers of the trainer, or an unusable
             vector in `source`.
-        IncompatibleSpaceError: The converter has other dimensions than the pairs.
+        IncompatibleSpaceError: The converter has other dimensions than the pairs. Files of `source`
+            record different models.
         ValueError: A vector of the pairs or the queries holds NaN or infinity, or with cosine is
             zero.
         UnavailableError: The server of `source` does not answer.
         NotPermittedError: The server refuses the user, or may hide rows from this role.
         ZeroDivisionError: There are no pairs at all.
+        BusyError: Others hold the store, or its server has too many requests.
+        NotFoundError: The table or the collection was deleted meanwhile.
     """
     similar = judgement.item_queries(pairs)
     judged_queries = similar if queries is None else judgement.sample_queries(queries, len(pairs))

@@ -69,6 +69,7 @@ class Contents(Protocol):
             UnavailableError: The store's server does not answer.
             InvalidInputError: The store refuses the query, or a file of it is damaged.
             NotPermittedError: The server refuses the user.
+            BusyError: Others hold the store, or its server has too many requests.
         """
 
 
@@ -95,6 +96,7 @@ class ColumnTexts:
             UnavailableError: The store's server does not answer.
             NotPermittedError: The server refuses the user.
             NotFoundError: The table or the collection was deleted.
+            BusyError: Others hold the store, or its server has too many requests.
         """
         if isinstance(self._source, Searchable):
             return dict(self._source.texts(rows.ids, self._column))
@@ -170,6 +172,7 @@ def open_contents(source: Source, column: str | None, items: str | None) -> Cont
         NotPermittedError: The server of the store refuses the user.
         ConfigurationError: `items` is the address of a store, which would send vectors or a
             password unencrypted, or needs an extra that is not installed.
+        BusyError: Others hold the store, or its server has too many requests.
     """
     if (column is None) == (items is None):
         raise InvalidInputError(
@@ -408,7 +411,8 @@ class NativeVectorMaker:
                 more can be embedded. A file of the folder, or of an original, cannot be read.
             CannotWriteError: The file of lazy re-embedding cannot be written.
             UnavailableError: The store or an endpoint does not answer.
-            BusyError: An endpoint is still busy after its patience, or `pause` raises it.
+            BusyError: An endpoint is still busy after its patience, or `pause` raises it. Others
+                hold the store, or its server has too many requests.
             NotPermittedError: The store or an endpoint refuses the user or the key.
             VerificationError: The file of lazy re-embedding is damaged.
             UnicodeEncodeError: A text of the store has a lone surrogate, and vectors of a folder
@@ -520,6 +524,7 @@ def open_native_vectors(
         NotFoundError: There is no such folder, model file or module.
         UnavailableError: The store or an endpoint does not answer.
         BusyError: An endpoint is still busy after its patience, or another process holds the file.
+            Others hold the store, or its server has too many requests.
         NotPermittedError: The store or an endpoint refuses the user or the key.
         ConfigurationError: The address of an endpoint is not allowed, or an extra is not installed.
         VerificationError: The file of lazy re-embedding is damaged.

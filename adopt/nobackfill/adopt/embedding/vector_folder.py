@@ -98,6 +98,7 @@ def read_items(
         NotPermittedError: The server refuses the user.
         ConfigurationError: The address would send a password unencrypted, or an extra is not
             installed.
+        BusyError: Others hold the store, or its server has too many requests.
     """
     path = Path(address)
     # Only a table of PostgreSQL takes a condition; `open_source` refuses it for anything else.

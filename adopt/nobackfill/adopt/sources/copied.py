@@ -56,8 +56,8 @@ class Collection(Protocol):
     """One collection of a store, as the client of the store reads and writes it.
 
     Every method may raise UnavailableError (the server does not answer), NotPermittedError (it
-    refuses the key), NotFoundError (the collection was deleted) and InvalidInputError (it refuses
-    the request).
+    refuses the key), BusyError (it has too many requests), NotFoundError (the collection was
+    deleted) and InvalidInputError (it refuses the request).
     """
 
     @property
@@ -78,6 +78,10 @@ class Collection(Protocol):
         Raises:
             InvalidInputError: The metric is not supported, or the field of vectors cannot be
                 chosen.
+            BusyError: The server has too many requests.
+            UnavailableError: The server does not answer.
+            NotFoundError: The collection was deleted.
+            NotPermittedError: The server refuses the key.
         """
 
     def count(self) -> int:
@@ -87,6 +91,7 @@ class Collection(Protocol):
             UnavailableError: The server does not answer.
             NotFoundError: The collection was deleted.
             NotPermittedError: The server refuses the key.
+            BusyError: The server has too many requests.
         """
 
     def windows(self, rows: int) -> Iterator[Window]:
@@ -98,6 +103,7 @@ class Collection(Protocol):
             UnavailableError: The server does not answer.
             NotFoundError: The collection was deleted.
             NotPermittedError: The server refuses the key.
+            BusyError: The server has too many requests.
         """
 
     def records(self, window: Window) -> list[Record]:
@@ -109,6 +115,7 @@ class Collection(Protocol):
             UnavailableError: The server does not answer.
             NotFoundError: The collection was deleted.
             NotPermittedError: The server refuses the key.
+            BusyError: The server has too many requests.
         """
 
     def digests(self, window: Window) -> dict[Any, str]:
@@ -121,6 +128,7 @@ class Collection(Protocol):
             UnavailableError: The server does not answer.
             NotFoundError: The collection was deleted.
             NotPermittedError: The server refuses the key.
+            BusyError: The server has too many requests.
         """
 
     def existing_keys(self, keys: Sequence[Any]) -> Some[Any]:
@@ -130,6 +138,7 @@ class Collection(Protocol):
             UnavailableError: The server does not answer.
             NotFoundError: The collection was deleted.
             NotPermittedError: The server refuses the key.
+            BusyError: The server has too many requests.
         """
 
     def put(self, records: Sequence[Record], vectors: Vectors) -> None:
@@ -145,6 +154,7 @@ class Collection(Protocol):
             UnavailableError: The server does not answer.
             NotFoundError: The collection was deleted.
             NotPermittedError: The server refuses the key.
+            BusyError: The server has too many requests.
         """
 
     def remove(self, keys: Sequence[Any]) -> None:
@@ -157,6 +167,7 @@ class Collection(Protocol):
             CannotWriteError: The store cannot be written.
             NotFoundError: The collection was deleted.
             NotPermittedError: The server refuses the key.
+            BusyError: The server has too many requests.
         """
 
     def lookup(self, ids: Sequence[str]) -> list[Record]:
@@ -168,6 +179,7 @@ class Collection(Protocol):
             UnavailableError: The server does not answer.
             NotFoundError: The collection was deleted.
             NotPermittedError: The server refuses the key.
+            BusyError: The server has too many requests.
         """
 
     def nearest(self, vector: Vectors, count: int) -> list[str]:
@@ -178,14 +190,15 @@ class Collection(Protocol):
             UnavailableError: The server does not answer.
             NotFoundError: The collection was deleted.
             NotPermittedError: The server refuses the key.
+            BusyError: The server has too many requests.
         """
 
 
 class CollectionStore(Protocol):
     """A store of collections, as its client reads and writes it.
 
-    Every method may raise UnavailableError (the server does not answer) and NotPermittedError (it
-    refuses the key).
+    Every method may raise UnavailableError (the server does not answer), NotPermittedError (it
+    refuses the key) and BusyError (it has too many requests).
     """
 
     def open_collection(self, name: str) -> Collection:
@@ -196,6 +209,7 @@ class CollectionStore(Protocol):
             UnavailableError: The server does not answer.
             InvalidInputError: The collection cannot be used, as without a single field of vectors.
             NotPermittedError: The server refuses the key.
+            BusyError: The server has too many requests.
         """
 
     def exists(self, name: str) -> bool:
@@ -204,6 +218,7 @@ class CollectionStore(Protocol):
         Raises:
             UnavailableError: The server does not answer.
             NotPermittedError: The server refuses the key.
+            BusyError: The server has too many requests.
         """
 
     def make(self, target: Target, like: Collection, facts: Mapping[str, str]) -> None:
@@ -219,6 +234,7 @@ class CollectionStore(Protocol):
             CannotWriteError: The store cannot be written.
             UnavailableError: The server does not answer.
             NotPermittedError: The server refuses the key.
+            BusyError: The server has too many requests.
         """
 
     def drop(self, name: str) -> None:
@@ -230,6 +246,7 @@ class CollectionStore(Protocol):
             UnavailableError: The server does not answer.
             CannotWriteError: The store cannot be written.
             NotPermittedError: The server refuses the key.
+            BusyError: The server has too many requests.
         """
 
     def steps(self, old: Collection, new: Collection) -> list[str]:
@@ -248,8 +265,8 @@ class CollectionStore(Protocol):
 class CopiedSource:
     """The Source of a collection whose new vectors go into a second collection of its store.
 
-    Every method may also raise UnavailableError, NotPermittedError and, if the collection was
-    deleted meanwhile, NotFoundError.
+    Every method may also raise UnavailableError, NotPermittedError, BusyError and, if the
+    collection was deleted meanwhile, NotFoundError.
 
     Args:
         store: The store.
@@ -259,6 +276,7 @@ class CopiedSource:
         NotFoundError: There is no such collection.
         UnavailableError: The server does not answer.
         NotPermittedError: The server refuses the key.
+        BusyError: The server has too many requests.
     """
 
     def __init__(self, store: CollectionStore, name: str) -> None:
@@ -274,6 +292,7 @@ class CopiedSource:
             UnavailableError: The server does not answer.
             NotFoundError: The collection was deleted.
             NotPermittedError: The server refuses the key.
+            BusyError: The server has too many requests.
         """
         return self._here.facts()
 
@@ -284,6 +303,7 @@ class CopiedSource:
             UnavailableError: The server does not answer.
             NotFoundError: The collection was deleted.
             NotPermittedError: The server refuses the key.
+            BusyError: The server has too many requests.
         """
         return self._here.count()
 
@@ -299,6 +319,7 @@ class CopiedSource:
             UnavailableError: The server does not answer.
             NotFoundError: The collection was deleted.
             NotPermittedError: The server refuses the key.
+            BusyError: The server has too many requests.
         """
         return self._here.windows(rows)
 
@@ -310,6 +331,7 @@ class CopiedSource:
             UnavailableError: The server does not answer.
             NotFoundError: The collection was deleted.
             NotPermittedError: The server refuses the key.
+            BusyError: The server has too many requests.
         """
         return _rows(self._here.records(window), self._here.name)
 
@@ -322,6 +344,7 @@ class CopiedSource:
             UnavailableError: The server does not answer.
             NotFoundError: The collection was deleted.
             NotPermittedError: The server refuses the key.
+            BusyError: The server has too many requests.
         """
         found = [(str(one.key), one.values.get(name)) for one in self._here.records(window)]
         pairs = [(key, str(value)) for key, value in found if value not in (None, "")]
@@ -343,6 +366,7 @@ class CopiedSource:
             InvalidInputError: The query has another dimension.
             UnavailableError: The server does not answer.
             NotPermittedError: The server refuses the key.
+            BusyError: The server has too many requests.
         """
         where = self._here if new_name is None else self._store.open_collection(new_name)
         return where.nearest(vector, count)
@@ -357,6 +381,7 @@ class CopiedSource:
             UnavailableError: The server does not answer.
             NotFoundError: The collection was deleted.
             NotPermittedError: The server refuses the key.
+            BusyError: The server has too many requests.
         """
         return _rows(self._here.lookup(list(dict.fromkeys(ids))), self._here.name)
 
@@ -369,6 +394,7 @@ class CopiedSource:
             UnavailableError: The server does not answer.
             NotFoundError: The collection was deleted.
             NotPermittedError: The server refuses the key.
+            BusyError: The server has too many requests.
         """
         found = {str(one.key): one.values.get(column) for one in self._here.lookup(ids)}
         return {name: str(value) for name, value in found.items() if value not in (None, "")}
@@ -387,6 +413,7 @@ class CopiedSource:
             UnavailableError: The server does not answer.
             NotFoundError: The collection was deleted.
             NotPermittedError: The server refuses the key.
+            BusyError: The server has too many requests.
         """
         facts = {"map": target.mark, "of": self._here.name}
         if self._store.exists(target.name):
@@ -412,6 +439,7 @@ class CopiedSource:
             CannotWriteError: The store cannot be written.
             UnavailableError: The server does not answer.
             NotPermittedError: The server refuses the key.
+            BusyError: The server has too many requests.
         """
         if not self._store.exists(name):
             return False
@@ -447,6 +475,7 @@ class CollectionCopy:
             CannotWriteError: A copy cannot be deleted.
             NotFoundError: The collection or its copy was deleted.
             NotPermittedError: The server refuses the key.
+            BusyError: The server has too many requests.
         """
         records = self._source.records(window)
         made = self._copy.digests(window)
@@ -472,6 +501,7 @@ class CollectionCopy:
             UnavailableError: The server does not answer.
             NotFoundError: The collection or its copy was deleted.
             NotPermittedError: The server refuses the key.
+            BusyError: The server has too many requests.
         """
         records = [one for one in rows.keys if isinstance(one, Record)]
         self._copy.put(records, vectors)
@@ -488,6 +518,7 @@ class CollectionCopy:
             UnavailableError: The server does not answer.
             NotFoundError: The collection or its copy was deleted.
             NotPermittedError: The server refuses the key.
+            BusyError: The server has too many requests.
         """
         ours = {key for key, digest in self._copy.digests(window).items() if digest}
         records = [one for one in self._copy.records(window) if one.key in ours]
@@ -500,6 +531,7 @@ class CollectionCopy:
             UnavailableError: The server does not answer.
             NotFoundError: The copy was deleted.
             NotPermittedError: The server refuses the key.
+            BusyError: The server has too many requests.
         """
         return self._copy.count()
 

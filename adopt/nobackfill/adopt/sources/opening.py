@@ -53,6 +53,8 @@ def open_source(
         IncompatibleSpaceError: As the plug-in raises it.
         ImportError, AttributeError: A plug-in's module cannot be imported, or lacks the object that
             its entry point names.
+        BusyError: Others hold a file or a folder of an embedded store, or the server has too many
+            requests.
     """
     if address.startswith(("postgresql://", "postgres://")):
         from nobackfill.adopt.sources.pgvector import PgvectorSelection, PgvectorSource
@@ -139,6 +141,8 @@ def open_searchable(
         NotPermittedError: The server refuses the user or the key.
         ConfigurationError: As `open_source`.
         IncompatibleSpaceError: Files of one folder record different models.
+        BusyError: Others hold a file or a folder of an embedded store, or the server has too many
+            requests.
     """
     source = open_source(address, key=key, vector=vector, where=where)
     if isinstance(source, Searchable):
@@ -172,6 +176,8 @@ def open_items(
         UnavailableError: The server does not answer.
         NotPermittedError: The server refuses the user or the key.
         ConfigurationError: As `open_source`.
+        BusyError: Others hold a file or a folder of an embedded store, or the server has too many
+            requests.
     """
     source = open_source(address, key=key, vector=vector, where=where)
     why = (

@@ -1,7 +1,8 @@
 """Define the interface of a user's store: a Protocol to read it, and one to write new vectors.
 
 Below are the checks, marks and addresses that several sources share. Any method of a store may also
-raise UnavailableError (its server does not answer) and NotPermittedError (it refuses the user).
+raise UnavailableError (its server does not answer), NotPermittedError (it refuses the user) and
+BusyError (others hold the store, or its server has too many requests).
 """
 
 import json
@@ -137,7 +138,8 @@ class TargetVectors(Protocol):
     An item that is deleted from the source loses its new vector.
 
     Every method may also raise UnavailableError (the store's server does not answer),
-    NotPermittedError (it refuses the user) and InvalidInputError (a file is damaged).
+    NotPermittedError (it refuses the user), BusyError (others hold the store) and InvalidInputError
+    (a file is damaged).
     """
 
     @property
@@ -157,6 +159,7 @@ class TargetVectors(Protocol):
             InvalidInputError: Vectors of the window have several dimensions.
             NotPermittedError: The server refuses the user.
             UnavailableError: The server does not answer.
+            BusyError: Others hold the store, or its server has too many requests.
         """
 
     def write(self, rows: Rows, vectors: Vectors) -> None:
@@ -173,6 +176,7 @@ class TargetVectors(Protocol):
             UnavailableError: The server does not answer.
             InvalidInputError: The vectors have another dimension than the target.
             NotPermittedError: The user's rights are missing.
+            BusyError: Others hold the store, or its server has too many requests.
         """
 
     def read(self, window: Window) -> Rows:
@@ -182,6 +186,7 @@ class TargetVectors(Protocol):
             InvalidInputError: A file is damaged.
             UnavailableError: The server does not answer.
             NotPermittedError: The server refuses the user.
+            BusyError: Others hold the store, or its server has too many requests.
         """
 
     def count(self) -> int:
@@ -191,6 +196,7 @@ class TargetVectors(Protocol):
             UnavailableError: The server does not answer.
             NotPermittedError: The server refuses the user.
             InvalidInputError: A file is damaged.
+            BusyError: Others hold the store, or its server has too many requests.
         """
 
     def finish(self) -> list[str]:
@@ -208,6 +214,7 @@ class TargetVectors(Protocol):
             InvalidInputError: A file is damaged, or the store cannot build the index of the new
                 vectors.
             VerificationError: The store does not hold the vectors that were written.
+            BusyError: Others hold the store, or its server has too many requests.
         """
 
 
@@ -245,6 +252,7 @@ class Flippable(TargetVectors, Protocol):
         Raises:
             UnavailableError: The server does not answer.
             NotPermittedError: The server refuses the user.
+            BusyError: Others hold the store, or its server has too many requests.
         """
 
     def flip(self) -> AbstractContextManager[None]:
@@ -276,6 +284,7 @@ class ReadById(TargetVectors, Protocol):
                 dimensions.
             UnavailableError: The server does not answer.
             NotPermittedError: The server refuses the user.
+            BusyError: Others hold the store, or its server has too many requests.
         """
 
     def read_items(self, ids: Sequence[str]) -> Rows:
@@ -286,6 +295,7 @@ class ReadById(TargetVectors, Protocol):
             InvalidInputError: An id is no value of the key's type.
             UnavailableError: The server does not answer.
             NotPermittedError: The server refuses the user.
+            BusyError: Others hold the store, or its server has too many requests.
         """
 
 
@@ -321,6 +331,7 @@ class Source(Protocol):
             UnavailableError: The server does not answer.
             NotFoundError: The table or the collection was deleted.
             NotPermittedError: The server refuses the user.
+            BusyError: Others hold the store, or its server has too many requests.
         """
 
     def count(self) -> int:
@@ -333,6 +344,7 @@ class Source(Protocol):
             InvalidInputError: A file cannot be read.
             NotFoundError: The table or the collection was deleted.
             NotPermittedError: The server refuses the user.
+            BusyError: Others hold the store, or its server has too many requests.
         """
 
     def windows(self, rows: int) -> Iterator[Window]:
@@ -350,6 +362,7 @@ class Source(Protocol):
             InvalidInputError: A file cannot be read.
             IncompatibleSpaceError: Files of one folder record different models.
             NotFoundError: The table or the collection was deleted.
+            BusyError: Others hold the store, or its server has too many requests.
         """
 
     def read(self, window: Window) -> Rows:
@@ -360,6 +373,7 @@ class Source(Protocol):
             UnavailableError: The server does not answer.
             NotFoundError: The table or the collection was deleted.
             NotPermittedError: The server refuses the user.
+            BusyError: Others hold the store, or its server has too many requests.
         """
 
     def column(self, window: Window, name: str) -> ColumnValues:
@@ -371,6 +385,7 @@ class Source(Protocol):
             UnavailableError: The server does not answer.
             NotFoundError: The table or the collection was deleted.
             NotPermittedError: The server refuses the user.
+            BusyError: Others hold the store, or its server has too many requests.
         """
 
     def open_target(self, target: Target) -> TargetVectors:
@@ -413,6 +428,7 @@ class WarningSource(Source, Protocol):
         Raises:
             UnavailableError: The server does not answer.
             NotPermittedError: The server refuses the user.
+            BusyError: Others hold the store, or its server has too many requests.
         """
 
     def obstacles(self, target: Target) -> list[str]:
@@ -423,6 +439,7 @@ class WarningSource(Source, Protocol):
         Raises:
             UnavailableError: The server does not answer.
             NotPermittedError: The server refuses the user.
+            BusyError: Others hold the store, or its server has too many requests.
         """
 
 
@@ -430,8 +447,8 @@ class WarningSource(Source, Protocol):
 class Reversible(Source, Protocol):
     """A source whose store preserves the old vectors after a flip, and can restore their name.
 
-    Every method may also raise UnavailableError (the store's server does not answer) and
-    NotPermittedError (the user's rights are missing).
+    Every method may also raise UnavailableError (the store's server does not answer),
+    NotPermittedError (the user's rights are missing) and BusyError (others hold the store).
 
     Attributes:
         vector: The column of its vectors.
@@ -454,6 +471,7 @@ class Reversible(Source, Protocol):
         Raises:
             UnavailableError: The server does not answer.
             NotPermittedError: The server refuses the user.
+            BusyError: Others hold the store, or its server has too many requests.
         """
 
     def name_model(self, model: str) -> None:
@@ -487,6 +505,7 @@ class Reversible(Source, Protocol):
         Raises:
             NotPermittedError: The server refuses the user.
             UnavailableError: The server does not answer.
+            BusyError: Others hold the store, or its server has too many requests.
         """
 
     def flip_mark(self) -> str | None:
@@ -495,6 +514,7 @@ class Reversible(Source, Protocol):
         Raises:
             UnavailableError: The server does not answer.
             NotPermittedError: The server refuses the user.
+            BusyError: Others hold the store, or its server has too many requests.
         """
 
     def flip_state(self, mark: str) -> Literal["old", "flipped", "finished", "unknown"]:
@@ -511,6 +531,7 @@ class Reversible(Source, Protocol):
         Raises:
             UnavailableError: The server does not answer.
             NotPermittedError: The server refuses the user.
+            BusyError: Others hold the store, or its server has too many requests.
         """
 
     def flip_back(self, to: str, *, lose: bool = False) -> int:
@@ -599,6 +620,7 @@ class Searchable(Source, Protocol):
                 vectors of this name.
             UnavailableError: The server does not answer.
             NotPermittedError: The server refuses the user.
+            BusyError: Others hold the store, or its server has too many requests.
         """
 
     def lookup(self, ids: Sequence[str]) -> Rows:
@@ -610,6 +632,7 @@ class Searchable(Source, Protocol):
                 key's type.
             UnavailableError: The server does not answer.
             NotPermittedError: The server refuses the user.
+            BusyError: Others hold the store, or its server has too many requests.
         """
 
     def texts(self, ids: Sequence[str], column: str) -> dict[str, str]:
@@ -621,6 +644,7 @@ class Searchable(Source, Protocol):
             InvalidInputError: There is no such column, in a store with fixed columns.
             UnavailableError: The server does not answer.
             NotPermittedError: The server refuses the user.
+            BusyError: Others hold the store, or its server has too many requests.
         """
 
     def close(self) -> None:
