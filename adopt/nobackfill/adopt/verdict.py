@@ -238,6 +238,7 @@ class AdapterChoice:
 
         Raises:
             InvalidInputError: A fold leaves fewer than 2 pairs.
+            ValueError: A vector holds NaN or infinity.
         """
         mapped = np.empty((len(queries.rows), pairs.old.shape[1]), np.float32)
         for choice, rows in self.by_half(number, len(queries.rows)):

@@ -204,6 +204,9 @@ class PythonFunction:
     def embed(self, items: list[str] | list[Path] | list[bytes]) -> Vectors:
         """Call the function; an exception of it becomes an error that names its line.
 
+        Args:
+            items: n texts or paths, at least one. The function gets this very list.
+
         Returns:
             float32 [n, dim], a copy.
 

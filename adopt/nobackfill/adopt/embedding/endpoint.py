@@ -132,8 +132,16 @@ class Endpoint:
         server it also sends a plain text, to see whether these texts cause them. Redirects are not
         followed. Each item is sent as its text.
 
+        Args:
+            items: n texts, at least one.
+
+        Returns:
+            float32 [n, dim], finite, in the order of `items`. The first answer fixes the dimension,
+            unless the address declares it.
+
         Raises:
-            UnusableItemsError: The endpoint refuses these texts, or their number.
+            UnusableItemsError: The endpoint refuses these texts, or their number. A vector holds
+                NaN or infinity, or the server fails with these texts and not with a plain one.
             InvalidInputError: The answer is malformed or has another dimension than before, or the
                 endpoint refuses every text. The endpoint answers with a status that a retry cannot
                 help, or the answer is larger than 1 MiB for each text.

@@ -151,6 +151,9 @@ def native_mark(model: str, contents: str) -> str:
     Args:
         model: The model's fingerprint.
         contents: The name of the originals, as `contents_name` returns it.
+
+    Raises:
+        UnicodeEncodeError: `contents` has a lone surrogate, as a path has that is no UTF-8.
     """
     return hashlib.sha256(f"native\0{model}\0{contents}".encode()).hexdigest()
 
@@ -353,6 +356,9 @@ class NativeVectorMaker:
         Returns:
             A target whose mark is the digest of the model and of the name of the originals. Its
             content is the column of the originals, or None where they are outside of the store.
+
+        Raises:
+            UnicodeEncodeError: The path of the originals is no UTF-8.
         """
         return Target(
             name,

@@ -305,7 +305,8 @@ class PgvectorSource:
 
         Raises:
             NotFoundError: There are no new vectors of this name.
-            InvalidInputError: The query has another dimension than the column.
+            InvalidInputError: The query has another dimension than the column. The query holds NaN
+                or infinity.
             UnavailableError: The server does not answer, also at a second attempt.
             NobackfillError: PostgreSQL refuses a query; see `translate_errors`. Without the right
                 to read, it is NotPermittedError.
@@ -365,6 +366,8 @@ class PgvectorSource:
         """Read old vectors by key, in any order; unknown keys are left out.
 
         Rows without an old vector are left out, too.
+
+        A repeated id comes once.
 
         Raises:
             InvalidInputError: The vectors have several dimensions. An id is no value of the key's

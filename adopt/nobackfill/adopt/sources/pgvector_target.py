@@ -412,6 +412,9 @@ def table_names(table: SourceTable, vector: str, name: str, schema: str | None =
         vector: Its column of old vectors.
         name: `table:NAME`; the prefix may be missing.
         schema: Schema of the new table; None for the source's.
+
+    Raises:
+        KeyError: `vector` is no column of the source.
     """
     new_table = name.removeprefix(PREFIX)
     trigger = table.trigger_name(vector, PREFIX + new_table)

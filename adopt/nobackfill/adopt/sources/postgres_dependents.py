@@ -487,6 +487,7 @@ def drop_unfinished_indexes(
         BusyError: Somebody builds an index of the relation, or holds it for longer than 5 s.
         UnavailableError: The server does not answer.
         NotPermittedError: This role may not drop the index.
+        NobackfillError: PostgreSQL refuses another statement; see `translate_errors`.
     """
     definitions = set(map(definition_of, statements))
 
