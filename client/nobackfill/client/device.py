@@ -72,6 +72,7 @@ class Device(GalleryFile):
                 missing folder, or the token or certificate for the gateway cannot be read.
             BusyError: another process makes this gallery. This does not wait.
             CannotWriteError: the disk is full or read-only.
+            OSError: the file system has no locks.
         """
         from nobackfill.client import creation
 

@@ -50,7 +50,8 @@ def remove(device: GalleryFile, names: Sequence[str]) -> dict[str, Any]:
             first; none: nothing is removed.
 
     Returns:
-        `removed`: how many items; `left_in_vault`: for how many the vault still holds ciphertext.
+        `removed`: how many items; `left_in_vault`: for how many the vault may still hold
+        ciphertext, also if its upload was not complete.
 
     Raises:
         NotFoundError: a name is neither an id nor a path; nothing was removed; or the gallery was
@@ -73,11 +74,12 @@ def delete(device: GalleryFile, ids: Sequence[str]) -> tuple[int, int]:
 
     Args:
         device: the gallery.
-        ids: ids; unknown ones are ignored. An id that is given twice counts once in the first
-            count.
+        ids: ids; unknown ones are ignored, but ciphertext that is left of them is deleted and
+            counts. An id that is given twice counts once.
 
     Returns:
-        How many items existed, and for how many the vault still holds ciphertext.
+        How many items existed, and for how many the vault may still hold ciphertext, also if its
+        upload was not complete.
 
     Raises:
         DamagedError: the gallery file is damaged.

@@ -36,7 +36,8 @@ def add(device: GalleryFile, texts: Iterable[TextLine]) -> AddTextsReport:
 
     Each batch of 32 is durable before the next begins. An unchanged text without metadata keeps the
     metadata that it has. If a batch has several texts with one id, the last one is stored. Texts
-    are also embedded for the release that a rollback would return to, if it embeds texts.
+    are also embedded for the release that a rollback would return to, if it embeds texts. If a sync
+    flips meanwhile, a batch is embedded and stored again, for the new space.
 
     Args:
         device: the gallery.

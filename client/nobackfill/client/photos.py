@@ -276,7 +276,10 @@ class PhotoSource:
 
     @property
     def name(self) -> str:
-        """Return the image's name in reports: the id, else the path."""
+        """Return the image's name in reports: the id, else the path.
+
+        Bytes without an id are returned as Python writes them, whatever their length.
+        """
         return str(self.image) if self.id is None else self.id
 
     def read(self) -> tuple[bytes, str]:

@@ -99,6 +99,7 @@ class Thumbnails:
             CannotWriteError: a file cannot be deleted, and earlier ones are gone; or the gallery
                 cannot be opened.
             NotFoundError: the gallery was closed.
+            OSError: the folder cannot be read.
         """
         paths = sorted(self._folder.iterdir()) if self._folder.is_dir() else []
         labels = [int(path.stem) if path.stem.isdecimal() else 0 for path in paths]

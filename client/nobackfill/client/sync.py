@@ -491,6 +491,7 @@ def check_models(
             needs the extra `text`, which is not installed. The message begins with the release.
         ConfigurationError: `trial_passed`, and the extra `text`, which the release needs, is not
             installed any more.
+        OSError: a child process cannot be started.
     """
     try:
         check = check_probes if trial_passed else try_release
@@ -528,7 +529,7 @@ def tidy_models(device: GalleryFile) -> int:
         BusyError: another process holds the gallery file for 5 seconds.
         CannotWriteError: a file cannot be removed; earlier ones are gone. Or the gallery cannot be
             opened.
-        OSError: a folder cannot be read.
+        OSError: a folder cannot be read, or a file disappears meanwhile.
     """
     spaces = device.store.spaces()
     if any(space.state == "staging" for space in spaces):

@@ -795,7 +795,8 @@ class NewLanceColumn:
             vectors: float32 [n, dim].
 
         Raises:
-            InvalidInputError: The vectors have another shape, or LanceDB refuses this.
+            ValueError: The vectors have another shape; nothing was written.
+            InvalidInputError: LanceDB refuses this.
             BusyError: Others write the table at this moment.
             ConfigurationError: The process was forked after the table was opened.
         """
@@ -871,12 +872,14 @@ class NewLanceColumn:
 
     @contextmanager
     def flip(self) -> Iterator[None]:
-        """Flip after the block, in one version of the table. Undo it if others wrote meanwhile.
+        """Flip after the block, in one version of the table.
 
-        The table is not locked during the block. If the block raises, nothing is flipped.
+        The flip is undone if others wrote rows without a new vector meanwhile. New vectors that are
+        stale are cleared. The table is not locked during the block. If the block raises, nothing is
+        flipped.
 
         Raises:
-            BusyError: Others wrote rows at the moment of the flip; it did not take place.
+            BusyError: Rows have no new vector, because others wrote them; the names stay.
             InvalidInputError: LanceDB refuses the change.
             ConfigurationError: The process was forked after the table was opened.
         """

@@ -230,6 +230,8 @@ class QdrantSource:
         InvalidInputError: the vector is missing or ambiguous, or a point may have several.
         ConfigurationError: the address has another form.
         UnavailableError: the server does not answer.
+        NotPermittedError: the server refuses the key.
+        BusyError: the server has too many requests, or another process has opened the folder.
     """
 
     def __init__(self, place: str, collection: str, vector: str | None = None) -> None:

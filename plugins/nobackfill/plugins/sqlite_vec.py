@@ -582,7 +582,8 @@ class VecTable:
         Raises:
             InvalidInputError: A key exists already, or a vector has another dimension; or SQLite
                 reports another error.
-            KeyError: A row lacks one of the table's columns.
+            KeyError: A row lacks one of the table's columns; nothing is written.
+            ValueError: The numbers of rows and vectors differ; nothing is written.
             BusyError: Others hold the file for longer than 10 s.
             ConfigurationError: The file is read-only.
         """

@@ -124,11 +124,12 @@ def add(arguments: Namespace) -> None:
             process with a usage error.
 
     Raises:
-        SystemExit: code 2 if neither or both of images and texts are given; 65 if some files or
-            texts were refused, and the others were added.
+        SystemExit: code 2 if neither or both of images and texts are given, or notes with texts.
+            Code 65 if some files or texts were refused, and the others were added.
         InvalidInputError: a path cannot be read, or metadata is not valid.
         NoEncoderError: the release embeds no images, or no texts.
-        NotFoundError: there is no gallery, or no file of texts.
+        NotFoundError: there is no gallery, no file of texts, or the release of a space is not
+            installed.
         ConfigurationError: the extra `text` is needed and not installed.
         VerificationError: a model file or the gallery file is damaged.
         BusyError: another process holds the gallery file for 5 seconds.
@@ -252,6 +253,7 @@ def list_items(arguments: Namespace) -> None:
         VerificationError: the gallery file is damaged.
         BusyError: another process holds the gallery file for 5 seconds.
         IncompatibleSpaceError: a sync dropped the space during the call.
+        CannotWriteError: the gallery file cannot be opened, or the disk fails.
     """
     from nobackfill.client.device import Device
 
@@ -306,7 +308,8 @@ def set_metadata(arguments: Namespace) -> None:
     Raises:
         NotFoundError: there is no gallery, or a name is neither an id nor a path; nothing was
             changed.
-        InvalidInputError: a key locates the file, or a key or value is not valid.
+        InvalidInputError: a key locates the file, or a key or value is not valid, or an item's
+            metadata would become too large. Earlier batches of 4,096 items stay.
         VerificationError: the gallery file is damaged.
         BusyError: another process holds the gallery file for 5 seconds.
         CannotWriteError: the disk is full or read-only.

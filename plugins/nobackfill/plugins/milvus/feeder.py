@@ -107,6 +107,7 @@ class Feeder:
             NotFoundError: the gallery was deleted.
             BusyError: the database could not lock the rows in time, or refuses writes.
             CannotWriteError: the database cannot write.
+            ConfigurationError, DamagedError: the database refuses a statement, or is damaged.
         """
 
         def work(connection: Connection) -> int:
@@ -138,6 +139,7 @@ class Feeder:
             BusyError: the database could not lock the rows for ten minutes.
             NotFoundError: the gallery was deleted meanwhile.
             CannotWriteError: the database cannot write.
+            ConfigurationError, DamagedError: the database refuses a statement, or is damaged.
             Exception: any error of `check_stop`.
         """
         name = collection_name(self._database_id, schema, info.number)

@@ -54,6 +54,7 @@ class MilvusGallery(PostgresqlGallery):
             UnavailableError: the database does not answer.
             BusyError: the gallery's rows are locked for too long, or the database refuses writes.
             CannotWriteError: the database cannot write.
+            ConfigurationError, DamagedError: the database refuses a statement, or is damaged.
         """
         super().__init__(database, number)
         if not database.read(lambda connection: journal.covers_all_spaces(connection, self.schema)):
@@ -74,6 +75,7 @@ class MilvusGallery(PostgresqlGallery):
             BusyError: the gallery's rows are locked for too long.
             CannotWriteError: the database is full or read-only.
             NotFoundError: the gallery was deleted.
+            ConfigurationError, DamagedError: the database refuses a statement, or is damaged.
         """
 
         def work(connection: Connection) -> None:
@@ -261,6 +263,7 @@ class InMilvus(DatabaseHome):
             UnavailableError: the database does not answer.
             BusyError: its journal is missing, and the gallery's rows are locked for too long.
             CannotWriteError: its journal is missing, and the database is full or read-only.
+            ConfigurationError, DamagedError: the database refuses a statement, or is damaged.
         """
         plain = self._galleries.open(name)
         gallery = MilvusGallery(plain.database, plain.number)
@@ -284,6 +287,7 @@ class InMilvus(DatabaseHome):
             BusyError: the rows are locked for too long, no connection was free (OverloadedError),
                 or writes are refused.
             CannotWriteError: the database is full or read-only.
+            ConfigurationError, DamagedError: the database refuses a statement, or is damaged.
         """
         MilvusGallery.begin_journal(self._galleries.create(name, specs, state))
 

@@ -51,7 +51,7 @@ class RayCluster:
 
         Raises:
             ConfigurationError: the address has another form.
-            UnavailableError: no cluster answers there.
+            UnavailableError: no cluster answers there, or this process has joined Ray already.
         """
         join_cluster(address)
 

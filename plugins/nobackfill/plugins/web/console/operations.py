@@ -272,6 +272,7 @@ class Rollouts:
             NotFoundError: there is no such release.
             InvalidInputError: `rollout` is none of these.
             UnauthenticatedError: the gateway does not know the token.
+            CannotWriteError: the state of the gateway cannot be written.
             UnavailableError: the gateway does not answer.
             PreconditionError: the gateway refuses the activation in its present state.
         """
@@ -422,6 +423,7 @@ class Operations:
             PreconditionError: the gateway refuses the activation in its present state.
             UnauthenticatedError: the request belongs to no session.
             NotPermittedError: the role may not make these calls.
+            CannotWriteError: the state of the gateway cannot be written.
             UnavailableError: the gateway does not answer within a minute.
         """
         rollout = parse_form(body).get("rollout", "")
@@ -462,7 +464,9 @@ class Operations:
                 runs is cancelled.
             UnauthenticatedError: the request belongs to no session.
             NotPermittedError: the role may not make these calls.
-            UnavailableError: the gateway does not answer within ten minutes.
+            CannotWriteError: the state of the gateway cannot be written.
+            UnavailableError: the gateway does not answer within ten minutes, or cannot load the
+                models; in the second case, nothing has changed.
         """
         to = parse_form(body).get("to", "")
         if not _is_number(to):

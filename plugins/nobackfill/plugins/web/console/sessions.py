@@ -190,6 +190,9 @@ class ConsoleSessions:
 
         Args:
             scope: an HTTP request's scope, whose path begins with the session's.
+
+        Raises:
+            KeyError: the scope has no path, as that of a lifespan.
         """
         path = f"/{scope['path'].removeprefix('/').split('/', 1)[0]}"
         try:
@@ -353,6 +356,9 @@ class LoadMeter:
         The rate is 0 at the first call, and after a pause of eleven seconds without calls. Metrics
         that do not exist count as 0. Latencies are interpolated within the buckets of the metrics'
         histogram. All methods of Search and SearchBatch count.
+
+        Raises:
+            Exception: any error of a collector of the metrics; no sample is taken.
         """
         sample = self._sample()
         with self._lock:
