@@ -242,6 +242,7 @@ class Device(GalleryFile):
             VerificationError: the gallery file is damaged.
             BusyError: another process holds the gallery file for 5 seconds.
             CannotWriteError: the file cannot be opened, or the disk fails.
+            IncompatibleSpaceError: a sync dropped the active space during the call.
         """
         row = self.store.get(id)
         item = None if row is None else self.store.items([row.label], self._space())[0]

@@ -115,6 +115,8 @@ class HaystackDocumentStore:
             FilterError: A gateway does not have such a filter.
             NotFoundError: No such gallery.
             VerificationError: The gallery is damaged and set aside.
+            InvalidInputError: The filter exceeds a gateway's limits, or the gateway sends metadata
+                that this version cannot read.
             NotPermittedError: The gateway refuses the token.
             BusyError: The gateway has too much work.
             UnavailableError: The gateway does not answer within the connection's seconds.

@@ -169,6 +169,7 @@ class LangChainVectorStore(VectorStore):  # type: ignore[misc]
         Raises:
             NotFoundError: No such gallery.
             VerificationError: The gallery is damaged and set aside.
+            InvalidInputError: The gateway sends metadata that this version cannot read.
             NotPermittedError: The gateway refuses the token.
             BusyError: The gateway has too much work.
             UnavailableError: The gateway does not answer within the connection's seconds.
