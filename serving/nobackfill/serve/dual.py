@@ -118,6 +118,7 @@ class Dual:
             InvalidInputError: no rank fusion exists for the store's metric.
             UnavailableError, NotPermittedError, NotFoundError: the store's facts cannot be read.
                 After an error, `natives` and `reembedder` stay open.
+            BusyError: others hold the store, or its server has too many requests.
         """
         judged_by(source.facts())
         if joining.mark != mapping.digest:
@@ -413,6 +414,7 @@ class AdapterSearch:
             IncompatibleSpaceError: the adapter was fitted for other vectors than the store's, or it
                 is a map of stored vectors.
             UnavailableError, NotPermittedError, NotFoundError: the store cannot be read.
+            BusyError: others hold the store, or its server has too many requests.
         """
         facts = source.facts()
         same_model(adapter.facts.get(OLD_MODEL), facts.model, f"the query adapter and {facts.name}")
@@ -441,6 +443,7 @@ class AdapterSearch:
             InvalidInputError: the file is damaged, or holds a map of stored vectors.
             IncompatibleSpaceError: the adapter was fitted for other vectors than the store's.
             UnavailableError, NotPermittedError: the store cannot be read.
+            BusyError: others hold the store, or its server has too many requests.
         """
         return cls(source, load_adapter(adapter))
 
@@ -458,6 +461,8 @@ class AdapterSearch:
             InvalidInputError: the vector has another dimension or is not finite, or `k` is below 1.
             UnavailableError, NotPermittedError: the store cannot be read.
             UnusableRowsError: as an InvalidInputError: the vector is not finite.
+            BusyError: others hold the store, or its server has too many requests.
+            NotFoundError: the table or the collection was deleted.
         """
         if k < 1:
             raise InvalidInputError(f"expected k of 1 or more, got {k}")

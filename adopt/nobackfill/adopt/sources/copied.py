@@ -92,6 +92,7 @@ class Collection(Protocol):
             NotFoundError: The collection was deleted.
             NotPermittedError: The server refuses the key.
             BusyError: The server has too many requests.
+            InvalidInputError: The server refuses the request.
         """
 
     def windows(self, rows: int) -> Iterator[Window]:
@@ -104,6 +105,7 @@ class Collection(Protocol):
             NotFoundError: The collection was deleted.
             NotPermittedError: The server refuses the key.
             BusyError: The server has too many requests.
+            InvalidInputError: The server refuses the request.
         """
 
     def records(self, window: Window) -> list[Record]:
@@ -116,6 +118,7 @@ class Collection(Protocol):
             NotFoundError: The collection was deleted.
             NotPermittedError: The server refuses the key.
             BusyError: The server has too many requests.
+            InvalidInputError: The server refuses the request.
         """
 
     def digests(self, window: Window) -> dict[Any, str]:
@@ -129,6 +132,7 @@ class Collection(Protocol):
             NotFoundError: The collection was deleted.
             NotPermittedError: The server refuses the key.
             BusyError: The server has too many requests.
+            InvalidInputError: The server refuses the request.
         """
 
     def existing_keys(self, keys: Sequence[Any]) -> Some[Any]:
@@ -139,6 +143,7 @@ class Collection(Protocol):
             NotFoundError: The collection was deleted.
             NotPermittedError: The server refuses the key.
             BusyError: The server has too many requests.
+            InvalidInputError: The server refuses the request.
         """
 
     def put(self, records: Sequence[Record], vectors: Vectors) -> None:
@@ -155,6 +160,7 @@ class Collection(Protocol):
             NotFoundError: The collection was deleted.
             NotPermittedError: The server refuses the key.
             BusyError: The server has too many requests.
+            InvalidInputError: The server refuses the request.
         """
 
     def remove(self, keys: Sequence[Any]) -> None:
@@ -168,6 +174,7 @@ class Collection(Protocol):
             NotFoundError: The collection was deleted.
             NotPermittedError: The server refuses the key.
             BusyError: The server has too many requests.
+            InvalidInputError: The server refuses the request.
         """
 
     def lookup(self, ids: Sequence[str]) -> list[Record]:
@@ -180,6 +187,7 @@ class Collection(Protocol):
             NotFoundError: The collection was deleted.
             NotPermittedError: The server refuses the key.
             BusyError: The server has too many requests.
+            InvalidInputError: The server refuses the request.
         """
 
     def nearest(self, vector: Vectors, count: int) -> list[str]:
@@ -219,6 +227,7 @@ class CollectionStore(Protocol):
             UnavailableError: The server does not answer.
             NotPermittedError: The server refuses the key.
             BusyError: The server has too many requests.
+            InvalidInputError: The server refuses the request.
         """
 
     def make(self, target: Target, like: Collection, facts: Mapping[str, str]) -> None:
@@ -235,6 +244,7 @@ class CollectionStore(Protocol):
             UnavailableError: The server does not answer.
             NotPermittedError: The server refuses the key.
             BusyError: The server has too many requests.
+            AlreadyExistsError: Another program made a collection of this name meanwhile.
         """
 
     def drop(self, name: str) -> None:
@@ -247,6 +257,7 @@ class CollectionStore(Protocol):
             CannotWriteError: The store cannot be written.
             NotPermittedError: The server refuses the key.
             BusyError: The server has too many requests.
+            InvalidInputError: The server refuses the request.
         """
 
     def steps(self, old: Collection, new: Collection) -> list[str]:
@@ -304,6 +315,7 @@ class CopiedSource:
             NotFoundError: The collection was deleted.
             NotPermittedError: The server refuses the key.
             BusyError: The server has too many requests.
+            InvalidInputError: The server refuses the request.
         """
         return self._here.count()
 
@@ -320,6 +332,7 @@ class CopiedSource:
             NotFoundError: The collection was deleted.
             NotPermittedError: The server refuses the key.
             BusyError: The server has too many requests.
+            InvalidInputError: The server refuses the request.
         """
         return self._here.windows(rows)
 
@@ -327,7 +340,7 @@ class CopiedSource:
         """Read the vectors of a window; a row's key is its Record, and its version its digest.
 
         Raises:
-            InvalidInputError: The vectors have several dimensions.
+            InvalidInputError: The vectors have several dimensions. The server refuses the request.
             UnavailableError: The server does not answer.
             NotFoundError: The collection was deleted.
             NotPermittedError: The server refuses the key.
@@ -345,6 +358,7 @@ class CopiedSource:
             NotFoundError: The collection was deleted.
             NotPermittedError: The server refuses the key.
             BusyError: The server has too many requests.
+            InvalidInputError: The server refuses the request.
         """
         found = [(str(one.key), one.values.get(name)) for one in self._here.records(window)]
         pairs = [(key, str(value)) for key, value in found if value not in (None, "")]
@@ -377,7 +391,7 @@ class CopiedSource:
         A repeated id comes once.
 
         Raises:
-            InvalidInputError: The vectors have several dimensions.
+            InvalidInputError: The vectors have several dimensions. The server refuses the request.
             UnavailableError: The server does not answer.
             NotFoundError: The collection was deleted.
             NotPermittedError: The server refuses the key.
@@ -395,6 +409,7 @@ class CopiedSource:
             NotFoundError: The collection was deleted.
             NotPermittedError: The server refuses the key.
             BusyError: The server has too many requests.
+            InvalidInputError: The server refuses the request.
         """
         found = {str(one.key): one.values.get(column) for one in self._here.lookup(ids)}
         return {name: str(value) for name, value in found.items() if value not in (None, "")}
@@ -408,6 +423,7 @@ class CopiedSource:
 
         Raises:
             AlreadyExistsError: The name belongs to another collection, or to a copy by another map.
+                Another program made a collection of the name meanwhile.
             InvalidInputError: The store refuses the name or the dimension.
             CannotWriteError: The store cannot be written.
             UnavailableError: The server does not answer.
@@ -440,6 +456,8 @@ class CopiedSource:
             UnavailableError: The server does not answer.
             NotPermittedError: The server refuses the key.
             BusyError: The server has too many requests.
+            InvalidInputError: The server refuses the request.
+            NotFoundError: The copy was deleted meanwhile.
         """
         if not self._store.exists(name):
             return False
@@ -470,7 +488,7 @@ class CollectionCopy:
         that a writer put into the copy is never pending, and never deleted.
 
         Raises:
-            InvalidInputError: The vectors have several dimensions.
+            InvalidInputError: The vectors have several dimensions. The server refuses the request.
             UnavailableError: The server does not answer.
             CannotWriteError: A copy cannot be deleted.
             NotFoundError: The collection or its copy was deleted.
@@ -502,6 +520,7 @@ class CollectionCopy:
             NotFoundError: The collection or its copy was deleted.
             NotPermittedError: The server refuses the key.
             BusyError: The server has too many requests.
+            InvalidInputError: The server refuses the request.
         """
         records = [one for one in rows.keys if isinstance(one, Record)]
         self._copy.put(records, vectors)
@@ -514,7 +533,7 @@ class CollectionCopy:
         """Read the new vectors of a window that nobackfill wrote; those of writers are left out.
 
         Raises:
-            InvalidInputError: The vectors have several dimensions.
+            InvalidInputError: The vectors have several dimensions. The server refuses the request.
             UnavailableError: The server does not answer.
             NotFoundError: The collection or its copy was deleted.
             NotPermittedError: The server refuses the key.
@@ -532,6 +551,7 @@ class CollectionCopy:
             NotFoundError: The copy was deleted.
             NotPermittedError: The server refuses the key.
             BusyError: The server has too many requests.
+            InvalidInputError: The server refuses the request.
         """
         return self._copy.count()
 

@@ -237,7 +237,8 @@ class PgvectorSource:
 
         Raises:
             NotPermittedError: Row-level security may hide rows from this role.
-            NobackfillError: PostgreSQL does not answer, or refuses a query; see `translate_errors`.
+            NobackfillError: PostgreSQL refuses a query; see `translate_errors`.
+            UnavailableError: The server does not answer.
         """
         self._table.every_row_is_seen()
         lower: object = None

@@ -46,8 +46,8 @@ def grants(
         none.
 
     Raises:
-        NobackfillError: PostgreSQL refuses a query of the catalogue, or does not answer; see
-            `translate_errors`.
+        NobackfillError: PostgreSQL refuses a query of the catalogue; see `translate_errors`.
+        UnavailableError: The server does not answer.
     """
     found = table.described(
         "SELECT format('GRANT %s ON %s TO %s%s', string_agg(what, ', ' ORDER BY what), {to}, "
@@ -87,8 +87,8 @@ def security(
         without row-level security.
 
     Raises:
-        NobackfillError: PostgreSQL refuses a query of the catalogue, or does not answer; see
-            `translate_errors`.
+        NobackfillError: PostgreSQL refuses a query of the catalogue; see `translate_errors`.
+        UnavailableError: The server does not answer.
     """
     enabled, forced = table.described(
         "SELECT relrowsecurity, relforcerowsecurity FROM pg_class WHERE oid = {oid}", oid=table.oid
@@ -136,7 +136,8 @@ def owner(table: SourceTable, relation: str) -> list[str]:
     """Write a statement that gives a relation to the table's owner; none if it has it.
 
     Raises:
-        NobackfillError: PostgreSQL does not answer, or refuses the query; see `translate_errors`.
+        NobackfillError: PostgreSQL refuses the query; see `translate_errors`.
+        UnavailableError: The server does not answer.
     """
     found = table.described(
         "SELECT format('ALTER TABLE %s OWNER TO %I', {relation}, pg_get_userbyid(t.relowner)) "
@@ -196,8 +197,8 @@ def moves(table: SourceTable, column: str, dims: tuple[int | None, int]) -> Move
         dims: Dimensions of the old vectors (None: not declared) and of the new ones.
 
     Raises:
-        NobackfillError: PostgreSQL refuses a query of the catalogue, or does not answer; see
-            `translate_errors`.
+        NobackfillError: PostgreSQL refuses a query of the catalogue; see `translate_errors`.
+        UnavailableError: The server does not answer.
     """
     parts: dict[str, Any] = {"oid": table.oid, "column": column}
     direct = dependents(table, column)
@@ -252,7 +253,8 @@ def dependents(table: SourceTable, column: str) -> list[tuple[int, str]]:
     Names are in PostgreSQL's words. Empty for an unknown column.
 
     Raises:
-        NobackfillError: PostgreSQL refuses the query, or does not answer; see `translate_errors`.
+        NobackfillError: PostgreSQL refuses the query; see `translate_errors`.
+        UnavailableError: The server does not answer.
     """
     return table.described(
         "SELECT DISTINCT objid, CASE WHEN rulename = '_RETURN' "
@@ -291,7 +293,8 @@ def column_properties(
         row of both vectors may be longer than a page.
 
     Raises:
-        NobackfillError: PostgreSQL refuses the query, or does not answer; see `translate_errors`.
+        NobackfillError: PostgreSQL refuses the query; see `translate_errors`.
+        UnavailableError: The server does not answer.
     """
     found = table.described(
         "SELECT format('ALTER TABLE %s ALTER COLUMN %I SET %s', {relation}, {new}, property) "
@@ -322,7 +325,8 @@ def cluster_mark(table: SourceTable, column: str, dims: tuple[int | None, int]) 
         where no index of the column has the mark. Without an equal index it changes nothing.
 
     Raises:
-        NobackfillError: PostgreSQL refuses the query, or does not answer; see `translate_errors`.
+        NobackfillError: PostgreSQL refuses the query; see `translate_errors`.
+        UnavailableError: The server does not answer.
     """
     found = table.described(
         "SELECT pg_get_indexdef(indexrelid) FROM pg_index WHERE indrelid = {oid} "
@@ -355,7 +359,8 @@ def row_indexes(table: SourceTable) -> list[str]:
     They are sorted. Empty without such indexes.
 
     Raises:
-        NobackfillError: PostgreSQL refuses the query, or does not answer; see `translate_errors`.
+        NobackfillError: PostgreSQL refuses the query; see `translate_errors`.
+        UnavailableError: The server does not answer.
     """
     found = table.described(
         "SELECT indexrelid::regclass::text FROM pg_index WHERE (indrelid = {oid} OR indrelid IN "
@@ -384,8 +389,9 @@ def index_definitions(
         The statements; none if the column has no index, or an index reads whole rows.
 
     Raises:
-        NobackfillError: PostgreSQL does not answer, or another error of `translate_errors`.
+        NobackfillError: PostgreSQL refuses a query; see `translate_errors`.
         InvalidInputError: The table has no such column, or PostgreSQL refuses a statement.
+        UnavailableError: The server does not answer.
     """
     if row_indexes(table):
         return []
@@ -455,7 +461,8 @@ def missing_indexes(
     invalid index does not count. The order is that of `statements`.
 
     Raises:
-        NobackfillError: PostgreSQL refuses the query, or does not answer; see `translate_errors`.
+        NobackfillError: PostgreSQL refuses the query; see `translate_errors`.
+        UnavailableError: The server does not answer.
     """
 
     def of_vectors(definition: str) -> bool:

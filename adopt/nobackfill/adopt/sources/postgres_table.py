@@ -1024,8 +1024,8 @@ class SourceTable:
         The query runs in a transaction that is rolled back.
 
         Raises:
-            NobackfillError: PostgreSQL refuses the query, or does not answer; see
-                `translate_errors`.
+            NobackfillError: PostgreSQL refuses the query; see `translate_errors`.
+            UnavailableError: The server does not answer.
         """
         with self.connected() as changes, changes.attempt():
             changes.run("SET LOCAL search_path = pg_catalog")
@@ -1077,8 +1077,8 @@ class SourceTable:
             setting: The statement before it, as SET LOCAL; None for none.
 
         Raises:
-            NobackfillError: PostgreSQL refuses a statement, or does not answer; see
-                `translate_errors`.
+            NobackfillError: PostgreSQL refuses a statement; see `translate_errors`.
+            UnavailableError: The server does not answer.
         """
 
         def ask(connection: Any) -> list[Any]:
@@ -1103,8 +1103,8 @@ class SourceTable:
             binary: Whether PostgreSQL sends values in its binary form.
 
         Raises:
-            NobackfillError: PostgreSQL refuses the query, or does not answer; see
-                `translate_errors`.
+            NobackfillError: PostgreSQL refuses the query; see `translate_errors`.
+            UnavailableError: The server does not answer.
         """
 
         def ask(connection: Any) -> list[Any]:
@@ -1120,8 +1120,8 @@ class SourceTable:
         If the connection broke, the query runs a second time. No rows give b"".
 
         Raises:
-            NobackfillError: PostgreSQL refuses the query, or does not answer; see
-                `translate_errors`.
+            NobackfillError: PostgreSQL refuses the query; see `translate_errors`.
+            UnavailableError: The server does not answer.
         """
         statement = sql.SQL("COPY ({}) TO STDOUT (FORMAT BINARY)").format(
             self.composed(query, **parts)
@@ -1137,8 +1137,8 @@ class SourceTable:
         """Return the first value of the first row; None without rows.
 
         Raises:
-            NobackfillError: PostgreSQL refuses the query, or does not answer; see
-                `translate_errors`.
+            NobackfillError: PostgreSQL refuses the query; see `translate_errors`.
+            UnavailableError: The server does not answer.
         """
         rows = self.all(query, binary=False, **parts)
         return rows[0][0] if rows else None
@@ -1195,7 +1195,8 @@ class SourceTable:
         It commits by itself and has no time limit.
 
         Raises:
-            NobackfillError: PostgreSQL refuses it, or does not answer; see `translate_errors`.
+            NobackfillError: PostgreSQL refuses it; see `translate_errors`.
+            UnavailableError: The server does not answer.
         """
         with self.connected() as changes:
             changes.run_text(statement)
@@ -1312,8 +1313,8 @@ class Changes:
 
         Raises:
             psycopg.Error: PostgreSQL refuses a statement, or the connection breaks.
-            NobackfillError: PostgreSQL refuses a query of the catalogue, or does not answer; see
-                `translate_errors`.
+            NobackfillError: PostgreSQL refuses a query of the catalogue; see `translate_errors`.
+            UnavailableError: The server does not answer.
         """
         there = self._table.triggers(names["function"])
         on = ["A"] * len(triggers), ["A"] * len(there.partition_states)
@@ -1383,8 +1384,8 @@ class Changes:
         Raises:
             psycopg.Error: PostgreSQL refuses a statement, as where this role may not give the
                 object away.
-            NobackfillError: PostgreSQL refuses a query of the catalogue, or does not answer; see
-                `translate_errors`.
+            NobackfillError: PostgreSQL refuses a query of the catalogue; see `translate_errors`.
+            UnavailableError: The server does not answer.
         """
         names = {"kind": sql.SQL(kind), "name": name}
         heir = self._table.heir()
