@@ -202,7 +202,8 @@ class SimclrObjective(Objective):
         """Return `contrastive` and, for each small crop, `small_crop_0` and so on.
 
         A small crop's term is its mean attraction to both full views, divided by the number of
-        small crops. Views and crops are drawn from torch's default generator.
+        small crops. Views and crops are drawn from torch's default generator. In training mode a
+        small crop of a single image raises ValueError, because BatchNorm needs two.
         """
         pixels, temperature = to_pixels(batch["images"]), self.config.temperature
         # Both views in one pass, so that BatchNorm sees one distribution.
@@ -302,7 +303,10 @@ class Projected(nn.Module):
         self.encoder, self.projection = encoder, projection
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """Map pixels float32 [n,3,H,W] in 0..1 to raw projections [n,projection_dim]."""
+        """Map pixels float32 [n,3,H,W] in 0..1 to raw projections [n,projection_dim].
+
+        In training mode BatchNorm needs at least two images, or raises ValueError.
+        """
         output: Tensor = self.projection(self.encoder.encode(pixels))
         return output
 

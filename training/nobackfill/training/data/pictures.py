@@ -98,6 +98,7 @@ class Pictures:
 
         Raises:
             InvalidInputError: a file is missing or no image; raised when its batch is reached.
+            IndexError: a row number is not below n; raised while batches are read ahead.
             NobackfillError: a process that reads images was killed.
         """
         self._order.rows, self._order.batches = self._rows, batches
@@ -161,7 +162,7 @@ class ImageSource(Protocol):
         """Yield uint8 [c,size,size,3], at most CHUNK images at a time.
 
         Raises:
-            InvalidInputError: a file is no image.
+            InvalidInputError: a file is missing or no image.
             CannotWriteError: a cache of pixels cannot be created.
             NobackfillError: a process that reads images was killed.
         """
@@ -199,7 +200,7 @@ class ListedImages:
         """The images, uint8 [n,size,size,3]; the first use opens them.
 
         Raises:
-            InvalidInputError: a file is no image, and all are held in memory.
+            InvalidInputError: a file is missing or no image, and all are held in memory.
             CannotWriteError: the pixel cache cannot be created.
         """
         return open_pictures(self.listing, self.size, self.reading)
@@ -257,10 +258,11 @@ def exceeds_memory(listing: ImageListing, size: int, reading: ReadingOptions) ->
 def in_batches(images: Images, batches: Sequence[Tensor]) -> Iterator[Tensor]:
     """Yield the images of each batch of row numbers int64 [b], uint8 [b,size,size,3].
 
-    For a tensor of images it copies rows; a number beyond the last raises IndexError.
+    For a tensor of images it copies rows. Row numbers are on the CPU.
 
     Raises:
         InvalidInputError: a file is missing or no image.
+        IndexError: a row number is beyond the last.
         NobackfillError: a process that reads images was killed.
     """
     if isinstance(images, Pictures):

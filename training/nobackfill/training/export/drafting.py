@@ -294,6 +294,7 @@ class Release:
         Raises:
             KeyError: `local` was not called for this path.
             OSError: the file cannot be read.
+            ValidationError: the file is empty, or the path is not plain; it is pydantic's.
         """
         return describe_file(path, self.files[path])
 

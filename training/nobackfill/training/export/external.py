@@ -85,6 +85,8 @@ def add_onnx_embedder(release: Release, source: Path, pixels: Pixels) -> None:
     Raises:
         InvalidInputError: the file or its external weights cannot be read or run, or it has another
             form.
+        ValidationError: the images have more than 2,048 pixels on a side, or the vectors more than
+            65,536 dimensions; it is pydantic's.
         OSError: the graph cannot be written to the release's folder.
     """
     model = _load(source)
@@ -219,6 +221,7 @@ def open_torchvision(name: str) -> PublicModel:
         VerificationError: the file has another digest, or is damaged.
         UnavailableError: the download failed.
         CannotWriteError: the cache cannot be written.
+        OSError: the file in the cache cannot be opened.
     """
     import torchvision
 

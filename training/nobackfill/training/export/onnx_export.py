@@ -39,6 +39,7 @@ def export_onnx(
     Raises:
         VerificationError: onnxruntime cannot run the file, or its outputs differ from torch's by
             more than PARITY.
+        RuntimeError: torch cannot export the module; nothing is written.
         OSError: the file cannot be written.
     """
     module = module.eval().cpu()

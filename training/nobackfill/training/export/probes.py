@@ -58,6 +58,8 @@ def make_probes(release: Release) -> Probes:
         VerificationError: a model cannot be loaded, or returns zero vectors, NaN or infinity
             (UnusableOutputError).
         ValidationError: the parts of the release contradict each other; it is pydantic's.
+        KeyError: an upgrade, or `searches_directly`, names a release that is not published.
+        AssertionError: the release has no embedder.
         ConfigurationError: the release embeds texts, and the extra `text` is not installed.
         OSError: the file cannot be written.
     """

@@ -224,6 +224,8 @@ def add_text_encoder(release: Release, source: Path, queries: Path | None = None
             than a release may; it lacks its tokenizer; or it does not fit the embedder or the other
             text model.
         ConfigurationError: the extra `text` is not installed.
+        ValidationError: a prefix has more than 1,024 characters, or the vectors have more than
+            65,536 dimensions; it is pydantic's.
         ConvertError: onnx cannot convert an old operator set to this one; it is onnx's.
         OSError: a file cannot be written.
     """

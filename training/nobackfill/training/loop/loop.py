@@ -191,6 +191,7 @@ def fit(
         DivergedError: a loss or a weight is not finite; the last checkpoint stays.
         CannotWriteError: the run folder cannot be written.
         OSError: the checkpoint in the run folder cannot be opened.
+        ValueError, RuntimeError: as the objective raises them; the last checkpoint stays.
     """
     n = len(next(iter(rows.values())))
     steps = n // config.batch_size or 1
@@ -245,9 +246,9 @@ def write_solved_run(
     class_names: tuple[str, ...],
     facts: Facts,
 ) -> Checkpoint:
-    """Write the run of an upgrade that was solved in closed form, as a finished one.
+    """Write the run of a network that was solved in closed form, as a finished one.
 
-    An earlier run in the folder is replaced; no lock is taken.
+    An earlier run in the folder is replaced, but its stats.jsonl stays. No lock is taken.
 
     Args:
         parts: the solved networks, by the name of their part in the checkpoint.

@@ -410,6 +410,7 @@ def cache_features(
             unusable vectors.
         NotFoundError, UnavailableError: a publication is incomplete or cannot be read.
         NobackfillError: a process that reads images was killed.
+        OSError: a checkpoint exists, but cannot be opened.
     """
     encoders: dict[str, FrozenEncoder] = {}
     for config in configs:
@@ -457,7 +458,7 @@ def repeat_unseen(
 
 
 def shape_of(rows: Mapping[str, Tensor], unit: bool) -> UpgradeShape:
-    """Return the dimensions of features [n,v,dim] by name; 0 for old, side, new_side if absent.
+    """Return the dimensions of features [n,v,dim] by name; 0 for a feature that is absent.
 
     `unit` is passed on: whether the new space has unit vectors. Other names, such as labels, are
     ignored.

@@ -86,6 +86,10 @@ def refined_features(
     Returns:
         Refined old features [m, d], in the dtype of `old`; `old` itself for a class of one image or
         none.
+
+    Raises:
+        RuntimeError: `new` has another number of rows than `old`.
+        ValueError: `new` has fewer than two rows, but `old` has more.
     """
     if len(old) < 2:
         return old
@@ -100,7 +104,7 @@ def refined_average(
 ) -> Tensor:
     """Return the mean of `refined_features` over rows: [m, d], [m, d'] -> [d] (UniBCT Eq. 10).
 
-    Arguments as in `refined_features`.
+    Arguments and errors are as in `refined_features`.
 
     The published pseudocode takes the softmax over dim 0, without temperature. The columns of its
     matrix sum to one, so the mean over rows would be that of V(0), and the refinement would have no

@@ -162,7 +162,7 @@ class AdaptedObjective(CompatibleObjective):
         Raises:
             ConfigurationError: the run has another backbone or an unsuitable dimension, or is of a
                 kind other than embedder.
-            InvalidInputError: a file among the images is no image.
+            InvalidInputError: a file among the images is missing or no image.
             NobackfillError: a process that reads images was killed.
         """
         before = checkpoint.config
@@ -303,7 +303,7 @@ class Bt2Objective(AdaptedObjective):
         """Return the term `kept`: how far the independent model's part is from `share`.
 
         It is the mean squared difference of lengths over the batch, times the option `kept`.
-        Embeddings [b,dim] need not be normalised.
+        Embeddings [b,dim] need not be normalised. Before `start_from` it raises AssertionError.
         """
         layer = self.layer
         before = F.normalize(embedding) @ layer.map.weight
@@ -350,7 +350,8 @@ class LambdaObjective(AdaptedObjective):
         """Return the penalty on how far the map is from an orthogonal one, beyond `threshold`.
 
         The embedding has no part in it. The distance goes to the statistics as `from_orthogonal`.
-        The term is `orthogonality`; it is 0 while the distance is not above `threshold`.
+        The term is `orthogonality`; it is 0 while the distance is not above `threshold`. Before
+        `start_from` it raises AssertionError.
         """
         weight = self.layer.map.weight
         excess = (weight.t() @ weight - torch.eye(len(weight), device=weight.device)).norm()

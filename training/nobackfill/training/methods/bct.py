@@ -103,7 +103,7 @@ def extended_classifier(
         int64 [new classes].
 
     Raises:
-        InvalidInputError: a file among the images is no image.
+        InvalidInputError: a file among the images is missing or no image.
         ValueError: a missing class has no image.
         NobackfillError: a process that reads images was killed.
     """

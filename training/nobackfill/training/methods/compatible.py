@@ -185,7 +185,7 @@ def encode_all(encoder: ImageEncoder, images: Images, device: torch.device) -> T
         float32 [n,dim], on the CPU.
 
     Raises:
-        InvalidInputError: a file among the images is no image.
+        InvalidInputError: a file among the images is missing or no image.
         NobackfillError: a process that reads images was killed.
     """
     training, before = encoder.training, next(encoder.parameters()).device

@@ -129,7 +129,7 @@ class DmuObjective(CompatibleObjective):
 
         Args:
             old: old embeddings [b,old_dim].
-            labels: int64 [b].
+            labels: int64 [b]; read only with the measure confidence.
 
         Raises:
             ValueError: the batch has one row and the measure is entropy.
@@ -175,6 +175,10 @@ class DmuObjective(CompatibleObjective):
             old: old embeddings [b,old_dim].
             embedding: new embeddings [b,dim].
             labels: int64 [b].
+
+        Raises:
+            AssertionError: the option `forward` is false.
+            ValueError: the batch has one row, in training mode.
         """
         assert self.upgrade is not None
         adapted = self.upgrade(old).embedding

@@ -96,6 +96,7 @@ class FastFillObjective(ForwardObjective):
         With `joint` all but those of side-information are one term, `distance`. Otherwise they are
         `distance`, `likelihood` and, with a weight above 0, `classification`. Distances are divided
         by the spread of the new embeddings. Rows without a label count as 0 in the classification.
+        An upgrade without a variance raises AssertionError.
         """
         terms = super().distance_terms(upgraded, view)
         predicted, target = upgraded.embedding, view["new"]

@@ -49,7 +49,8 @@ class ForwardObjective(FctObjective):
         """Return the new classifier's row of each label, int64 [n]; -1 without one.
 
         Args:
-            labels: int64 [n], classes of the training, or -1 for a view without a label.
+            labels: int64 [n], classes of the training, or -1 for a view without a label. A number
+                that is no class of the training raises IndexError.
         """
         return torch.where(labels >= 0, self.new_labels[labels.clamp(min=0)], -1)
 

@@ -238,7 +238,8 @@ class ResidualObjective(FastFillObjective):
     def forward(self, batch: Batch) -> Terms:
         """Return terms averaged over the networks, each of which draws its own view.
 
-        Afterwards all networks are used again.
+        Afterwards all networks are used again; after an error only the one that failed. In training
+        mode a batch of one row raises ValueError.
         """
         h = self.upgrade.h
         assert isinstance(h, ResidualMap)

@@ -103,7 +103,8 @@ class SoftPrototypesObjective(Objective):
     def forward(self, batch: Batch) -> Terms:
         """Return `classification`, the mean cross-entropy of one view per row, 0 for mixed ones.
 
-        The views are drawn from torch's default generator. Mixed ones stay in the denominator.
+        The views are drawn from torch's default generator. Mixed ones stay in the denominator. In
+        training mode a batch of one row raises ValueError.
         """
         view = draw_view(batch, self.labelled_views)
         logits = self.h.logits(view["old"], view.get("side"))

@@ -75,7 +75,7 @@ class UniBctObjective(CompatibleObjective):
         classifier is replaced in place.
 
         Raises:
-            InvalidInputError: a file among the images is no image.
+            InvalidInputError: a file among the images is missing or no image.
             NobackfillError: a process that reads images was killed.
             ValueError: a class has no image.
         """
@@ -106,7 +106,7 @@ class UniBctObjective(CompatibleObjective):
         They are on the CPU, in the order of the images, and stay in memory.
 
         Raises:
-            InvalidInputError: a file among the images is no image.
+            InvalidInputError: a file among the images is missing or no image.
             NobackfillError: a process that reads images was killed.
         """
         return encode_all(self.old.encoder, self.images, self.device)

@@ -328,7 +328,7 @@ class AugmentedView:
         between chunks. Pixels are computed on the GPU if there is one.
 
         Raises:
-            InvalidInputError: a file is no image.
+            InvalidInputError: a file is missing or no image.
             CannotWriteError: the pixel cache cannot be created.
             NobackfillError: a process that reads images was killed.
         """

@@ -29,7 +29,7 @@ def protocol_named(
 ) -> Callable[[Path, Path], Protocol]:
     """Return the reader of a protocol, a function of its folder and of a temporary folder.
 
-    No file is opened.
+    No file is opened here. The reader raises the errors of the protocol's function, such as `ijbc`.
 
     Args:
         name: a key of PROTOCOLS.
@@ -88,6 +88,8 @@ def evaluate_protocol(
         NoEncoderError: a release of a cell embeds no images.
         ValueError: a figure has no query with an answer, a rate is out of range, or the first
             elements of a longer query are all zero.
+        IndexError: an image id of gldv2 has fewer than three characters.
+        OSError: a file of the protocol exists, but cannot be read.
     """
     read = protocol_named(name, points)
     with tempfile.TemporaryDirectory(prefix="nobackfill-protocol-") as folder:

@@ -59,7 +59,8 @@ def read_landmarks(folder: Path, usage: str = "Private") -> Landmarks:
     """Read the queries of one usage of Google Landmarks v2, and its index.
 
     Papers report Private (750 queries); Public selects models. Files at the top of the folder count
-    before those below. The order of the queries is that of the file. No image is looked for.
+    before those below. The order of the queries is that of the file. No image is looked for. If the
+    index lists an id twice, its last place counts.
 
     Args:
         folder: the data set's folder, with both CSV files in it, or in `index` and `test`.
@@ -321,7 +322,7 @@ def oxford(root: Path, scratch: Path) -> Protocol:
 
     Args:
         root: the data set's folder.
-        scratch: an empty folder, to which the boxes of the query images are written.
+        scratch: an existing empty folder, to which the boxes of the query images are written.
 
     Raises:
         NotFoundError: the ground truth or an image is missing.
@@ -340,7 +341,7 @@ def paris(root: Path, scratch: Path) -> Protocol:
 
     Args:
         root: the data set's folder.
-        scratch: an empty folder, to which the boxes of the query images are written.
+        scratch: an existing empty folder, to which the boxes of the query images are written.
 
     Raises:
         NotFoundError: the ground truth or an image is missing.

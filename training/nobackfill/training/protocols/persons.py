@@ -314,7 +314,8 @@ def ijbc(root: Path, _scratch: Path, points: OperatingPoints = OperatingPoints()
     """Read the protocol of IJB-C: TAR@FAR of pairs, TPIR@FPIR and ranks of the mixed probes.
 
     The first template of a pair and the probes are embedded by the query model, the others by the
-    gallery's.
+    gallery's. The figures raise the errors of `pool_templates`, `verify_templates` and
+    `search_templates`.
 
     Args:
         root: the data set's folder, with `meta` and `loose_crop` in it.
