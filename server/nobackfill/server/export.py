@@ -49,9 +49,11 @@ def export(
 ) -> Exported:  # fmt: skip
     """Write vectors of one snapshot into a new folder, which exists only once it is complete.
 
-    Others may write to the gallery meanwhile; their changes are not in the files. An item without a
-    vector of a release has no row in that release's file. Rows are in the order in which items were
-    first put. After an error nothing is left but new parent folders.
+    Without `releases`, the vectors of a space that an upgrade still fills are exported, too. Two
+    exports into one folder must not run at once: one would delete the files of the other. Others
+    may write to the gallery meanwhile; their changes are not in the files. An item without a vector
+    of a release has no row in that release's file. Rows are in the order in which items were first
+    put. After an error nothing is left but new parent folders.
 
     Args:
         store: the gallery's store.
@@ -66,12 +68,13 @@ def export(
         The numbers of items and of rows; an empty gallery gives files without rows.
 
     Raises:
-        AlreadyExistsError: the folder exists.
+        AlreadyExistsError: the folder exists, or appears meanwhile.
         NotFoundError: the gallery has no vectors of a release, or was deleted.
         CannotWriteError: the files cannot be written.
         BusyError: the store is locked.
         VerificationError: the gallery is damaged.
         UnavailableError: the database does not answer.
+        ConfigurationError: the database refuses the statement.
     """
     if out.exists():
         raise AlreadyExistsError(

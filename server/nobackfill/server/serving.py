@@ -237,6 +237,7 @@ class Serving:
             UnavailableError: the database does not answer.
             NobackfillError: whatever `check` raises; the old plan stays.
             BusyError: the store is busy.
+            CannotWriteError: the gallery's file cannot be opened, or the disk fails.
         """
         with self._planning:
             return self._galleries.replan(hosted, check)
@@ -253,6 +254,8 @@ class Serving:
         Raises:
             UnavailableError: the database does not answer.
             BusyError: the database is busy.
+            VerificationError: the shared state or a new gallery is damaged, or a model fails its
+                check.
         """
         if self.free_unused(old):
             self._state.catch_up()

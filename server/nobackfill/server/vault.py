@@ -127,6 +127,8 @@ class VaultBlobs:
     def get(self, owner: str, blob_id: str, offset: int) -> tuple[Blob, Iterator[bytes]]:
         """Return a complete blob, and its bytes from an offset.
 
+        An id that is not valid counts as unknown.
+
         Args:
             owner: the owner.
             blob_id: its id.
@@ -139,6 +141,7 @@ class VaultBlobs:
         Raises:
             NotFoundError: the owner has no such complete blob.
             OutOfRangeError: the offset is above its size.
+            OSError: the file cannot be opened; also raised by the iterator, if it cannot be read.
         """
         path = self._need(owner, blob_id)
         blob = _blob(path)

@@ -311,6 +311,7 @@ class CanaryAnswerer:
                 images are being decoded (OverloadedError).
             NotFoundError: the gallery was closed or deleted.
             VerificationError: the store, or a model's output, is damaged.
+            CannotWriteError: the gallery's file cannot be opened, or the disk fails.
         """
         canary = self._canaries.setting()
         if canary is None:

@@ -261,6 +261,7 @@ class Searching:
             DeadlineError: the call's time is over.
             CancelledError: the caller has cancelled the call.
             BusyError: the database is busy.
+            CannotWriteError: the gallery's file cannot be opened, or the disk fails.
         """
         return single_answer(
             self._answer(hosted, SearchRequest((query,), k, filtered, ef, single=True))
@@ -417,6 +418,7 @@ class Answerers:
             IncompatibleSpaceError, NotFoundError: a view is needed that cannot be made.
             BusyError, UnavailableError: the store is busy, or does not answer.
             VerificationError: the store is damaged.
+            CannotWriteError: the gallery's file cannot be opened, or the disk fails.
         """
         for question in questions:
             for part in question.parts:
@@ -485,6 +487,7 @@ class PlainAnswerer:
                 images are being decoded (OverloadedError).
             NotFoundError: the gallery was closed or deleted.
             VerificationError: the store, or a model's output, is damaged.
+            CannotWriteError: the gallery's file cannot be opened, or the disk fails.
         """
         questions = self.questions(hosted, request)
         answers = self.find(hosted, valid_questions(questions), request)
@@ -566,8 +569,8 @@ class PlainAnswerer:
             InvalidInputError: the filter is not valid.
             DeadlineError: the call's time is over.
             CancelledError: the caller has cancelled the call.
-            NobackfillError: the store's error: BusyError, NotFoundError, UnavailableError or
-                VerificationError.
+            NobackfillError: the store's error: BusyError, NotFoundError, UnavailableError,
+                VerificationError, or CannotWriteError if a file cannot be opened or the disk fails.
             OutdatedError: another gateway has replaced the plan.
         """
         answers: dict[Question, QueryAnswer] = {}
@@ -611,8 +614,8 @@ def matches_of(hosted: Hosted, filtered: Filter | None) -> Matches | None:
 
     Raises:
         InvalidInputError: the filter is not valid.
-        NobackfillError: the store's error: BusyError, NotFoundError (closed), UnavailableError or
-            VerificationError.
+        NobackfillError: the store's error: BusyError, NotFoundError (closed), UnavailableError,
+            VerificationError, or CannotWriteError if a file cannot be opened or the disk fails.
     """
     return None if filtered is None else hosted.filtering.passing(filtered)
 
@@ -763,8 +766,8 @@ def find_nearest(
         The neighbours of each question, in order, or the InvalidInputError that refused its vector.
 
     Raises:
-        NobackfillError: the store's error: BusyError, NotFoundError, UnavailableError or
-            VerificationError.
+        NobackfillError: the store's error: BusyError, NotFoundError, UnavailableError,
+            VerificationError, or CannotWriteError if a file cannot be opened or the disk fails.
         OutdatedError: another gateway has deleted a space.
     """
     if len(questions) == 1:
@@ -809,8 +812,8 @@ def _group(
 def rank_nearest(question: Question, nearest: Nearest) -> QueryAnswer:
     """Rank the hits of a question, best first; an error instead of neighbours is returned as it is.
 
-    Reads the items: errors of the store pass through, such as BusyError, UnavailableError and
-    VerificationError.
+    Reads the items: errors of the store pass through, such as BusyError, NotFoundError,
+    UnavailableError, VerificationError and CannotWriteError.
 
     Returns:
         At most `k` hits without deleted items; or the error.
@@ -883,6 +886,7 @@ class BothAnswerer:
                 images are being decoded (OverloadedError).
             NotFoundError: the gallery was closed or deleted.
             VerificationError: the store, or a model's output, is damaged.
+            CannotWriteError: the gallery's file cannot be opened, or the disk fails.
         """
         pairs = self._pairs(hosted, request)
         answers: dict[int, QueryAnswer] = {
@@ -975,8 +979,8 @@ def rank_by_both(
 
     Raises:
         InvalidInputError: a vector is not valid.
-        NobackfillError: the store's error: BusyError, NotFoundError, UnavailableError or
-            VerificationError.
+        NobackfillError: the store's error: BusyError, NotFoundError, UnavailableError,
+            VerificationError, or CannotWriteError if a file cannot be opened or the disk fails.
         OutdatedError: another gateway has deleted a space.
     """
     hosted, part, new = question.hosted, question.parts[0], question.vectors[0]

@@ -415,6 +415,7 @@ class Hosted(ABC):
             NotFoundError: the gallery is closed or deleted.
             BusyError, UnavailableError: the store is busy, or does not answer.
             VerificationError: the store is damaged.
+            CannotWriteError: the file cannot be opened, or the disk fails.
         """
         self.name, self.folder, self.store = name, folder, store
         self.users = Users()
@@ -487,6 +488,7 @@ class Hosted(ABC):
             BusyError, UnavailableError: the store is busy, or does not answer.
             VerificationError: the store, or an index that searches need, is damaged.
             NobackfillError: whatever `check` raises.
+            CannotWriteError: the file cannot be opened, or the disk fails.
         """
         spaces, rollout, epoch = self._read()
         if missing := {info.spec.release for info in spaces} - set(manifests):
@@ -604,6 +606,7 @@ class Hosted(ABC):
             NotFoundError: the gallery is closed or deleted.
             BusyError, UnavailableError: the store is busy, or does not answer.
             VerificationError: the store is damaged.
+            CannotWriteError: the file cannot be opened, or the disk fails.
         """
 
     def spaces_of(self, label: int) -> list[str]:
@@ -615,6 +618,7 @@ class Hosted(ABC):
             NotFoundError: the gallery is closed or deleted.
             BusyError, UnavailableError: the store is busy, or does not answer.
             VerificationError: the store is damaged.
+            CannotWriteError: the file cannot be opened, or the disk fails.
         """
         spaces = [info.spec.space for info in self.spaces()]
         return [space for space in spaces if self.store.vector(label, space) is not None]
@@ -649,6 +653,7 @@ class Hosted(ABC):
             NotFoundError: the gallery is closed or deleted.
             BusyError, UnavailableError: the store is busy, or does not answer.
             VerificationError: the store is damaged.
+            CannotWriteError: the file cannot be opened, or the disk fails.
         """
 
     @abstractmethod
@@ -664,6 +669,7 @@ class Hosted(ABC):
             NotFoundError: the gallery is closed or deleted.
             BusyError, UnavailableError: the store is busy, or does not answer.
             VerificationError: the store is damaged.
+            CannotWriteError: the file cannot be opened, or the disk fails.
         """
 
     @abstractmethod
@@ -722,6 +728,7 @@ class Hosted(ABC):
             NotFoundError: the gallery is closed or deleted.
             BusyError, UnavailableError: the store is busy, or does not answer.
             VerificationError: the store is damaged.
+            CannotWriteError: the file cannot be opened, or the disk fails.
         """
         with self._lock:
             if self._spaces is None:
@@ -738,6 +745,7 @@ class Hosted(ABC):
             NotFoundError: the gallery is closed or deleted.
             BusyError, UnavailableError: the store is busy, or does not answer.
             VerificationError: the store is damaged.
+            CannotWriteError: the file cannot be opened, or the disk fails.
         """
         with self._lock:
             if self._state is None:
@@ -775,6 +783,7 @@ class Hosted(ABC):
             NotFoundError: the gallery is closed or deleted.
             BusyError, UnavailableError: the store is busy, or does not answer.
             VerificationError: the store is damaged.
+            CannotWriteError: the file cannot be opened, or the disk fails.
         """
         return self._count(None)
 
@@ -787,6 +796,7 @@ class Hosted(ABC):
             NotFoundError: the gallery is closed or deleted.
             BusyError, UnavailableError: the store is busy, or does not answer.
             VerificationError: the store is damaged.
+            CannotWriteError: the file cannot be opened, or the disk fails.
         """
         views, spaces = self.views(), [info.spec.space for info in self.spaces()]
         return {
@@ -813,6 +823,7 @@ class Hosted(ABC):
             NotFoundError: the gallery is closed or deleted.
             BusyError, UnavailableError: the store is busy, or does not answer.
             VerificationError: the store is damaged.
+            CannotWriteError: the file cannot be opened, or the disk fails.
         """
         return next(info.spec for info in self.spaces() if info.state == "active")
 
@@ -1037,6 +1048,7 @@ class GalleryRegistry:
             BusyError, UnavailableError: the store is busy, or does not answer.
             VerificationError: the store is damaged.
             NobackfillError: whatever `check` raises.
+            CannotWriteError: the file cannot be opened, or the disk fails.
         """
         return hosted.replan(self._state.current, self._catalog.manifests, self._answerer_of, check)
 
@@ -1281,6 +1293,7 @@ class GalleryRegistry:
             UnavailableError: the database does not answer.
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
             LockOrderError: the thread holds a lock that comes later.
+            VerificationError: the shared state or a new gallery is damaged; nothing was deleted.
         """
         self._state.catch_up()
         with self._lock_names():

@@ -186,6 +186,7 @@ class ItemCache:
             NotFoundError: the gallery is closed or deleted.
             BusyError, UnavailableError: the store is busy, or does not answer.
             VerificationError: the store is damaged.
+            CannotWriteError: the file cannot be opened, or the disk fails.
         """
         cached_items = self._items
         items = [cached_items.get(label) for label in labels]
@@ -315,6 +316,7 @@ class HostedInFile(Hosted):
             NotFoundError: the gallery is closed or deleted.
             BusyError, UnavailableError: the store is busy, or does not answer.
             VerificationError: the store is damaged.
+            CannotWriteError: the file cannot be opened, or the disk fails.
         """
         # Held while views are made or freed. The mapping is replaced, so a search of one view does
         # not wait while another is loaded.
@@ -415,6 +417,7 @@ class HostedInFile(Hosted):
             NotFoundError: the gallery is closed or deleted.
             BusyError, UnavailableError: the store is busy, or does not answer.
             VerificationError: the store is damaged.
+            CannotWriteError: the file cannot be opened, or the disk fails.
         """
         return self.items_of(space).get(labels)
 
@@ -500,6 +503,7 @@ class HostedInFile(Hosted):
             NotFoundError: the gallery is closed or deleted.
             BusyError, UnavailableError: the store is busy, or does not answer.
             VerificationError: the store is damaged.
+            CannotWriteError: the file cannot be opened, or the disk fails.
         """
         mask = None if matches is None else matches.mask
         migrated = self.origins.migrated_labels(part, snapshot)
@@ -592,6 +596,7 @@ class HostedInFile(Hosted):
             BusyError, UnavailableError: the store is busy, or does not answer.
             VerificationError: the store is damaged.
             NobackfillError: whatever `check_stop` raises; the present base stays.
+            CannotWriteError: the file cannot be opened, or the disk fails.
         """
         source = self.view(self.spec().space)
         view = self.view(space, source, check_stop)
@@ -837,6 +842,7 @@ class Origins:
             NotFoundError: the gallery is closed or deleted.
             BusyError, UnavailableError: the store is busy, or does not answer.
             VerificationError: the store is damaged.
+            CannotWriteError: the file cannot be opened, or the disk fails.
         """
         if part.scale is None:
             return None

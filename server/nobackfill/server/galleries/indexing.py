@@ -331,6 +331,7 @@ def count_vectors(galleries: Iterable[Hosted]) -> Mapping[tuple[int, str], int]:
         NotFoundError: a gallery was deleted meanwhile.
         BusyError, UnavailableError: a store is busy, or does not answer.
         VerificationError: a store is damaged.
+        CannotWriteError: a file cannot be opened, or the disk fails.
     """
     sizes: dict[tuple[int, str], int] = {}
     for hosted in galleries:

@@ -429,6 +429,7 @@ class Quotas:
             CancelledError: the caller has cancelled the call.
             VerificationError: the gallery is set aside.
             BusyError, UnavailableError: a store is busy, or does not answer.
+            CannotWriteError: a gallery's file cannot be opened, or the disk fails.
         """
         names, limit = principal.galleries, principal.items
         if names is None or limit is None:

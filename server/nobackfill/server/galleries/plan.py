@@ -171,6 +171,7 @@ class Answerer(Protocol):
                 images are being decoded (OverloadedError).
             NotFoundError: the gallery was closed or deleted.
             VerificationError: the store, or a model's output, is damaged.
+            CannotWriteError: the gallery's file cannot be opened, or the disk fails.
         """
         ...
 

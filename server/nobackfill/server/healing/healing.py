@@ -290,6 +290,7 @@ class HealingAnswerer:
                 images are being decoded (OverloadedError).
             NotFoundError: the gallery was closed or deleted.
             VerificationError: the store, or a model's output, is damaged.
+            CannotWriteError: the gallery's file cannot be opened, or the disk fails.
         """
         questions = self._plain.questions(hosted, request)
         answers: dict[Question, QueryAnswer] = {}
@@ -429,6 +430,7 @@ class Healing:
                 not answer.
             VerificationError: the store or the record of re-embedding is damaged.
             TypeError: a newer version saved the gallery's source.
+            CannotWriteError: the gallery's file cannot be opened, or the disk fails.
         """
         hosted, part = questions[0].hosted, questions[0].parts[0]
         healer = self._healer(hosted, part.query)

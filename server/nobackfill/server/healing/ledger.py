@@ -32,6 +32,7 @@ class HealingLedger(Ledger[int], Protocol):
             IncompatibleSpaceError: the gallery does not have the space.
             BusyError, UnavailableError: the store is busy, or does not answer.
             VerificationError: the store is damaged.
+            CannotWriteError: the file cannot be opened, or the disk fails.
         """
         ...
 
@@ -123,6 +124,7 @@ class FileLedger(LedgerFile[int]):
             BusyError: the gallery's file is locked.
             VerificationError: the gallery's file is damaged.
             NotFoundError: the gallery was closed.
+            CannotWriteError: the gallery's file cannot be opened, or the disk fails.
         """
         if not self._carried.loaded:
             self._carried.load()

@@ -198,6 +198,7 @@ def lagging_galleries(parts: Parts) -> dict[str, str]:
         NotFoundError: the gallery is closed or deleted.
         BusyError, UnavailableError: the store is busy, or does not answer.
         VerificationError: the store is damaged.
+        CannotWriteError: the file cannot be opened, or the disk fails.
     """
     return {
         hosted.name: str(hosted.state(NOTE) or "its upgrade is running")
@@ -362,6 +363,9 @@ class Activations:
             CannotWriteError: the state cannot be written.
             UnavailableError: the database does not answer.
             LeadLostError: another gateway has taken the lead meanwhile.
+            VerificationError: the shared state or a new gallery is damaged, or a model fails its
+                check.
+            LockOrderError: the thread holds a lock that comes later.
         """
         if self._parts.state.current.activation is None or self.running() is not None:
             return None
@@ -494,6 +498,7 @@ class Activations:
             PreconditionError: the canary was promoted, or does not run.
             CannotWriteError: the state cannot be written.
             UnavailableError, BusyError: the database does not answer, or is busy.
+            VerificationError: the state in the database is damaged, or a newer version wrote it.
         """
 
         def dropped(state: State) -> Mapping[str, object]:
@@ -561,6 +566,8 @@ class Activations:
             BusyError: another call held them for more than a few seconds.
             UnavailableError: the database does not answer.
             LockOrderError: the thread holds a lock that comes later.
+            VerificationError: the shared state or a new gallery is damaged, or a model fails its
+                check.
         """
         check_lock_order(Level.RELEASES)
         if not self._lock.acquire(timeout=_LOCK_SECONDS):
@@ -584,6 +591,8 @@ class Activations:
             CannotWriteError: the state cannot be written.
             UnavailableError: the database does not answer.
             BusyError: the database is busy.
+            VerificationError: the shared state or a new gallery is damaged, or a model fails its
+                check.
         """
         self.interrupt()
         self._parts.state.depose()

@@ -76,6 +76,9 @@ class Lifecycle:
             CannotWriteError: the gallery cannot be written.
             NotFoundError: a release is not published any more.
             UnavailableError: the database does not answer.
+            VerificationError: a release's manifest cannot be used; or the shared state or a gallery
+                is damaged.
+            LockOrderError: the thread holds a lock that comes later.
         """
         with self._activations.exclusive():
             self._activations.refuse_second("create a gallery", during_canary=True)
@@ -263,6 +266,8 @@ class Lifecycle:
             VerificationError: the gallery is set aside.
             BusyError, UnavailableError: a store or the record of re-embedding is busy, or does not
                 answer.
+            CannotWriteError: a file cannot be opened, or the disk fails.
+            TypeError: a newer version saved the gallery's source.
         """
         with self._galleries.use_gallery(name) as hosted:
             return self._healing.progress(hosted)
@@ -298,6 +303,9 @@ class Lifecycle:
             VerificationError: the gallery is set aside.
             UnavailableError: the database does not answer.
             BusyError: the database is busy.
+            TypeError, KeyError, ValueError: the saved job is not valid, or a newer version wrote
+                it.
+            CannotWriteError: the gallery's file cannot be opened, or the disk fails.
         """
         with self._galleries.use_gallery(name) as hosted:
             return self._job(hosted)

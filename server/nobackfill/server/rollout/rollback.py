@@ -67,6 +67,7 @@ class Rollbacks:
             UnavailableError: the database does not answer.
             BusyError: a store is busy.
             VerificationError: a gallery is damaged.
+            CannotWriteError: a gallery's file cannot be opened, or the disk fails.
         """
         self._was_planned = True
         return self._plan()

@@ -68,6 +68,7 @@ def subgroups(hosted: Hosted, searching: Searching, key: str) -> list[Subgroup]:
         NotFoundError: the gallery was deleted.
         BusyError, UnavailableError: the store is busy, or does not answer.
         VerificationError: the store is damaged.
+        CannotWriteError: the file cannot be opened, or the disk fails.
     """
     plan = hosted.plan
     groups = hosted.store.group_by_value(key, plan.query.space)

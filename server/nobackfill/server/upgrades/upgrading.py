@@ -356,6 +356,7 @@ class Upgrading:
             NotFoundError: the gallery is closed or deleted.
             BusyError, UnavailableError: the store is busy, or does not answer.
             VerificationError: the store is damaged.
+            CannotWriteError: the file cannot be opened, or the disk fails.
         """
         spec = hosted.spec()
         space = spec.space if is_direct else None

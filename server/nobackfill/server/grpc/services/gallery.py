@@ -57,6 +57,7 @@ def get(hosted: Hosted, name: str) -> pb.GetItemResponse:
         UnavailableError: the database does not answer.
         BusyError: the database is busy.
         VerificationError: the gallery is damaged.
+        CannotWriteError: the gallery's file cannot be opened, or the disk fails.
     """
     entry = hosted.store.get(name)
     if entry is None:
@@ -91,6 +92,7 @@ def page(hosted: Hosted, request: pb.ListItemsRequest) -> pb.ListItemsResponse:
         UnavailableError: the database does not answer.
         BusyError: the database is busy.
         VerificationError: the gallery is damaged.
+        CannotWriteError: the gallery's file cannot be opened, or the disk fails.
     """
     if request.page_size > LARGEST_PAGE:
         raise InvalidInputError(
@@ -149,6 +151,7 @@ def count(hosted: Hosted, filtered: types.Filter) -> int:
         UnavailableError: the database does not answer.
         BusyError: the database is busy.
         VerificationError: the gallery is damaged.
+        CannotWriteError: the gallery's file cannot be opened, or the disk fails.
     """
     conditions = from_filter(filtered)
     return hosted.store.count() if conditions is None else len(hosted.filtering.passing(conditions))
@@ -404,6 +407,7 @@ class GalleryService(GalleryServiceServicer):
             UnavailableError: the database does not answer.
             BusyError: the database is busy.
             TypeError: a newer version saved the gallery's source.
+            CannotWriteError: the gallery's file cannot be opened, or the disk fails.
         """
         with self._galleries.use_gallery(request.name) as hosted:
             return pb.GetGalleryResponse(gallery=self._gallery(hosted))
@@ -425,6 +429,7 @@ class GalleryService(GalleryServiceServicer):
             BusyError: the database is busy.
             VerificationError: a gallery is damaged, or was set aside meanwhile.
             TypeError: a newer version saved a gallery's source.
+            CannotWriteError: a gallery's file cannot be opened, or the disk fails.
         """
         galleries, caller = self._galleries, current().principal
         if request.page_size > LARGEST_PAGE:
@@ -521,6 +526,7 @@ class GalleryService(GalleryServiceServicer):
             VerificationError: the gallery is set aside or damaged.
             UnavailableError: the database does not answer.
             BusyError: the database is busy.
+            CannotWriteError: the gallery's file cannot be opened, or the disk fails.
         """
         with self._galleries.use_gallery(request.gallery) as hosted:
             return get(hosted, request.id)
@@ -538,6 +544,7 @@ class GalleryService(GalleryServiceServicer):
             CancelledError: the caller has cancelled the call.
             UnavailableError: the database does not answer.
             BusyError: the database is busy.
+            CannotWriteError: the gallery's file cannot be opened, or the disk fails.
         """
         with self._galleries.use_gallery(request.gallery) as hosted:
             return page(hosted, request)
@@ -553,6 +560,7 @@ class GalleryService(GalleryServiceServicer):
             VerificationError: the gallery is set aside or damaged.
             UnavailableError: the database does not answer.
             BusyError: the database is busy.
+            CannotWriteError: the gallery's file cannot be opened, or the disk fails.
         """
         with self._galleries.use_gallery(request.gallery) as hosted:
             return pb.CountItemsResponse(items=count(hosted, request.filter))

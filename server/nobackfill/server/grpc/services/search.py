@@ -83,12 +83,15 @@ class SearchService(SearchServiceServicer):
             NeedsImageError: the gallery has two spaces, and the query has an embedding of one.
             NoEncoderError: the release has no model for an image or a text.
             ReleaseRetiredError: queries of the embedding's space have ended.
-            VerificationError: the gallery is set aside.
+            VerificationError: the gallery is set aside, or a model's output or the store is
+                damaged.
             UnavailableError: the model server or the database does not answer.
             DeadlineError: the call's time is over.
             CancelledError: the caller has cancelled the call.
             BusyError: the database is busy.
             OverloadedError: too many calls wait.
+            CannotWriteError: the gallery's file cannot be opened, or the disk fails.
+            TooLargeError: the text is too large.
         """
         with self._galleries.use_gallery(request.gallery) as hosted:
             answer = self._searching.search(
@@ -169,6 +172,7 @@ class SearchService(SearchServiceServicer):
             CancelledError: the caller has cancelled the call.
             BusyError: the database is busy.
             OverloadedError: too many calls with large pictures are being decoded.
+            CannotWriteError: the gallery's file cannot be opened, or the disk fails.
         """
         if not request.queries:
             raise InvalidInputError(f"queries: expected 1 to {LARGEST_BATCH} of them, got none")

@@ -49,6 +49,7 @@ class UpgradeService(UpgradeServiceServicer):
             VerificationError: the gallery is set aside, or a file of the release is damaged.
             UnavailableError: the database does not answer.
             BusyError: the database is busy.
+            CannotWriteError: the gallery's file cannot be opened, or the disk fails.
         """
         spare_cores = _spare_cores(request.spare_cores)
         cost, route = self._lifecycle.estimate_upgrade(
@@ -110,6 +111,10 @@ class UpgradeService(UpgradeServiceServicer):
             BusyError: the database is busy.
             InvalidInputError: no item has the metadata key `group_by`, or it has more than 200
                 values.
+            CannotWriteError: the gallery's file cannot be opened, or the disk fails.
+            TypeError, KeyError, ValueError: a newer version saved the gallery's source or its job.
+            DeadlineError: the call's time is over while the quality is measured.
+            CancelledError: the caller has cancelled the call meanwhile.
         """
         last, report = None, _Report(self._searching, request.group_by)
         while True:
