@@ -297,8 +297,8 @@ class Catalog:
             InvalidInputError: the path is absolute, or leads out of the folder.
             NotFoundError: the file is not published, is missing, or is a link.
             OutOfRangeError: the offset is above the file's size.
-            NobackfillError: the file was unknown, and the folder cannot be read again; see
-                `signed`.
+            VerificationError, UnavailableError, CannotWriteError, BusyError: the file was unknown,
+                and the publication cannot be read again; see `signed`.
         """
         return fetch(self._repo, path, offset, self.signed)
 

@@ -107,6 +107,7 @@ class Following:
             UnavailableError: the store does not answer.
             BusyError: the database is busy.
             VerificationError: a new gallery is damaged, or one of its models fails its check.
+            CannotWriteError: the publication's verified metadata cannot be stored.
         """
         with self._lock:
             self._catch_up()

@@ -266,6 +266,7 @@ class GatewayState(ABC):
             UnavailableError: the database does not answer.
             VerificationError: the shared state or a new gallery is damaged, or a model fails its
                 check.
+            CannotWriteError: the publication's verified metadata cannot be stored.
         """
         self.follow()
 

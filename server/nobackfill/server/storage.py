@@ -51,7 +51,9 @@ def storage_of(settings: Settings) -> "Storage":
         UnavailableError: the database does not answer.
         VerificationError: the state is damaged, a newer version wrote it, or a restore did not
             finish.
-        CannotWriteError: the folder cannot be created.
+        CannotWriteError: the folder cannot be created, or the database cannot write.
+        OSError: the file system has no locks (flock).
+        ImportError, AttributeError: the engine's plug-in cannot be imported, or lacks its object.
     """
     store = settings.store.get_secret_value() if settings.store is not None else SQLITE
     folder = folder_of(store, settings.data)
@@ -228,7 +230,10 @@ class Storage:
             UnavailableError: the database does not answer.
             VerificationError: the state is damaged, a newer version wrote it, or a restore did not
                 finish.
-            CannotWriteError: the folder cannot be created.
+            CannotWriteError: the folder cannot be created, or the database cannot write.
+            OSError: the file system has no locks (flock).
+            ImportError, AttributeError: the engine's plug-in cannot be imported, or lacks its
+                object.
         """
         self.home: Home
         self.state: GatewayState

@@ -1245,7 +1245,9 @@ class GalleryRegistry:
             UnavailableError: the database does not answer.
             VerificationError: a new gallery is damaged, or `check` refuses one of its models.
             BusyError: the database is busy.
-            NobackfillError: whatever `check` raises; nothing was opened then.
+            NobackfillError: whatever else `check` raises; no new gallery is served then. After
+                NotFoundError and ConfigurationError of `check` the gallery is only left out, until
+                the next call.
         """
         # Read this first: a gallery that is created here after the look is not in it, and stays.
         open_before = self._hosted

@@ -271,8 +271,9 @@ class Activations:
             PreconditionError: the release is older than the active one; or a canary has nothing to
                 compare it with, or another rollout than cutover.
             InvalidInputError: `old_space_seconds` is too large.
-            CannotWriteError: the state cannot be written.
-            UnavailableError: the database does not answer.
+            CannotWriteError: the state, or the publication's verified metadata, cannot be written.
+            UnavailableError: the database does not answer, or the publication folder cannot be
+                read.
             VerificationError: the publication, the release's manifest or the state in the database
                 is not valid.
             LockOrderError: the thread holds a lock that comes later.

@@ -127,8 +127,8 @@ class Lifecycle:
             VerificationError: a file does not match its signed digest, a model fails its trial, or
                 the gallery is set aside.
             InvalidInputError: a model's output is invalid.
-            CannotWriteError: the sample cannot be written.
-            BusyError, UnavailableError: a store is busy, or does not answer.
+            CannotWriteError: the sample, or the publication's verified metadata, cannot be written.
+            BusyError, UnavailableError: a store or the publication is busy, or cannot be read.
         """
         target = self._catalog.find(release)
         with self._galleries.use_gallery(name) as hosted:
@@ -282,9 +282,11 @@ class Lifecycle:
 
         Raises:
             NotFoundError: no gallery has this name, or it is being deleted.
-            VerificationError: the gallery is set aside.
+            VerificationError: the gallery is set aside, or the state in the database is damaged.
             BusyError, UnavailableError: the state or the database is busy, or does not answer.
             CannotWriteError: the state cannot be written.
+            TypeError, KeyError, ValueError: the saved job is not valid, or a newer version wrote
+                it.
         """
         with self._galleries.use_gallery(name) as hosted:
             self._upgrading.pause(name)

@@ -158,6 +158,7 @@ class Rollbacks:
             UnavailableError: the database does not answer.
             NotFoundError: a gallery was deleted meanwhile.
             VerificationError: a gallery is damaged.
+            LockOrderError: the thread holds a lock that comes later.
         """
         with self._activations.exclusive():
             self._activations.refuse_second("retire the old releases")

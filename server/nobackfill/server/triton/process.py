@@ -177,7 +177,8 @@ class TritonProcess:
         """Start the child, which answers later; a child that runs is killed first.
 
         Copies the backends into the folder again, empties Triton's log, and removes shared memory
-        that former children and killed gateways have left. Models are loaded only on request.
+        that former children and killed gateways have left. Models are loaded only on request. After
+        an error no child runs.
 
         Raises:
             UnavailableError: it cannot be started, the environment's Python does not run, the wheel

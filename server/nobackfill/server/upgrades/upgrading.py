@@ -283,6 +283,8 @@ class Trials:
             VerificationError: a model fails its trial, or a file does not match its signed digest.
             NotFoundError: the release is not published.
             NobackfillError: whatever `check_stop` raises; the child is killed.
+            UnavailableError: the publication folder cannot be read.
+            CannotWriteError: the publication's verified metadata cannot be stored.
         """
         needed = {(manifest.space, source) for source in (None, *sources)}
         if needed <= self._passed:
@@ -303,6 +305,8 @@ class Trials:
         Raises:
             VerificationError: a model fails its trial, or a file does not match its signed digest.
             NotFoundError: a release is not published.
+            UnavailableError: the publication folder cannot be read.
+            CannotWriteError: the publication's verified metadata cannot be stored.
         """
         for manifest, upgrade in steps:
             self.release(manifest, (upgrade.from_release,))
@@ -388,12 +392,13 @@ class Upgrading:
 
         Raises:
             PreconditionError: no upgrade leads to the release.
-            CannotWriteError: the store cannot be written.
+            CannotWriteError: the store, or the publication's verified metadata, cannot be written.
             VerificationError: a model fails its trial, its output is not valid, or the store is
                 damaged.
             InvalidInputError: a model's output is invalid.
             NotFoundError: a release is not published, or the gallery was deleted.
-            BusyError, UnavailableError: the store is busy, or does not answer.
+            BusyError, UnavailableError: the store is busy or does not answer, or the publication
+                folder cannot be read.
         """
         route = self._need_route(hosted, target.release)
         if not route.steps:
@@ -441,13 +446,14 @@ class Upgrading:
             PreconditionError: no upgrade leads to the release.
             VerificationError: a model fails its trial, its output is not valid, or the store is
                 damaged.
-            CannotWriteError: the store cannot be written.
+            CannotWriteError: the store, or the publication's verified metadata, cannot be written.
             InvalidInputError: the gallery has the release already, the target exists as another
                 space, or has too many dimensions for the database.
             NotFoundError: a release is not published, or the gallery was deleted.
             IncompatibleSpaceError: a space was deleted meanwhile.
-            BusyError, UnavailableError: the store is busy or does not answer, or workers end again
-                and again.
+            BusyError, UnavailableError: the store is busy or does not answer, workers end again and
+                again, or the publication folder cannot be read.
+            NobackfillError: whatever `should_stop` or `on_progress` raises.
         """
         route = self._need_route(hosted, target.release)
         source, spec = hosted.spec(), SpaceSpec.of(target)
@@ -507,6 +513,8 @@ class Upgrading:
             VerificationError: a model fails its trial, or a file does not match its signed digest.
             NotFoundError: a release is not published.
             InvalidInputError: `source` is `target`.
+            UnavailableError: the publication folder cannot be read.
+            CannotWriteError: the publication's verified metadata cannot be stored.
         """
         route = self._route(source.release, target.release, side)
         if route is None:
@@ -526,12 +534,14 @@ class Upgrading:
         """Pause a gallery's upgrade after its present chunk, and later ones, until `resume`; also
         over a restart.
 
-        A second call, and a name without a gallery or an upgrade, only record the pause.
+        A second call, and a name without a gallery or an upgrade, only record the pause. If only
+        the job cannot be saved for other gateways, the pause holds all the same.
 
         Raises:
             CannotWriteError: the state cannot be written.
             UnavailableError: the database does not answer.
             BusyError: the database is busy.
+            VerificationError: the state in the database is damaged, or a newer version wrote it.
         """
         self._state.revise(lambda state: {"paused": tuple({*state.paused, gallery})})
         self._change_state(gallery, JobState.PAUSED)
@@ -543,6 +553,7 @@ class Upgrading:
             CannotWriteError: the state cannot be written.
             UnavailableError: the database does not answer.
             BusyError: the database is busy.
+            VerificationError: the state in the database is damaged, or a newer version wrote it.
         """
         if self.is_paused(gallery):
             self._unpause({gallery})
@@ -567,6 +578,7 @@ class Upgrading:
         Raises:
             CannotWriteError: the state cannot be written.
             BusyError, UnavailableError: the database is busy, or does not answer.
+            VerificationError: the state in the database is damaged, or a newer version wrote it.
         """
         self.forget(set(self._state.current.paused) - galleries)
 

@@ -244,6 +244,8 @@ class ReleaseService(ReleaseServiceServicer):
             OutOfRangeError: the offset is above the file's size.
             VerificationError: the file is unknown, and the publication is not valid.
             UnavailableError: the file is unknown, and the publication folder cannot be read.
+            CannotWriteError, BusyError: the file is unknown, and the verified metadata cannot be
+                stored, or another process reads the publication.
         """
         file = self._catalog.fetch(request.path, request.offset)
         first = next(file.chunks, b"")
@@ -269,8 +271,9 @@ class ReleaseService(ReleaseServiceServicer):
             BusyError: another activation, rollback or retirement is under way.
             PreconditionError: the release is older than the active one, or the canary cannot be
                 started, changed or promoted.
-            CannotWriteError: the state cannot be written.
-            UnavailableError: the database does not answer.
+            CannotWriteError: the state, or the publication's verified metadata, cannot be written.
+            UnavailableError: the database does not answer, or the publication folder cannot be
+                read.
         """
         if request.rollout not in _ROLLOUTS or not 0 <= request.spare_cores < 1:
             raise InvalidInputError(

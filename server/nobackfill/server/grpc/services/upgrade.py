@@ -144,6 +144,9 @@ class UpgradeService(UpgradeServiceServicer):
             VerificationError: the gallery is set aside.
             CannotWriteError: the state cannot be written.
             UnavailableError: the database does not answer.
+            BusyError: the database is busy.
+            TypeError, KeyError, ValueError: the saved job is not valid, or a newer version wrote
+                it.
         """
         return pb.PauseUpgradeResponse(progress=_message(self._lifecycle.pause(request.gallery)))
 
