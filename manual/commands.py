@@ -143,11 +143,11 @@ def _argparse_parameter(action: argparse.Action) -> Parameter:
         name=(opts[0] if opts else metavar),
         opts=opts or [action.dest],
         secondary_opts=[],
-        default=action.default,
+        default=None if action.default is argparse.SUPPRESS else action.default,
         choices=list(action.choices) if action.choices else None,
         required=action.required and (bool(opts) or action.nargs == "+"),
         repeated=action.nargs in ("*", "+") or isinstance(action, argparse._AppendAction),
-        record=(shown, text),
+        record=None if action.help is argparse.SUPPRESS else (shown, text),
     )
 
 
