@@ -211,8 +211,8 @@ class TargetVectors(Protocol):
             CannotWriteError: The store cannot be written.
             UnavailableError: The server does not answer.
             NotPermittedError: The user's rights are missing.
-            InvalidInputError: A file is damaged, or the store cannot build the index of the new
-                vectors.
+            InvalidInputError: A file is damaged, or the old vectors have indexes of several
+                metrics.
             VerificationError: The store does not hold the vectors that were written.
             BusyError: Others hold the store, or its server has too many requests.
         """
