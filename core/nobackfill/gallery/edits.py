@@ -235,7 +235,7 @@ def changed_metadata(
 
     Raises:
         InvalidInputError: Invalid `values`, or the metadata of an item would become too large; the
-            message names the item.
+            message names the item. Without items, `values` are not checked.
     """
     texts = []
     for label, (name, metadata) in items.items():
@@ -249,6 +249,8 @@ def changed_metadata(
 
 def delete_in_file(store: Store, piece: Selection) -> int:
     """Delete one piece of a selection in a gallery file, in one transaction.
+
+    Listeners of the store get the change.
 
     Args:
         store: The gallery.
@@ -272,6 +274,8 @@ def change_metadata_in_file(
 ) -> int:
     """Change the metadata of one piece of a selection in a gallery file, in one transaction.
 
+    Listeners of the store get the change.
+
     Args:
         store: The gallery.
         piece: The items; those that are gone or no longer pass its filter are skipped.
@@ -283,7 +287,7 @@ def change_metadata_in_file(
 
     Raises:
         InvalidInputError: Invalid `values`, or the metadata of an item would become too large;
-            nothing is changed.
+            nothing is changed. Without items that pass, `values` are not checked.
         BusyError: Another process still writes the gallery after 5 s; nothing is changed.
         CannotWriteError: The disk fails.
         VerificationError: The file is damaged.

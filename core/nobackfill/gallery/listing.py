@@ -36,7 +36,8 @@ class ListingPlace:
         """Parse a text of `token`.
 
         Args:
-            token: The text. A label from 0 to 2^63 - 1 is accepted, whether it exists or not.
+            token: The text. A label from 0 to 2^63 - 1 is accepted, whether it exists or not. Any
+                uncertainty is accepted, even nan.
             least_certain: Whether the listing is ordered by uncertainty.
 
         Raises:

@@ -369,11 +369,13 @@ def neighbour_paths(
     """Yield each query's path with the paths of its nearest gallery images, nearest first.
 
     Yields:
-        The query's path, and up to as many paths as the cell has neighbours.
+        The query's path, and up to as many paths as the cell has neighbours; none where it was
+        measured without.
 
     Raises:
         ValueError: The listing has another number of queries than the cell; raised after the last
             pair.
+        IndexError: A neighbour is outside of the gallery.
     """
     for path, row in zip(queries.paths, cell.neighbours, strict=True):
         yield path, [gallery.paths[position] for position in row]

@@ -314,6 +314,9 @@ class _Search:
             by_retention: Consider only routes that are measured, end to end or in parts, and take
                 the one with the largest retention. Otherwise take the shortest. Ties go to the
                 shorter route, then to older releases.
+
+        Returns:
+            None if no such route leads to the target.
         """
 
         def rank(way: _Way) -> tuple[float, int, Chain]:

@@ -196,6 +196,10 @@ _TOKEN = re.compile(rb"[\x21-\x7e]+")
 def open_channel(address: str, *, tls: bool = False) -> grpc.Channel:
     """Open a channel to one or several gateways; nothing is sent yet.
 
+    With TLS, it reads the files that NOBACKFILL_CA_FILE, NOBACKFILL_KEY_FILE, NOBACKFILL_CERT_FILE
+    and NOBACKFILL_TOKEN_FILE name. Unset ones are skipped; without an authority, the system's are
+    trusted.
+
     Args:
         address: HOST:PORT, grpc://HOST:PORT or grpcs://HOST:PORT; several hosts are separated by
             commas, and calls fail over between them.

@@ -158,6 +158,7 @@ def to_filter(where: Mapping[str, Scalar] | Filter | None) -> types.Filter:
             more than 64 bits. A value of a mapping is None, a mapping, or a list of anything but
             texts.
         ValueError: A time is outside of the years 1 to 9999.
+        OverflowError: An integer in a mapping is beyond the largest float.
     """
     message = types.Filter()
     if isinstance(where, Mapping):

@@ -313,13 +313,15 @@ def compare(
             images, or Ray is not installed.
         InvalidInputError: there are too few classes, a class is empty, or an image cannot be
             decoded.
-        NotFoundError: the images lack the folder train or test.
+        NotFoundError: the images lack the folder train or test, or pretrained weights do not exist.
         VerificationError: a checkpoint of an earlier call is damaged.
         DivergedError: a training diverged.
-        UnavailableError: no Ray cluster answers.
+        UnavailableError: no Ray cluster answers, or pretrained weights cannot be downloaded.
         NobackfillError: a process was killed.
-        CannotWriteError: the disk cannot be written; some writes raise OSError.
-        ValueError: a row's mAP is 0 where a relative figure is computed.
+        CannotWriteError: the disk cannot be written; some writes raise OSError. PermissionError:
+            this user may not list a folder of images.
+        ValueError: a row's mAP is 0 where a relative figure is computed, or no tested image shares
+            its class with another one.
         IndexError: there is no seed.
     """
     if cluster is not None:

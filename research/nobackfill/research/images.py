@@ -58,8 +58,7 @@ def write_digits(folder: Path) -> None:
 def train_and_test(images: Path, into: Path, share: float | None, seed: int) -> None:
     """Link images as INTO/train/CLASS and INTO/test/CLASS; existing folders stay as they are.
 
-    With a share, a class keeps at least one training image, so a class of one image has no test
-    image.
+    The number of test images of a class is rounded down: a small class may have none.
 
     Args:
         images: a folder of class folders; without a share, one with `train` and `test` in it.
@@ -345,6 +344,8 @@ def development_images(train: Path, into: Path, classes: int, seed: int) -> None
     their place in an order drawn by `seed`, so that each seed has other old, new and unseen
     classes. Existing folders stay as they are.
 
+    The number of test images of a class is rounded down: a small class may have none.
+
     Args:
         train: a table's training images.
         into: the folder.
@@ -390,6 +391,7 @@ def place_images(preset: Preset, source: Path, root: Path, seed: int) -> Path:
         ConfigurationError: SOURCE cannot be read.
         InvalidInputError: there is no class folder, there are too few, or a class is empty.
         OSError: ROOT cannot be written.
+        PermissionError: this user may not list SOURCE.
     """
     table = root / f"data-{TABLE_PARTITION}"
     train_and_test(source, table, preset.test_share, TABLE_PARTITION)

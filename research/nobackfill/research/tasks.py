@@ -339,7 +339,8 @@ def run_tasks(planned: Planned, jobs: int, cluster: str | None = None) -> None:
 
     Args:
         planned: the rows by place.
-        jobs: the number of processes; 1: this process.
+        jobs: the number of processes; 1: this process, whose torch and numpy have one thread from
+            then on.
         cluster: the address of a Ray cluster whose nodes run the tasks instead; they must have the
             folders under the same paths. None: processes of this machine.
 
@@ -354,6 +355,10 @@ def run_tasks(planned: Planned, jobs: int, cluster: str | None = None) -> None:
         BusyError: another process trains in a run's folder.
         CannotWriteError: a run, feature or cell cannot be written.
         NotFoundError: pretrained weights do not exist.
+        OSError: images or cells cannot be written. PermissionError: this user may not list a folder
+            of images.
+        ValueError: no tested image shares its class with another one, or label noise is to be made
+            from images of a single class.
     """
     for place, rows in planned:
         prepare(place, list(rows))

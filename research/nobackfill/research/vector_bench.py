@@ -428,7 +428,7 @@ def page_of(results: BenchResults) -> str:
     Rows that were not run follow the tables, with their reasons.
 
     Raises:
-        KeyError: the results lack the row old/old.
+        KeyError: the results lack the row old/old, or a row lacks a part of the test.
     """
     lines = [
         "# Maps compared on frozen vectors", "",
