@@ -30,6 +30,8 @@ class EvilVault(vault_pb2_grpc.VaultServiceServicer):
         self.pages: Pages = lambda token: pb.ListBlobsResponse()
         self.chunks: Callable[[pb.GetBlobRequest], Iterator[bytes]] = lambda request: iter(())
         self.asked: list[str] = []
+        # The bytes of a blob, above which an offset is refused; None refuses none.
+        self.most: int | None = None
 
     def ListBlobs(  # noqa: N802
         self, request: pb.ListBlobsRequest, context: grpc.ServicerContext
@@ -40,6 +42,8 @@ class EvilVault(vault_pb2_grpc.VaultServiceServicer):
         self, request: pb.GetBlobRequest, context: grpc.ServicerContext
     ) -> Iterator[pb.GetBlobResponse]:
         self.asked.append(request.id)
+        if self.most is not None and request.offset > self.most:
+            context.abort(grpc.StatusCode.OUT_OF_RANGE, "the blob is shorter")
         for chunk in self.chunks(request):
             yield pb.GetBlobResponse(chunk=chunk)
 
@@ -193,6 +197,30 @@ def test_a_broken_transfer_keeps_its_bytes_in_the_inbox_only(
         pulled(setting)
     new = set(tree(setting.gallery.parent)) - before - {"key"}
     assert {str(Path(name).parent) for name in new} == {f"{setting.gallery.name}.inbox"}
+
+
+def test_a_blob_that_became_shorter_is_reported_and_begun_anew(
+    setting: Setting, evil: EvilVault, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transport, "STREAM_SECONDS", 0.3)
+    monkeypatch.setattr(transport, "_STANDSTILLS", 2)
+    key = new_identity(setting.gallery.parent / "key")
+    image = setting.images[0].read_bytes()
+    sealed = encrypt(image, [key.to_public()])
+
+    def part(request: pb.GetBlobRequest) -> Iterator[bytes]:
+        if not request.offset:
+            yield sealed[:100]
+        futures.Future[None]().exception(1.0)
+
+    evil.chunks = part
+    evil.lists(blob("4" * 64, sealed))
+    with pytest.raises((UnavailableError, TimeoutError)):
+        pulled(setting)
+    evil.most = 50
+    assert "fewer than the 100 that an earlier pull received" in pulled(setting).failed["4" * 64]
+    evil.most, evil.chunks = None, lambda request: iter([sealed[request.offset :]])
+    assert len(pulled(setting).restored) == 1
 
 
 def test_blobs_of_another_key_are_counted_and_the_others_restored(

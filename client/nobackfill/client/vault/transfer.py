@@ -393,7 +393,6 @@ class VaultReader:
             NotPermittedError: the gateway refuses the token.
             UnavailableError: the vault does not answer, or the download makes no progress.
             CannotWriteError: the disk is full or read-only.
-            OutOfRangeError: the vault's blob is shorter than an interrupted download of it.
             BusyError: another process holds the gallery file for 5 seconds.
         """
         durable.make_dir(self._inbox, 0o700)

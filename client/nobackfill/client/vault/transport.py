@@ -15,6 +15,7 @@ from nobackfill.client.vault.queue import VaultQueue
 from nobackfill.errors import (
     ConfigurationError,
     NobackfillError,
+    OutOfRangeError,
     UnavailableError,
     VerificationError,
 )
@@ -95,11 +96,11 @@ def download_blob(gateway: Gateway, blob: vault_pb2.Blob, target: Path) -> None:
 
     Raises:
         NotFoundError: the vault does not hold the blob.
-        VerificationError: `blob` is malformed, or the bytes have another size or digest.
+        VerificationError: `blob` is malformed, or the bytes have another size or digest; also if
+            the vault holds fewer bytes than TARGET.part, which is then deleted.
         NotPermittedError: the gateway refuses the token.
         UnavailableError: the download made no progress in five attempts, also because the local
             disk is full during it.
-        OutOfRangeError: the vault's blob is shorter than TARGET.part; the file stays.
         CannotWriteError: the complete file cannot be renamed or synced.
         OSError: TARGET.part cannot be read.
     """
@@ -109,6 +110,12 @@ def download_blob(gateway: Gateway, blob: vault_pb2.Blob, target: Path) -> None:
     while (position := part.stat().st_size if part.exists() else 0) < blob.size:
         try:
             _download(gateway, blob, position, part)
+        except OutOfRangeError as error:
+            durable.remove_tree(part)
+            raise VerificationError(
+                f"blob {blob.id}: expected {blob.size} bytes, the vault holds fewer than the "
+                f"{position} that an earlier pull received"
+            ) from error
         except NobackfillError as error:
             if not is_transient(error):
                 raise
