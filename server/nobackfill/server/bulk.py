@@ -440,6 +440,8 @@ def put_batch(work: FillWork, names: Sequence[str]) -> FillResult:
         ConfigurationError: pyarrow is not installed, or a credential cannot be used.
         NotPermittedError: the token may not write to the gallery.
         NobackfillError: any other error of open_place and Gateway.put_items.
+        InvalidInputError: the address of the place is not valid.
+        ItemQuotaError: the galleries of the token hold as many items as it may store.
     """
     return _open_batches.of(work, work.key).put(names)
 
@@ -465,6 +467,8 @@ def put_texts(work: FillWork, texts: Sequence[pb.PutItem]) -> FillResult:
         VerificationError: a model file does not match its signed digest.
         ConfigurationError: the extra `text` is not installed, or a credential cannot be used.
         NobackfillError: any other error of Gateway.put_items.
+        ItemQuotaError: the galleries of the token hold as many items as it may store.
+        NotPermittedError: the token may not write to the gallery.
     """
     return _open_batches.of(work, work.key).read(texts)
 
@@ -561,7 +565,8 @@ def fill_by_ray(
         models: publication folder with the gallery's release; its model files are sent to the
             nodes.
         cluster: address of the Ray cluster HOST:PORT, or auto for the one on this machine.
-        on_stored: called with the number of durable items so far, after each task.
+        on_stored: called with the number of durable items so far, after each task; its errors end
+            the fill.
         batch: items of a task, at least 1.
 
     Returns:
@@ -570,12 +575,16 @@ def fill_by_ray(
     Raises:
         InvalidInputError: the place has no files or texts, or cannot be read.
         NotFoundError: the place or the gallery does not exist.
-        VerificationError: a model's file is missing, or does not match its signed digest.
+        VerificationError: a model's file is missing, or does not match its signed digest; or this
+            program cannot use the gallery's release (UnfitError).
         ConfigurationError: Ray is not installed, or a credential file cannot be read.
         UnavailableError: the gateway or the cluster does not answer, or its workers end again and
             again.
         NotPermittedError: the token may not read or write the gallery.
         NobackfillError: any other error of put_batch and put_texts.
+        ItemQuotaError: the galleries of the token hold as many items as it may store.
+        NoEncoderError: the release embeds no pictures, or no texts.
+        TooLargeError: the texts of a task are too large for one call.
     """
     join: Callable[[str], Cluster] = load_plugin("workers", "ray")
     release = gateway.get_gallery(gallery).release

@@ -309,6 +309,8 @@ class GatewayState(ABC):
 
         Raises:
             UnavailableError: the database does not answer.
+            BusyError: the record of the lead is locked for too long, or this gateway may not write.
+            CannotWriteError: the database cannot write.
         """
         return Lead()
 
@@ -514,6 +516,8 @@ class StateFile(GatewayState):
 
         Raises:
             CannotWriteError: the state cannot be written; it is unchanged.
+            pydantic.ValidationError: a name is no field of State, or a value has the wrong type.
+                The state is unchanged.
         """
         with self._lock:
             new = State.model_validate({**dict(self.current), **values_of(self.current)})

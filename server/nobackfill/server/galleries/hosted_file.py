@@ -597,6 +597,8 @@ class HostedInFile(Hosted):
             VerificationError: the store is damaged.
             NobackfillError: whatever `check_stop` raises; the present base stays.
             CannotWriteError: the file cannot be opened, or the disk fails.
+            LockOrderError: a view must be made, and the thread holds a view's lock or one that
+                comes later.
         """
         source = self.view(self.spec().space)
         view = self.view(space, source, check_stop)

@@ -69,6 +69,7 @@ def subgroups(hosted: Hosted, searching: Searching, key: str) -> list[Subgroup]:
         BusyError, UnavailableError: the store is busy, or does not answer.
         VerificationError: the store is damaged.
         CannotWriteError: the file cannot be opened, or the disk fails.
+        NeedsImageError: the plan has changed meanwhile, and needs a vector of another space.
     """
     plan = hosted.plan
     groups = hosted.store.group_by_value(key, plan.query.space)

@@ -590,6 +590,7 @@ class Upgrading:
         Raises:
             CannotWriteError: the state cannot be written.
             BusyError, UnavailableError: the database is busy, or does not answer.
+            VerificationError: the state in the database is damaged, or a newer version wrote it.
         """
         with self._lock:
             for gallery in galleries:

@@ -457,13 +457,15 @@ class GalleryService(GalleryServiceServicer):
         """Delete a gallery with all its items for good, once no call uses it, and record that in
         the audit.
 
-        A gallery that is set aside can be deleted, too.
+        A gallery that is set aside can be deleted, too. After an error the audit has no entry.
 
         Raises:
             NotFoundError: no gallery has this name.
             BusyError: an activation is under way, or calls use the gallery for a minute.
-            CannotWriteError: the gallery cannot be deleted.
+            CannotWriteError: the gallery cannot be deleted; or it is gone, but its storage cannot
+                be freed before the next start.
             UnavailableError: the database does not answer.
+            VerificationError: the shared state or a new gallery is damaged; nothing was deleted.
         """
         self._lifecycle.delete(request.name)
         self._audit("delete", f"gallery {request.name}")
@@ -481,10 +483,11 @@ class GalleryService(GalleryServiceServicer):
         Raises:
             InvalidInputError: a later message names another gallery.
             NotFoundError: no gallery has this name, or it was deleted meanwhile.
-            TooLargeError: a message has too many items.
+            TooLargeError: a message has too many items, or its texts are too large together.
             NotPermittedError: the caller's role is not for the gallery.
             ItemQuotaError: the caller's galleries would have too many items.
-            VerificationError: the gallery is set aside.
+            VerificationError: the gallery is set aside or damaged, or a model fails its trial or
+                makes invalid vectors.
             UnavailableError: the model server or the database does not answer.
             DeadlineError: the call's time is over.
             CancelledError: the caller has cancelled the call.

@@ -166,7 +166,8 @@ class SearchService(SearchServiceServicer):
             NeedsImageError: the gallery has two spaces, and a query has an embedding of one.
             NoEncoderError: the release has no model for an image or a text.
             ReleaseRetiredError: queries of an embedding's space have ended.
-            VerificationError: the gallery is set aside.
+            VerificationError: the gallery is set aside, or a model's output or the store is
+                damaged.
             UnavailableError: the model server or the database does not answer.
             DeadlineError: the call's time is over.
             CancelledError: the caller has cancelled the call.

@@ -40,6 +40,7 @@ class VaultService(VaultServiceServicer):
             BusyError: another call writes or deletes the blob.
             QuotaExceededError: the caller's blobs would cost more than the quota.
             CannotWriteError: the blob cannot be written.
+            OSError: a file of the vault cannot be read.
         """
         first = next(request_iterator, None)
         if first is None or not first.HasField("blob"):
@@ -67,6 +68,7 @@ class VaultService(VaultServiceServicer):
         Raises:
             NotFoundError: the caller has no such complete blob.
             OutOfRangeError: the offset is above the blob's size.
+            OSError: the blob's file cannot be read.
         """
         blob, chunks = self._vault.get(_owner(), request.id, request.offset)
         yield pb.GetBlobResponse(chunk=next(chunks, b""), blob=_message(blob))

@@ -94,6 +94,7 @@ def take_lead(database: Database) -> DatabaseLead | None:
         UnavailableError: the database does not answer, or refuses the connection.
         BusyError: the row of the term is locked for too long, or this gateway may not write.
         CannotWriteError: the database cannot write.
+        ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
     """
     connection = _try_lock(database)
     if connection is None:
@@ -160,6 +161,7 @@ def lock_releases(database: Database, seconds: float) -> Iterator[None]:
     Raises:
         BusyError: another gateway took longer.
         UnavailableError: the database does not answer, or refuses or ends the connection.
+        ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
     """
     with database.connect() as connection:
         # With a timeout of 0, PostgreSQL would wait without end.
@@ -228,6 +230,7 @@ class Tenure:
         Raises:
             BusyError: another process holds the lock in a way that excludes this one.
             UnavailableError: the database does not answer, or refuses the connection.
+            psycopg.Error: the connection breaks while the lock is taken.
         """
         self._database = database
         self._lock = _LOCK.format("" if exclusive else "_shared")
@@ -512,6 +515,7 @@ class StateRow(GatewayState):
             UnavailableError: the database does not answer, or refuses the connection.
             BusyError: the row of the term is locked for too long, or this gateway may not write.
             CannotWriteError: the database cannot write.
+            ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
         """
         return take_lead(self._database)
 
@@ -528,6 +532,7 @@ class StateRow(GatewayState):
                 repeating the call is safe.
             CannotWriteError: the database is full or read-only.
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
+            VerificationError: the row is damaged, or a newer version wrote it.
         """
 
         def work() -> None:
@@ -546,6 +551,7 @@ class StateRow(GatewayState):
         Raises:
             BusyError: another gateway took longer.
             UnavailableError: the database does not answer, or refuses or ends the connection.
+            ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
         """
         return lock_releases(self._database, seconds)
 

@@ -252,7 +252,9 @@ class ByWorkers:
             The result; its `stopped` is True if `should_stop` was.
 
         Raises:
-            NobackfillError: each class that `run_by_workers` names.
+            UnavailableError, BusyError, VerificationError, InvalidInputError,
+                IncompatibleSpaceError, GoneError, CannotWriteError, ConfigurationError, OSError: as
+                `run_by_workers`.
             AssertionError: the gallery is not in PostgreSQL, which the settings exclude.
         """
         assert isinstance(store, PostgresqlGallery), "the settings refuse workers with a folder"
@@ -307,6 +309,7 @@ def run_by_workers(
         GoneError: the gallery was deleted.
         CannotWriteError: the database cannot write.
         OSError: the folder lacks a model file.
+        ConfigurationError: the database refuses a statement.
     """
     store.add_staging_space(work.target)
     windows = store.windows(work.source, work.target, work.route.reads_side)
