@@ -75,7 +75,8 @@ class CanarySessions:
         The first feedback of each kind in a session is evidence.
 
         An approval is evidence if the old pair answered; a rejection, if the new one did. Others
-        count against it. Two items may have one hash, but seldom.
+        count against it. Two items may have one hash, but seldom. The answer counts for the present
+        session of its key, also if the pair has changed since. The caller holds the lock.
 
         Args:
             request_id: id of the answer.
@@ -83,7 +84,8 @@ class CanarySessions:
             kind: approved or rejected.
 
         Returns:
-            False if the answer is unknown, or no longer remembered, or has no such hit.
+            False if the answer is unknown, or no longer remembered, or has no such hit. True
+                otherwise, also if the session has sent feedback of this kind before.
         """
         key, items = self._answers.get(request_id, (0, ()))
         session = self._sessions.get(key)

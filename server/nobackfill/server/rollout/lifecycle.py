@@ -97,8 +97,12 @@ class Lifecycle:
             NotFoundError: no gallery has this name.
             BusyError: an activation is under way, except while its canary waits; or calls still use
                 the gallery.
-            CannotWriteError: the gallery cannot be deleted and stays; or its record cannot.
+            CannotWriteError: the gallery cannot be deleted and stays. Or it is gone, but its
+                storage cannot be freed before the next start, or the record of its upgrades stays.
             UnavailableError: the database does not answer.
+            VerificationError: the shared state or a new gallery is damaged.
+            ConfigurationError: the database refuses the statement.
+            LockOrderError: the thread holds a lock that comes later.
         """
         self._activations.refuse_second("delete a gallery", during_canary=True)
         self._galleries.delete(name)
@@ -170,15 +174,19 @@ class Lifecycle:
                 is being upgraded and its images cannot be used.
             BusyError: an activation begins, or a store is busy; OverloadedError if too many images
                 are being decoded.
-            CannotWriteError: the gallery cannot be written.
+            CannotWriteError: the gallery or the state cannot be written.
             InvalidInputError: an image cannot be decoded or embedded; the others are re-embedded.
             TooLargeError: the images together are too large.
             UnavailableError: the model server or the database does not answer.
-            NotFoundError: no gallery has this name.
-            VerificationError: the gallery is set aside.
+            NotFoundError: no gallery has this name, or the active release is not published any
+                more.
+            VerificationError: the gallery is set aside or damaged, the active release's manifest or
+                the shared state cannot be used, or a model's output has another shape.
             NoEncoderError: the release embeds no images.
             DeadlineError, CancelledError: the call's time is over, or its caller has gone; earlier
                 images stay re-embedded.
+            TypeError, KeyError, ValueError: the saved job is not valid, or a newer version wrote
+                it.
         """
         active = self._catalog.manifest(self._state.active())
         if release not in (0, active.release):

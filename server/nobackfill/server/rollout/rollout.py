@@ -309,9 +309,10 @@ class Rollout:
             RolloutCancelledError: the activation was cancelled, here or by another gateway.
             LeadLostError: another gateway leads the activation now; its last transaction changed
                 nothing.
-            BusyError, UnavailableError: a store, the state or the model server is busy, or does not
-                answer.
-            CannotWriteError: a gallery or the state cannot be written.
+            BusyError, UnavailableError: a store, the state, the publication or the model server is
+                busy, or does not answer.
+            CannotWriteError: a gallery, the state or the publication's verified metadata cannot be
+                written.
             InvalidInputError: a space has too many dimensions for the database.
             ConfigurationError: a gallery has a space of a release that is not published here; or
                 the release embeds texts, and the extra `text` is not installed.
