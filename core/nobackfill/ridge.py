@@ -354,7 +354,11 @@ class _HeldOut:
     rows: int
 
     def error(self, penalty: float) -> float:
-        """Return the mean squared distance of each row to its prediction from the other groups."""
+        """Return the mean squared distance of each row to its prediction from the other groups.
+
+        It is infinite where a row or group has a direction of its own, so that no other row
+        predicts it.
+        """
         scale, size = self.scale(penalty), self.group
         residuals = self.outputs - self.inputs @ (scale[:, None] * self.cross)
         if size == 1:

@@ -265,6 +265,8 @@ def delete_in_file(store: Store, piece: Selection) -> int:
         CannotWriteError: The disk fails.
         VerificationError: The file is damaged.
         NotFoundError: The gallery was closed, or its file is gone.
+        Exception: An error of a listener; the change stays committed, and later listeners are not
+            called.
     """
     return store.delete_chosen(lambda connection: np.array([*piece.read(connection)], np.int64))
 
@@ -292,6 +294,8 @@ def change_metadata_in_file(
         CannotWriteError: The disk fails.
         VerificationError: The file is damaged.
         NotFoundError: The gallery was closed, or its file is gone.
+        Exception: An error of a listener; the change stays committed, and later listeners are not
+            called.
     """
     with store.changing() as (connection, changes):
         items = piece.read(connection)

@@ -575,7 +575,11 @@ class _Base:
     positions: list[tuple[Labels, NDArray[np.int32] | None]]
 
     def places(self, labels: Labels) -> NDArray[np.int32] | None:
-        """Return the row of each of `labels`; None if they equal the segment's."""
+        """Return the row of each of `labels`, int32; None if they equal the segment's.
+
+        A label that the segment lacks gets the row after the last. Do not change `labels` later:
+        the answer is cached by the array.
+        """
         for cached, places in tuple(self.positions):
             if cached is labels:
                 return places

@@ -457,6 +457,7 @@ def set_metadata(connection: sqlite3.Connection, texts: list[tuple[int, str]]) -
 
     Raises:
         sqlite3.Error: A statement failed; the caller rolls back.
+        TypeError: A label does not exist. The caller rolls back.
     """
     for label, metadata in texts:
         row = connection.execute("SELECT metadata FROM items WHERE label = ?", (label,)).fetchone()
@@ -1438,6 +1439,8 @@ class FileConnections:
         """Move the write-ahead log into the file, so that no deleted byte stays in it.
 
         It waits for no reader and no other process.
+
+        Other threads that write are waited for without limit.
 
         Returns:
             False if a reader, a lock or the disk prevents it.

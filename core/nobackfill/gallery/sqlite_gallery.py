@@ -62,6 +62,8 @@ class SqliteGallery(Store):
         Raises:
             BusyError, CannotWriteError, VerificationError, NotFoundError: The file is locked,
                 cannot be opened or written, is damaged, or the gallery was closed.
+            Exception: An error of a listener; the change stays committed, and later listeners are
+                not called.
         """
         from nobackfill.gallery import edits
 
@@ -85,9 +87,11 @@ class SqliteGallery(Store):
 
         Raises:
             InvalidInputError: Invalid `values`, or the metadata of an item would become too large;
-                nothing is changed.
+                nothing is changed. Without items that pass, `values` are not checked.
             BusyError, CannotWriteError, VerificationError, NotFoundError: The file is locked,
                 cannot be opened or written, is damaged, or the gallery was closed.
+            Exception: An error of a listener; the change stays committed, and later listeners are
+                not called.
         """
         from nobackfill.gallery import edits
 
@@ -196,6 +200,8 @@ class SqliteGallery(Store):
                 space.
             BusyError, CannotWriteError, VerificationError, NotFoundError: The file is locked,
                 cannot be opened or written, is damaged, or the gallery was closed.
+            Exception: An error of a listener; the change stays committed, and later listeners are
+                not called.
         """
         from nobackfill.gallery import staging
 
@@ -246,6 +252,9 @@ class SqliteGallery(Store):
             IncompatibleSpaceError: The gallery does not have the space.
             BusyError, CannotWriteError, VerificationError, NotFoundError: The file is locked,
                 cannot be opened or written, is damaged, or the gallery was closed.
+            ValueError: Nested lists of unequal lengths.
+            Exception: An error of a listener; the change stays committed, and later listeners are
+                not called.
         """
         from nobackfill.gallery import staging
 
@@ -304,6 +313,8 @@ class SqliteGallery(Store):
                 cannot be opened or written, is damaged, or the gallery was closed.
             TypeError, ValueError: A value of `state` cannot be written as JSON, or contains NaN or
                 infinity; nothing is changed.
+            Exception: An error of a listener; the change stays committed, and later listeners are
+                not called.
         """
         from nobackfill.gallery import staging
 
@@ -329,6 +340,8 @@ class SqliteGallery(Store):
                 written, or is damaged.
             TypeError, ValueError: A value of `state` cannot be written as JSON, or contains NaN or
                 infinity; nothing is changed.
+            Exception: An error of a listener; the change stays committed, and later listeners are
+                not called.
         """
         from nobackfill.gallery import staging
 
@@ -339,6 +352,8 @@ class SqliteGallery(Store):
 
         If a reader prevents the scrub, the next change tries again. An upgrade that is filling the
         space fails.
+
+        Listeners are called. If one of them or the scrub fails, the space stays removed.
 
         Raises:
             PreconditionError: The space is the active one.

@@ -456,6 +456,8 @@ def add_staging_space(store: Store, spec: SpaceSpec) -> None:
         CannotWriteError: The file is read-only, or the disk fails or is full.
         VerificationError: The file is damaged.
         NotFoundError: The gallery was closed, or its file is gone.
+        Exception: An error of a listener; the change stays committed, and later listeners are not
+            called.
     """
     with store.changing() as (connection, changes):
         for info in read_spaces(connection):
@@ -522,6 +524,9 @@ def write_vectors(
         CannotWriteError: The file is read-only, or the disk fails or is full.
         VerificationError: The file is damaged.
         NotFoundError: The gallery was closed, or its file is gone.
+        ValueError: Nested lists of unequal lengths.
+        Exception: An error of a listener; the change stays committed, and later listeners are not
+            called.
     """
     checked = check_new_vectors(
         store.space(space), NewVectors(space, embedding, side, origin), len(labels)
@@ -639,6 +644,8 @@ def flip(
         NotFoundError: The gallery was closed, or its file is gone.
         TypeError, ValueError: A value of `state` cannot be written as JSON, or contains NaN or
             infinity; nothing is changed.
+        Exception: An error of a listener; the change stays committed, and later listeners are not
+            called.
     """
     with store.changing() as (connection, changes):
         target = find_space(connection, space)
@@ -673,6 +680,8 @@ def rollback(
         VerificationError: The file is damaged.
         TypeError, ValueError: A value of `state` cannot be written as JSON, or contains NaN or
             infinity; nothing is changed.
+        Exception: An error of a listener; the change stays committed, and later listeners are not
+            called.
     """
     with store.changing() as (connection, changes):
         previous = [info for info in read_spaces(connection) if info.state == "previous"]
@@ -740,6 +749,8 @@ def drop_space(store: Store, space: str) -> None:
     A staging space that an upgrade is filling can be removed; the upgrade then fails. All is one
     transaction, during which other writers wait. Listeners are called.
 
+    The scrub follows the transaction: the space stays removed if the scrub fails.
+
     Raises:
         PreconditionError: The space is active.
         IncompatibleSpaceError: The gallery does not have it.
@@ -747,6 +758,8 @@ def drop_space(store: Store, space: str) -> None:
         CannotWriteError: The file is read-only, or the disk fails or is full.
         VerificationError: The file is damaged.
         NotFoundError: The gallery was closed, or its file is gone.
+        Exception: An error of a listener; the space stays removed, but its bytes are not scrubbed
+            yet.
     """
     with store.changing() as (connection, changes):
         info = find_space(connection, space)

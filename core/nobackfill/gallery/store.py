@@ -301,7 +301,8 @@ def insert_vectors(
     Args:
         connection: In a transaction.
         checked: The vectors.
-        labels: int64 [n] of existing items, in the order of the vectors.
+        labels: int64 [n] of existing items, in the order of the vectors; that there are n vectors
+            is not checked.
         uncertainty: float32 [n], or None.
         replace: Replace existing rows; otherwise there must be none.
 
@@ -547,6 +548,7 @@ class Store:
             BusyError: Another process has the file to itself.
             CannotWriteError: The file cannot be read, has an old format and cannot be written, or
                 has no room for SQLite's files.
+            OSError: The file system has no locks (flock).
         """
         return cls(path, residents)
 
@@ -592,6 +594,8 @@ class Store:
             BusyError: Another process has the file to itself, or changed it during the read without
                 a lock.
             CannotWriteError: The file cannot be read, or the disk fails.
+            OSError: The file system has no locks (flock), or a file that was read without a lock is
+                gone at the end of the block.
         """
         return self._connections.read_snapshot()
 
@@ -651,6 +655,8 @@ class Store:
 
     def scrub(self) -> bool:
         """Empty the write-ahead log, so that no deleted byte stays in it.
+
+        Other threads of this process that write are waited for without limit.
 
         Returns:
             False if a reader, a lock or the disk prevents it; the next change tries again. Readers
@@ -792,6 +798,9 @@ class Store:
             NotFoundError: The gallery was closed for good, or its file is gone.
             UnusableRowsError: Rows that are not finite or too large, or not of norm 1 where the
                 space demands it.
+            ValueError: Nested lists of unequal lengths.
+            Exception: An error of a listener; the change stays committed, and later listeners are
+                not called.
         """
         batch = check_batch(ids, digests, metadata)
         checked = [check_new_vectors(self.space(new.space), new, len(ids)) for new in vectors]
@@ -842,6 +851,8 @@ class Store:
             CannotWriteError: The file is read-only, or the disk fails or is full.
             VerificationError: The file is damaged.
             NotFoundError: The gallery was closed for good, or its file is gone.
+            Exception: An error of a listener; the items stay deleted, and later listeners are not
+                called.
         """
         with self.changing() as (connection, changes):
             labels = choose(connection)

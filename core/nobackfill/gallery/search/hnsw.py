@@ -511,6 +511,7 @@ def load_index(
         NotFoundError: No such file.
         VerificationError: The file is damaged or of another space, too much has changed, or the
             graph would find less than LEAST_RECALL: build a new one.
+        KeyError: An intact file lacks an array or a parameter of the graph.
     """
     return rebuild_from_skeleton(read_skeleton(path, spec), spec, labels, vectors)
 

@@ -1270,6 +1270,7 @@ def read_publication(model_repo: Path, state: Path | None = None) -> Publication
         UnavailableError: The folder cannot be read.
         BusyError: Another process uses the state folder for more than a minute.
         CannotWriteError: The state cannot be written.
+        OSError: The file system of `state` has no locks (flock).
     """
     if not (model_repo / "timestamp.json").is_file():
         return Publication({}, frozenset())
