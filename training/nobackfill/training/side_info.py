@@ -106,7 +106,7 @@ class Decoder(nn.Module):
     def forward(self, code: Tensor) -> Tensor:
         """Map codes [n,dim] to pixels float32 [n,3,S,S] in 0..1.
 
-        A side that is no power of two is reached by bilinear scaling of the next larger one.
+        A side that is no power of two, or below 8, is reached by bilinear scaling of a larger one.
         """
         maps = self.start(code).unflatten(1, (self.width, 4, 4))
         pixels: Tensor = self.layers(maps)

@@ -42,6 +42,7 @@ def write_picture(cells: Sequence[MatrixCell], path: Path) -> None:
 
     Raises:
         CannotWriteError: the file or its folder cannot be written.
+        KeyError: a cell has no figure `map` or `cmc1`.
     """
     # Imported here: only --picture needs matplotlib, which takes a second to import.
     import matplotlib

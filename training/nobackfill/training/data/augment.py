@@ -45,7 +45,8 @@ class Augment:
 def small_crops(pixels: Tensor, config: Augmentation, largest_area: float) -> Tensor:
     """Return multi-crop's small views: random crops, scaled to half the side, and recoloured.
 
-    The pixels are not changed. An odd side is halved downwards, so H and W are at least 2.
+    The pixels are not changed. An odd side is halved downwards, so H and W are at least 2. Crops
+    and colours are drawn from torch's default generator.
 
     Args:
         pixels: float32 [n,3,H,W] in 0..1.
@@ -65,7 +66,7 @@ def affine_matrices(n: int, config: Augmentation, largest_area: float = 1.0) -> 
     """Draw random affine maps [n,2,3] from output to input coordinates in -1..1, as affine_grid's.
 
     Angles are drawn evenly within their range, scales evenly in their logarithm, and a flip with a
-    chance of a half.
+    chance of a half. All come from torch's default generator.
 
     Args:
         n: the number of maps.
@@ -107,7 +108,8 @@ def warp(pixels: Tensor, matrices: Tensor, size: tuple[int, int]) -> Tensor:
 def random_symmetry(pixels: Tensor) -> Tensor:
     """Rotate or mirror each square picture [n,3,S,S] by one of the eight symmetries, at random.
 
-    The result is a copy of the same shape. Sides that are not equal may raise RuntimeError.
+    The result is a copy of the same shape. Sides that are not equal may raise RuntimeError. The
+    symmetries are drawn from torch's default generator.
     """
     symmetries = torch.randint(8, (len(pixels),))
     out = torch.empty_like(pixels)
@@ -122,7 +124,8 @@ def mix_pictures(pixels: Tensor, others: Tensor) -> Tensor:
     """Mix each picture with another, after a random rotation or mirroring of both.
 
     The share of the first is drawn uniformly from 0..1 for each pair. This is mixup of pixels only
-    (Zhang et al. 2018, alpha 1). The arguments are not changed.
+    (Zhang et al. 2018, alpha 1). The arguments are not changed. All random numbers come from
+    torch's default generator.
 
     Args:
         pixels: float32 [n,3,S,S] in 0..1.
@@ -139,7 +142,8 @@ def recolour(pixels: Tensor, config: Augmentation) -> Tensor:
     """Change brightness, contrast, saturation and grey of pixels [n,3,H,W], in this order.
 
     Each image draws its own factors. The result is clamped to 0..1. A key of 0 changes nothing.
-    Grey pictures are drawn with the chance `grayscale`. The argument is not changed.
+    Grey pictures are drawn with the chance `grayscale`. The argument is not changed. All random
+    numbers come from torch's default generator.
     """
     n = len(pixels)
     if config.brightness:
@@ -160,7 +164,7 @@ def erase(pixels: Tensor, share: float) -> Tensor:
 
     `share` is the largest side of the square, as a share of the picture's side. A square at the
     border is cut off there. Each picture gets another square, whose size is drawn evenly from 0 to
-    the largest. The argument is not changed.
+    the largest. The argument is not changed. Size and place come from torch's default generator.
     """
     n, _, height, width = pixels.shape
     half = torch.rand(n, 1, 1) * share / 2

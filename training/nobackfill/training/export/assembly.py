@@ -124,8 +124,8 @@ def add_embedder_run(release: Release, run_dir: Path) -> None:
     Warns on stderr if a compatible embedder has another dimension than the old one. Its first
     elements match old vectors (BCT section 3.6), but a published space has one dimension. A method
     that searches directly needs its old model among the published releases, but only if the run has
-    one. Keys of the configuration that may contain paths of this machine are left out of the
-    recipe.
+    one; if it is not published, embedder, method and recipe are set before the error. Keys of the
+    configuration that may contain paths of this machine are left out of the recipe.
 
     Args:
         release: the release, which gets the ONNX file, the method and the run's configuration.

@@ -79,7 +79,8 @@ def write_checkpoint(run_dir: Path, checkpoint: Checkpoint) -> None:
     that a second copy of all of them is in memory.
 
     Raises:
-        CannotWriteError: the file cannot be written; the old checkpoint stays.
+        CannotWriteError: the file cannot be written; the old checkpoint stays, or the new one is
+            there if only the folder could not be synced.
     """
     metadata = {
         "format": _FORMAT,

@@ -106,7 +106,7 @@ def select_options(
     config.run_dir/choice. The module's docstring describes the rule. The number of trainings is
     three times the product of the candidate values, without those of variants. Selected values are
     set for the real training, also if they are the defaults. The default is kept unless another
-    value is better by more than the standard error.
+    value is better by more than the standard error. The folders stay after the call.
 
     Args:
         method: the upgrade method.
@@ -327,7 +327,8 @@ def upgrade_rows(
 ) -> dict[str, Tensor]:
     """Compute the features that an upgrade is trained on, from the cache or into it.
 
-    The cache is the folder `features` next to the run folder. All rows are in memory.
+    The cache is the folder `features` next to the run folder. All rows are in memory. To compute an
+    augmented view, torch's default generator is seeded from config.split_seed.
 
     Args:
         sources: the models.
@@ -392,7 +393,8 @@ def cache_features(
     """Compute the features that `train_upgrade` needs into the cache, and return nothing.
 
     Each view is made once for all configurations. Models of equal digest count once. Files that the
-    cache has are not computed again.
+    cache has are not computed again. To compute an augmented view, torch's default generator is
+    seeded from the key split_seed.
 
     Args:
         configs: at least one configuration; they must differ only in models and methods.

@@ -28,7 +28,8 @@ def focal_weights(
 
     Source: positive-congruent training (Yan et al. 2021), the baseline of DMU Table 8.
 
-    If several logits are equally large, only one counts.
+    If several logits are equally large, only one counts. A label that is no class, such as -1,
+    gives `base`. The weights have no gradient.
     """
     return base + focus * (old_logits.argmax(1) == labels).to(old_logits.dtype)
 

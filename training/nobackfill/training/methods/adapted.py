@@ -105,7 +105,10 @@ def complete_basis(rows: Tensor) -> Tensor:
     """Complete orthonormal rows [k,n], k <= n, to an orthonormal basis [n,n].
 
     The basis begins with the given rows. The other rows are arbitrary within their space, and the
-    same for the same input. With k = n the result is `rows`.
+    same for the same input. With k = n the result is a copy of `rows`.
+
+    Raises:
+        RuntimeError: a value is NaN or infinite.
     """
     return torch.cat((rows, torch.linalg.svd(rows).Vh[len(rows) :]))
 

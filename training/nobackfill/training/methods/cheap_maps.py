@@ -106,7 +106,7 @@ def build_linear(config: UpgradeConfig, shape: UpgradeShape) -> UpgradeNetwork:
 
     A layer has a bias and reads all inputs that the configuration names, old embedding and
     side-information. The output of h is scaled to norm 1 if the new embeddings are. The weights are
-    random until `solve_affine`.
+    random, from torch's default generator, until `solve_affine`.
 
     Raises:
         ConfigurationError: `options` is not empty.
@@ -133,7 +133,7 @@ def solve_affine(upgrade: UpgradeNetwork, inputs: UpgradeInputs) -> None:
 
     Raises:
         ValueError: there are fewer than two images, or a value is NaN or infinite.
-        KeyError: `inputs.rows` lacks a feature that is read or written.
+        KeyError: `inputs.rows` lacks `old`, or another feature that is read or written.
         RuntimeError: the network was built for other dimensions.
     """
     reads = input_shape(inputs.config, inputs.shape)
@@ -148,7 +148,7 @@ def training_inputs(rows: Mapping[str, Tensor], reads: InputShape) -> Tensor:
     """Return a map's inputs for the training rows: [n * v, embedding + side].
 
     Raises:
-        KeyError: `rows` lacks an input that is read.
+        KeyError: `rows` lacks `side`, which is read, or `old`, whether it is read or not.
     """
     side = flat(rows, "side") if reads.side else None
     return concatenate(flat(rows, "old"), side, reads)
@@ -157,7 +157,8 @@ def training_inputs(rows: Mapping[str, Tensor], reads: InputShape) -> Tensor:
 def build_procrustes(config: UpgradeConfig, shape: UpgradeShape) -> UpgradeNetwork:
     """Build h as one linear layer of the embedding; a rotation cannot use side-information.
 
-    The weights are random until `solve_procrustes`. With `unit` its output is normalised.
+    The weights are random, from torch's default generator, until `solve_procrustes`. With `unit`
+    its output is normalised.
 
     Raises:
         ConfigurationError: `options` is not empty, or the upgrade is configured to read only
@@ -197,7 +198,8 @@ def build_low_rank(config: UpgradeConfig, shape: UpgradeShape) -> UpgradeNetwork
     """Build h as two linear layers with `rank` values between them.
 
     With `unit` its output is normalised. The default rank is a quarter of the new dimension, at
-    least 1. It is not lowered to the input's dimension.
+    least 1. It is not lowered to the input's dimension. The weights are random, from torch's
+    default generator, until `solve_low_rank`.
 
     Raises:
         ConfigurationError: an option is wrong, the rank or its default exceeds a dimension, or the
@@ -232,7 +234,7 @@ def solve_low_rank(upgrade: UpgradeNetwork, inputs: UpgradeInputs) -> None:
 
     Raises:
         ValueError: there are fewer than two images, or a value is NaN or infinite.
-        KeyError: `inputs.rows` lacks a feature that is read, or the new vectors.
+        KeyError: `inputs.rows` lacks `old` or `new`, or side-information that is read.
         RuntimeError: the network was built for other dimensions.
     """
     assert isinstance(upgrade.h, LinearMap) and upgrade.h.down is not None

@@ -72,8 +72,8 @@ class ForwardAdaptiveHead(nn.Module):
 def build_forward(config: EmbedderConfig, shape: UpgradeShape) -> UpgradeNetwork:
     """Build psi as the upgrade to publish; it reads no side-information.
 
-    The weights are random. The option `forward` is not read: the network is built even if it is
-    false.
+    The weights are random, from torch's default generator. The option `forward` is not read: the
+    network is built even if it is false.
 
     Raises:
         ConfigurationError: an option is unknown or of a wrong value.
@@ -103,8 +103,8 @@ class DmuObjective(CompatibleObjective):
         """Return `classification`, `selective` and, with the option `forward`, `forward`.
 
         The ratio of the largest to the smallest weight is logged as `weight_spread`. The two
-        augmentations are drawn independently: the old model sees the first, the new model the
-        second.
+        augmentations are drawn independently from torch's default generator: the old model sees
+        the first, the new model the second.
 
         Raises:
             ValueError: the batch has one row and the measure is entropy, or the option `forward` is

@@ -62,8 +62,8 @@ class VarianceHead(nn.Module):
 def build_fastfill(config: UpgradeConfig, shape: UpgradeShape) -> UpgradeNetwork:
     """Build FCT's h and g, and a small network for the variance.
 
-    The weights are random, and the offset of the variance is 0. `inner_dim` and `projection_dim` of
-    the configuration apply.
+    The weights are random, from torch's default generator, and the offset of the variance is 0.
+    `inner_dim` and `projection_dim` of the configuration apply.
 
     Raises:
         ConfigurationError: an option is unknown or of a wrong value.

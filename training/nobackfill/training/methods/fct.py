@@ -63,8 +63,8 @@ def build_fct(config: UpgradeConfig, shape: UpgradeShape) -> UpgradeNetwork:
     """Build h, and g of the same architecture if new side-information is written (section 4.4).
 
     Keys reads_embedding, projection_dim and inner_dim of the configuration apply. `options` is not
-    read. The weights are random. With unit vectors in the new space, h's output is normalised; g's
-    never is.
+    read. The weights are random, from torch's default generator. With unit vectors in the new
+    space, h's output is normalised; g's never is.
     """
 
     def transform(dim: int, unit: bool) -> FctTransform:

@@ -66,7 +66,8 @@ class ResidualBottlenecks(nn.Module):
 def build_rbt(config: UpgradeConfig, shape: UpgradeShape) -> UpgradeNetwork:
     """Build h of residual bottlenecks, which ignores side-information.
 
-    The weights are random. The default bottleneck is half of the new dimension, at least 1.
+    The weights are random, from torch's default generator. The default bottleneck is half of the
+    new dimension, at least 1.
 
     Raises:
         ConfigurationError: an option is wrong, or the upgrade is configured to read only

@@ -191,7 +191,7 @@ def build_residual(config: UpgradeConfig, shape: UpgradeShape) -> UpgradeNetwork
     """Build h, and g if new side-information is written, with FastFill's variance.
 
     Its affine parts are random until the objective is made. A residual network starts at zero
-    output.
+    output, with random inner layers. All come from torch's default generator.
 
     Raises:
         ConfigurationError: an option is unknown or of a wrong value.
@@ -255,7 +255,8 @@ class ResidualObjective(FastFillObjective):
         """Add a listwise term: distances to random vectors of the queue rank as the new model's.
 
         The term `listwise` is the mean over rows times its option; its queue is drawn anew, with
-        repetition. With the option `same_class` above 0, a term of that name follows.
+        repetition, by torch's default generator. With the option `same_class` above 0, a term of
+        that name follows; it is 0 without labelled rows.
         """
         terms = super().distance_terms(upgraded, view)
         options = self.listwise_options

@@ -53,7 +53,8 @@ class SoftPrototypes(nn.Module):
     def forward(self, embedding: Tensor, side: Tensor | None) -> Tensor:
         """Map the inputs that are read to a mixture of prototypes [n,d].
 
-        Before the prototypes are set it is zero. `side` may be None only if it is not read.
+        Before the prototypes are set it is zero. `side` may be None only if it is not read. In
+        training mode BatchNorm needs at least two rows, or raises ValueError.
         """
         output = self.logits(embedding, side).softmax(1) @ self.prototypes
         return F.normalize(output) if self.unit else output
@@ -62,7 +63,8 @@ class SoftPrototypes(nn.Module):
 def build_soft_prototypes(config: UpgradeConfig, shape: UpgradeShape) -> UpgradeNetwork:
     """Build h as a mixture of class averages, which are zero until the objective is made.
 
-    The linear classifier is random. With unit vectors in the new space the output is normalised.
+    The linear classifier is random, from torch's default generator. With unit vectors in the new
+    space the output is normalised.
 
     Raises:
         ConfigurationError: the option `classes` is missing or wrong, or the upgrade is configured

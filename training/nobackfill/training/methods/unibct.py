@@ -132,7 +132,8 @@ def refresh_epochs(epochs: int, options: UniBctOptions) -> tuple[int, set[int]]:
     """Return the first epoch with the term, and the epochs before which prototypes are computed.
 
     Without a warm-up (a share that rounds to no epoch), they are computed once, before epoch 0.
-    Epochs count from 0. Refreshes beyond the last epoch are left out.
+    Epochs count from 0. Refreshes beyond the last epoch are left out. If the warm-up's share rounds
+    to all epochs, none are computed, and the term stays off.
 
     Args:
         epochs: the number of epochs of the training.

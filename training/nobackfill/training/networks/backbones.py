@@ -59,7 +59,8 @@ def small(embedding_dim: int, width: int, pooling: str, image_size: int) -> nn.M
     """Build four convolutions and a linear layer, for small simple images.
 
     `width` is the number of channels of the first one, and `pooling` avg or gem. `image_size` is
-    not used, as in the other networks that take any size. Any image size works.
+    not used, as in the other networks that take any size. Any image size works. The weights are
+    random, from torch's default generator.
     """
     return nn.Sequential(
         _conv(3, width),
@@ -76,7 +77,7 @@ def small_resnet(embedding_dim: int, width: int, pooling: str, image_size: int) 
     """Build a fast ResNet for 32-pixel images: nine weight layers, two residual stages.
 
     `width` is the number of channels of the first convolution, and `pooling` avg or gem.
-    `image_size` is not used.
+    `image_size` is not used. The weights are random, from torch's default generator.
     """
     return nn.Sequential(
         _conv(3, width),
@@ -96,7 +97,7 @@ def fct_resnet50(embedding_dim: int, width: int, pooling: str, image_size: int) 
 
     This is the network of FCT's public code (apple/ml-fct, models/resnet.py). It has no linear
     layer. Its output passed a ReLU, so `last_nonlin` changes nothing. `pooling` is avg or gem.
-    `width` and `image_size` are not used.
+    `width` and `image_size` are not used. The weights are random, from torch's default generator.
     """
     from torchvision.models import resnet50
 
@@ -115,7 +116,8 @@ def fct_resnet50(embedding_dim: int, width: int, pooling: str, image_size: int) 
 def small_mobilenet(embedding_dim: int, width: int, pooling: str, image_size: int) -> nn.Module:
     """Build a MobileNetV2 of four inverted residuals; its last maps have an eighth of the side.
 
-    `width` is the number of channels of the first stage. `image_size` is not used.
+    `width` is the number of channels of the first stage. `image_size` is not used. The weights are
+    random, from torch's default generator.
 
     Raises:
         ConfigurationError: `pooling` is gem, because the network pools by a function.
@@ -133,7 +135,8 @@ def small_mobilenet(embedding_dim: int, width: int, pooling: str, image_size: in
 def small_vit(embedding_dim: int, width: int, pooling: str, image_size: int) -> nn.Module:
     """Build a vision transformer of four layers, over patches of an eighth of the image's side.
 
-    The patches have at least 2 x 2 pixels. The width of the transformer is four times `width`.
+    The patches have at least 2 x 2 pixels. The width of the transformer is four times `width`. The
+    weights are random, from torch's default generator.
 
     Raises:
         ConfigurationError: the image has no whole number of patches; or `pooling` is gem, which a
@@ -158,7 +161,8 @@ def small_swin(embedding_dim: int, width: int, pooling: str, image_size: int) ->
     """Build a Swin transformer of two stages with two layers each, over patches of 2 x 2 pixels.
 
     Its first stage has twice `width` channels. Attention windows have an eighth of the image's
-    side, at least 2. `pooling` is avg or gem.
+    side, at least 2. `pooling` is avg or gem. The weights are random, from torch's default
+    generator.
     """
     from torchvision.models import SwinTransformer
 

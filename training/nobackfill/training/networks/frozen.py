@@ -401,7 +401,8 @@ def encoders_of_release(source: PublishedSource) -> tuple[FrozenEncoder, FrozenE
     Raises:
         ConfigurationError: the release is not published, or the folder has no publication.
         InvalidInputError: it reads no square images, or scales them otherwise than training does.
-        VerificationError: a file or signature of the publication is wrong.
+        VerificationError: a file or signature of the publication is wrong, or a model cannot be
+            loaded.
         NoEncoderError: the release embeds no images.
         UnfitError: this program cannot use a published release.
         NotFoundError: the publication is incomplete.

@@ -140,6 +140,7 @@ def read_faces(folder: Path) -> Faces:
         InvalidInputError: it is no UTF-8 text, has no line, or a line that is not a name and two
             numbers.
         OSError: it exists, but cannot be read.
+        OverflowError: a number does not fit int64.
     """
     path = folder / "ijbc_face_tid_mid.txt"
     rows = list(read_words(path, 3))
@@ -163,6 +164,7 @@ def read_pairs(folder: Path) -> VerificationPairs:
         InvalidInputError: it is no UTF-8 text, has no line, or a line that is not two templates and
             0 or 1.
         OSError: it exists, but cannot be read.
+        OverflowError: a number does not fit int64.
     """
     path = folder / "ijbc_template_pair_label.txt"
     numbers = np.array(
@@ -186,6 +188,7 @@ def read_subject_templates(path: Path) -> SubjectTemplates:
         InvalidInputError: it is no UTF-8 text, a column is missing, a row is too short, a number is
             none, or a template has two subjects.
         OSError: the file exists, but cannot be read.
+        OverflowError: a number does not fit int64.
     """
     subjects: dict[int, int] = {}
     for row in read_table(path, ("TEMPLATE_ID", "SUBJECT_ID")):

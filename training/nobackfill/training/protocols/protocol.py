@@ -106,7 +106,7 @@ def read_table(path: Path, columns: Sequence[str]) -> Iterator[dict[str, str]]:
 def parse_integer(text: str, path: Path) -> int:
     """Parse a whole number that was read from the file `path`, which is not opened here.
 
-    A sign and spaces around it are allowed.
+    A sign, spaces around it and underscores between digits are allowed. The size is not limited.
 
     Raises:
         InvalidInputError: the text is no whole number; the message names the file.
