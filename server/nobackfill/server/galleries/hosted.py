@@ -1089,7 +1089,8 @@ class GalleryRegistry:
 
         Raises:
             NotFoundError: no gallery has this name, or it is being deleted.
-            VerificationError: the gallery is set aside.
+            VerificationError: the gallery is set aside; or the shared state is damaged while an
+                unknown name is looked up.
             UnavailableError: the database does not answer.
             BusyError: the database is busy while an unknown name is looked up.
             DamagedError: the block failed because a table is missing.
@@ -1173,7 +1174,8 @@ class GalleryRegistry:
 
         Raises:
             NotFoundError: no gallery has this name.
-            VerificationError: the gallery is set aside.
+            VerificationError: the gallery is set aside; or the shared state is damaged while an
+                unknown name is looked up.
             UnavailableError: the database does not answer.
             BusyError: the database is busy while an unknown name is looked up.
         """
@@ -1243,7 +1245,8 @@ class GalleryRegistry:
 
         Raises:
             UnavailableError: the database does not answer.
-            VerificationError: a new gallery is damaged, or `check` refuses one of its models.
+            VerificationError: the shared state or a new gallery is damaged, or `check` refuses one
+                of its models.
             BusyError: the database is busy.
             NobackfillError: whatever else `check` raises; no new gallery is served then. After
                 NotFoundError and ConfigurationError of `check` the gallery is only left out, until
@@ -1335,6 +1338,7 @@ class GalleryRegistry:
 
         Raises:
             BusyError: a call that still uses a file does not end within a minute.
+            ValueError: a gallery is closed already.
         """
         for hosted in self._hosted.values():
             hosted.close()

@@ -93,6 +93,7 @@ def page(hosted: Hosted, request: pb.ListItemsRequest) -> pb.ListItemsResponse:
         BusyError: the database is busy.
         VerificationError: the gallery is damaged.
         CannotWriteError: the gallery's file cannot be opened, or the disk fails.
+        IncompatibleSpaceError: the active space was deleted meanwhile.
     """
     if request.page_size > LARGEST_PAGE:
         raise InvalidInputError(
@@ -548,6 +549,7 @@ class GalleryService(GalleryServiceServicer):
             UnavailableError: the database does not answer.
             BusyError: the database is busy.
             CannotWriteError: the gallery's file cannot be opened, or the disk fails.
+            IncompatibleSpaceError: the active space was deleted meanwhile.
         """
         with self._galleries.use_gallery(request.gallery) as hosted:
             return page(hosted, request)

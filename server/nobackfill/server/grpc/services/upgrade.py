@@ -43,13 +43,15 @@ class UpgradeService(UpgradeServiceServicer):
         Without a measured route, `expected_kept` is 0.
 
         Raises:
-            InvalidInputError: spare_cores is not from 0 to below 1.
+            InvalidInputError: spare_cores is not from 0 to below 1, or a model's output is invalid.
             NotFoundError: no gallery has this name, or the release is not published.
             PreconditionError: no upgrade leads to the release.
-            VerificationError: the gallery is set aside, or a file of the release is damaged.
+            VerificationError: the gallery is set aside, a file of the release is damaged, or a
+                model fails its trial.
             UnavailableError: the database does not answer.
             BusyError: the database is busy.
-            CannotWriteError: the gallery's file cannot be opened, or the disk fails.
+            CannotWriteError: the gallery's file cannot be opened, or the sample or the
+                publication's verified metadata cannot be written.
         """
         spare_cores = _spare_cores(request.spare_cores)
         cost, route = self._lifecycle.estimate_upgrade(
@@ -80,11 +82,19 @@ class UpgradeService(UpgradeServiceServicer):
                 the others are re-embedded.
             TooLargeError: the images together are too large.
             NotFoundError: no gallery has this name.
-            VerificationError: the gallery is set aside.
-            PreconditionError: the request names another release than the active one.
-            BusyError: an activation is under way.
+            VerificationError: the gallery is set aside or damaged, or a model's output has another
+                shape.
+            PreconditionError: the request names another release than the active one, none is
+                active, or the gallery is being upgraded and its images cannot be used.
+            BusyError: an activation is under way, or a store is busy; OverloadedError if too many
+                images are being decoded.
             UnavailableError: the model server or the database does not answer.
             CannotWriteError: the gallery cannot be written.
+            NoEncoderError: the release embeds no images.
+            DeadlineError, CancelledError: the call's time is over, or its caller has gone; earlier
+                images stay re-embedded.
+            TypeError, KeyError, ValueError: the saved job is not valid, or a newer version wrote
+                it.
         """
         job = self._lifecycle.upgrade(
             request.gallery,
