@@ -95,7 +95,8 @@ def backup(data: Path, target: Path) -> Summary:
 
     A gateway may serve the data folder. Indexes and files of Triton are left out, because they can
     be made again. `target` appears only once it is complete. A backup that fails or is interrupted
-    leaves nothing; the next one into the same parent folder removes what killed backups left there.
+    leaves nothing but new parent folders; the next one into the same parent folder removes what
+    killed backups left there.
 
     Args:
         data: the data folder; it is only read.
@@ -269,7 +270,8 @@ def _copy_if_there(source: str, target: str) -> None:
 def restore(source: Path, data: Path) -> Summary:
     """Make a data folder from a backup, which is verified first.
 
-    After an error, `data` is as it was before.
+    After an error, `data` is as it was before, but the rest of a restore that was killed may be
+    gone. After OSError a new folder may be left.
 
     The backup is read twice: to check it, and to copy it. Files of the data folder have mode 0600.
 

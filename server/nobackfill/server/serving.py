@@ -130,6 +130,8 @@ class Serving:
             CannotWriteError: the state cannot be written.
             BusyError: the database is busy.
             UnavailableError: the database does not answer.
+            VerificationError: a release's manifest cannot be used, or the state in the database is
+                damaged.
         """
 
         def answering(state: State) -> dict[str, object]:
@@ -164,6 +166,8 @@ class Serving:
             CannotWriteError: the state cannot be written.
             BusyError: the database is busy.
             UnavailableError: the database does not answer.
+            VerificationError: a release's manifest cannot be used, or the state in the database is
+                damaged.
         """
         # Queries of the active release have no end.
         space = self._catalog.manifest(release).space
@@ -256,6 +260,7 @@ class Serving:
             BusyError: the database is busy.
             VerificationError: the shared state or a new gallery is damaged, or a model fails its
                 check.
+            LockOrderError: the thread holds a lock that comes later.
         """
         if self.free_unused(old):
             self._state.catch_up()
@@ -322,7 +327,7 @@ class Serving:
 
         Releases that were checked before are skipped. If the model server is away, the models wait
         for it and are not checked; a later call checks them. Searches by embedding do not need
-        them.
+        them. Releases before an error stay loaded.
 
         Args:
             manifests: the releases.
