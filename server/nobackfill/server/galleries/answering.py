@@ -769,6 +769,9 @@ def find_nearest(
         NobackfillError: the store's error: BusyError, NotFoundError, UnavailableError,
             VerificationError, or CannotWriteError if a file cannot be opened or the disk fails.
         OutdatedError: another gateway has deleted a space.
+        DeadlineError, CancelledError: the call's time is over, or its caller has gone; only in a
+            database.
+        IncompatibleSpaceError: a space was deleted meanwhile; only in a file.
     """
     if len(questions) == 1:
         return _group(questions, matches, timed)
@@ -820,6 +823,9 @@ def rank_nearest(question: Question, nearest: Nearest) -> QueryAnswer:
 
     Raises:
         OutdatedError: another gateway has deleted the space.
+        DeadlineError, CancelledError: the call's time is over, or its caller has gone; only in a
+            database.
+        IncompatibleSpaceError: a space was deleted meanwhile; only in a file.
     """
     if isinstance(nearest, InvalidInputError):
         return nearest
@@ -982,6 +988,9 @@ def rank_by_both(
         NobackfillError: the store's error: BusyError, NotFoundError, UnavailableError,
             VerificationError, or CannotWriteError if a file cannot be opened or the disk fails.
         OutdatedError: another gateway has deleted a space.
+        DeadlineError, CancelledError: the call's time is over, or its caller has gone; only in a
+            database.
+        IncompatibleSpaceError: a space was deleted meanwhile; only in a file.
     """
     hosted, part, new = question.hosted, question.parts[0], question.vectors[0]
     labels = collect_candidates(

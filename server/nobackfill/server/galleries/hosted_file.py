@@ -794,7 +794,8 @@ def index_opener(
 
     Returns:
         The function. It raises NotFoundError if there is no graph, or too few vectors for one, and
-        VerificationError if the inherited graph does not suit the vectors.
+        VerificationError if the inherited graph does not suit the vectors. It also raises what
+            `check_stop` raises, and OSError if a damaged file cannot be deleted.
     """
 
     def begin(spec: SpaceSpec, labels: Labels, vectors: Content) -> tuple[Index, Rows]:
