@@ -527,6 +527,8 @@ class PlainAnswerer:
             TooLargeError, OverloadedError: the images or texts are too many, for this call or for
                 the gateway.
             VerificationError: a model's output has another shape.
+            BusyError, NotFoundError, CannotWriteError: the store is busy, closed, or cannot be
+                opened while searches are counted.
         """
         items = [query for query in request.queries if isinstance(query, bytes | str)]
         embedded = iter(self._shared.embed([part.query for part in self.parts], items, request))

@@ -89,6 +89,8 @@ class GraphWait:
             BusyError, UnavailableError: the database is busy, or does not answer, when a note is
                 written or removed.
             NobackfillError: whatever `check_stop` raises.
+            IncompatibleSpaceError, GoneError: the space or the gallery was deleted.
+            ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
         """
         wait_for_recall(self._ready, self._measure, self._check_stop, self._report)
         if self._hosted.state(NOTE):

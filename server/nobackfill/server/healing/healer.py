@@ -108,7 +108,7 @@ class Healer(Reembedding[int]):
         Raises:
             NotFoundError: the ledger or the gallery is closed.
             BusyError, UnavailableError: the ledger or the store is busy, or does not answer.
-            CannotWriteError: the ledger cannot be written.
+            CannotWriteError: the ledger cannot be written, or the gallery's file cannot be opened.
             VerificationError: the ledger or the store is damaged.
             IncompatibleSpaceError: the space was deleted.
         """
@@ -184,7 +184,7 @@ class Healer(Reembedding[int]):
         Raises:
             NotFoundError: the ledger or the gallery is closed.
             BusyError, UnavailableError: the ledger or the store is busy, or does not answer.
-            CannotWriteError: the ledger cannot be written.
+            CannotWriteError: the ledger cannot be written, or the gallery's file cannot be opened.
             VerificationError: the ledger or the store is damaged.
         """
         return HealingProgress(
@@ -217,7 +217,7 @@ class Healer(Reembedding[int]):
         Raises:
             NotFoundError: the ledger or the gallery is closed.
             BusyError, UnavailableError: the ledger or the store is busy, or does not answer.
-            CannotWriteError: the ledger cannot be written.
+            CannotWriteError: the ledger cannot be written, or the gallery's file cannot be opened.
             VerificationError: the ledger or the store is damaged.
             IncompatibleSpaceError: the space was deleted.
         """

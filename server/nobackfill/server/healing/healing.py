@@ -457,7 +457,7 @@ class Healing:
         Raises:
             BusyError, UnavailableError: the store or the record of re-embedding is busy, or does
                 not answer.
-            CannotWriteError: the record cannot be written.
+            CannotWriteError: the record cannot be written, or the gallery's file cannot be opened.
             VerificationError: the store or the record is damaged.
             NotFoundError: the gallery is closed or deleted.
             TypeError: a newer version saved the gallery's source.

@@ -69,6 +69,7 @@ class DatabaseColumnItems:
             UnavailableError: the database does not answer in time, or refuses the connection.
             ConfigurationError: the user may not read the table.
             NotFoundError: the table or its schema does not exist.
+            BusyError, DamagedError: a lock is held for too long, or the database is damaged.
         """
         with self._lock:
             try:
