@@ -39,7 +39,7 @@ def mix_images(pixels: Tensor, alpha: float) -> Tensor:
 
     Args:
         pixels: float32 [n,3,H,W].
-        alpha: above 0.
+        alpha: above 0, else ValueError.
 
     Returns:
         float32 [n,3,H,W]. An image may be drawn to be mixed with itself.
@@ -130,7 +130,8 @@ class AutoencoderObjective(Objective):
     def forward(self, batch: Batch) -> Terms:
         """Return `reconstruction`, the mean squared error per pixel value of one augmented view.
 
-        The images must have the side of the configuration.
+        The images must have the side of the configuration. The view is drawn from torch's default
+        generator.
         """
         pixels = self.augment(to_pixels(batch["images"]))
         return {"reconstruction": F.mse_loss(self.decoder(self.encoder.encode(pixels)), pixels)}

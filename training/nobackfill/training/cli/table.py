@@ -122,6 +122,9 @@ def backfill_table(curves: Mapping[str, Mapping[str, BackfillCurve]]) -> str:
 
     Args:
         curves: the curve by cell and by order of re-embedding.
+
+    Raises:
+        ValueError: a curve has another number of figures than of shares.
     """
     shares = (f"{100 * share:.0f} %" for share in TENTHS)
     table = Table("cell", "order", "figure", *shares, "mean", box=box.SIMPLE, padding=(0, 1, 0, 0))

@@ -163,7 +163,8 @@ def best_values(scores: Mapping[tuple[float, ...], Scores]) -> tuple[float, ...]
     """Return the values with the largest mean score over groups, unless the default is as good.
 
     If several values have the largest mean, the first counts. With a difference of exactly the
-    standard error the default stays. With NaN the default stays as well.
+    standard error the default stays. Values whose mean is NaN are never chosen; a default of NaN
+    stays.
 
     Args:
         scores: float64 scores per group [g], g at least 2, by values; the first entry has the

@@ -219,6 +219,7 @@ class AdaptedObjective(CompatibleObjective):
         """Return the terms of a batch; the classification trains only the head.
 
         They are `classification` and those of `compatibility`, on one augmented view of each image.
+        The view is drawn from torch's default generator.
         """
         labels = batch["labels"]
         pixels = self.augment(to_pixels(batch["images"]))

@@ -128,7 +128,8 @@ def solve_affine(upgrade: UpgradeNetwork, inputs: UpgradeInputs) -> None:
     are not read.
 
     Args:
-        upgrade: the network of `build_linear`; its weights are set.
+        upgrade: the network of `build_linear`; its weights are set. Parts that another function
+            built are left as they are.
         inputs: the pairs of vectors.
 
     Raises:
@@ -181,7 +182,7 @@ def solve_procrustes(upgrade: UpgradeNetwork, inputs: UpgradeInputs) -> None:
     of the means.
 
     Args:
-        upgrade: the network; the weights of its linear map are set.
+        upgrade: the network of `build_procrustes`, else AssertionError; its weights are set.
         inputs: the pairs of vectors. If they are not unit vectors, the map also has one factor.
 
     Raises:
@@ -229,7 +230,7 @@ def solve_low_rank(upgrade: UpgradeNetwork, inputs: UpgradeInputs) -> None:
     The penalty is selected as by `solve_affine`.
 
     Args:
-        upgrade: the network of `build_low_rank`; its weights are set.
+        upgrade: the network of `build_low_rank`, else AssertionError; its weights are set.
         inputs: the pairs of vectors.
 
     Raises:

@@ -151,9 +151,9 @@ class FctObjective(Objective):
     def forward(self, batch: Batch) -> Terms:
         """Return the terms of one view per row, drawn at random; with `both_views` of two.
 
-        The batch has the features `old`, `new` and, where they are used, `side` and `new_side`,
-        [b,v,d], and `labels` int64 [b]. In training mode BatchNorm needs at least two rows, or
-        raises ValueError.
+        Torch's default generator draws. The batch has the features `old`, `new` and, where they are
+        used, `side` and `new_side`, [b,v,d], and `labels` int64 [b]. In training mode BatchNorm
+        needs at least two rows, or raises ValueError.
         """
         view = draw_view(batch, self.labelled_views, both=self.both_views)
         return self.distance_terms(self.upgrade(view["old"], view.get("side")), view)

@@ -136,8 +136,8 @@ class ResidualMap(nn.Module):
     def whitened(self, embedding: Tensor, side: Tensor | None) -> Tensor:
         """Whiten each input that is read, and concatenate them: [n, embedding + side].
 
-        `side` may be None only if it is not read. The embedding's values come first. Before `solve`
-        the result is random.
+        `side` may be None only if it is not read, else AssertionError. The embedding's values come
+        first. Before `solve` the result is random.
         """
         parts = []
         if self.embedding is not None:
@@ -154,7 +154,7 @@ class ResidualMap(nn.Module):
 
         Args:
             embedding: [n, old_dim]; ignored if embeddings are not read.
-            side: [n, side_dim]; None only if it is not read.
+            side: [n, side_dim]; None only if it is not read, else AssertionError.
             target: [n, dim]; a value of NaN makes the affine map NaN.
 
         Raises:
@@ -310,7 +310,8 @@ def shrink(upgrade: UpgradeNetwork, share: float) -> None:
 def shrunk(upgrade: UpgradeNetwork, share: float) -> UpgradeNetwork:
     """Return a copy of an upgrade whose residual networks are scaled by `share` (0 to 1).
 
-    The argument is not changed. The variance and g stay.
+    The argument is not changed. The variance and g stay. An upgrade of another method raises
+    AssertionError.
     """
     copied = copy.deepcopy(upgrade)
     shrink(copied, share)
