@@ -254,6 +254,8 @@ class GatewayState(ABC):
             BusyError: the database is busy; the state is unchanged.
             UnavailableError: the database does not answer; the state is unchanged.
             VerificationError: the state in the database is damaged, or a newer version wrote it.
+            pydantic.ValidationError: a name is no field of State, or a value has the wrong type;
+                the state is unchanged.
         """
 
     def catch_up(self) -> None:

@@ -425,6 +425,7 @@ class Activations:
             PreconditionError: no canary of the release runs, or the share is smaller.
             CannotWriteError: the state cannot be written.
             UnavailableError, BusyError: the database does not answer, or is busy.
+            VerificationError: the state in the database is damaged, or a newer version wrote it.
         """
         check_canary(canary)
 

@@ -68,6 +68,7 @@ class Rollbacks:
             BusyError: a store is busy.
             VerificationError: a gallery is damaged.
             CannotWriteError: a gallery's file cannot be opened, or the disk fails.
+            NotFoundError: a gallery was deleted meanwhile.
         """
         self._was_planned = True
         return self._plan()

@@ -67,6 +67,9 @@ class Processes:
             CannotWriteError: the database cannot write.
             NotFoundError: the gallery was deleted.
             OSError: the folder lacks a model file.
+            ConfigurationError: the database refuses a statement.
+            InvalidInputError: an output is not valid for the target.
+            NobackfillError: whatever the iterator of `pieces` raises.
         """
         waiting = iter(pieces)
         retries: list[tuple[Piece, int]] = []
