@@ -815,3 +815,57 @@ def test_progress_counts_what_an_earlier_run_wrote(
     shown = capsys.readouterr().err
     assert "200 of 300 rows re-embedded" in shown and "300 of 300 rows re-embedded" in shown
     assert "100 of 300" not in shown
+
+
+def test_a_run_that_opens_nothing_leaves_nothing(
+    documents: tuple[str, Connection, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, _, folder = documents
+    queries = folder / "queries.jsonl"
+    queries.write_text('{"id": 1, "txt": "w1"}\n')
+    new = ("--new", "new/model.onnx", "--column", "body")
+    cases = {
+        ("postgresql:///t?host=/nowhere#t", *new): 69,
+        (f"{source}x", *new): 66,
+        (source, "--new", "new/modle.onnx", "--column", "body"): 66,
+        (source, *new, "--old", "old/modle.onnx", "--queries", "queries.jsonl"): 66,
+        (source, *new, "--old", "old/model.onnx", "--queries", "query.jsonl"): 66,
+        (source, *new, "--old", "old/model.onnx", "--queries", "queries.jsonl"): 65,
+    }
+    for words, code in cases.items():
+        assert run(*words) == code, words
+        assert not (folder / "nobackfill-migration").exists(), words
+    assert "queries.jsonl:1: expected a JSON object" in capsys.readouterr().err
+
+
+def test_a_mistyped_column_does_not_bind_the_next_run(
+    documents: tuple[str, Connection, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, connection, _ = documents
+    assert run(source, "--new", "new/model.onnx", "--column", "bodi", "-n", "60") == 65
+    assert "no column 'bodi'" in capsys.readouterr().err
+    assert run(source, *START) == 0
+    assert "sampling 120 of 300 items" in capsys.readouterr().err
+    # From here on, vectors are in the folder: another column would mix texts.
+    assert run(source, "--new", "new/model.onnx", "--column", "bodi") == 73
+    assert "--column was 'body' and is now 'bodi'" in capsys.readouterr().err
+    connection.execute("DROP VIEW seen; DELETE FROM t")
+    assert run(source, *START, "--work", "empty") == 65
+    assert "expected rows with a vector in 'v', found none" in capsys.readouterr().err
+
+
+def test_queries_without_an_item_are_named(
+    documents: tuple[str, Connection, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, _, folder = documents
+    words = (source, *START, "--old", "old/model.onnx", "--queries", "queries.jsonl")
+    ids = [*range(19), 999]
+    for wanted in ("found 19 of 20", "1 of 21 queries are left out"):
+        lines = [json.dumps({"id": name, "text": text_of(name)}) for name in ids]
+        (folder / "queries.jsonl").write_text("\n".join(lines))
+        code = run(*words)
+        error = capsys.readouterr().err
+        assert wanted in error, error
+        assert code == (65 if "found" in wanted else 0)
+        ids.append(19)
+    assert "has no vector of their items: '999'" in error

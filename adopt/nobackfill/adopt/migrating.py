@@ -11,7 +11,7 @@ continues from there, and every step may be repeated.
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -29,7 +29,7 @@ from nobackfill.adopt.embedding.native_vectors import (
     open_contents,
     open_native_vectors,
 )
-from nobackfill.adopt.embedding.vector_folder import embed_into, read_items
+from nobackfill.adopt.embedding.vector_folder import ItemList, embed_into, read_items
 from nobackfill.adopt.fitting import FitFiles, fit_and_judge
 from nobackfill.adopt.maps import NEW_MODEL, load_map
 from nobackfill.adopt.page import duration
@@ -43,6 +43,7 @@ from nobackfill.errors import (
     InvalidInputError,
     NotFoundError,
     PreconditionError,
+    join_few,
 )
 
 # "mapped": the items are gone, so searches ask both models from now on; nothing flips.
@@ -58,6 +59,8 @@ _MAPPED = "_mapped"
 _EVERY = 1.0
 # Items of the sample, unless the command line gives another number.
 SAMPLE = 2000
+# Smallest number of queries for a verdict.
+_LEAST_QUERIES = 20
 
 
 @dataclass(frozen=True)
@@ -124,6 +127,23 @@ _FIXED = {
 
 
 @dataclass(frozen=True)
+class _Inputs:
+    """The opened inputs of a verdict.
+
+    Attributes:
+        source: The table.
+        new: The new model.
+        old: The old model, for queries; None without queries.
+        queries: The test queries; None without them.
+    """
+
+    source: Reversible
+    new: Embedder
+    old: Embedder | None
+    queries: ItemList | None
+
+
+@dataclass(frozen=True)
 class MigrationProgress:
     """The progress of a migration.
 
@@ -176,10 +196,12 @@ class Migration:
     def decide(self, request: MigrationPlan, tell: Callable[[str], None]) -> list[str]:
         """Embed a sample by the new model, and compare the options.
 
-        It creates the folder, saves the plan, and removes an earlier request to pause. A run that
-        continues repeats the verdict of the earlier run. It embeds only what the earlier run left.
-        Another number of items makes a new verdict, unless vectors are being written. Another price
-        changes the costs alone. No vector of the table changes.
+        It creates the folder, saves the plan, and removes an earlier request to pause. If the
+        table, a model or the file of queries cannot be opened, it creates nothing. If an earlier
+        run embedded nothing, another request replaces its plan. A run that continues repeats the
+        verdict of the earlier run. It embeds only what the earlier run left. Another number of
+        items makes a new verdict, unless vectors are being written. Another price changes the costs
+        alone. No vector of the table changes.
 
         Args:
             request: The request of the command line.
@@ -214,6 +236,7 @@ class Migration:
                 "expected --column NAME or --items PATH, and not both: they name the texts or "
                 "images that the new model embeds"
             )
+        inputs = None if self._file.exists() else self._open(request)
         durable.make_dir(self._folder)
         with self._locked():
             self._pausing.unlink(missing_ok=True)
@@ -231,9 +254,8 @@ class Migration:
                     self._save(plan)
                     lines = self._verdict.read_text("utf-8").splitlines()
                     return lines + self._cost(plan, self._source(plan))
-            source = self._source(request)
-            embedder = open_embedder(request.new, name=request.new_name)
-            self._refuse_repetition(request, source, embedder)
+            inputs = inputs or self._open(request)
+            source = inputs.source
             name = source.flip_name
             plan = replace(
                 request,
@@ -251,13 +273,31 @@ class Migration:
             if former is not None and former.count != plan.count:
                 (self._sample).unlink(missing_ok=True)
             self._save(plan)
-            plan, lines = self._judge(plan, source, embedder, tell)
+            plan, lines = self._judge(plan, inputs, tell)
             durable.write_file(self._verdict, "\n".join(lines).encode(), 0o600)
             self._save(plan)
             return lines + self._cost(plan, source)
 
-    def _former(self, request: MigrationPlan) -> MigrationPlan:
+    def _open(self, request: MigrationPlan) -> _Inputs:
+        """Open the table, the models and the queries, so that a wrong name is refused at once.
+
+        Raises:
+            AlreadyExistsError: The table already has the new model's vectors.
+        """
+        source = self._source(request)
+        new = open_embedder(request.new, name=request.new_name)
+        self._refuse_repetition(request, source, new)
+        if request.queries is None or request.old is None:
+            return _Inputs(source, new, None, None)
+        old = open_embedder(request.old, name=request.old_name, queries=True)
+        return _Inputs(source, new, old, read_items(request.queries, column="text"))
+
+    def _former(self, request: MigrationPlan) -> MigrationPlan | None:
         """Read the plan of an earlier run, and check that a request continues it.
+
+        Returns:
+            The plan; None if that run embedded nothing and the request differs. The sample is then
+            removed, so that the request begins anew.
 
         Raises:
             AlreadyExistsError: The request differs in a part that cannot change.
@@ -269,6 +309,9 @@ class Migration:
             for name, option in _FIXED.items()
             if getattr(plan, name) != getattr(request, name)
         ]
+        if differences and plan.state == "deciding" and not self._new.exists():
+            self._sample.unlink(missing_ok=True)
+            return None
         if differences:
             raise AlreadyExistsError(
                 f"{self._folder}: holds another migration: {'; '.join(differences)}. Repeat the "
@@ -641,8 +684,7 @@ class Migration:
     def _judge(
         self,
         plan: MigrationPlan,
-        source: Reversible,
-        embedder: Embedder,
+        inputs: _Inputs,
         tell: Callable[[str], None],
     ) -> tuple[MigrationPlan, list[str]]:
         """Embed the sample and the queries, and compare the options.
@@ -650,12 +692,19 @@ class Migration:
         Returns:
             The plan with the verdict, and the lines of the verdict.
         """
+        queries = inputs.queries
         if not self._sample.is_file():
-            rows = read_all(source)
+            rows = read_all(inputs.source)
+            if not len(rows):
+                raise InvalidInputError(
+                    f"{inputs.source.facts().name}: expected rows with a vector in "
+                    f"{plan.vector!r}, found none; embed the table by the new model instead"
+                )
             count = min(plan.count or SAMPLE, len(rows))
-            tell(f"sampling {count} of {len(rows)} items")
             # `fit` judges by queries whose item is in the sample.
-            wanted = read_items(plan.queries, column="text").ids if plan.queries else []
+            wanted = [] if queries is None else queries.ids
+            _check_queries(plan, wanted, rows.ids, tell)
+            tell(f"sampling {count} of {len(rows)} items")
             text = encode_ids(sample_with(rows, count, wanted), plan.source)
             durable.write_file(self._sample, text.encode(), 0o600)
         counter = _Counter(tell, self._check_pause)
@@ -671,17 +720,14 @@ class Migration:
         )
         tell(f"embedding {len(items.ids)} items by {plan.new}")
         counter.begin("embedded", len(items.ids), unit="items")
-        embed_into(self._new, items, embedder, progress=counter)
+        embed_into(self._new, items, inputs.new, progress=counter)
         by_old = by_new = None
-        if plan.queries is not None and plan.old is not None:
+        if queries is not None and inputs.old is not None:
             tell("embedding the queries by both models")
-            queries = read_items(plan.queries, column="text")
             by_old, by_new = (str(self._folder / f"queries-{side}") for side in ("old", "new"))
-            for folder, model, name in (
-                (by_old, plan.old, plan.old_name),
-                (by_new, plan.new, plan.new_name),
-            ):
-                encoder = open_embedder(model, name=name, queries=True)
+            # Some models encode queries in another way than items.
+            new = open_embedder(plan.new, name=plan.new_name, queries=True)
+            for folder, encoder in ((by_old, inputs.old), (by_new, new)):
                 counter.begin("embedded", len(queries.ids), unit="queries")
                 embed_into(Path(folder), queries, encoder, progress=counter)
         self._check_pause()
@@ -814,6 +860,37 @@ def _complete(request: MigrationPlan, former: MigrationPlan | None) -> Migration
         count, natives = count or former.count, natives or former.natives
         price = former.price if price is None else price
     return replace(request, count=count or SAMPLE, price=price, natives=natives)
+
+
+def _check_queries(
+    plan: MigrationPlan, ids: Sequence[str], keys: Sequence[str], tell: Callable[[str], None]
+) -> None:
+    """Tell which queries have no item in the table; nothing without queries.
+
+    Args:
+        plan: The migration.
+        ids: The items to find, one for each query.
+        keys: Keys of the rows that have a vector.
+        tell: Called with one line if some queries have no item.
+
+    Raises:
+        InvalidInputError: Fewer than 20 queries have one.
+    """
+    if plan.queries is None:
+        return
+    known = set(keys)
+    unknown = [name for name in ids if name not in known]
+    if len(ids) - len(unknown) < _LEAST_QUERIES:
+        found = f"found {len(ids) - len(unknown)} of {len(ids)}"
+        raise InvalidInputError(
+            f"{plan.queries}: expected at least {_LEAST_QUERIES} queries whose `id` is a key of a "
+            f"row with a vector, {found}; add queries, or leave out --queries and --old"
+        )
+    if unknown:
+        tell(
+            f"{len(unknown)} of {len(ids)} queries are left out, because the table has no vector "
+            f"of their items: {join_few(map(repr, unknown))}"
+        )
 
 
 def _build_indexes(source: Reversible, target: Target) -> None:
