@@ -374,7 +374,8 @@ def remove_tree(path: Path) -> None:
         path: The file, link or folder.
 
     Raises:
-        CannotWriteError: A file or folder cannot be removed.
+        CannotWriteError: A file or folder cannot be removed, or another process removes it
+            meanwhile.
     """
     with _translate_os_errors(path):
         if path.is_symlink() or path.is_file():

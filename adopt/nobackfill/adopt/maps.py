@@ -81,7 +81,8 @@ class Map:
     def of_models(self, old: str | None, new: str | None) -> "Map":
         """Return a copy of the map whose facts name the two models.
 
-        The arrays are shared; an earlier fact of the same name is replaced.
+        The arrays are shared; an earlier fact of the same name is replaced. The digest stays the
+        same, because facts are not part of it.
 
         Args:
             old: Fingerprint of the old model; None or empty leaves the fact as it is.

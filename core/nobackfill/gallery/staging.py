@@ -758,8 +758,8 @@ def drop_space(store: Store, space: str) -> None:
         CannotWriteError: The file is read-only, or the disk fails or is full.
         VerificationError: The file is damaged.
         NotFoundError: The gallery was closed, or its file is gone.
-        Exception: An error of a listener; the space stays removed, but its bytes are not scrubbed
-            yet.
+        Exception: An error of a listener; the space stays removed, but its bytes are scrubbed only
+            by `Store.scrub`, or by a later change that deletes.
     """
     with store.changing() as (connection, changes):
         info = find_space(connection, space)

@@ -338,7 +338,8 @@ class Dual:
             ids: the ids; may be empty.
 
         Raises:
-            BusyError, CannotWriteError, DamagedError: nothing was deleted.
+            BusyError, CannotWriteError, DamagedError: nothing was deleted. BusyError comes after 30
+                seconds in which another process writes the file.
         """
         self._natives.forget(ids)
 

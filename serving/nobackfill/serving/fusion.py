@@ -109,7 +109,8 @@ class Joining:
             old: items by the old model, float32 [n, a], of any norm; n may be 0.
             carried: the same items migrated, float32 [n, b].
             native: native vectors, float32 [b] each, by row 0 to n-1 of the items that have one;
-                may be empty.
+                may be empty. `old` and `carried` of these rows count, too, with the share of the
+                line of native items.
 
         Returns:
             float32 [q, n]; larger is more probable. 0 is even odds.

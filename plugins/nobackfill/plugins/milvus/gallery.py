@@ -277,7 +277,7 @@ class InMilvus(DatabaseHome):
 
         Args:
             name: its name.
-            specs: its spaces; the first one is active.
+            specs: its spaces, at least one; the last one is active, the others are previous ones.
             state: JSON values to store with it.
 
         Raises:

@@ -282,6 +282,9 @@ def pending_labels(
 def galleries_with_pending(connection: Connection, schemas: Sequence[str]) -> list[str]:
     """Return the galleries that have pending labels.
 
+    One statement runs for each schema. The names are not quoted: pass only names that `schema_of`
+    made.
+
     Args:
         connection: a connection to the database.
         schemas: schemas of galleries that have a journal; none: no statement runs.

@@ -302,6 +302,8 @@ def _no_password() -> bytes:
 def certificates(settings: Settings) -> Certificates | None:
     """Read the certificates of the settings; None if tls_cert or tls_key is not set.
 
+    The result reads changed files again by itself, so one call is enough for the life of a server.
+
     Raises:
         ConfigurationError: a file cannot be read, is not valid, or does not fit the others.
     """

@@ -401,7 +401,7 @@ class QuickCall:
         """Turn the call into one of grpcio's, which knows whether its caller has left.
 
         Every later call returns the same Arrival. It replaces this call among the server's open
-        calls.
+        calls. Any thread may call it, but not after `send`.
         """
         with self._lock:
             return self._become_arrival()
