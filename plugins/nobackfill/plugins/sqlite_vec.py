@@ -143,7 +143,7 @@ class VecRow:
 
         Args:
             vector: float32 [dim] in place of the row's own; None: its own.
-            content: A further value that the vector is computed from; None: none.
+            content: A further value that the vector is computed from; None or "": none.
 
         Returns:
             32 hex digits; the key and the rowid do not count.
@@ -175,6 +175,8 @@ class VecDatabase:
         """Return the connection of this thread and process; open it at the first use.
 
         A connection of the parent process is kept unused after a fork. Nobody closes it explicitly.
+        If the file was removed since, SQLite creates an empty one. After an error, make a new
+        object.
 
         Raises:
             BusyError: Others hold the file for longer than 10 s.
@@ -220,7 +222,8 @@ class VecDatabase:
     def transaction(self, kind: str = "IMMEDIATE") -> Iterator[None]:
         """Run one transaction; a block inside another one joins it. Roll back on any error.
 
-        Joined blocks commit with the outer one, whatever `kind` they name.
+        Joined blocks commit with the outer one, whatever `kind` they name. If the outer block
+        catches the error of a joined one, the writes of both are committed.
 
         Args:
             kind: IMMEDIATE excludes other writers; DEFERRED reads one snapshot.
@@ -413,8 +416,8 @@ class VecTable:
 
         Args:
             name: The new table's name.
-            dim: The dimension of the vectors that replace the source's; other vector columns stay
-                as they are.
+            dim: The dimension of the vectors that replace the source's; the metric and other
+                columns stay as they are.
         """
         metric = f" distance_metric={self.vector.metric}" if self.vector.metric else ""
         vector = f"{self.vector.name} float[{dim}]{metric}"
@@ -473,7 +476,8 @@ class VecTable:
         """Read rows by rowid, in their order; those that are gone are left out.
 
         Rows come by increasing rowid, whatever the order of `places`. Vectors are read from vec0's
-        chunks. Without a transaction, others may write between the statements.
+        chunks. Call it in a transaction: a row that is deleted between the
+        statements gives values of other rows, or IndexError.
 
         Args:
             places: Rowids, in order.
@@ -534,7 +538,8 @@ class VecTable:
 
         Args:
             places: Rowids.
-            column: A column of this table, or TABLE.COLUMN of an ordinary table whose key is ours.
+            column: A column of this table but no key or vector, or TABLE.COLUMN of an ordinary
+                table. Its key is its rowid, or for text keys its column of the same name as here.
 
         Raises:
             InvalidInputError: There is no such table or column, or SQLite reports another error.
@@ -699,6 +704,8 @@ class SqliteVecSource:
     def column(self, window: Window, name: str) -> ColumnValues:
         """Read another column of a window as text, without the rows where it is empty.
 
+        The order is arbitrary. All values are of one snapshot.
+
         Args:
             window: The range of rowids.
             name: A column of this table, or TABLE.COLUMN of an ordinary table with the same keys.
@@ -714,7 +721,7 @@ class SqliteVecSource:
     def nearest(self, vector: Vectors, count: int, new_name: str | None = None) -> list[str]:
         """Search the ids nearest to a vector, nearest first.
 
-        The search is exact, by the column's metric.
+        The search is exact, by the column's metric. The order of equal distances is arbitrary.
 
         Args:
             vector: float32 [dim].
@@ -740,6 +747,8 @@ class SqliteVecSource:
 
     def lookup(self, ids: Sequence[str]) -> Rows:
         """Read old vectors by id, by increasing rowid; unknown ids are left out.
+
+        An id that is given twice counts once.
 
         Args:
             ids: Keys as text; a text that is no integer of 64 bits matches no integer key.
@@ -868,7 +877,8 @@ class SqliteVecSource:
         All is removed in one transaction.
 
         Returns:
-            False if no map made a table of this name, or the file has flipped to it.
+            False if no map made a table of this name from this source, or the file has flipped to
+            it.
 
         Raises:
             BusyError: Others hold the file for longer than 10 s.
@@ -963,6 +973,8 @@ class SqliteVecSource:
         """Return whose vectors have the source's name: old, flipped, finished (the old ones are
         dropped) or unknown.
 
+        It is unknown if an old table exists, but not from a flip to this map.
+
         Args:
             mark: Digest of the map of the new vectors.
 
@@ -1038,7 +1050,8 @@ class SqliteVecSource:
     def drop_old(self) -> None:
         """Drop the old vectors and the digests after a flip; the flip cannot be undone then.
 
-        All is removed in one transaction.
+        All is removed in one transaction. Call it only if `flip_state` returns flipped: the table
+        of the old name is dropped, even if no flip made it.
 
         Raises:
             NotFoundError: There are no old vectors.
@@ -1080,7 +1093,8 @@ class NewVecTable:
         """Remove the new vectors of deleted and changed rows; then read the rows without one.
 
         Rows come by increasing rowid. A row that a writer put into the new table counts as having a
-        vector. The removal is a transaction of its own.
+        vector. The removal is a transaction of its own. Each
+        call replaces what an earlier one read: write its rows before the next call.
 
         Args:
             window: Rowids above its lower end and up to its upper one.
@@ -1153,7 +1167,7 @@ class NewVecTable:
         A row that has changed since `pending` read it is left out and stays pending.
 
         Args:
-            rows: n rows, as `pending` returned them.
+            rows: n rows of the last `pending`; a change of earlier windows' rows is not noticed.
             vectors: float32 [n, dim].
 
         Raises:
@@ -1161,6 +1175,7 @@ class NewVecTable:
             ConfigurationError: The file is read-only; nothing was written.
             InvalidInputError: A vector has another dimension, or SQLite reports another error;
                 nothing was written.
+            IndexError: There are fewer vectors than rows; nothing was written.
         """
         given = [one for one in rows.keys if isinstance(one, VecRow)]
         seen = [str(one) for one in rows.versions]
@@ -1226,7 +1241,8 @@ class NewVecTable:
     def flip(self) -> Iterator[None]:
         """Exclude other writers for the block; then swap the names in the same transaction.
 
-        If the block raises, its writes and the flip are undone.
+        If the block raises, its writes and the flip are undone. After the flip, do not use this
+        object: `flipped` stays False, and its tables have other names.
 
         Raises:
             InvalidInputError: Rows that the last `pending` returned have no new vector, the table

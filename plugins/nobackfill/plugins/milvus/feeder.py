@@ -92,14 +92,14 @@ class Feeder:
         """Send up to 4,000 pending labels of a gallery to Milvus, in one transaction.
 
         It creates and loads missing collections. A collection that was lost makes all vectors of
-        its space pending again.
+        its space pending again. Any thread may call it.
 
         Args:
             schema: the gallery's schema; the gallery must have a journal.
 
         Returns:
             How many labels are no longer pending, with those of dropped spaces, which are not sent.
-            0 if none is pending, or another gateway feeds the gallery.
+            0 if none is pending, or another thread or gateway feeds the gallery.
 
         Raises:
             UnavailableError: Milvus or the database does not answer; the labels stay pending,
@@ -128,6 +128,7 @@ class Feeder:
 
         Milvus can answer before, but without a graph it compares vectors one by one. Pending labels
         that a search compares by itself are allowed. It has no end of its own while Milvus answers.
+        It works on the caller's thread, also without `start`.
 
         Args:
             schema: the gallery's schema.

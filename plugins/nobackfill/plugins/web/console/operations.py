@@ -245,7 +245,7 @@ class Rollouts:
 
         Returns:
             The activation; its fields change while it runs. None without one, or if another release
-            is active or another upgrade runs since.
+            is active or another upgrade runs since. A failed one stays, whatever release is active.
         """
         run = self._run
         if run is None or not run.ended:
@@ -257,9 +257,9 @@ class Rollouts:
     def begin(self, caller: Callable[[], ConsoleCaller], release: int, rollout: str) -> None:
         """Start the activation of a release, and follow it on a thread.
 
-        Returns after the gateway's first report. It replaces the last activation in `current`. The
-        thread ends with the activation, and errors become its `message`. After an error of this
-        call, the last one stays.
+        Returns after the gateway's first report, which is waited for without a limit. It replaces
+        the last activation in `current`. The thread ends with the activation, and errors become its
+        `message`. After an error of this call, the last one stays.
 
         Args:
             caller: opens a client of the gateway with the operator's rights.
@@ -340,7 +340,8 @@ class Operations:
     def overview(self, request: Request) -> Response:
         """Show releases, galleries, the load, and certificates, tokens and metadata that expire.
 
-        If the role may not list galleries, the page says so in their place.
+        If the galleries cannot be listed, as when the role may not, the page shows the error in
+        their place.
 
         Raises:
             UnauthenticatedError: the request belongs to no session.
@@ -482,7 +483,8 @@ class Operations:
         """Show one gallery, its upgrade, and its quality by the values of a metadata key.
 
         The key is `by` in the address; if it is missing, no quality is measured. A failure to read
-        the upgrade's progress is shown on the page.
+        the upgrade's progress, such as an unknown key, is shown on the page. The first report of
+        the upgrade is waited for without a limit; with `by`, measuring takes seconds.
 
         Raises:
             NotFoundError: there is no such gallery.
