@@ -66,7 +66,8 @@ class Mirror:
     def offer(self, work: Callable[[], None], size: int) -> bool:
         """Queue work, without waiting.
 
-        At most 64 works and 64 MiB wait. An error of the work is logged and counted.
+        At most 64 works and 64 MiB wait or run. Any thread may call it. An error of the work is
+        logged and counted.
 
         Args:
             work: the work; it runs later, in the thread of comparisons.
@@ -224,8 +225,9 @@ class Canaries:
     def offer(self, mirrored: "_MirroredQuery", compare: Callable[[], None]) -> None:
         """Queue a comparison of both pairs; it is counted as skipped if too many wait.
 
-        It does not wait. The comparison runs only if the gallery and its plan are the same by then.
-        Its errors are dropped.
+        It does not wait. The comparison runs only if the gallery and its plan are the same by then;
+        otherwise it is dropped, and not counted as skipped. Its NobackfillErrors are dropped, and
+        other errors are logged and counted.
 
         Args:
             mirrored: the query.

@@ -162,7 +162,9 @@ class Lane:
         self._pool.submit(int)
 
     def enter(self, caller: str, role: Role) -> None:
-        """Take a place, without waiting; `leave` must follow.
+        """Take a place, without waiting; `leave` must follow, but not after an error.
+
+        Any thread may call it.
 
         Args:
             caller: name of the caller's token, or its address.
@@ -537,6 +539,8 @@ class OpenStream:
         calls is ignored. The grace period is 1 s, or none if the work does not check. Stalls calls
         this again every 0.5 s.
 
+        No lock is taken: two threads at once may both call `on_stop`, whose errors pass through.
+
         Args:
             reason: the error for its caller; None means that it ends without one.
         """
@@ -597,7 +601,8 @@ class Stalls:
     def requests(self, requests: Iterator[Any], stream: OpenStream) -> Iterator[Any]:
         """Yield the client's messages, and check the caller for each; the wait for each is watched.
 
-        It ends when the client ends its stream. Sets and clears `stream.waiting`.
+        It ends when the client ends its stream. Sets and clears `stream.waiting`. A stream
+        that was asked to end without a reason continues.
 
         Raises:
             UnauthenticatedError: the caller may not continue.
@@ -619,7 +624,8 @@ class Stalls:
         """Yield our messages, and check the caller for each; the client's reading is watched.
 
         None means that nothing has changed: this sleeps POLL_SECONDS, then asks again, or ends if
-        the stream is not active.
+        the stream is not active. Other messages are yielded even if it was asked to end without a
+        reason.
 
         Raises:
             UnauthenticatedError: the caller may not continue.
@@ -640,7 +646,11 @@ class Stalls:
                 stream.waiting = None
 
     def end_all(self) -> None:
-        """Ask the streams to end that the gateway does not wait for when it stops; do not wait."""
+        """Ask the streams to end that the gateway does not wait for when it stops; do not wait.
+
+        Their callers get no error. Work that does not check is cancelled at once, other work 1 s
+        later.
+        """
         for _, streams in self._all():
             for stream in streams:
                 if not stream.drained:
@@ -1189,7 +1199,7 @@ class Interceptor(grpc.ServerInterceptor):
 
         Returns None if it is handled as any other call. That is so if its method has no immediate
         answer or was not called before, if calls are traced, or if it is refused. A call that is
-        returned was counted for its token's rate.
+        returned was counted for its token's rate. The request's id is not set for the log.
         """
         entry = self._kinds.get(method)
         if entry is None or entry[0].answer_immediately is None or self._tracing is not None:

@@ -148,6 +148,8 @@ class SharedMemory:
     def give_back(self, region: Region) -> None:
         """Let other calls use a region again; one that `forget` has forgotten only gives its name
         back.
+
+        Call it once for each `lend`: after a second call, two calls may share the region.
         """
         with self._lock:
             is_mapped = region in self._lent
@@ -172,7 +174,10 @@ class SharedMemory:
         """Ask Triton to unmap the regions.
 
         Call it when no call uses them. At Triton's first error it stops, and raises nothing. Each
-        region takes at most 0.6 s.
+        region takes at most 0.6 s. Do not call `lend` afterwards.
+
+        Raises:
+            ValueError: the channel was closed before, and there are regions.
         """
         with contextlib.suppress(grpc.RpcError):
             for region in self._free:
@@ -305,6 +310,9 @@ class TritonClient:
     def live(self, timeout_s: float) -> bool:
         """Tell whether the server answers within `timeout_s` seconds that it is live; any gRPC
         error means False.
+
+        Raises:
+            ValueError: the channel was closed, by `close` or by `reconnect` at this moment.
         """
         try:
             return bool(
@@ -318,6 +326,9 @@ class TritonClient:
     def model_ready(self, name: str, timeout_s: float) -> bool:
         """Tell whether the server answers within `timeout_s` seconds that version 1 of a model is
         ready; any gRPC error means False.
+
+        Raises:
+            ValueError: the channel was closed, by `close` or by `reconnect` at this moment.
         """
         request = pb.ModelReadyRequest(name=name, version=VERSION)
         try:
@@ -335,9 +346,10 @@ class TritonClient:
             timeout_s: longest time in seconds.
 
         Raises:
-            VerificationError: Triton refuses the model; any error but the next two counts as a
-                refusal.
+            VerificationError: Triton refuses the model; any error but no answer in time counts as
+                a refusal, also a call that `reconnect` ended.
             UnavailableError: Triton does not answer, or not in time; the model may be loaded later.
+            ValueError: the channel was closed, by `close` or by `reconnect` at this moment.
         """
         request = pb.RepositoryModelLoadRequest(model_name=name)
         request.parameters["config"].string_param = config
@@ -359,6 +371,7 @@ class TritonClient:
 
         Raises:
             UnavailableError: Triton did not do it, for any reason; the model may still be loaded.
+            ValueError: the channel was closed, by `close` or by `reconnect` at this moment.
         """
         request = pb.RepositoryModelUnloadRequest(model_name=name)
         try:
@@ -381,7 +394,8 @@ class TritonClient:
             name: the model.
             inputs: its inputs, at least one, n rows each.
             output: name of the output.
-            timeout_s: longest time of one call in seconds.
+            timeout_s: longest time of one call in seconds. Before it, sharing new memory may take
+                some calls of 0.6 s each.
 
         Returns:
             The output, float32 [n, dim], read-only; its values are not checked.
@@ -450,8 +464,10 @@ class TritonClient:
             ) from error
 
     def reconnect(self) -> None:
-        """End all running calls with UnavailableError, and open a new channel. Regions of shared
-        memory are forgotten; Triton is not called.
+        """End all running calls, and open a new channel; Triton is not called.
+
+        Running `infer` and `unload` raise UnavailableError, `load` raises VerificationError, and
+        the others return False. Regions of shared memory are forgotten.
         """
         old = self._channel
         self._connect()
@@ -469,6 +485,9 @@ class TritonClient:
     def close(self) -> None:
         """Ask Triton to unmap the shared memory, for at most 0.6 s a region, and close the channel;
         calls that run end with an error.
+
+        Raises:
+            ValueError: it was called before, and there are regions.
         """
         if self._shared is not None:
             self._shared.end()

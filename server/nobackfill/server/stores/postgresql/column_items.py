@@ -55,7 +55,8 @@ class DatabaseColumnItems:
         """Read the original of an item, in a read-only statement of at most 10 seconds.
 
         Calls wait for each other, because they share one connection. A broken connection is closed,
-        and the next call opens another. If several rows have the key, any one is read.
+        and the next call opens another, which may take 10 s more. If several rows have the key, any
+        one is read.
 
         Args:
             name: id of the item, the value of the key column.

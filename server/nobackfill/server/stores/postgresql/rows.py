@@ -47,6 +47,8 @@ def copy_in(
     Raises:
         psycopg.Error: the statement fails, as for a label that the table has; the transaction must
             end.
+        ValueError: the numbers of rows differ, and nothing was sent. A single row stands for all
+            labels instead.
     """
     if not len(labels):
         return
@@ -212,6 +214,7 @@ def items(
     Raises:
         IncompatibleSpaceError: the gallery does not have the space.
         psycopg.Error: the statement fails, as without the table; the caller translates it.
+        DamagedError: an item's id, digest or metadata is not valid.
     """
     wanted = [int(label) for label in labels]
     of_vector, join = "NULL, NULL", ""
@@ -294,11 +297,11 @@ def stored_rows(
     """Return the rows of a space for some labels, by label; missing ones are left out.
 
     Returns:
-        The rows by increasing label; a missing side-information is None. Vectors are not checked,
-        not even for the dimension of `info`.
+        The rows by increasing label; a missing side-information is None. Vectors are not checked.
 
     Raises:
         psycopg.Error: the statement fails, as without the table; the caller translates it.
+        ValueError: the bytes of the vectors do not fit the dimension of `info`.
     """
     query = (
         "SELECT label, origin, uncertainty, embedding, side"
@@ -379,6 +382,8 @@ def set_state(connection: Connection, schema: str, values: Mapping[str, Any]) ->
     """Store JSON values of the state; None deletes one.
 
     Other keys stay. Readers are not notified, and the gallery's epoch stays.
+    After an error, roll the transaction back: earlier keys are changed, and the key's old value is
+    gone.
 
     Raises:
         TypeError: a value cannot be written as JSON.
