@@ -68,7 +68,8 @@ class NativeBuild(BuildHookInterface):  # type: ignore[type-arg]
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Compile the module unless it is newer than its sources, and add it to a wheel.
 
-        Without a compiler the wheel has no module, and a line on stderr says so.
+        Without a compiler the wheel has no module, and a line on stderr says so. An outdated module
+        is removed then.
 
         Args:
             version: Kind of the build: editable or standard.

@@ -105,6 +105,8 @@ class SqliteGallery(Store):
     ) -> "tuple[list[tuple[StoredItem, ListingPlace]], ListingPlace | None]":  # fmt: skip
         """Return a page of items with their positions, by label or the least certain first.
 
+        Each page is read as the gallery is then.
+
         Args:
             space: Origin and uncertainty of the items are those of this space.
             limit: Largest number of items, at least 1.
@@ -177,7 +179,8 @@ class SqliteGallery(Store):
 
         Args:
             key: The key. An item whose value is a list is in the group of each of its texts.
-            space: Id of the space of the groups' labels.
+            space: Id of the space of the groups' labels; items without a
+                vector there are counted, but have no label.
 
         Returns:
             The groups: flags, then numbers, then texts, each by increasing value; empty if no item
@@ -210,7 +213,8 @@ class SqliteGallery(Store):
     def windows(self, source: str, target: SpaceSpec, needs_side: bool) -> "RemainingVectors":
         """Return the vectors that `source` has and `target` lacks, to be read in chunks.
 
-        Nothing is read but the list of spaces.
+        Nothing is read but the list of spaces. If the target is added later, nothing counts as
+        migrated.
 
         Args:
             source: Id of the space to read.
@@ -325,6 +329,8 @@ class SqliteGallery(Store):
     ) -> str:
         """Return to the previous space; the present one becomes staging and keeps its vectors.
 
+        If there are several previous spaces, the one that was active last becomes active.
+
         Args:
             leave_behind: Allow items without a vector in the earlier space; searches no longer find
                 them.
@@ -353,7 +359,8 @@ class SqliteGallery(Store):
         If a reader prevents the scrub, the next change tries again. An upgrade that is filling the
         space fails.
 
-        Listeners are called. If one of them or the scrub fails, the space stays removed.
+        Listeners are called. If one of them or the scrub fails, the space stays removed. After
+        an error of a listener its bytes are not scrubbed: call `scrub`.
 
         Raises:
             PreconditionError: The space is the active one.
@@ -390,7 +397,7 @@ class SqliteGallery(Store):
 
         Returns:
             Labels int64 [n], increasing, and their vectors float32 [n, dim] in each space; n may be
-            0.
+            less than `count`, and 0. The draw is not reproducible.
 
         Raises:
             IncompatibleSpaceError: The gallery lacks a space.
@@ -420,6 +427,7 @@ class SqliteGallery(Store):
             CannotWriteError: The temporary file cannot be written.
             BusyError, NotFoundError: The file is locked, or the gallery was closed.
             OSError: The folder above the gallery's folder cannot be written.
+            Exception: Any other error of the runner.
         """
         from nobackfill.gallery.staging import estimate_upgrade
 

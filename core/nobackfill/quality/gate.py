@@ -127,6 +127,8 @@ def gain_row(
 ) -> GainRow:  # fmt: skip
     """Compare a served cell with the old release's own cell.
 
+    The bootstrap has a fixed seed: the same figures give the same row.
+
     Args:
         name: The served cell.
         old: The old release's own cell.
@@ -186,8 +188,9 @@ def decide_gate(
     """Decide whether a release passes the gate, by all rows, and describe for what the verdict
     holds.
 
-    Withdrawn releases need not be served. The verdict is failed if the newest release that is in
-    use is not served, if its texts are left behind, or if any row does not pass.
+    Withdrawn releases need not be served; if all are withdrawn, no rows are needed to pass. The
+    verdict is failed if the newest release that is in use is not served, if its texts are left
+    behind, or if any row does not pass.
 
     Args:
         published: The published releases.

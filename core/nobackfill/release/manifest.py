@@ -795,7 +795,7 @@ class Manifest(ManifestPart):
 
     def triton_configs(self) -> dict[str, str]:
         """Return the Triton configuration of each model that this release publishes, by published
-        path. A side encoder that an older release published is not among them."""
+        path. A side encoder that an older release published is not among them, and no int8 twin."""
         models: dict[str, ModelInterface] = {}
         if self.embedder.file is not None:
             models[embedder_model(self.release)] = self.embedder_interface()

@@ -60,7 +60,8 @@ class PackageGraph:
             upper: int8 [bytes], the links on these levels.
 
         Returns:
-            The graph. Before `mark`, it finds nothing.
+            The graph; names are the numbers of the elements. Before `mark`, it finds nothing. Do
+            not call `add`: it does not know the names, and would add them again.
         """
         graph = cls(space, dim, 0, m, ef_construction)
         count, links = ground.shape
