@@ -193,8 +193,8 @@ class Search:
     def by_images(self, images: Sequence[Path | bytes], k: int) -> list[DeviceAnswer]:
         """Return the items nearest to each of one or more images.
 
-        Opens the model at each call, and embeds 64 images at a time. Hits are nearest first; equal
-        distances are ordered as the items were stored.
+        Opens the model at each call, decodes all images into memory, and embeds 64 at a time. Hits
+        are nearest first; equal distances are ordered as the items were stored.
 
         Args:
             images: one or more paths or encoded bytes (JPEG, PNG, WebP; HEIC and AVIF with the

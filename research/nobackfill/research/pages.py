@@ -99,7 +99,8 @@ def full_page(results: Results) -> str:
         Markdown, with an end of line at its end.
 
     Raises:
-        KeyError: the main split is missing, or one of its rows has no cost or no `negative_flips`.
+        KeyError: the main split is missing, one of its rows has no cost or no `negative_flips`, or
+            a row with a reference lacks a kept share.
         IndexError: the results have no seeds.
     """
     lines = [f"# Methods compared on {results.data}", "", *_about(results), "", *_table(results)]
@@ -128,6 +129,9 @@ def pair(row: RowResult | None, cell: str) -> str:
 
     Returns:
         The text; "-" without a row, or without this cell.
+
+    Raises:
+        KeyError: the cell lacks cmc1 or map.
     """
     if row is None or cell not in row.cells:
         return "-"
@@ -168,6 +172,8 @@ def row_label(name: str, row: RowResult | None, results: Results) -> str:
 
 def seeds_line(results: Results) -> str:
     """Describe in one sentence the seeds of results, and what their deviation is.
+
+    Seeds must increase: only the first and the last decide whether they are consecutive.
 
     Raises:
         IndexError: the results have no seeds.
@@ -354,7 +360,7 @@ def rewrite_tables(page: Path) -> list[Path]:
             files that it names; or a results file, of which only the full page is written.
 
     Returns:
-        The results files, in the order of the document.
+        The results files, in the order of the document; one that is named twice comes twice.
 
     Raises:
         NotFoundError: the document or a results file does not exist.
@@ -363,6 +369,7 @@ def rewrite_tables(page: Path) -> list[Path]:
         CannotWriteError: a page cannot be written; the document stays as it was, or has the new
             text.
         OSError: the document or a results file cannot be read.
+        UnicodeDecodeError: the document is not UTF-8.
         KeyError, IndexError: results lack a figure or have no seeds, as in `full_page` and
             `short_table`.
     """
@@ -457,7 +464,11 @@ def rows_reaching_ours(results: Results) -> dict[str, list[str]]:
     """Return by row the columns in which it beats or, as rounded, ties ours.
 
     Returns:
-        Only rows with such a column that share the data of ours; empty if ours has no row.
+        Only rows with such a column that share the data of ours; empty if ours has no row. The
+        order is that of the results.
+
+    Raises:
+        KeyError: such a row, or ours, lacks new/served or `negative_flips`.
     """
     if OURS not in results.main.rows:
         return {}

@@ -91,6 +91,8 @@ class ColumnTexts:
     def of(self, rows: Rows, window: Window) -> dict[str, str | Path]:
         """Read the texts of rows from the column, by id; rows without a text are left out.
 
+        The order is arbitrary. A store that cannot read by id reads the column of the whole window.
+
         Raises:
             InvalidInputError: There is no such column, or the store refuses the query.
             UnavailableError: The store's server does not answer.
@@ -239,7 +241,8 @@ class VectorFolder:
     def get(self, digests: dict[str, str]) -> dict[str, Vectors]:
         """Return vectors of items whose content has not changed since they were embedded.
 
-        An id that the folder lacks has no vector. Up to 16 files stay in memory.
+        An id that the folder lacks has no vector; if it has one twice, the last counts. Up to 16
+        files stay in memory.
 
         Args:
             digests: Present digests of contents by id, as `content_digest` returns them.

@@ -75,7 +75,7 @@ def add_onnx_embedder(release: Release, source: Path, pixels: Pixels) -> None:
     It has one input, uint8 [n,H,W,3], float32 [n,3,H,W] or float32 [n,H,W,3] with a free n, and one
     output float32 [n,dim]. It is run once to find out whether its vectors have norm 1; then the
     metric is cosine, else squared L2. Publishing checks which operators the graph uses. The recipe
-    gets the digest of the file and of its weights.
+    gets the digest of the file and of its weights. An embedder that was added before is replaced.
 
     Args:
         release: the release, whose embedder and method "brought" are set.
@@ -84,7 +84,7 @@ def add_onnx_embedder(release: Release, source: Path, pixels: Pixels) -> None:
 
     Raises:
         InvalidInputError: the file or its external weights cannot be read or run, or it has another
-            form.
+            form; a graph that cannot be run stays in the release's folder.
         ValidationError: the images have more than 2,048 pixels on a side, or the vectors more than
             65,536 dimensions; it is pydantic's.
         OSError: the graph cannot be written to the release's folder.
@@ -209,7 +209,8 @@ def open_torchvision(name: str) -> PublicModel:
     """Open a torchvision model with verified weights; its embedding is the classifier's input.
 
     Weights that are not in torch's cache are downloaded. The model is on the CPU and in eval mode.
-    Its vectors are not normalised. The name is compared exactly, with capitals.
+    Its vectors are not normalised. Building the network draws from torch's default generator. The
+    name is compared exactly, with capitals.
 
     Args:
         name: torchvision:NAME/WEIGHTS, such as torchvision:resnet18/IMAGENET1K_V1.
@@ -275,6 +276,7 @@ def add_public_embedder(release: Release, name: str) -> None:
 
     Its vectors are normalised to length 1. Weights that are not cached are downloaded. The recipe
     gets the name, without paths of this machine. An embedder that was added before is replaced.
+    Building the network draws from torch's default generator.
 
     Args:
         release: the release, whose embedder and method "brought" are set.
@@ -318,7 +320,8 @@ def add_onnx_upgrade(release: Release, source: Path) -> None:
     release names the model, it leads from the newest release of dimension a, withdrawn ones last.
     Side-information stays valid if the release keeps its predecessor's encoder. An int8 file of the
     map is added, too. If several releases fit, the newest counts. The manifest's recipe gets the
-    digest of the file and, if the file names them, the number of pairs and the penalty. Without an
+    digest of the file and, if the file names them, the number of pairs and the penalty. A second
+    map from the same release replaces the files of the first, but adds a second entry. Without an
     embedder it raises AssertionError.
 
     Args:

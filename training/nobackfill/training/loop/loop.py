@@ -158,7 +158,8 @@ def fit(
 ) -> Checkpoint:
     """Train an objective, and write checkpoints and stats.jsonl to config.run_dir.
 
-    A finished run is returned unchanged, without a comparison of `class_names`. An unfinished run
+    A finished run is returned unchanged, without a comparison of `class_names`; the objective then
+    keeps its own parameters. An unfinished run
     with the same configuration and facts resumes from its last checkpoint. The caller holds the
     lock of the run folder. Torch's default generator is seeded again in each epoch. Images that do
     not fill a batch at the end of an epoch are left out of it; fewer images than batch_size are one

@@ -78,7 +78,8 @@ class AdaptedLayer(nn.Module):
     def folded(self) -> nn.Linear:
         """Return one new linear layer that computes the same, on the device of this one.
 
-        The layer has a bias, and its values are copies. It is not changed itself.
+        The layer has a bias, and its values are copies. This one is not changed. Making it
+        draws from torch's default generator.
         """
         with torch.no_grad():
             layer = nn.Linear(self.own.in_features, self.map.out_features)
@@ -156,7 +157,7 @@ class AdaptedObjective(CompatibleObjective):
 
         All training images are encoded by both models. The map starts as the rotation that brings
         the new vectors nearest to the old ones. Call it once, before the first epoch. The
-        checkpoint is not changed.
+        checkpoint is not changed. After an error of an image the embedder holds the run's weights.
 
         Args:
             checkpoint: of the run `init`, of kind embedder.
@@ -167,6 +168,7 @@ class AdaptedObjective(CompatibleObjective):
                 kind other than embedder.
             InvalidInputError: a file among the images is missing or no image.
             NobackfillError: a process that reads images was killed.
+            RuntimeError: a vector is NaN or infinite.
         """
         before = checkpoint.config
         own_dim = before.embedding_dim if isinstance(before, EmbedderConfig) else 0
@@ -219,7 +221,8 @@ class AdaptedObjective(CompatibleObjective):
         """Return the terms of a batch; the classification trains only the head.
 
         They are `classification` and those of `compatibility`, on one augmented view of each image.
-        The view is drawn from torch's default generator.
+        The view is drawn from torch's default generator. Before `start_from` it raises
+        AssertionError.
         """
         labels = batch["labels"]
         pixels = self.augment(to_pixels(batch["images"]))
@@ -231,6 +234,7 @@ class AdaptedObjective(CompatibleObjective):
         """Return `influence` and `cosine` towards the old space, and terms of `preservation`.
 
         `influence` and `cosine` are means over the batch, times the options `weight` and `cosine`.
+        Before `start_from` it raises AssertionError.
         """
         influence = self.old_classifier.loss(embedding, self.known_labels[labels])
         distances = cosine_regression(self.as_old(embedding), self.old_embedding(pixels))
@@ -297,7 +301,8 @@ class Bt2Objective(AdaptedObjective):
     def forward(self, batch: Batch) -> Terms:
         """Return the terms of a batch, with the map's matrix exponential computed once.
 
-        They are `classification`, `influence`, `cosine` and `kept`.
+        They are `classification`, `influence`, `cosine` and `kept`. Before `start_from` it raises
+        AssertionError.
         """
         # Two terms use the map's matrix exponential; compute it once.
         with nn.utils.parametrize.cached():

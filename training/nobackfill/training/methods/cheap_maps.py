@@ -73,7 +73,8 @@ class LinearMap(nn.Module):
     def forward(self, embedding: Tensor, side: Tensor | None) -> Tensor:
         """Map the inputs that are read, [n,old_dim] and [n,side_dim], to [n,dim].
 
-        `side` may be None only if it is not read. With `unit` a zero output stays zero.
+        `side` may be None only if it is not read (else AssertionError). With `unit` a zero output
+        stays zero.
         """
         x = concatenate(embedding, side, self.reads)
         if self.down is not None:
@@ -94,7 +95,7 @@ def set_linear(layer: nn.Linear, solution: AffineMap) -> None:
     The values are converted to the layer's dtype and device.
 
     Raises:
-        RuntimeError: the shapes differ.
+        RuntimeError: the shapes differ. A dimension of 1 in the solution is repeated instead.
     """
     with torch.no_grad():
         layer.weight.copy_(solution.weight)
@@ -183,7 +184,8 @@ def solve_procrustes(upgrade: UpgradeNetwork, inputs: UpgradeInputs) -> None:
 
     Args:
         upgrade: the network of `build_procrustes`, else AssertionError; its weights are set.
-        inputs: the pairs of vectors. If they are not unit vectors, the map also has one factor.
+        inputs: the pairs of vectors. If they are not unit vectors, the map also has one factor,
+            which is NaN if all old vectors are equal.
 
     Raises:
         ValueError: there are fewer than two rows.

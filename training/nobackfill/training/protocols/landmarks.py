@@ -302,7 +302,8 @@ def precision_at(ranking: Ranking, k: int) -> PerQuery:
     """Return the share of relevant images among the first k (mP@k), per query [q].
 
     If the last relevant image comes earlier, only the images up to it count. NaN for a query
-    without relevant images. k is at least 1. The order is that of the queries.
+    without relevant images, or with none in the ranking. k is at least 1. The order is that of the
+    queries.
     """
     values = []
     for ranks in ranking.ranks:
