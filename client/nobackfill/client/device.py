@@ -49,6 +49,7 @@ class Device(GalleryFile):
 
         Also creates a file of 2 MiB next to the gallery, from which `gc` takes space on a full
         disk. After an error there is no gallery; downloads stay, and the next call continues them.
+        It blocks until the downloads and the trial of the models have ended.
 
         Args:
             path: the gallery file to make.
@@ -259,7 +260,7 @@ class Device(GalleryFile):
         """Yield items, oldest first, read in pages of 500.
 
         Nothing is read before the first item, so errors are raised there or later. Items that are
-        added during the iteration may come too.
+        added during the iteration may come too, and one that is replaced may come twice.
 
         Args:
             where: a filter, or values by key that every item must have; None or empty: all items.

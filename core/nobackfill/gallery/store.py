@@ -139,7 +139,7 @@ def check_batch(
     Args:
         ids: n ids; n may be 0.
         digests: n digests, each may be None; None for none. An empty list counts as none where
-            `ids` is empty.
+            `ids` is empty. Their text is not checked; "" is a digest like others.
         metadata: n mappings, each may be None; None for none.
 
     Returns:
@@ -176,7 +176,7 @@ def is_storable(text: str) -> bool:
     """Tell whether SQLite stores a text and its JSON functions read it back unchanged.
 
     Returns:
-        False for a text with a zero byte or half a surrogate pair.
+        False for a text with a zero byte or half a surrogate pair; True for an empty text.
     """
     try:
         return b"\0" not in text.encode()
@@ -186,6 +186,8 @@ def is_storable(text: str) -> bool:
 
 def metadata_text(metadata: Metadata) -> str:
     """Return an item's metadata as it is stored: JSON with sorted keys; {} for none.
+
+    Keys, texts and lists may be empty.
 
     Raises:
         InvalidInputError: A key or text has a zero byte or half a surrogate pair. A value is None,
@@ -332,7 +334,9 @@ def insert_batch(
     """Store a batch.
 
     An item with the digest of the stored one keeps its label; its metadata is set unless it is
-    None. Any other existing item is deleted, and stored again under a new label.
+    None. Any other existing item is deleted, and stored again under a new label. An unchanged item
+    gets vectors that it lacks, and native vectors replace its migrated ones. New labels increase in
+    the order of the items.
 
     Args:
         connection: In a transaction.
@@ -837,14 +841,14 @@ class Store:
         """Delete items that are chosen in the same transaction, and their bytes from file and log.
 
         Listeners are called, also where n is 0. If a reader prevents emptying the log, the next
-        change tries again.
+        change tries again. Other threads that write are waited for without limit.
 
         Args:
             choose: Returns the labels of existing items, int64 [n], distinct, from the
                 transaction's connection. Its error rolls back.
 
         Returns:
-            Number n of deleted items.
+            Number n of labels that `choose` returned.
 
         Raises:
             BusyError: Another process still writes the gallery after 5 s; nothing is changed.

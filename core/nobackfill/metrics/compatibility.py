@@ -31,7 +31,8 @@ def update_gain(new_old: float, old_old: float, independent: float) -> float | N
 
     Returns:
         Above 0, and above 1 if M(new, old) exceeds M(new*, new*). None if Eq. (2) fails, or the
-        independent model is not better than the old one.
+        independent model is not better than the old one. NaN of `independent` gives NaN, another
+        NaN None.
     """
     if not is_compatible(new_old, old_old) or independent <= old_old:
         return None
@@ -98,7 +99,7 @@ def gap_closed(new_served: float, old_old: float, new_new: float) -> float | Non
 
     Returns:
         Below 0 if quality fell, above 1 if it exceeds new/new; None if the new model is not better
-        than the old one.
+        than the old one. NaN gives NaN.
     """
     if new_new <= old_old:
         return None

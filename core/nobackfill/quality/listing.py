@@ -78,7 +78,8 @@ def list_texts(file: Path) -> TextListing:
     If no text has a label, each text must be found by its `query`, and is its own class. If no text
     has a query either, its first sentence becomes the query and is removed from it (the inverse
     cloze task of Lee et al. 2019, section 4: a sentence searches for its context). If any text has
-    a label, queries are ignored. A file without texts gives an empty listing.
+    a label, queries are ignored. A file without texts gives an empty listing. A label may be a
+    whole number; 1 and "1" are one class.
 
     Returns:
         The texts in the order of the file; class names are sorted.

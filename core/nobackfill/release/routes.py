@@ -73,8 +73,8 @@ def route_along(manifests: Mapping[int, Manifest], releases: Chain) -> Route:
     Args:
         manifests: The releases that may be used.
         releases: Source first. One release or none gives an empty route with retention 1, without a
-            look at `manifests`. Whether items have the side-information that it reads is not
-            checked.
+            look at `manifests`. Whether the spaces of the steps fit is not checked. Whether items
+            have the side-information that it reads is not checked.
 
     Raises:
         NotFoundError: An upgrade of the route, or the release that would publish it, is not among
@@ -144,7 +144,9 @@ def iterate_routes(
 ) -> Iterator[Route]:
     """Yield all routes whose upgrades have the side-information that they read, the shortest first.
 
-    There can be exponentially many: take only a few. Use `plan_route` to choose one.
+    There can be exponentially many: take only a few. Use `plan_route` to choose one. Equally long
+    routes come in the order of their releases. An upgrade from a source of another space is passed
+    over.
 
     Args:
         manifests: The releases that may be used; the source may be missing.
@@ -168,7 +170,10 @@ def iterate_routes(
 
 def retention_by_chain(manifests: Mapping[int, Manifest]) -> dict[Chain, float]:
     """Return the measured share of mAP of each chain of releases, direct or longer. Empty without
-    evidence."""
+    evidence.
+
+    If several manifests measured one chain, the first in the mapping counts.
+    """
     retention: dict[Chain, float] = {}
     for manifest in manifests.values():
         for route in manifest.routes:
@@ -190,7 +195,8 @@ class RouteRunner:
     def run(self, embedding: Vectors, side: Vectors | None) -> Upgraded:
         """Upgrade embeddings along the route.
 
-        All n rows pass each step in one call, so memory grows with n.
+        All n rows pass each step in one call, so memory grows with n. Threads may call it at the
+        same time.
 
         Args:
             embedding: float32 or float64 [n, from_dim], n at least 1.

@@ -43,11 +43,12 @@ def fill_value(value: MetadataValue, into: types.Value) -> None:
 
     Args:
         value: The value. NaN and infinity are written without an error; an empty list stays a list.
-        into: The message; what it held before is replaced.
+        into: The message; what it held before is replaced, but a list is appended to a list.
 
     Raises:
         InvalidInputError: None, a mapping, or a list of anything but texts.
         OverflowError: An integer beyond the largest float.
+        ValueError: A text has half a surrogate pair.
     """
     if isinstance(value, bool):
         into.flag = value
@@ -78,6 +79,7 @@ def to_value(value: MetadataValue) -> types.Value:
     Raises:
         InvalidInputError: None, a mapping, or a list of anything but texts.
         OverflowError: An integer beyond the largest float.
+        ValueError: A text has half a surrogate pair.
     """
     message = types.Value()
     fill_value(value, message)
@@ -157,7 +159,8 @@ def to_filter(where: Mapping[str, Scalar] | Filter | None) -> types.Filter:
         InvalidInputError: The filter has too many tests, values or levels, a NaN, or an integer of
             more than 64 bits. A value of a mapping is None, a mapping, or a list of anything but
             texts.
-        ValueError: A time is outside of the years 1 to 9999.
+        ValueError: A time is outside of the years 1 to 9999, or a text of a mapping has half a
+            surrogate pair.
         OverflowError: An integer in a mapping is beyond the largest float.
     """
     message = types.Filter()

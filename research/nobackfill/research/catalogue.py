@@ -35,7 +35,9 @@ def sizes(shared: Shared) -> list[MethodRow]:
     """List FCT with other widths of h (Table 11; a quarter is `fct_small`), and other sizes of
     side-information, in numbers and in bits (appendix G).
 
-    Nothing is trained; each row only describes its runs.
+    Nothing is trained; each row only describes its runs. The preset's `upgrade` must have
+    inner_dim, and its `side_encoder` side_info_dim, or KeyError is raised. Parts of them are
+    rounded down.
     """
     preset, simclr = shared.place.preset, shared.side("simclr")
     dim, inner = preset.side_encoder["side_info_dim"], preset.upgrade["inner_dim"]
@@ -63,7 +65,8 @@ def parts(shared: Shared) -> list[MethodRow]:
     """List our method without one of its parts, in smaller sizes, with labels and with other
     methods' views; other methods with our views; and parts that neither has.
 
-    Nothing is trained; each row only describes its runs.
+    Nothing is trained; each row only describes its runs. The preset's `upgrade` must have
+    inner_dim, epochs and warmup_epochs, or KeyError is raised.
     """
     simclr, preset = shared.side("simclr"), shared.place.preset
     inner = preset.upgrade["inner_dim"]
@@ -136,7 +139,8 @@ def adapted(shared: Shared) -> list[MethodRow]:
     128), and lambda-orthogonality: searched directly, and with our upgrade from old to adapted
     space.
 
-    Nothing is trained; each row only describes its runs.
+    Nothing is trained; each row only describes its runs. The preset's `embedder` must have
+    embedding_dim, or KeyError is raised.
     """
     dim = shared.place.preset.embedder["embedding_dim"]
     assert isinstance(dim, int)
@@ -372,7 +376,8 @@ def arcface(shared: Shared) -> list[MethodRow]:
 def variants(shared: Shared) -> list[MethodRow]:
     """List BCT Table 3: twice the dimension, and the two failures that it reports.
 
-    Nothing is trained; each row only describes its runs.
+    Nothing is trained; each row only describes its runs. The preset's `embedder` must have
+    embedding_dim, or KeyError is raised.
     """
     place, split = shared.place, shared.split
     dim = place.preset.embedder["embedding_dim"]
@@ -415,7 +420,8 @@ def transforms(shared: Shared) -> list[MethodRow]:
     FCT varies in its side-information, its size and its loss. A row with multi-crop is left out if
     the preset's SimCLR has small crops already. The rows of `best` come last.
 
-    Nothing is trained; each row only describes its runs.
+    Nothing is trained; each row only describes its runs. The preset's settings must have inner_dim,
+    embedding_dim and side_info_dim, or KeyError is raised.
     """
     place, split, simclr = shared.place, shared.split, shared.side("simclr")
     inner = place.preset.upgrade["inner_dim"]
@@ -506,7 +512,7 @@ def public_protocol(shared: Shared) -> list[MethodRow]:
 def core_unseen(shared: Shared) -> list[MethodRow]:
     """List the rows of `core` that need no second training of an image model.
 
-    Nothing is trained; each row only describes its runs.
+    Nothing is trained; each row only describes its runs. They stay in the order of `core`.
     """
     names = {
         Name.INDEPENDENT,
@@ -573,6 +579,8 @@ GROUPS: dict[str, Callable[[Shared], list[MethodRow]]] = {
 def rows_of(place: ComparisonPlace, names: Sequence[str]) -> list[MethodRow]:
     """Return the rows of groups and methods, each once, in the catalogue's order.
 
+    All groups are described, also those that no name requests.
+
     Args:
         place: the seed and split of the rows.
         names: names of groups and of rows, in any order; none: no row. On a split without chains an
@@ -606,7 +614,8 @@ def rows_of(place: ComparisonPlace, names: Sequence[str]) -> list[MethodRow]:
 def digest_of_rows(preset: Preset, rows: Mapping[str, Iterable[str]]) -> str:
     """Return the SHA-256 of the configurations behind rows, in hex, without places and seeds.
 
-    The order of the names does not count. Nothing is trained.
+    The order of the names does not count. Nothing is trained. Keys that a row does not set do not
+    count, so a changed default leaves the digest.
 
     Args:
         preset: the comparison.

@@ -36,7 +36,7 @@ def write_digits(folder: Path) -> None:
     """Write scikit-learn's 1,797 scanned digits (8 x 8, 17 greys) as FOLDER/DIGIT/NUMBER.png.
 
     An existing folder stays as it is. The 13 writers of the data set are not labelled, so no
-    partition can separate writers.
+    partition can separate writers. The folder appears when it is complete.
 
     Raises:
         OSError: the folder cannot be written; FOLDER.part may stay, and the next call removes it.
@@ -58,7 +58,8 @@ def write_digits(folder: Path) -> None:
 def train_and_test(images: Path, into: Path, share: float | None, seed: int) -> None:
     """Link images as INTO/train/CLASS and INTO/test/CLASS; existing folders stay as they are.
 
-    The number of test images of a class is rounded down: a small class may have none.
+    The number of test images of a class is rounded down: a small class may have none. Existing
+    folders stay also for another share or seed.
 
     Args:
         images: a folder of class folders; without a share, one with `train` and `test` in it.
@@ -102,7 +103,8 @@ def require_same_images(images: Path, share: float | None, root: Path) -> None:
 
     Its links and results would otherwise be used for other images. ROOT/images.json identifies
     them, by names, lengths and the content of one image of each class. Without this file, as in a
-    new folder and in those of older versions, any images are accepted, and it is written.
+    new folder and in those of older versions, any images are accepted, and it is written. A change
+    of another image that keeps its length is not noticed.
 
     Args:
         images: the images, as in `train_and_test`.
@@ -158,7 +160,7 @@ def _identity(listing: ImageListing) -> dict[str, int | str]:
 def link_allocation(train: Path, name: str, into: Path, seed: int) -> None:
     """Link the images of TRAIN as INTO/old and INTO/new by UniBCT's allocation `name`.
 
-    Existing folders stay as they are.
+    Existing folders stay as they are, also for another name or seed.
 
     Args:
         train: the training images, as class folders.
@@ -183,7 +185,8 @@ def link_allocation(train: Path, name: str, into: Path, seed: int) -> None:
 def link_with_label_noise(train: Path, into: Path, share: float, seed: int) -> None:
     """Link the images of TRAIN below INTO, with `share` of them in a wrong class drawn uniformly.
 
-    TRAIN has at least two classes. An existing folder stays as it is.
+    TRAIN has at least two classes. An existing folder stays as it is, also for another share or
+    seed.
 
     Args:
         train: the training images, as class folders.
@@ -211,7 +214,7 @@ def link_with_label_noise(train: Path, into: Path, share: float, seed: int) -> N
 def link_later_classes(images: Path, into: Path, first: int) -> None:
     """Link the images of IMAGES below INTO, without its first `first` classes by name.
 
-    An existing folder stays as it is.
+    An existing folder stays as it is, also for another `first`.
 
     Args:
         images: the images, as class folders.
@@ -262,7 +265,8 @@ def _class_of(listing: ImageListing) -> list[str]:
 def start_folder(folder: Path) -> Path:
     """Make an empty folder FOLDER.part, which the caller renames to FOLDER when it is complete.
 
-    A folder of this name that an earlier process left is removed.
+    A folder of this name that an earlier process left is removed. Two processes must not make one
+    folder at once: each would remove the other's.
 
     Args:
         folder: the folder; its parents are made.
@@ -342,7 +346,7 @@ def development_images(train: Path, into: Path, classes: int, seed: int) -> None
 
     TRAIN's images are divided again: 30 % of each class become test images. Class names start with
     their place in an order drawn by `seed`, so that each seed has other old, new and unseen
-    classes. Existing folders stay as they are.
+    classes. Existing folders stay as they are, also for another seed.
 
     The number of test images of a class is rounded down: a small class may have none.
 
@@ -416,7 +420,8 @@ SHIFTS: Mapping[str, Callable[[Image.Image], Image.Image]] = {
 def write_shifted(test: Path, into: Path) -> None:
     """Write the images of TEST as PNG below INTO, in the same class folders, blurred or negated.
 
-    The name of INTO selects the change. INTO must not exist; it appears when it is complete.
+    The name of INTO selects the change. INTO must not exist, which only the last step notices; it
+    appears when it is complete.
 
     An earlier INTO.part is removed; after an error, the new one stays. If names differ only in the
     suffix, the last image stays.

@@ -56,7 +56,8 @@ def raise_limit() -> None:
     """Raise this process's soft limit of open files to 65,536, or to the hard limit if that is
     lower.
 
-    A higher limit stays. It raises nothing for a process that may not go further.
+    A higher limit stays. It raises nothing for a process that may not go further. Processes that
+    are started later inherit it.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     target = _TARGET_FILES if hard == resource.RLIM_INFINITY else min(_TARGET_FILES, hard)

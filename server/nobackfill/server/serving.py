@@ -118,7 +118,7 @@ class Serving:
 
         The old space is that of the release that answered before; the first release has none. If
         the release answers already, nothing changes. An earlier failure of the release is
-        forgotten.
+        forgotten. No model is loaded; call `prepare` before.
 
         Args:
             manifest: the release.
@@ -184,7 +184,7 @@ class Serving:
         """Make every gallery's plan again, and announce the served release.
 
         A gallery that cannot be read is set aside; in a shared database it keeps its plan instead,
-        which is logged.
+        which is logged. Galleries that are set aside already are left out.
 
         Returns:
             The replaced plans, for `settle`.
@@ -261,6 +261,7 @@ class Serving:
             VerificationError: the shared state or a new gallery is damaged, or a model fails its
                 check.
             LockOrderError: the thread holds a lock that comes later.
+            CannotWriteError: the publication's verified metadata cannot be stored.
         """
         if self.free_unused(old):
             self._state.catch_up()

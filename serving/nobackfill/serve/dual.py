@@ -287,7 +287,8 @@ class Dual:
     def heal(self, count: int) -> int:
         """Re-embed items in the background, those first that queries requested.
 
-        Waits until each batch has ended. Items that fail do not count and raise nothing.
+        Waits until each batch has ended, without a limit. Items that fail do not count and raise
+        nothing. After an error, vectors that were stored stay.
 
         Args:
             count: the most items that get a native vector; 0 or less embeds none.
@@ -346,7 +347,8 @@ class Dual:
     def purge(self) -> int:
         """Delete all native vectors whose items the store has deleted or changed.
 
-        Reads the old vector of every item that has a native one.
+        Reads the old vector of every item that has a native one. After an error, vectors that were
+        deleted stay deleted.
 
         Returns:
             How many vectors were outdated and deleted.

@@ -94,7 +94,7 @@ CREATE TABLE IF NOT EXISTS native (
     def before_fork(self) -> None:
         """Lock the object and close the file before this process is forked.
 
-        It waits until no other thread uses the object.
+        It waits until no other thread uses the object. Call `after_fork` in the same thread.
         """
         # SQLite locks belong to a process: a connection shared with a child would corrupt the file.
         self._lock.acquire()
@@ -116,6 +116,9 @@ CREATE TABLE IF NOT EXISTS native (
     def get(self, ids: Sequence[str]) -> dict[str, Native]:
         """Return the native vectors of items, by id; items without one are absent.
 
+        Whether an item has changed since is not checked; compare `old_digest`. A vector that
+        another process has deleted may still be returned.
+
         Args:
             ids: ids; repeated ones count once.
 
@@ -129,6 +132,8 @@ CREATE TABLE IF NOT EXISTS native (
 
     def nearest(self, query: Vectors, count: int, metric: str = "cosine") -> list[str]:
         """Return the ids of the native vectors nearest to a query, nearest first, by exact search.
+
+        A vector that another process has deleted may still be found.
 
         Args:
             query: float32 [1, dim]; it is not checked.
@@ -162,6 +167,8 @@ CREATE TABLE IF NOT EXISTS native (
     def keep(self, ids: Sequence[str], old_digest: Sequence[bytes], vectors: Vectors) -> None:
         """Store native vectors durably, and settle the claims and requests of their items.
 
+        It waits up to 30 s for another process that writes, then raises BusyError.
+
         Args:
             ids: n ids; existing vectors are replaced. If an id occurs twice, its last vector stays.
             old_digest: the n digests of the old vectors, as `digest_vector` returns them.
@@ -185,6 +192,9 @@ CREATE TABLE IF NOT EXISTS native (
     def forget(self, ids: Sequence[str]) -> None:
         """Delete the vectors and requests of items, by id; unknown ids are ignored.
 
+        It waits up to 30 s for another process that writes, then raises BusyError. After `close` it
+        opens the file again.
+
         Args:
             ids: the ids; without any, the file is not opened.
 
@@ -203,6 +213,8 @@ CREATE TABLE IF NOT EXISTS native (
 
     def delete_outdated(self, old_digest: Mapping[str, bytes]) -> None:
         """Delete the native vectors of items that have changed.
+
+        It waits up to 30 s for another process that writes, then raises BusyError.
 
         Args:
             old_digest: by id, the digest of the old vector that the native vector to delete belongs

@@ -591,7 +591,7 @@ class PgvectorColumn:
         rows of this and the later passes stay pending; it then sleeps for 0.5 s and raises nothing.
 
         Args:
-            rows: Rows of `pending`, at least one.
+            rows: Rows of `pending`, in its order, at least one.
             vectors: Their new vectors, float32 [n, dim].
 
         Raises:
@@ -760,14 +760,17 @@ class PgvectorColumn:
     def flip(self) -> AbstractContextManager[None]:
         """Lock the table for the block, and rename both columns at its end, in one transaction.
         Neither readers nor writers pass meanwhile. The old vectors get the name COLUMN_before and
-        stay. With `Target.reversible`, triggers then clear an old vector whose new one changes.
+        stay. An error in the block rolls the flip back. With `Target.reversible`, triggers then
+        clear an old vector whose new one changes.
 
         Raises:
             BusyError: Others hold the table for more than 5 seconds.
-            InvalidInputError: A row has no new vector, or the triggers were off; nothing changes.
-                PostgreSQL refuses to move an object that depends on the old column.
-            UnavailableError: The server does not answer.
+            InvalidInputError: A row with an old vector has no new one, also outside of the source's
+                condition, or the triggers were off; nothing changes. PostgreSQL refuses to move an
+                object that depends on the old column.
+            UnavailableError: The server does not answer; it may have flipped.
             NobackfillError: PostgreSQL refuses another statement; see `translate_errors`.
+            NotPermittedError: This role does not own the table.
         """
         return self._table.flipping(
             self._flip, self._watch_old if self._target.reversible else None
@@ -966,6 +969,8 @@ def unless(table: SourceTable, hindrance: LiteralString, sentence: str, **names:
 def unless_watched(table: SourceTable, function: sql.Identifier, digest: str | None) -> str:
     """Write a statement that ends a transaction if writes may have fired no trigger of nobackfill
     since a digest was read: such writes leave stale vectors, which only the map can tell.
+
+    Nothing is run.
 
     Args:
         table: The table with the triggers.
@@ -1212,6 +1217,8 @@ class PgvectorTable:
     def read(self, window: Window) -> Rows:
         """Read the new vectors of a window; cleared ones are left out.
 
+        They are sorted by key.
+
         Raises:
             UnavailableError: The server does not answer.
             NobackfillError: PostgreSQL refuses a query; see `translate_errors`. Without the right
@@ -1263,7 +1270,7 @@ class PgvectorTable:
     def prepare_flip(self) -> Iterator[None]:
         """Build the indexes of the new table, and refuse other flips of the table during the block.
 
-        A build may take hours; writers continue.
+        A build may take hours; writers continue. Indexes that it has built stay after an error.
 
         Raises:
             BusyError: Another flip is under way, or the triggers have changed. Somebody else builds
@@ -1303,15 +1310,17 @@ class PgvectorTable:
     def flip(self) -> AbstractContextManager[None]:
         """Lock the old table for the block; at its end, give the new one keys, rights and policies.
 
-        Neither readers nor writers pass meanwhile. The old table and its vectors stay as they are;
-        the triggers are dropped, and a foreign key joins both tables.
+        Neither readers nor writers pass meanwhile. An error in the block rolls the flip back. The
+        old table and its vectors stay as they are; the triggers are dropped, and a foreign key
+        joins both tables.
 
         Raises:
             BusyError: Others hold the old table for more than 5 seconds.
             InvalidInputError: A row has no new vector, or the triggers were off; nothing changes.
                 PostgreSQL refuses the foreign key or a policy.
-            UnavailableError: The server does not answer.
+            UnavailableError: The server does not answer; it may have flipped.
             NobackfillError: PostgreSQL refuses another statement; see `translate_errors`.
+            NotPermittedError: This role does not own a table.
         """
         return self._table.flipping(self._flip)
 

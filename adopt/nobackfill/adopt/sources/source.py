@@ -759,6 +759,8 @@ def lock_by_file(path: Path, name: str) -> Iterator[Callable[[], None]]:
     """Hold `Reversible.migration_lock` by a lock file next to an embedded store. It waits up to 3
     s.
 
+    A second call in this process waits and fails likewise.
+
     Args:
         path: The lock file; its holder removes it at the end.
         name: Name of the table in the error.
@@ -783,6 +785,8 @@ def lock_by_file(path: Path, name: str) -> Iterator[Callable[[], None]]:
 def name_before(column: str) -> str:
     """Return the name of the old vectors after a flip: COLUMN_before, in at most 63 bytes. Longer
     names lose their end, between characters.
+
+    Two long names may become the same.
     """
     end = b"_before"
     start = column.encode("utf-8", "surrogateescape")[: MOST_NAME - len(end)]
@@ -804,7 +808,7 @@ def text_of(value: object) -> str:
 def file_name(name: str) -> str:
     """Return the name of new vectors after a check that it is a plain file name.
 
-    It is returned unchanged, and need not exist.
+    It is returned unchanged, and need not exist. Other characters, such as line ends, pass.
 
     Raises:
         InvalidInputError: The name is empty, contains a slash, or begins with a dot.
@@ -901,7 +905,7 @@ STATUSES: dict[int, type[NobackfillError]] = {
 def server_address(place: str, kind: str, key: str) -> SplitResult:
     """Parse a server's address: https://HOST:PORT, or http:// on this machine.
 
-    No connection is made.
+    No connection is made. A path behind the port passes.
 
     Args:
         place: The address.

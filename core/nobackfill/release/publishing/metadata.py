@@ -150,7 +150,7 @@ class SigningKeys:
     def finish_rotation(self, role: Role, root: Root) -> None:
         """Move the new key of a role over the old one, once root metadata accepts only the new one.
 
-        Otherwise it does nothing. The old key is lost.
+        Otherwise it does nothing. The old key is lost. Call it under the publication's lock.
 
         Args:
             role: The role.
@@ -226,7 +226,7 @@ def read_root(repo: Path) -> tuple[Root, bytes] | None:
         repo: The publication folder.
 
     Returns:
-        The metadata and its bytes; None before the first version.
+        The metadata and its bytes; None before the first version, also without the folder.
 
     Raises:
         VerificationError: A version is not signed by its predecessor or by itself, has another
@@ -257,7 +257,7 @@ def read_ledger(repo: Path) -> MetadataLedger | None:
         repo: The publication folder.
 
     Returns:
-        None where nothing was ever committed, also if there is only root metadata.
+        None where nothing was ever committed, also if there is only root metadata or no folder.
 
     Raises:
         VerificationError: A file is missing, cannot be read, or has a wrong signature or digest.
@@ -287,7 +287,7 @@ def require_ledger(repo: Path) -> MetadataLedger:
     """Read the committed metadata of a folder that must have some.
 
     Raises:
-        NotFoundError: Nothing was ever committed.
+        NotFoundError: Nothing was ever committed, or the folder does not exist.
         VerificationError: A file is missing, cannot be read, or has a wrong signature or digest.
     """
     ledger = read_ledger(repo)

@@ -223,7 +223,7 @@ class Listener:
 
         Returns:
             The host with the port; on this machine also localhost. Without the port, too, if it is
-            the default one of HTTP or HTTPS.
+            the default one of HTTP or HTTPS. A wildcard such as 0.0.0.0 stays as it is.
         """
         host = f"[{self.host}]" if ":" in self.host else self.host
         names = (host, "localhost") if is_loopback(self.host) else (host,)

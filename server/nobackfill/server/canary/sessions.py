@@ -49,7 +49,7 @@ class CanarySessions:
 
         If a key changes its pair, its session begins again without feedback. Beyond 100,000
         sessions or 20,000 answers the oldest is forgotten. Feedback is possible for the first 100
-        hits. A repeated `request_id` replaces the earlier answer.
+        hits. A repeated `request_id` replaces the earlier answer. The caller holds the lock.
 
         Args:
             key: digest of the caller's key.

@@ -87,7 +87,7 @@ def check_lock_order(level: Level, name: str = "") -> None:
         name: the gallery's name, for locks of one gallery; names are taken in rising order.
 
     Raises:
-        LockOrderError: the thread holds a lock that comes later.
+        LockOrderError: the thread holds a lock that comes later, or this one already.
     """
     for other, held_name in _held.stack:
         if other > level or (other == level and held_name >= name):
@@ -125,7 +125,10 @@ class Users:
         self._is_closed = False
 
     def enter(self) -> bool:
-        """Count one more user, without waiting; False if the object is closed."""
+        """Count one more user, without waiting; False if the object is closed.
+
+        After True, call `leave` once, from any thread.
+        """
         with self._lock:
             self._count += not self._is_closed
             return not self._is_closed
@@ -133,7 +136,8 @@ class Users:
     def leave(self) -> None:
         """Count one user less.
 
-        Call it once for each `enter` that returned True. The last user wakes those that wait.
+        Call it once for each `enter` that returned True. The last user wakes those that wait. A
+        call too many is not detected, and upsets the count.
         """
         with self._lock:
             self._count -= 1
@@ -202,7 +206,7 @@ class WriteLock:
         thread that has it may not take it again.
 
         Raises:
-            LockOrderError: the thread holds a lock that comes later.
+            LockOrderError: the thread holds a lock that comes later, or this one already.
         """
         check_lock_order(Level.WRITES, self._name)
         with self._condition:
@@ -224,7 +228,7 @@ class WriteLock:
         again.
 
         Raises:
-            LockOrderError: the thread holds a lock that comes later.
+            LockOrderError: the thread holds a lock that comes later, or this one already.
         """
         check_lock_order(Level.WRITES, self._name)
         with self._condition:
@@ -309,7 +313,7 @@ class Speed:
         The estimates are of this process, and approximate when several threads record at once.
 
         Args:
-            seconds: its duration.
+            seconds: its duration, of all its queries together.
             queries: number of queries that it answered at once.
         """
         self._mean += _SMOOTHING * (seconds - self._mean)
@@ -320,10 +324,11 @@ class Speed:
     def record_immediate(self, seconds: float, queries: int) -> None:
         """Record searches on the receiving thread that found all their items in memory.
 
-        It also counts `queries` answers that were found in memory. 0 queries count as one search.
+        It also counts `queries` answers that were found in memory. 0 queries change only the
+        durations.
 
         Args:
-            seconds: their duration.
+            seconds: their duration, all together.
             queries: number of queries.
         """
         self.record(seconds, queries)
@@ -437,7 +442,8 @@ class Hosted(ABC):
         """Return the present plan with one more user; the caller leaves `plan.users`.
 
         It never waits for long: it repeats if the plan is replaced at that moment. `replan` must
-        have run before; otherwise it raises AttributeError.
+        have run before; otherwise it raises AttributeError. No lock level is recorded; `use_plan`
+        records it.
         """
         while True:
             plan = self.plan
@@ -450,7 +456,8 @@ class Hosted(ABC):
     def use_plan(self) -> Iterator[Plan]:
         """Use the present plan during a block.
 
-        A caller that replaces the plan may wait for the end of the block, so keep it short.
+        A caller that replaces the plan may wait for the end of the block, so keep it short. Before
+        the first `replan` it raises AttributeError.
 
         Yields:
             The plan, also if it is replaced meanwhile.
@@ -729,6 +736,7 @@ class Hosted(ABC):
             BusyError, UnavailableError: the store is busy, or does not answer.
             VerificationError: the store is damaged.
             CannotWriteError: the file cannot be opened, or the disk fails.
+            ConfigurationError: the database refuses the statement.
         """
         with self._lock:
             if self._spaces is None:
@@ -746,6 +754,7 @@ class Hosted(ABC):
             BusyError, UnavailableError: the store is busy, or does not answer.
             VerificationError: the store is damaged.
             CannotWriteError: the file cannot be opened, or the disk fails.
+            ConfigurationError: the database refuses the statement.
         """
         with self._lock:
             if self._state is None:
@@ -755,7 +764,8 @@ class Hosted(ABC):
     def remember(self, values: Mapping[str, Any]) -> None:
         """Store small JSON values with the gallery, durably and all at once.
 
-        Other keys stay. The plan is not made again. After an error the values are read again.
+        Other keys stay. The plan is not made again. The next `state` reads all values again, also
+        after an error. Attributes that were made of a value, such as `exact`, stay.
 
         Args:
             values: value by key; None deletes a key.
@@ -767,6 +777,7 @@ class Hosted(ABC):
             BusyError, UnavailableError: the store is busy, or does not answer.
             CannotWriteError: the store cannot be written.
             VerificationError: the store is damaged.
+            ConfigurationError: the database refuses the statement.
         """
         try:
             self.store.update_state(values)
@@ -790,13 +801,15 @@ class Hosted(ABC):
     def sizes(self) -> Mapping[str, int]:
         """Return the number of vectors by space, from views, or cached as in `count`.
 
-        A space that another gateway has just deleted counts 0.
+        A space that another gateway has just deleted counts 0. Spaces come oldest first, staging
+        ones too; an empty one counts 0.
 
         Raises:
             NotFoundError: the gallery is closed or deleted.
             BusyError, UnavailableError: the store is busy, or does not answer.
             VerificationError: the store is damaged.
             CannotWriteError: the file cannot be opened, or the disk fails.
+            ConfigurationError: the database refuses the statement.
         """
         views, spaces = self.views(), [info.spec.space for info in self.spaces()]
         return {
@@ -845,7 +858,8 @@ class Hosted(ABC):
     def close(self) -> None:
         """Close the store; no call may use the gallery.
 
-        Other methods then raise NotFoundError; in a database they still work. Call it once.
+        Other methods then raise NotFoundError; in a database they still work. Call it once: after
+        BusyError the store stays open, but a second call raises ValueError.
 
         Raises:
             BusyError: a call that still uses the file does not end within a minute.
@@ -992,8 +1006,11 @@ class GalleryRegistry:
         Raises:
             VerificationError: there are galleries, and none can be served.
             CannotWriteError: leftovers cannot be removed.
-            UnavailableError: the database does not answer; galleries that were opened stay open.
+            UnavailableError: the database does not answer; galleries that were opened stay open,
+                and `close` does not close them.
             BusyError: the database is busy while it lists the names.
+            ConfigurationError, DamagedError: the database refuses the list of names, or is damaged.
+            OSError: the folder cannot be read.
         """
         self._home.sweep()
         hosted = {}
@@ -1058,7 +1075,7 @@ class GalleryRegistry:
         Calls that use it go on; it is closed when it is deleted, or with the others.
 
         It logs an error, and calls `on_set_aside`. A second call replaces the reason. The name need
-        not exist.
+        not exist. `names` still lists it.
 
         Args:
             name: the gallery.
@@ -1080,6 +1097,8 @@ class GalleryRegistry:
     def use_gallery(self, name: str) -> Iterator[Hosted]:
         """Use a gallery during a block; it stays open until the end.
 
+        A thread may use several galleries at once; the order of locks is not checked.
+
         Args:
             name: the gallery.
 
@@ -1094,6 +1113,8 @@ class GalleryRegistry:
             UnavailableError: the database does not answer.
             BusyError: the database is busy while an unknown name is looked up.
             DamagedError: the block failed because a table is missing.
+            CannotWriteError: the publication's verified metadata cannot be stored while an unknown
+                name is looked up.
         """
         hosted = self.get(name)
         if hosted.is_closing or not hosted.users.enter():
@@ -1139,7 +1160,8 @@ class GalleryRegistry:
     def all(self) -> Iterator[Hosted]:
         """Yield every served gallery by name; each stays open until the next one is requested.
 
-        Galleries that are set aside, closed or created after the first one are left out.
+        Galleries that are set aside, closed or created after the first one are left out. If a
+        caller stops early, its gallery stays in use until the iterator is closed.
         """
         for name, hosted in sorted(self._hosted.items()):
             if name not in self._reasons and hosted.users.enter():
@@ -1170,7 +1192,8 @@ class GalleryRegistry:
     def get(self, name: str) -> Hosted:
         """Return a gallery without counting as its user; it may be closed at any moment.
 
-        In a shared database, an unknown name makes this gateway follow the others first.
+        In a shared database, an unknown name makes this gateway follow the others first. A gallery
+        that is being deleted is returned, too.
 
         Raises:
             NotFoundError: no gallery has this name.
@@ -1178,6 +1201,8 @@ class GalleryRegistry:
                 unknown name is looked up.
             UnavailableError: the database does not answer.
             BusyError: the database is busy while an unknown name is looked up.
+            CannotWriteError: the publication's verified metadata cannot be stored while an unknown
+                name is looked up.
         """
         if self._state.shared and name not in self.names():
             # Another gateway may have created it a moment ago.
@@ -1195,7 +1220,8 @@ class GalleryRegistry:
         """Create an empty gallery, and serve it.
 
         It has the active release's space, and those of the releases that a rollback can return to.
-        If it cannot be opened after it was created, it is served after the next start.
+        If it cannot be opened after it was created, it is served after the next start. It waits
+        without a limit for another creation or deletion that holds the names.
 
         Args:
             name: 1 to 64 characters of a-z, 0-9, '-' and '_'.
@@ -1210,6 +1236,7 @@ class GalleryRegistry:
             BusyError, UnavailableError: the database is busy, or does not answer.
             VerificationError: a release's manifest cannot be used, or the new file is damaged.
             LockOrderError: the thread holds a lock that comes later.
+            ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
         """
         releases = (*self._state.current.previous, self._state.active())
         specs = [SpaceSpec.of(self._catalog.manifest(release)) for release in releases]
@@ -1292,9 +1319,10 @@ class GalleryRegistry:
             name: the gallery, which may be set aside.
 
         Raises:
-            NotFoundError: no gallery has this name.
+            NotFoundError: no gallery has this name, or another call is deleting it.
             BusyError: calls use it for too long, or the database is busy; the gallery stays.
-            CannotWriteError: the gallery cannot be deleted, or its storage cannot be freed.
+            CannotWriteError: the gallery cannot be deleted, its storage cannot be freed, or the
+                publication's verified metadata cannot be stored.
             UnavailableError: the database does not answer.
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
             LockOrderError: the thread holds a lock that comes later.

@@ -62,7 +62,7 @@ class Rate:
         self._updated = time.monotonic()
 
     def take(self) -> None:
-        """Count one call; a refused one does not count. Never waits.
+        """Count one call; a refused one does not count. Never waits. Any thread may call it.
 
         Raises:
             OverloadedError: the rate is exceeded.
@@ -166,6 +166,9 @@ class Tokens:
     def first_expiry(self) -> datetime | None:
         """Return when the first valid token expires, with its time zone; None if none expires.
         Reads a changed file again.
+
+        It looks for a change at most once a second. If the changed file cannot be read, it logs
+        that, and the old tokens count.
         """
         self._refresh()
         now = datetime.now(UTC)
@@ -175,6 +178,9 @@ class Tokens:
     def principal(self, authorization: str | None) -> Principal:
         """Return the caller of a call, and count the call for the rate of its name. Reads a changed
         file again.
+
+        It looks for a change at most once a second. If the changed file cannot be read, it logs
+        that, and the old tokens stay valid.
 
         Args:
             authorization: the header `Bearer TOKEN`; None without one.
@@ -192,6 +198,9 @@ class Tokens:
     def confirm(self, authorization: str | None, principal: Principal) -> None:
         """Check that a token still belongs to a caller; it is not counted for the rate. Reads a
         changed file again.
+
+        It looks for a change at most once a second. If the changed file cannot be read, it logs
+        that, and the old tokens stay valid.
 
         Args:
             authorization: the header `Bearer TOKEN`; None without one.
@@ -405,6 +414,7 @@ def authorize(method: str, tokens: Tokens | None, authorization: str | None) -> 
     """Check that a caller may call a method, and count the call for its token's rate.
 
     This is decided before the request is read, so an answer never reveals whether an object exists.
+    The galleries of the role are not checked; `check_gallery` checks them.
 
     Args:
         method: /package.Service/Method; with tokens, one without a rule is refused.
@@ -535,8 +545,8 @@ def begin(call: Call) -> None:
 def until(deadline: float) -> Iterator[None]:
     """Work for several calls at once during a block, until the last of their deadlines.
 
-    The block's call has the present caller, is never cancelled, and has no request id or trace.
-    After the block the former call is back.
+    The block's call has the present caller, is never cancelled, and has no request id or trace. Its
+    key is empty. Outside of any call, the caller is LOCAL. After the block the former call is back.
 
     Args:
         deadline: the last deadline, on the monotonic clock in seconds.
@@ -576,7 +586,8 @@ _FOLDERS = re.compile(r"(?<![\w/])/(?:[^\s/:]+/)+")
 
 
 def code_of(error: Exception) -> StatusCode:
-    """Return the gRPC status code of an error, by its class in wire/statuses.py.
+    """Return the gRPC status code of an error, by its class, or its nearest ancestor, in
+    wire/statuses.py.
 
     Another OSError or sqlite3.OperationalError gives UNAVAILABLE, and any other error INTERNAL.
     """
@@ -636,7 +647,7 @@ def error_boundary(metrics: Metrics, thread: str) -> Iterator[None]:
     """Log and count an unexpected error in one turn of a thread's work, so that the thread goes on.
 
     The error ends the block, and is not raised; the log has its traceback. KeyboardInterrupt and
-    SystemExit pass.
+    SystemExit pass. Every other exception counts as unexpected, also a NobackfillError.
 
     Args:
         metrics: counts the error.

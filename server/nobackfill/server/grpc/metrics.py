@@ -55,7 +55,7 @@ class CallMetrics(Collector):
         registry.register(self)
 
     def count(self, method: str, code: grpc.StatusCode, seconds: float) -> None:
-        """Count an ended call, under a lock of its method.
+        """Count an ended call, under a lock of its method; any thread may call it.
 
         Args:
             method: /package.Service/Name; it becomes labels, so it must be a method of the gateway.
@@ -99,6 +99,8 @@ class CallMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics of calls at a scrape: ended calls by method and status, their
         durations, and open and waiting calls by lane.
+
+        A method without an ended call has no series yet.
         """
         yield from self._ended()
         is_open = GaugeMetricFamily(
@@ -167,6 +169,8 @@ class Expiries(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield at a scrape the days until each expires; negative after that. The sources are
         called each time, and their errors fail the scrape.
+
+        If no token expires, its metric has no value.
         """
         now = datetime.now(UTC)
         for name, subject, label, ends in (
@@ -228,6 +232,7 @@ def serve(
 
     Raises:
         OSError: the port cannot be used, or the host is unknown.
+        OverflowError: the port is above 65535.
     """
     metrics: Any = make_wsgi_app(registry)
 
@@ -351,7 +356,11 @@ class Metrics:
         return f"{host}:{self._server.server_port}"
 
     def close(self) -> None:
-        """Stop the HTTP server, and wait for its thread; only after `serve`."""
+        """Stop the HTTP server, and wait for its thread; only after `serve`.
+
+        Requests in progress are not waited for. A second call does nothing; without `serve` it
+        raises AttributeError.
+        """
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()

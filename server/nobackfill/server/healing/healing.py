@@ -184,7 +184,7 @@ class HealingSeries(Collector):
         """Count the hits of answers, by the origin of their vectors.
 
         They are summed since the start of the process. Any origin but a migrated one counts as
-        native.
+        native. Any thread may call it.
         """
         hits = [hit for answer in answers for hit in answer.hits]
         migrated = sum(hit.origin == "upgraded" for hit in hits)
@@ -367,7 +367,8 @@ class Healing:
         """Re-embed in the background during a block; running batches are finished, unless their
         source hangs.
 
-        The end waits up to three seconds for batches. Call it once.
+        The end waits up to three seconds for batches, and then without a limit for the background
+        thread. Call it once.
 
         Args:
             galleries: returns all galleries, each as used until the next one.
@@ -472,9 +473,10 @@ class Healing:
             return None
 
     def all_progress(self) -> Iterator[HealingProgress]:
-        """Yield a report on every gallery with a source, and the cost of earlier healers.
+        """Yield a report on every gallery that has a healer, and the cost of earlier healers.
 
-        A gallery whose report fails is left out. The reports that only have a cost come first.
+        A gallery whose report fails is left out. The reports that only have a cost come first. No
+        healer is made. Other errors than a NobackfillError pass.
         """
         with self._lock:
             costs = [replace(self._past_cost), *(healer.cost for healer in self._replaced)]

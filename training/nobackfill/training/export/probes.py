@@ -61,7 +61,7 @@ def make_probes(release: Release) -> Probes:
         KeyError: an upgrade, or `searches_directly`, names a release that is not published.
         AssertionError: the release has no embedder.
         ConfigurationError: the release embeds texts, and the extra `text` is not installed.
-        OSError: the file cannot be written.
+        OSError: the file cannot be written; a part of it may stay.
     """
     placeholder = Probes(
         file=PublishedFile(path=probes_path(release.number), sha256="0" * 64, length=1),

@@ -117,7 +117,7 @@ def by_class(labels: Tensor, classes: int, make: Callable[[Tensor], Tensor]) -> 
     """Compute `make(rows)` [d] for each class, and stack the results [classes, d].
 
     Args:
-        labels: int64 [n], each from 0 to below `classes`.
+        labels: int64 [n], each from 0 to below `classes`; a larger one is not noticed.
         classes: the number of classes, at least 1.
         make: a function of the class's row numbers, int64 [m], ascending; called once per class, in
             order.

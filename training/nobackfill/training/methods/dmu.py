@@ -109,6 +109,7 @@ class DmuObjective(CompatibleObjective):
         Raises:
             ValueError: the batch has one row and the measure is entropy, or the option `forward` is
                 set in training mode.
+            ConfigurationError: the new dimension is below the old model's.
         """
         labels, images = batch["labels"], to_pixels(batch["images"])
         old = self.old_embedding(self.augment(images))

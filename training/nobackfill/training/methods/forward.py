@@ -73,6 +73,7 @@ class ForwardObjective(FctObjective):
 
         Raises:
             ConfigurationError: d is below the new model's dimension.
+            IndexError: a label is no class of the training.
         """
         own = self.rows_of(labels)
         known = torch.nonzero(own >= 0)[:, 0]

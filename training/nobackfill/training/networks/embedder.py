@@ -184,8 +184,8 @@ class EmbedderObjective(Objective):
             class_names: the classes of this training; with other ones the head is not loaded.
 
         Raises:
-            ConfigurationError: a tensor is missing, superfluous or of another shape. The part
-                that does not fit is unchanged.
+            ConfigurationError: a tensor is missing, superfluous or of another shape. The part that
+                does not fit is unchanged; an encoder that was loaded before it stays.
         """
         load_part(self.embedder, checkpoint, "encoder")
         before = checkpoint.config

@@ -55,7 +55,7 @@ def first_existing(*paths: Path) -> Path:
 def read_words(path: Path, count: int) -> Iterator[list[str]]:
     """Yield the words of each line that is not blank, separated by spaces or tabs.
 
-    A file without lines yields nothing.
+    A file without lines yields nothing. A faulty line is noticed when it is reached.
 
     Raises:
         NotFoundError: the file does not exist.
@@ -77,13 +77,15 @@ def read_table(path: Path, columns: Sequence[str]) -> Iterator[dict[str, str]]:
     """Yield the rows of a CSV file with a header, as texts by column.
 
     Only the given columns are returned. The header's letter case does not matter. A table without
-    rows yields nothing. Values are not stripped, and blank lines are left out.
+    rows yields nothing. Values are not stripped, and blank lines are left out. If the header
+    repeats a column, its last value counts. A short row is noticed when it is reached.
 
     Raises:
         NotFoundError: the file does not exist.
         InvalidInputError: it is no UTF-8 text, the header lacks a column, or a row is too short; an
             empty file has no header.
         OSError: the file cannot be read otherwise, such as a folder.
+        csv.Error: a field is longer than 131,072 characters.
     """
     reader = csv.DictReader(line for _, line in read_lines(path))
     lower = {column.lower(): column for column in columns}
@@ -106,7 +108,8 @@ def read_table(path: Path, columns: Sequence[str]) -> Iterator[dict[str, str]]:
 def parse_integer(text: str, path: Path) -> int:
     """Parse a whole number that was read from the file `path`, which is not opened here.
 
-    A sign, spaces around it and underscores between digits are allowed. The size is not limited.
+    A sign, spaces around it and underscores between digits are allowed. More than 4300 digits are
+    refused, unless Python's limit was changed.
 
     Raises:
         InvalidInputError: the text is no whole number; the message names the file.

@@ -48,8 +48,9 @@ def insert(
 ) -> tuple[PutResult, Labels, list[NDArray[np.bool_]]]:
     """Store a batch of items, as GalleryStore.put describes.
 
-    An item with the same digest keeps its label and vectors. Others are deleted, and stored again
-    with new labels. Metadata of kept items is replaced where the batch has some.
+    An item with the same digest keeps its label and vectors. It gets vectors that it lacks, and
+    native vectors replace its migrated ones. Others are deleted, and stored again with new labels.
+    Metadata of kept items is replaced where the batch has some.
 
     Args:
         connection: the connection, within a transaction that shares the gate.
@@ -58,8 +59,8 @@ def insert(
         vectors: their vectors, by space, in the order of the items.
 
     Returns:
-        The result, the labels that were replaced, and for each of `vectors` the rows that were
-        written.
+        The result, the labels that were replaced (int64, increasing), and for each of `vectors` a
+        mask bool [n] of the rows written.
 
     Raises:
         psycopg.Error: a statement fails, as after a collision with another put of the same ids; the
@@ -130,10 +131,11 @@ def describe(connection: Connection, schema: str, described: list[tuple[int, str
     written.
 
     Labels that do not exist are ignored. Facets for filters change with the metadata. Without items
-    nothing runs.
+    nothing runs. If a label is repeated, PostgreSQL takes one of its texts.
 
     Raises:
         psycopg.Error: the statement fails, as without the table; the caller translates it.
+        ValueError: a text is not JSON; nothing is written.
     """
     if not described:
         return
@@ -153,7 +155,7 @@ def live_labels(connection: Connection, table: str, labels: Labels, where: str =
     Args:
         connection: the connection.
         table: the table's name, quoted.
-        labels: int64 [n]; may be empty.
+        labels: int64 [n]; may be empty. A repeated one counts once.
         where: SQL on the table's columns, without placeholders.
 
     Raises:
@@ -173,7 +175,7 @@ def insert_vectors(
 ) -> None:  # fmt: skip
     """Add one row to a space's table for each label.
 
-    Without labels nothing is written.
+    Without labels nothing is written. Whether an item has the label is not checked.
 
     Args:
         connection: the connection, within a transaction.
@@ -185,6 +187,7 @@ def insert_vectors(
 
     Raises:
         psycopg.Error: the statement fails, as for a label that has a row and no `replace`.
+        ValueError: there are several vectors, and another number of labels.
     """
     table = table_of(schema, checked.info.number)
     if replace and len(labels):
@@ -198,7 +201,7 @@ def locked_labels(
     """Lock the items that fulfil a condition, in the order of all transactions; returns their
     labels.
 
-    The locks last until the transaction ends.
+    The locks last until the transaction ends. It waits for transactions that hold one of them.
 
     Args:
         connection: a connection inside a transaction.
@@ -252,7 +255,7 @@ _SEEN: WeakKeyDictionary[Connection, set[str]] = WeakKeyDictionary()
 def make_frontiers(connection: Connection, schema: str) -> None:
     """Create the table of frontiers, which galleries of older versions lack.
 
-    It does nothing if the table exists.
+    It does nothing if the table exists. Hold the gate: two calls at once may collide.
 
     Raises:
         psycopg.Error: the statement fails, as without the table; the caller translates it.
@@ -268,7 +271,7 @@ def frontier(connection: Connection, schema: str, number: int) -> int:
     """Return the frontier of a space; 0 if it was never checked.
 
     All items up to this label have a vector in the space. A gallery without the table of frontiers
-    gives 0.
+    gives 0, and so does an unknown space.
 
     Raises:
         psycopg.Error: the statement fails, as without the table; the caller translates it.
@@ -295,7 +298,7 @@ def advance(connection: Connection, schema: str, number: int) -> None:
     It uses two transactions of one connection, because both must ask the same server.
 
     It never moves back. It stops before the first item without a vector, and holds the gate only
-    briefly. The search for that item may read many rows.
+    briefly, after a wait for all who write. The search for that item may read many rows.
 
     Args:
         connection: a connection outside a transaction.
@@ -341,6 +344,8 @@ def left_behind(connection: Connection, schema: str, number: int) -> int:
 
 def few_left(connection: Connection, schema: str, source: int, target: int) -> list[int] | None:
     """Return the labels that one space has and another lacks.
+
+    Labels up to the target's frontier are not checked.
 
     Args:
         connection: the connection.
@@ -462,7 +467,7 @@ def flip(connection: Connection, schema: str, space: str, *, leave_behind: bool)
 
     If the space is active already, nothing changes.
 
-    Call it with the gate held. No vector changes.
+    Earlier previous spaces stay previous. Call it with the gate held. No vector changes.
 
     Args:
         connection: the connection, within a transaction.
@@ -536,7 +541,7 @@ def _activate(
 
 
 def drop_space(connection: Connection, schema: str, space: str) -> None:
-    """Delete a space with its vectors.
+    """Delete a space with its vectors; items stay.
 
     The frontier of the space stays; numbers of spaces are never used again. Call it with the gate
     held.
