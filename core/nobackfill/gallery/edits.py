@@ -156,7 +156,8 @@ def delete_selected(
 ) -> int:
     """Delete the selected items, in pieces of PIECE items with a transaction each.
 
-    After an error, the pieces before it stay deleted. An empty selection is one empty piece.
+    After an error, the pieces before it stay deleted. An empty selection is one empty piece. The
+    same call then deletes the others.
 
     Args:
         store: The gallery.
@@ -172,6 +173,9 @@ def delete_selected(
         VerificationError: The gallery is damaged.
         NotFoundError: The gallery was closed or deleted.
         UnavailableError: The database does not answer.
+        ConfigurationError: The database refuses the statement.
+        Exception: An error of a listener of the store, or of `after_piece`; the piece stays
+            deleted.
     """
     count = 0
     for piece in selection.pieces():
@@ -210,6 +214,9 @@ def change_metadata(
         VerificationError: The gallery is damaged.
         NotFoundError: The gallery was closed or deleted.
         UnavailableError: The database does not answer.
+        ConfigurationError: The database refuses the statement.
+        Exception: An error of a listener of the store, or of `after_piece`; the piece stays
+            changed.
     """
     metadata_text(values)
     count = 0
@@ -225,7 +232,7 @@ def changed_metadata(
     """Compute the new metadata of items, as pairs of label and JSON text; nothing is written.
 
     Args:
-        items: Id and metadata of each item, by label.
+        items: Id and metadata of each item, by label. They are not changed.
         values: Values to set, by key.
         remove: Keys to remove first; unknown ones are ignored, and a key that is also in `values`
             is set.
@@ -282,7 +289,8 @@ def change_metadata_in_file(
         store: The gallery.
         piece: The items; those that are gone or no longer pass its filter are skipped.
         values: Values to set, by key.
-        remove: Keys to remove first; unknown ones are ignored.
+        remove: Keys to remove first; unknown ones are ignored, and a key that is also in `values`
+            is set.
 
     Returns:
         Number of items that exist and pass the filter.

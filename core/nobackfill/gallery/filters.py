@@ -122,6 +122,8 @@ def as_filter(where: Mapping[str, Scalar] | Filter) -> Filter | None:
 def check_filter(condition: Filter) -> frozenset[str]:
     """Check a filter against the limits, and return the keys that it reads.
 
+    Keys and texts are not checked.
+
     Returns:
         The keys; empty for a filter without tests.
 

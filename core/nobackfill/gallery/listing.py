@@ -177,7 +177,8 @@ class MetadataGroup:
 def groups_by_value(store: Store, key: str, space: str) -> list[MetadataGroup]:
     """Group the items by the value of a metadata key.
 
-    An item whose value is a list is in the group of each of its texts.
+    An item whose value is a list is in the group of each of its texts. 1 and 1.0 are one value;
+    true and 1 are two.
 
     Args:
         store: The gallery.

@@ -60,7 +60,7 @@ def retrieved_pairs(
 
     Returns:
         For p pairs, at most PAIRS_A_QUERY of each query: distances float64 [p], matches float64 [p]
-        (0 or 1) and query numbers int64 [p].
+        (0 or 1) and query numbers int64 [p]. They go query by query, nearest first.
 
     Raises:
         ValueError: There are no queries, or relevance for another number.
@@ -91,7 +91,7 @@ def fit_curve(
     except half a bin at each end. With a single bin, the curve has only a slight slope.
 
     Args:
-        distances: [p].
+        distances: [p]. NaN is not checked, and spoils the curve.
         matches: 0 or 1, [p].
 
     Returns:

@@ -106,6 +106,8 @@ class TextModel:
     def embed(self, tokens: Tokens, role: TextRole) -> Vectors:
         """Embed tokens with the model of a role.
 
+        Threads may call it at the same time. Tokens of no text are refused with VerificationError.
+
         Args:
             tokens: The inputs of the encoder, from `TextReader.tokenize`, each int64 [n, t].
             role: query or document; it decides the model. The prefix is in the tokens already.

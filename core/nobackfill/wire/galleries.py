@@ -59,7 +59,7 @@ class SearchCalls(Connection):
             text: At most 64 KiB in UTF-8, with at least one visible character.
             embeddings: A float32 vector for each space id, at least one. The gateway uses the space
                 that the gallery answers in.
-            k: Number of hits, 1 to 1000; fewer are returned if no more items match.
+            k: Number of hits, 1 to 1000; fewer are returned if no more items match. 0 means 10.
             where: Values that metadata must equal, or a filter of nobackfill.gallery.filters:
                 `All((Range("year", at_least=2020), Not(OneOf("tag", ("sea",)))))`. None or {} for
                 all items.
@@ -85,7 +85,7 @@ class SearchCalls(Connection):
                 embeddings' space have ended, or no embedding is of a space that answers.
             NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
                 time is over), OverloadedError, NotPermittedError (token or role).
-            ValueError: The connection was closed.
+            ValueError: The connection was closed, or a value of `embeddings` is no number.
         """
         request = search_pb2.SearchRequest(
             gallery=gallery,
@@ -112,7 +112,8 @@ class SearchCalls(Connection):
 
         Returns:
             Whether a running canary counts the feedback; False also for an unknown or old answer,
-            and for an item that is not among its hits.
+            and for an item that is not among its hits. Only the first of each kind in a session is
+            evidence; later ones give True, too.
 
         Raises:
             InvalidInputError: Another kind, or no request id.
@@ -150,7 +151,7 @@ class SearchCalls(Connection):
             images: Encoded pictures, or paths of files.
             texts: Each of at most 64 KiB in UTF-8.
             embeddings: For each query, a float32 vector for each space id.
-            k: Number of hits for each query, 1 to 1000.
+            k: Number of hits for each query, 1 to 1000. 0 means 10.
             where: Values that metadata must equal, or a filter; None for all items.
             ef: Minimum number of candidates, 1 to 4096; None lets the gateway choose. Not together
                 with `exact`.
@@ -170,7 +171,7 @@ class SearchCalls(Connection):
             BusyError: The database of the gallery is busy.
             NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
                 time is over), OverloadedError, NotPermittedError (token or role).
-            ValueError: The connection was closed.
+            ValueError: The connection was closed, or a value of `embeddings` is no number.
         """
         request = search_pb2.SearchBatchRequest(
             gallery=gallery,
@@ -282,7 +283,7 @@ class GalleryCalls(Connection):
         """Create an empty gallery in the active release's space.
 
         Not retried: after a lost answer, a retry could not tell its own gallery from another
-        client's.
+        client's. The gallery may exist then.
 
         Args:
             gallery: Its name: 1 to 64 characters of a-z, 0-9, '-' and '_'.
@@ -329,7 +330,8 @@ class GalleryCalls(Connection):
 
         Nothing is sent before the first `next`. Only galleries that the token's role is for are
         listed. A gallery that is set aside has only its name and the reason. Each page is retried
-        until the connection's `seconds` are over.
+        until the connection's `seconds` are over. Galleries that are created or deleted meanwhile
+        may be listed or missing.
 
         Raises:
             NobackfillError: Any failure: UnavailableError (no answer), DeadlineError (the time is
@@ -350,8 +352,9 @@ class GalleryCalls(Connection):
     ) -> gallery_pb2.Gallery:  # fmt: skip
         """Change settings of a gallery; None leaves a setting as it is.
 
-        They are changed one after the other; a change before an error stays. Without any, the
-        gallery is returned as it is. Retried until the connection's `seconds` are over.
+        They are changed one after the other, in the order of the arguments; a change before an
+        error stays. Without any, the gallery is returned as it is. Retried until the connection's
+        `seconds` are over.
 
         Args:
             gallery: Its name.
@@ -368,6 +371,8 @@ class GalleryCalls(Connection):
             NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
                 time is over), OverloadedError, NotPermittedError (token or role).
             ValueError: The connection was closed.
+            VerificationError: The gallery is damaged and set aside.
+            BusyError: The database of the gallery is busy.
         """
         request = gallery_pb2.UpdateGalleryRequest(
             name=gallery, exact_distances=exact_distances, source=source, both_models=both_models
@@ -435,6 +440,8 @@ class GalleryCalls(Connection):
                 time is over), OverloadedError, NotPermittedError (token or role). Earlier pieces
                 stay stored.
             ValueError: The connection was closed.
+            VerificationError: The gallery is damaged and set aside, or a model of the release
+                fails.
         """
         unsent: dict[str, str] = {}
 
@@ -479,6 +486,8 @@ class GalleryCalls(Connection):
                 time is over), OverloadedError, NotPermittedError (token or role). Earlier pieces
                 stay stored.
             ValueError: The connection was closed.
+            VerificationError: The gallery is damaged and set aside, or a model of the release
+                fails.
         """
         unsent: dict[str, str] = {}
 
@@ -501,7 +510,8 @@ class GalleryCalls(Connection):
         """Store images, texts, or vectors made elsewhere, by id, in pieces.
 
         A piece has at most 100 items and about 4 MiB. One that failed is sent again until the
-        connection's `seconds` are over: putting is idempotent by id.
+        connection's `seconds` are over: putting is idempotent by id. Pieces go in order, and those
+        before an error stay stored.
 
         Args:
             gallery: Name of the gallery.
@@ -522,6 +532,8 @@ class GalleryCalls(Connection):
                 time is over), OverloadedError, NotPermittedError (token or role). Earlier pieces
                 stay stored.
             ValueError: The connection was closed.
+            VerificationError: The gallery is damaged and set aside, or a model of the release
+                fails.
         """
         refusals: dict[str, str] = {}
         count = 0
@@ -560,6 +572,7 @@ class GalleryCalls(Connection):
         """Yield items in the order in which they were stored, reading them page by page.
 
         Each page is retried. Items that are stored or deleted meanwhile may be listed or missing.
+        The first request is sent at the first `next`.
 
         Args:
             gallery: Name of the gallery.

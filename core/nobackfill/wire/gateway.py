@@ -67,7 +67,8 @@ class ReleaseCalls(Connection):
         """Yield the list of releases now, and again after each change; without end.
 
         The call has no deadline. It is made again only where the gateway ends it because of its
-        age. Errors are raised at `next`.
+        age. Errors are raised at `next`. Each list is as that of `list_releases`. Closing the
+        connection ends the iterator with CancelledError.
 
         Raises:
             NobackfillError: Any failure: UnavailableError (no answer), DeadlineError (the time is
@@ -84,7 +85,7 @@ class ReleaseCalls(Connection):
         """Yield a file of the publication in pieces.
 
         Not retried: after a failure, call it again with the offset of the next byte. The bytes are
-        not verified here.
+        not verified here. Closing the iterator ends the transfer.
 
         Args:
             path: Published path of the file, relative to the publication.
@@ -223,6 +224,7 @@ class ReleaseCalls(Connection):
         """Return to the previous release, or report only what this would lose.
 
         Not retried. A confirmed call may take 10 minutes, whatever the connection's `seconds` are.
+        After a lost answer the release may have changed; a second call with `to` is then safe.
 
         Args:
             confirm: Do it. Otherwise count and list the items that would be missing.
@@ -254,7 +256,8 @@ class ReleaseCalls(Connection):
     def retire(self) -> Sequence[int]:
         """Delete spaces and models of all older releases, permanently. No rollback then.
 
-        Not retried. It may take 10 minutes, whatever the connection's `seconds` are.
+        Not retried. It may take 10 minutes, whatever the connection's `seconds` are. After a lost
+        answer they may be gone; a second call then returns an empty list.
 
         Returns:
             The retired releases; empty if there were none.
@@ -288,7 +291,7 @@ class UpgradeCalls(Connection):
     ) -> upgrade_pb2.EstimateUpgradeResponse:
         """Estimate items, seconds and bytes of an upgrade, from a few items; change nothing.
 
-        Not retried.
+        Not retried. A gallery that has the release's space already costs nothing.
 
         Args:
             gallery: Name of the gallery.
@@ -305,6 +308,7 @@ class UpgradeCalls(Connection):
             NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
                 time is over), OverloadedError, NotPermittedError (token or role).
             ValueError: The connection was closed.
+            CannotWriteError: The gateway cannot store the sample or the verified metadata.
         """
         request = upgrade_pb2.EstimateUpgradeRequest(
             gallery=gallery, release=release, spare_cores=spare_cores
@@ -331,7 +335,7 @@ class UpgradeCalls(Connection):
                 below 1; 0 means 0.5.
             backfill: Images by id of items to re-embed, the least certain first; None for none.
                 Only items that were migrated are re-embedded, and only once the gallery's upgrade
-                is done.
+                is done. Where the call starts an upgrade, they are ignored.
             budget: The largest number of items to re-embed; 0 for all of `backfill`.
 
         Returns:
@@ -349,6 +353,8 @@ class UpgradeCalls(Connection):
             NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
                 time is over), OverloadedError, NotPermittedError (token or role).
             ValueError: The connection was closed.
+            NoEncoderError: As a PreconditionError: the release embeds no images.
+            VerificationError: The gallery is damaged and set aside, or the release cannot be used.
         """
         images = [
             upgrade_pb2.BackfillImage(id=name, image=image_bytes(image))
@@ -367,7 +373,8 @@ class UpgradeCalls(Connection):
         """Yield the progress of an upgrade now and after each chunk, until it ends.
 
         Without an upgrade, one report says that it is done. The call has no deadline; it is made
-        again only where the gateway ends it because of its age.
+        again only where the gateway ends it because of its age. A failure of the upgrade is its
+        last report, and no error.
 
         Args:
             gallery: Name of the gallery.
@@ -452,7 +459,8 @@ class VaultCalls(Connection):
         Args:
             blob: Id, size and digest of the blob.
             chunks: Its bytes from `offset` on; empty chunks are skipped, and their errors end the
-                call. Without any chunk, nothing describes the blob: InvalidInputError.
+                call with a NobackfillError. Without any chunk, nothing describes the blob:
+                InvalidInputError.
             offset: Number of bytes that the vault has already.
             seconds: Longest time of the transfer; None: the connection's `seconds`. Unlike for
                 `get_blob`, 0 leaves no time.
@@ -493,6 +501,9 @@ class VaultCalls(Connection):
         self, blob_id: str, offset: int = 0, *, seconds: float | None = None
     ) -> Iterator[bytes]:
         """Yield a blob in pieces.
+
+        The digest is not checked here. After a failure, call it again with the offset of the next
+        byte.
 
         Args:
             blob_id: Its id.

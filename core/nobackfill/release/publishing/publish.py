@@ -68,7 +68,8 @@ def lock_path(repo: Path) -> Path:
 def clear_staging(repo: Path) -> None:
     """Remove everything from the staging folder except drafts in use. Call it under the lock.
 
-    The folder itself is removed if it is empty then. Does nothing without the folder.
+    The folder itself is removed if it is empty then. Does nothing without the folder. A draft is in
+    use while some process holds the lock of `draft_folder`.
 
     Raises:
         CannotWriteError: A file cannot be removed; the others may be gone.
@@ -88,7 +89,7 @@ def draft_folder(repo: Path) -> Iterator[Path]:
 
     Waits up to a minute for another publisher, and makes missing parent folders. Other leftovers in
     the staging folder are removed. The folder of a killed process is removed by the next call, or
-    by the next publish.
+    by the next publish. An error of the block removes it, too.
 
     Args:
         repo: The publication folder; it may not exist yet.
@@ -214,7 +215,8 @@ def publish(
 def lock_publication(repo: Path) -> Iterator[None]:
     """Hold the lock of an existing publication folder during the block.
 
-    The lock file lies next to the folder, and stays there.
+    The lock file lies next to the folder, and stays there. The same process cannot hold it twice:
+    the second call raises BusyError.
 
     Raises:
         BusyError: Another publisher holds it; it is not waited for.
