@@ -173,7 +173,7 @@ class ItemCache:
         """Return items, from the cache or the store.
 
         A repeated label gives the same item again. An item that is not cached is read once, and may
-        evict the oldest ones.
+        evict the oldest ones. Any thread may call it.
 
         Args:
             labels: labels of the items.
@@ -214,7 +214,8 @@ class ItemCache:
     ) -> list[HitBytes] | None:
         """Encode hits of cached items.
 
-        It reads memory only, and keeps what it has encoded.
+        It reads memory only, and keeps what it has encoded. Any thread may call it. An error of
+        `make` passes through, and hits that were encoded before it stay.
 
         Args:
             labels: labels of the items.
@@ -256,7 +257,9 @@ class ItemCache:
     def forget(self, labels: Sequence[int]) -> None:
         """Drop items that a commit has just changed.
 
-        Labels that are not cached are ignored. Reads that began before the call are not cached.
+        Labels that are not cached are ignored. Reads that began before the call are not cached. Any
+        thread may call it. Call it after the commit, since a read before it would cache old items
+        again.
         """
         with self._lock:
             self._commits += 1
@@ -365,8 +368,9 @@ class HostedInFile(Hosted):
         """Return the live view of a space; it is made at the first call.
 
         The first call reads all vectors and a saved index; other threads that need a new view wait
-        for it. A damaged index file is deleted and logged. Without any graph every vector is
-        compared, until an index is built in the background.
+        for it. An index file that is damaged, or no longer suits the vectors, is deleted and
+        logged. Without any graph every vector is compared, until an index is built in the
+        background. The view follows later commits until `forget_views` or `close`.
 
         Args:
             space: id of the space.
@@ -382,6 +386,8 @@ class HostedInFile(Hosted):
                 comes later.
             NobackfillError: whatever `check_stop` raises; no view is made then.
             CannotWriteError: the file cannot be opened, or the disk fails.
+            OSError: an index file cannot be deleted.
+            KeyError: an intact index file lacks a part.
         """
         view = self._views.get(space)
         if view is not None:
@@ -425,7 +431,7 @@ class HostedInFile(Hosted):
         """Return the cache of items as a space shows them.
 
         It is made at the first call, and dropped by `forget_views`. Whether the space exists is not
-        checked.
+        checked. Any thread may call it. A cache from before `forget_views` follows no later commit.
         """
         cache = self._items.get(space)
         if cache is None:
@@ -448,13 +454,14 @@ class HostedInFile(Hosted):
 
         Args:
             parts: one part, or two; each item is found in the first part that has it.
-            queries: for each part float32 [q, dim].
+            queries: for each part float32 [q, dim]; another number of parts is a ValueError.
             k: most neighbours of each query, at least 1.
             matches: items that may be found; None means all.
             ef: width of the graph search; 0 means the index's own.
 
         Returns:
-            The neighbours of all queries, for each part, nearest first.
+            The neighbours of all queries, for each part, nearest first. Missing ones have the label
+            -1 and an infinite distance.
 
         Raises:
             InvalidInputError: a query is not a valid vector.
@@ -496,7 +503,8 @@ class HostedInFile(Hosted):
 
         Returns:
             The nearest vectors; the best along the part's scale if it has migrated and native
-            vectors, whose distances do not compare.
+            vectors, whose distances do not compare. Missing ones have the label -1 and an infinite
+            distance.
 
         Raises:
             InvalidInputError: a query is not a valid vector.
@@ -504,6 +512,7 @@ class HostedInFile(Hosted):
             BusyError, UnavailableError: the store is busy, or does not answer.
             VerificationError: the store is damaged.
             CannotWriteError: the file cannot be opened, or the disk fails.
+            IncompatibleSpaceError: the gallery has lost the space before its origins were read.
         """
         mask = None if matches is None else matches.mask
         migrated = self.origins.migrated_labels(part, snapshot)
@@ -584,7 +593,8 @@ class HostedInFile(Hosted):
         space's graph is inherited; without one the index is built.
 
         A small space needs no index, and nothing is built. If the index cannot be saved, that is
-        logged, and the next start builds it again.
+        logged, and the next start builds it again. It may take minutes. A second call builds
+        nothing again, and saves the index once more.
 
         Args:
             space: id of the space.
@@ -599,6 +609,7 @@ class HostedInFile(Hosted):
             CannotWriteError: the file cannot be opened, or the disk fails.
             LockOrderError: a view must be made, and the thread holds a view's lock or one that
                 comes later.
+            OSError: an index file cannot be deleted.
         """
         source = self.view(self.spec().space)
         view = self.view(space, source, check_stop)
@@ -788,14 +799,15 @@ def index_opener(
     one it inherits the graph of another view.
 
     Args:
-        path: file of the saved index; deleted if it is damaged.
+        path: file of the saved index; deleted if it is damaged or no longer suits the vectors.
         source: a view whose graph may be inherited; None means no view.
         check_stop: called often; it may raise to stop.
 
     Returns:
         The function. It raises NotFoundError if there is no graph, or too few vectors for one, and
         VerificationError if the inherited graph does not suit the vectors. It also raises what
-            `check_stop` raises, and OSError if a damaged file cannot be deleted.
+        `check_stop` raises, and OSError if such a file cannot be deleted. KeyError means that an
+        intact file lacks a part.
     """
 
     def begin(spec: SpaceSpec, labels: Labels, vectors: Content) -> tuple[Index, Rows]:
@@ -839,6 +851,7 @@ class Origins:
         origin.
 
         The first call for a space reads all its origins; others wait. Later commits are followed.
+        After an error the next call reads again.
 
         Raises:
             IncompatibleSpaceError: the gallery does not have the space.
@@ -869,6 +882,8 @@ class Origins:
 
     def retain(self, spaces: Collection[str]) -> None:
         """Free the labels of all other spaces.
+
+        Any thread may call it. A later `migrated_labels` reads them again.
 
         Args:
             spaces: ids of the spaces to keep; empty frees all.
@@ -931,7 +946,8 @@ class FileHome:
     def open(self, name: str) -> Hosted:
         """Open a gallery; see Home.open.
 
-        The caller closes it.
+        The caller closes it. It has no plan yet: call `Hosted.replan` before the first search. The
+        name is not checked.
 
         Raises:
             NotFoundError: there is no such file.
@@ -960,6 +976,8 @@ class FileHome:
         Raises:
             AlreadyExistsError: a gallery has this name.
             CannotWriteError: it cannot be written; `sweep` removes what is left.
+            InvalidInputError: two spaces have one id and differ.
+            TypeError, ValueError: a value of the state is not JSON.
         """
         unfinished = self._unfinished(name)
         durable.make_dir(unfinished, 0o700)
@@ -974,7 +992,7 @@ class FileHome:
         """Remove a gallery that nobody uses, atomically; see Home.remove.
 
         The folder gets another name at once; the function deletes it. If the function does not run,
-        `sweep` deletes it.
+        `sweep` deletes it. Close the gallery first.
 
         Returns:
             The function; it may raise CannotWriteError.

@@ -100,7 +100,7 @@ class Healer(Reembedding[int]):
 
         It re-embeds up to 8 items, and waits up to 1 s for them; the vectors are stored later if
         that is too short. It pauses for 1 to 60 s after a batch of which all failed, and for an
-        hour once all items were tried.
+        hour once all items were tried. Call it from one thread at a time.
 
         Returns:
             False if there is nothing to do now.
@@ -241,7 +241,8 @@ class Healer(Reembedding[int]):
             missing: labels whose original the source lacks.
 
         Returns:
-            The labels that need no more work.
+            The labels that need no more work. They are in no order; those in `missing` are not
+            among them.
 
         Raises:
             UnavailableError: the model server or the database does not answer.

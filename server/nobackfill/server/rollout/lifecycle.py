@@ -88,7 +88,8 @@ class Lifecycle:
         """Delete a gallery, and the record of its upgrades.
 
         It waits up to 60 s for calls that use the gallery, and refuses new ones. A gallery that is
-        set aside can be deleted, too.
+        set aside can be deleted, too. After an error of the last step, the gallery is gone, and a
+        second call raises NotFoundError.
 
         Args:
             name: the gallery.
@@ -228,6 +229,7 @@ class Lifecycle:
             InvalidInputError: the file of texts has an invalid line.
             BusyError: the store is busy.
             VerificationError: the gallery is damaged.
+            LockOrderError: the thread holds a lock that comes later.
         """
         if source is not None:
             self._healing.open(source, _OPEN_SECONDS)
@@ -255,6 +257,7 @@ class Lifecycle:
             NotFoundError: the gallery was deleted.
             VerificationError: the gallery is damaged.
             ConfigurationError: the gallery has a space of a release that is not published here.
+            LockOrderError: the thread holds a lock that comes later.
         """
         with hosted.write_lock.exclusive():
             hosted.remember({BOTH: enabled or None})

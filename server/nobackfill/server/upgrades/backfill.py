@@ -25,7 +25,7 @@ def backfill(
 
     The least certain items come first, those of unknown uncertainty last. Items that do not exist,
     were re-embedded already, or are beyond the budget are skipped. Batches before an error stay.
-    The plan stays in use until the end.
+    The plan stays in use until the end. Items whose id `images` lacks stay as they are.
 
     Args:
         hosted: the gallery.
@@ -82,7 +82,9 @@ def re_embed_images(
     """Re-embed one batch of items from their images, in one commit.
 
     Side-information is replaced, too, and the origin becomes re-embedded. `reasons` is extended in
-    place, also if an error follows. Without a usable image nothing is written.
+    place, also if an error follows. Without a usable image nothing is written. Call it within
+    `embedding.decoding.batch`, which limits the memory. A vector that another call has re-embedded
+    meanwhile is replaced, too.
 
     Args:
         hosted: the gallery.
@@ -136,7 +138,8 @@ def re_embed_texts(
     """Re-embed one batch of items from their texts, in one commit.
 
     The vectors have no side-information, and the origin becomes re-embedded. `reasons` is extended
-    in place. Without a usable text nothing is written.
+    in place. Without a usable text nothing is written. A vector that another call has re-embedded
+    meanwhile is replaced, too.
 
     Args:
         hosted: the gallery.

@@ -58,6 +58,7 @@ def get(hosted: Hosted, name: str) -> pb.GetItemResponse:
         BusyError: the database is busy.
         VerificationError: the gallery is damaged.
         CannotWriteError: the gallery's file cannot be opened, or the disk fails.
+        IncompatibleSpaceError: the active space was deleted meanwhile.
     """
     entry = hosted.store.get(name)
     if entry is None:
@@ -300,7 +301,7 @@ def to_source(source: HealingSource, *, address: bool) -> gallery_pb2.ItemSource
 def to_healing(progress: HealingProgress) -> upgrade_pb2.Healing:
     """Encode the progress of re-embedding; only callers with the role admin see the last failure.
 
-    Numbers that are not known yet stay unset.
+    Numbers that are not known yet stay unset. The caller is that of the present call.
     """
     cost = progress.cost
     message = upgrade_pb2.Healing(
@@ -467,6 +468,7 @@ class GalleryService(GalleryServiceServicer):
                 be freed before the next start.
             UnavailableError: the database does not answer.
             VerificationError: the shared state or a new gallery is damaged; nothing was deleted.
+            ConfigurationError: the database refuses the statement.
         """
         self._lifecycle.delete(request.name)
         self._audit("delete", f"gallery {request.name}")
@@ -479,7 +481,8 @@ class GalleryService(GalleryServiceServicer):
 
         An answer counts the stored and the refused items of the whole stream, and lists the errors
         of its own message, at most LISTED_ERRORS. Later messages may leave the gallery's name
-        empty. Items that were stored before an error stay; sending all of them again is safe.
+        empty. Items that were stored before an error stay; sending all of them again is safe. The
+        last of several items with one id in a message wins.
 
         Raises:
             InvalidInputError: a later message names another gallery.
@@ -531,6 +534,7 @@ class GalleryService(GalleryServiceServicer):
             UnavailableError: the database does not answer.
             BusyError: the database is busy.
             CannotWriteError: the gallery's file cannot be opened, or the disk fails.
+            IncompatibleSpaceError: the active space was deleted meanwhile.
         """
         with self._galleries.use_gallery(request.gallery) as hosted:
             return get(hosted, request.id)

@@ -202,7 +202,8 @@ class SearchService(SearchServiceServicer):
         """Count a caller's feedback about a hit as evidence for a canary.
 
         `counted` is False without a canary, for an unknown or old answer, and for an item that is
-        not among its hits.
+        not among its hits. The gallery of the request is not checked. Only the first feedback of
+        each kind in a session is evidence; later ones have `counted` True, too.
 
         Raises:
             InvalidInputError: the request has no request_id, or an unknown kind.

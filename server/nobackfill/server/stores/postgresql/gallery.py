@@ -196,6 +196,8 @@ class PostgresqlGallery(Reads):
                 repeating the call is safe.
             CannotWriteError: the database is full or read-only.
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
+            Exception: an error of a listener; the change stays committed, and later listeners are
+                not called.
         """
         batch = check_batch(ids, digests, metadata)
         checked = self._checked(vectors, len(ids), outdated=epoch is not None)
@@ -242,6 +244,8 @@ class PostgresqlGallery(Reads):
                 repeating the call is safe.
             CannotWriteError: the database is full or read-only.
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
+            Exception: an error of a listener; the change stays committed, and later listeners are
+                not called.
         """
         return self._delete("id = ANY(%s)", [existing(ids)])
 
@@ -264,6 +268,8 @@ class PostgresqlGallery(Reads):
                 repeating the call is safe.
             CannotWriteError: the database is full or read-only.
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
+            Exception: an error of a listener; the change stays committed, and later listeners are
+                not called.
         """
         condition = condition_of(filtered)
         where = f"label = ANY(%s) AND ({condition.text})"
@@ -305,6 +311,8 @@ class PostgresqlGallery(Reads):
                 repeating the call is safe.
             CannotWriteError: the database is full or read-only.
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
+            Exception: an error of a listener; the change stays committed, and later listeners are
+                not called.
         """
         condition = condition_of(filtered)
 
@@ -329,7 +337,7 @@ class PostgresqlGallery(Reads):
         GalleryStore.update_state.
 
         Other keys stay. The gallery's epoch grows, so that other gateways plan again; listeners are
-        not called.
+        not called. A key that is missing already is no error.
 
         Raises:
             TypeError: a value cannot be written as JSON.
@@ -363,6 +371,8 @@ class PostgresqlGallery(Reads):
                 repeating the call is safe.
             CannotWriteError: the database is full or read-only.
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
+            Exception: an error of a listener; the change stays committed, and later listeners are
+                not called.
         """
         self._exclusive(lambda connection: writes.begin(connection, self.schema, spec))
 
@@ -396,6 +406,8 @@ class PostgresqlGallery(Reads):
                 repeating the call is safe.
             CannotWriteError: the database is full or read-only.
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
+            Exception: an error of a listener; the change stays committed, and later listeners are
+                not called.
         """
         new = NewVectors(space, embedding, side, origin)
         checked = check_new_vectors(self.space(space), new, len(labels))
@@ -450,6 +462,8 @@ class PostgresqlGallery(Reads):
                 repeating the call is safe.
             CannotWriteError: the database is full or read-only.
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
+            Exception: an error of a listener; the change stays committed, and later listeners are
+                not called.
         """
         if not leave_behind:
             self.look_ahead(space)
@@ -484,6 +498,8 @@ class PostgresqlGallery(Reads):
                 repeating the call is safe.
             CannotWriteError: the database is full or read-only.
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
+            Exception: an error of a listener; the change stays committed, and later listeners are
+                not called.
         """
         if not leave_behind:
             self.look_ahead(writes.previous_of(self.spaces()).spec.space)
@@ -509,6 +525,8 @@ class PostgresqlGallery(Reads):
                 repeating the call is safe.
             CannotWriteError: the database is full or read-only.
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
+            Exception: an error of a listener; the change stays committed, and later listeners are
+                not called.
         """
         self._exclusive(lambda connection: writes.drop_space(connection, self.schema, space))
 
@@ -536,7 +554,7 @@ class PostgresqlGallery(Reads):
 
         Returns:
             Items by falling uncertainty; an unknown one comes last, equal ones by label. Unknown
-            ids are skipped.
+            ids are skipped. An id that repeats counts once.
 
         Raises:
             IncompatibleSpaceError: the gallery does not have the space.
@@ -634,6 +652,7 @@ class PostgresqlGalleries:
                 repeating the call is safe.
             CannotWriteError: the database is full or read-only.
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
+            TypeError, ValueError: a value of `state` is not JSON; nothing is created.
         """
 
         def work(connection: Connection) -> int:
@@ -663,7 +682,8 @@ class PostgresqlGalleries:
     def delete(self, name: str) -> None:
         """Delete a gallery with all its tables; an unknown name is ignored.
 
-        Other gateways are notified. It waits for transactions that use its tables.
+        Other gateways are notified. It waits for transactions that use its tables. Objects that
+        were opened before then raise GoneError.
 
         Raises:
             BusyError: a lock is held for too long, or other calls change the same rows.

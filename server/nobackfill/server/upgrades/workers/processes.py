@@ -49,7 +49,8 @@ class Processes:
 
         Twice as many pieces as processes are under way. If the iterator ends early or raises,
         pieces that wait are dropped, and those under way are waited for. A piece is given up after
-        five processes ended while they did it.
+        five times in which a process ended while the piece was under way, even another piece's
+        process.
 
         Args:
             work: the upgrade.
@@ -70,6 +71,7 @@ class Processes:
             ConfigurationError: the database refuses a statement.
             InvalidInputError: an output is not valid for the target.
             NobackfillError: whatever the iterator of `pieces` raises.
+            concurrent.futures.CancelledError: another thread has called `close` meanwhile.
         """
         waiting = iter(pieces)
         retries: list[tuple[Piece, int]] = []
@@ -129,7 +131,7 @@ class Processes:
         """End the workers; without workers, and at a second call, do nothing; see Workers.close.
 
         It waits for the pieces under way; those that wait are dropped. A later `carry` starts new
-        processes.
+        processes. Any thread may call it.
         """
         with self._lock:
             if self._pool is not None:
