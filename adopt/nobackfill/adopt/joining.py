@@ -41,7 +41,8 @@ def fit_line(matches: Block, others: Block, seed: int = 0) -> OddsLine:
 
     Returns:
         A line whose slope is above 0 and whose share (the weight of the second column) is 0 or
-        more. If `matches` or `others` is empty, the line that returns nearness unchanged.
+        more. If `matches` or `others` is empty, the line that returns nearness unchanged. Where the
+        share would be negative, the line is fitted again to the first column alone.
 
     Raises:
         ValueError: The two arrays have different widths.

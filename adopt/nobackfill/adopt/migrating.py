@@ -569,7 +569,7 @@ class Migration:
 
         Before the flip, remove the new vectors. After it, give the old vectors their name back, and
         remove the new ones. Columns of other migrations stay. The working folder stays; its state
-        is then "taken back".
+        is then "taken back". A second call removes nothing more and returns None.
 
         Args:
             lose: Whether rows may lose their only vector, which was written since the flip.

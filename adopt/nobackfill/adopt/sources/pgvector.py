@@ -191,6 +191,8 @@ class PgvectorSource:
     def halves(self) -> bool:
         """Tell whether the old column, or an index of it, has the type halfvec. It is read once.
 
+        With a condition of the rows, indexes with another condition do not count.
+
         Raises:
             UnavailableError: The server does not answer.
             NobackfillError: PostgreSQL refuses a query of the catalogue; see `translate_errors`.
@@ -230,7 +232,8 @@ class PgvectorSource:
 
         An empty table gives one window.
 
-        Each window is read when it is requested. The errors come at the first one, too.
+        Each window is read when it is requested. The errors come at the first one, too. The `lower`
+        of a window is outside it, and None in the first; its `upper` is inside.
 
         Args:
             rows: At least 1. Rows of the condition count, also those without a vector.
@@ -271,7 +274,7 @@ class PgvectorSource:
     def column(self, window: Window, name: str) -> ColumnValues:
         """Read another column of a window as text; rows where it is NULL are left out.
 
-        They are sorted by key.
+        They are sorted by key. An empty text stays.
 
         Raises:
             InvalidInputError: There is no such column.
@@ -368,7 +371,8 @@ class PgvectorSource:
 
         Rows without an old vector are left out, too.
 
-        A repeated id comes once.
+        A repeated id comes once. Without ids there are no rows. The result has PostgreSQL's own
+        text of a key: `007` of an integer key comes back as `7`.
 
         Raises:
             InvalidInputError: The vectors have several dimensions. An id is no value of the key's
@@ -391,7 +395,8 @@ class PgvectorSource:
     def texts(self, ids: Sequence[str], column: str) -> dict[str, str]:
         """Read another column of rows as text, by key; rows where it is NULL are left out.
 
-        Unknown keys are left out.
+        Unknown keys are left out. The result has PostgreSQL's own text of a key: `007` of an
+        integer key comes back as `7`.
 
         Raises:
             InvalidInputError: There is no such column. An id is no value of the key's type.
@@ -432,9 +437,10 @@ class PgvectorSource:
         ]
 
     def obstacles(self, target: Target) -> list[str]:
-        """Return sentences about obstacles to a flip to `target`; none if it has taken place.
+        """Return sentences about obstacles to a flip to `target`; empty if there are none.
 
-        Nothing is changed; the target need not exist.
+        It changes no row or object, and the target need not exist. After its flip, a column has no
+        obstacles; a table of its own is checked all the same.
 
         Raises:
             UnavailableError: The server does not answer.
@@ -619,7 +625,7 @@ class PgvectorSource:
         """Write the fingerprint of the model whose space the vectors are in into the column's
         comment.
 
-        The owner's part of the comment stays.
+        The owner's part of the comment stays. An earlier fingerprint is replaced.
 
         Raises:
             BusyError: Others hold the table for more than 5 seconds.
@@ -693,6 +699,8 @@ class PgvectorSource:
     def flip_back(self, to: str, *, lose: bool = False) -> int:
         """Give the old vectors their name back and drop the new ones, in one transaction that locks
         the table. Objects that depend on the new vectors move to the old ones.
+
+        `metric` and `halves` keep what this object has read before.
 
         Args:
             to: The name that the new vectors had before the flip.
@@ -779,7 +787,7 @@ class PgvectorSource:
         restored.
 
         Raises:
-            NotFoundError: There are no old vectors.
+            NotFoundError: There are no old vectors, as at a second call.
             InvalidInputError: An object of the database still depends on them.
             BusyError: Others hold the table for more than 5 seconds.
             NotPermittedError: The role does not own the table.
@@ -1007,7 +1015,8 @@ class PgvectorSelection(PgvectorSource):
             The number of these rows.
 
         Raises:
-            NotFoundError: There is no such table, or no flip by `nobackfill migrate`.
+            NotFoundError: There is no such table, or no flip by `nobackfill migrate`. A second call
+                raises it, too.
             InvalidInputError: Rows were written and `lose` is False, or the old vectors cannot be
                 NULL; or the table was restored from a dump, so that this cannot be known.
             NotPermittedError: Row-level security may hide rows from this role, or it does not own
@@ -1065,12 +1074,13 @@ class PgvectorSelection(PgvectorSource):
 
     def drop_old(self) -> None:
         """Record that the flip cannot be undone any more. The old vectors stay, because other rows
-        share their column. A second call changes nothing.
+        share their column. A second call changes nothing. Before a flip, it changes nothing either.
 
         Raises:
             NotFoundError: There is no table of new vectors. The table was renamed.
             BusyError: Others hold the table for more than 5 seconds.
             UnavailableError: The server does not answer.
+            NotPermittedError: The role does not own the table of new vectors.
         """
         place = self._place(f"{self.flip_name}_new")
         if place is None:

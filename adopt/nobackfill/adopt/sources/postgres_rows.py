@@ -28,7 +28,8 @@ _LENGTH = struct.Struct(">i")
 def split(data: bytes) -> list[Fields]:
     """Decode rows in COPY's binary form without its header and trailer.
 
-    The data must end with a whole row: it is not checked.
+    The data must end with a whole row: it is not checked. A row that is cut short raises
+    struct.error, or is returned short.
 
     Returns:
         For each field, its values in all rows; empty without rows. An array of bytes if each field
@@ -139,6 +140,9 @@ def products_of(data: bytes) -> tuple[list[str], Vectors]:
     Returns:
         The keys, and the inner products, float32 [n]. Both are empty without data. No product may
         be NULL.
+
+    Raises:
+        UnicodeDecodeError: A key is no UTF-8.
     """
     if not data:
         return [], np.empty(0, np.float32)
