@@ -42,7 +42,8 @@ def open_tracing(environment: Mapping[str, str]) -> "OtelTracing":
             variables from the process's environment.
 
     Returns:
-        The tracing, which the caller closes. The exporter's name is logged.
+        The tracing, which the caller closes. The exporter's name is logged. Where several packages
+        offer the exporter, the first one found is used.
 
     Raises:
         ConfigurationError: the exporter is not installed.
@@ -92,7 +93,8 @@ class OtelTracing:
     ) -> None:  # fmt: skip
         """Queue the spans of one call; they are sent later.
 
-        Never blocks: if the queue is full, spans are dropped. After `close`, nothing is sent.
+        Never blocks: if the queue is full, spans are dropped. After `close`, nothing is sent. Any
+        thread may call it.
 
         Args:
             method: the full name, /PACKAGE.SERVICE/METHOD.

@@ -75,6 +75,7 @@ class Clients:
             ConfigurationError: the address has another form.
             BusyError: another process has opened the folder.
             InvalidInputError: the folder cannot be read.
+            OSError: the lock file of the folder cannot be opened.
         """
         process = os.getpid()
         if process not in self._by_process:
@@ -113,6 +114,7 @@ def open_client(place: str) -> QdrantClient:
         ConfigurationError: the address has another form.
         BusyError: another process has opened the folder.
         InvalidInputError: the folder cannot be read.
+        OSError: the lock file of the folder cannot be opened.
     """
     if "://" not in place:
         if not (Path(place) / "meta.json").is_file():
@@ -181,6 +183,7 @@ def translated_errors(name: str) -> Iterator[None]:
         NotFoundError: status 404, or any KeyError of the block: the folder lacks a point.
         BusyError: status 429, or another process has opened the folder.
         InvalidInputError: any other status, and any other ValueError or RuntimeError of the block.
+            OSError passes unchanged.
     """
     try:
         yield
@@ -303,7 +306,8 @@ class QdrantSource:
         """Divide all ids into windows of `rows` points.
 
         The last window has no upper end, so that it includes new points. An empty collection gives
-        one window. Each window is asked for when it is taken. Numbers come before UUIDs.
+        one window. Each window is asked for when it is taken. Numbers come before UUIDs. The first
+        one has the `lower` None.
 
         Args:
             rows: the size of a window, at least 1.
@@ -348,7 +352,8 @@ class QdrantSource:
     def column(self, window: Window, name: str) -> ColumnValues:
         """Read a payload field of a window as text, without the points where it is empty.
 
-        An unknown field gives no values. Points come by increasing id.
+        An unknown field gives no values. Points come by increasing id. Other values are converted
+        by `str`, also lists and False.
 
         Args:
             name: the field, in Qdrant's syntax of paths for the request; only a top-level key gives
@@ -369,7 +374,8 @@ class QdrantSource:
     def nearest(self, vector: Vectors, count: int, new_name: str | None = None) -> list[str]:
         """Search the ids nearest to a vector, nearest first.
 
-        The collection's own metric is used, and a server may search approximately.
+        The collection's own metric is used, and a server may search approximately. Points without
+        the vector are never hits.
 
         Args:
             vector: float32 [dim].
@@ -400,7 +406,8 @@ class QdrantSource:
             vector: the name of the vector; None: the old one.
 
         Returns:
-            Points in any order, each once, with float32 [n, dim].
+            Points in any order, each once, with float32 [n, dim]. With the metric cosine, vectors
+            have the norm 1.
 
         Raises:
             UnavailableError: the server does not answer within a minute.
@@ -420,7 +427,8 @@ class QdrantSource:
     def texts(self, ids: Sequence[str], column: str) -> dict[str, str]:
         """Read a payload field by id as text, without the points where it is empty.
 
-        Texts that are no ids, unknown ids and unknown fields are left out.
+        Texts that are no ids, unknown ids and unknown fields are left out. The result is in any
+        order, each id once. Other values are converted by `str`.
 
         Raises:
             UnavailableError: the server does not answer within a minute.
@@ -446,7 +454,8 @@ class QdrantSource:
 
         It gets the metric, storage and index settings of the old one. The mark is written before
         the vector, so that a killed call can be repeated. An existing vector of this map is not
-        changed, and its dimension is not checked.
+        changed, and its dimension is not checked. If writing the index settings fails, the vector
+        stays with the server's own; a later call does not set them.
 
         Args:
             target: its name and dimension, and the digest of the map.
@@ -498,7 +507,8 @@ class QdrantSource:
     def rollback(self, name: str) -> bool:
         """Remove the new vectors of a name.
 
-        The vectors go first, then the mark.
+        The vectors go first, then the mark. After an error in between, a mark without vectors
+        stays; it does no harm.
 
         Returns:
             False if no map created them, or if the collection has flipped to them.
@@ -724,7 +734,8 @@ class NewNamedVectors:
         """Record the flip at the start of the block; Qdrant has no lock.
 
         From now on, a new vector that the map does not compute counts as its writer's. It is
-        recorded also if the block raises an error.
+        recorded also if the block raises an error. After an error of the recording, the block does
+        not run. A second flip changes nothing.
 
         Raises:
             UnavailableError: the server does not answer within a minute.
@@ -773,7 +784,8 @@ class NewNamedVectors:
     def finish(self) -> list[str]:
         """Return the owner's steps to the flip, as sentences; empty after the flip.
 
-        Nothing is read or written.
+        Nothing is read or written. `flipped` is what this object knows: another process's flip
+        counts after `open_target`.
         """
         if self.flipped:
             return []

@@ -19,7 +19,8 @@ def join_cluster(address: str) -> None:
     sets RAY_USAGE_STATS_ENABLED. Blocks for some seconds. Call it once, until `ray.shutdown`.
 
     Args:
-        address: HOST:PORT of the head, or auto for a cluster that runs on this machine.
+        address: HOST:PORT of the head, or auto for the cluster that RAY_ADDRESS names, else for one
+            that runs on this machine.
 
     Raises:
         ConfigurationError: the address has another form, or the extra `ray` is not installed.

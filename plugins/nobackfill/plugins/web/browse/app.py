@@ -86,7 +86,8 @@ class PageTask:
     def remaining_s(self) -> float | None:
         """Return the seconds that the present step may still take at its rate so far.
 
-        None if its size is not known, or if it has not begun or has ended.
+        None if its size is not known, or if it has not begun or has ended. A task that failed
+        within a step still has a value: look at `running` first.
         """
         if not 0 < self.count < self.total:
             return None
@@ -127,6 +128,8 @@ class TaskRunner:
 
     def start(self, title: str, work: Callable[[Output], str]) -> PageTask:
         """Start a task on a thread, and return at once.
+
+        Any thread may call it. The end of the process ends the task, too.
 
         Args:
             title: the name of the task.
@@ -190,7 +193,7 @@ class CachedSearches:
         """Return a search of all items in the active space, at most two seconds old.
 
         The vectors stay in memory, one copy for each space. A call that reads them again blocks the
-        others.
+        others. A search that was returned before stays as it was.
 
         Raises:
             NotFoundError: the release is not installed.
@@ -468,7 +471,7 @@ class ItemPages:
         """Convert the hits of an answer to tiles; items that were deleted since are left out.
 
         Returns:
-            The tiles, nearest first.
+            The tiles, nearest first. An item that was put again since is shown as it is now.
 
         Raises:
             VerificationError: a file of the gallery is damaged.
@@ -486,6 +489,8 @@ class ItemPages:
         self, old_answer: DeviceAnswer, new_answer: DeviceAnswer
     ) -> tuple[list[HitTile], list[HitTile]]:
         """Compare the first ten hits of two rankings of one query.
+
+        Items that were deleted since are left out, and the next hits move up.
 
         Args:
             old_answer: the answer in the previous space.

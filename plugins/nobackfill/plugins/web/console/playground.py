@@ -52,7 +52,8 @@ class Playground:
     def show(self, request: Request) -> Response:
         """Show the form: a gallery, and a picture or a text, as the active release embeds them.
 
-        Without an active release, the page offers pictures only.
+        Without an active release, the page offers pictures only. Galleries that are set aside are
+        offered, too.
 
         Raises:
             UnauthenticatedError: the request belongs to no session.

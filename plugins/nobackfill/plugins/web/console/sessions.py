@@ -131,7 +131,7 @@ class ConsoleSessions:
         """Start a session for a token that the gateway accepts.
 
         Sessions that have ended are forgotten. The 20th older one of this token ends, and the
-        oldest of all beyond 1,000.
+        oldest of all beyond 1,000. The new one ends after 12 hours.
 
         Args:
             token: the token that somebody entered.
@@ -355,7 +355,7 @@ class LoadMeter:
 
         The rate is 0 at the first call, and after a pause of eleven seconds without calls. Metrics
         that do not exist count as 0. Latencies are interpolated within the buckets of the metrics'
-        histogram. All methods of Search and SearchBatch count.
+        histogram. All methods of Search and SearchBatch count. A batch counts as one search.
 
         Raises:
             Exception: any error of a collector of the metrics; no sample is taken.
