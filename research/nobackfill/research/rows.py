@@ -125,7 +125,11 @@ class TrainingRun:
 
     @property
     def folder(self) -> Path:
-        """The run folder, which exists after the training."""
+        """The run folder, which exists after the training.
+
+        Raises:
+            KeyError: `values` lacks the key run_dir.
+        """
         folder = self.values["run_dir"]
         assert isinstance(folder, Path)
         return folder
@@ -164,6 +168,9 @@ class ComparisonPlace:
     ) -> TrainingRun:
         """Describe an embedder's training.
 
+        Give each run a name of its own: `ensure_trained` refuses a second one, or takes it as
+        trained.
+
         Args:
             name: the name of the run folder.
             classes: the number of first classes to learn; None: all of the images.
@@ -201,6 +208,9 @@ class ComparisonPlace:
     ) -> TrainingRun:
         """Describe a side-information encoder's training.
 
+        Give each run a name of its own: `ensure_trained` refuses a second one, or takes it as
+        trained. All side-information encoders of a place have the same random seed.
+
         Args:
             name: the name of the run folder.
             classes: the number of first classes to train on.
@@ -237,6 +247,9 @@ class ComparisonPlace:
         **values: Any,
     ) -> TrainingRun:
         """Describe an upgrade's training on the new model's images (FCT section 3.2).
+
+        Give each run a name of its own: `ensure_trained` refuses a second one, or takes it as
+        trained. All upgrades of a place have the same random seed.
 
         Args:
             name: the name of the run folder.
@@ -304,7 +317,8 @@ def _side_values(preset: Preset, kind: str) -> Values:
 def ensure_trained(run: TrainingRun, trained: set[Path]) -> None:
     """Train a run and its prerequisites, unless they are trained.
 
-    An interrupted training is resumed.
+    An interrupted training is resumed. Runs that were trained before an error stay, and are in
+    `trained`.
 
     Args:
         run: the run.
@@ -359,7 +373,10 @@ class MethodRow:
 
     @property
     def runs(self) -> tuple[TrainingRun, ...]:
-        """The trainings of this row, each once, without their prerequisites."""
+        """The trainings of this row, each once, without their prerequisites.
+
+        They come in the order old, new, route, side.
+        """
         sides = () if self.side is None else (self.side,)
         own = (self.old, self.new, *self.route, *sides)
         return tuple({run.folder: run for run in own}.values())
@@ -443,7 +460,8 @@ class Shared:
             options: options of the method; dmu's hidden_dim defaults to the preset's.
 
         Returns:
-            The run; its training uses the new model's classes, `split.new`.
+            The run; its training uses the new model's classes, `split.new`. It starts from the
+            common warm-up if the preset has one.
         """
         if method == "dmu":
             options = {"hidden_dim": self.place.preset.dmu_hidden_dim, **options}
@@ -465,6 +483,8 @@ class Shared:
     def on_top(self, name: str, new: TrainingRun) -> MethodRow:
         """Describe a row: our upgrade, with SimCLR, from phi_old to the compatible model `new`.
 
+        Its upgrade trains in the folder `upgrade-NAME`.
+
         Args:
             name: the name of the row.
             new: the new model.
@@ -479,6 +499,8 @@ class Shared:
         self, name: str, method: str, side: TrainingRun | None = None, **values: Any
     ) -> MethodRow:
         """Describe a row: an upgrade from phi_old to phi_new*, the independent new model.
+
+        Its upgrade trains in the folder `upgrade-NAME`.
 
         Args:
             name: the name of the row.

@@ -108,8 +108,9 @@ def read_vectors(paths: Sequence[Path]) -> FrozenVectors:
         paths: .npz files, as the module's docstring describes them.
 
     Returns:
-        The arrays in float32; int8 is scaled. Side-information counts only if training and test
-        items have it. `unit` is set if all new test vectors have norm 1 within 0.02.
+        The arrays in float32; int8 is scaled if the files have its scale. Side-information counts
+        only if training and test items have it. `unit` is set if all new test vectors have norm 1
+        within 0.02.
 
     Raises:
         NotFoundError: a file does not exist.
@@ -287,7 +288,7 @@ def compare_vectors(
 
     Args:
         vectors: the vectors.
-        names: rivals to run; None: all; empty: none.
+        names: rivals to run, without repeats; None: all; empty: none.
         pairs: training pairs, drawn anew for each seed, at least 1; None, or more than there are:
             all.
         seeds: how many seeds, at least 1; each fits every rival again.

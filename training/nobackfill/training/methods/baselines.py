@@ -26,6 +26,9 @@ class L2Objective(CompatibleObjective):
         """Return the term `l2`; it is 0 for a batch without classes that the old model knows.
 
         The losses of images of known classes are added, and divided by the size of the whole batch.
+
+        Raises:
+            ConfigurationError: an embedding has fewer elements than an old one.
         """
         known = self.known_labels[labels] >= 0
         losses = half_squared_l2(self.as_old(embedding[known]), self.old_embedding(pixels[known]))
@@ -82,6 +85,9 @@ class ContrastiveObjective(CompatibleObjective):
         """Return the term `contrastive`; it is 0 for a batch of one class.
 
         It is the mean over the batch.
+
+        Raises:
+            ConfigurationError: an embedding has fewer elements than an old one.
         """
         losses = contrastive(
             self.as_old(embedding), self.old_embedding(pixels), labels, self.options.temperature

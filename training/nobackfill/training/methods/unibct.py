@@ -72,7 +72,8 @@ class UniBctObjective(CompatibleObjective):
         """Compute prototypes before an epoch of `refreshes`; start the term after the warm-up.
 
         All images are encoded by the new model for refined prototypes, and once by the old one. The
-        classifier is replaced in place.
+        classifier is replaced in place. `epochs` is not used: `refreshes` follow the configuration.
+        Between two refreshes the prototypes stay, also in a resumed run.
 
         Raises:
             InvalidInputError: a file among the images is missing or no image.
@@ -84,7 +85,11 @@ class UniBctObjective(CompatibleObjective):
         self.active = epoch >= self.first
 
     def compatibility(self, embedding: Tensor, pixels: Tensor, labels: Tensor) -> Terms:
-        """Return the term `pseudo_prototypes`, a mean over the batch; none during the warm-up."""
+        """Return the term `pseudo_prototypes`, a mean over the batch; none during the warm-up.
+
+        Raises:
+            ConfigurationError: an embedding has fewer elements than an old one.
+        """
         if not self.active:
             return {}
         losses = self.pseudo_classifier.loss(self.as_old(embedding), labels)
