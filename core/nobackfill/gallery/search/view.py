@@ -150,6 +150,9 @@ class CompiledSearch:
     ) -> Neighbours | None:
         """Search with one checked query [1, dim].
 
+        Rows that the snapshot has deleted are never found, whatever the masks say. Threads may
+        search at the same time.
+
         Args:
             query: float32 [1, dim].
             k: Number of hits, at least 1.
@@ -307,6 +310,8 @@ class QuerySample:
     def store_queries(self, queries: Vectors) -> None:
         """Store queries in the sample; in a full one, each replaces a random other.
 
+        They do not count as answered. NaN is not refused.
+
         Args:
             queries: float32 [q, dim]; copied. The first call fixes dim.
 
@@ -422,7 +427,10 @@ class IndexPart:
 
     def content(self) -> tuple[Labels, Content]:
         """Return labels int64 [n], increasing, and vectors [n, dim] of the live rows, without
-        copying vectors."""
+        copying vectors.
+
+        The vectors are as the index stores them. Do not write to the labels.
+        """
         if self.live is None:
             return self.index.labels, self.index.vectors
         rows = np.flatnonzero(self.live)
@@ -453,8 +461,10 @@ class Snapshot:
 
     @cached_property
     def compiled(self) -> CompiledSearch | None:
-        """Return the compiled search of this snapshot; None if it can only be searched in
-        Python."""
+        """Return the compiled search of this snapshot; None if it can only be searched in Python.
+
+        It is built at the first use, and then reused. A base without live rows has none.
+        """
         base, delta = self.base, self.delta
         if not len(base):
             return None
@@ -563,7 +573,8 @@ def apply_change(snapshot: Snapshot, change: Change) -> Snapshot:
     """Return a snapshot's successor after a commit; the snapshot itself does not change.
 
     Deleted labels are removed. A new or replaced vector of the snapshot's space is found in the
-    delta from then on; changes of other spaces are ignored.
+    delta from then on; changes of other spaces are ignored. A label that the commit deletes and
+    adds is found.
 
     Args:
         snapshot: The snapshot before the commit.
@@ -654,7 +665,7 @@ class LiveView:
         """Build a base of all live vectors, then swap it in; searches and commits go on during the
         build.
 
-        A second call waits for the first.
+        A second call waits for the first. Any thread may call it, also after `close`.
 
         Args:
             build: Builds the base from labels int64 [n], increasing, and vectors as engines store
@@ -673,6 +684,8 @@ class LiveView:
     def tune(self, tune_index: Callable[[Index], Index]) -> None:
         """Replace the base by another index with the same vectors, unless another base was swapped
         in.
+
+        Where calls overlap, the one that swaps first wins, and the others change nothing.
 
         Args:
             tune_index: Returns the new index for the present one; returning the same index changes

@@ -18,6 +18,8 @@ def configure() -> None:
     """Send structlog's lines from INFO on, and the standard library's warnings, to stderr as JSON.
 
     Replaces the handlers of the root logger, for the whole process. Lines of a request have its id.
+    A later change of sys.stderr is not followed. A second call does not reach loggers that were
+    used since the first.
     """
     structlog.configure(
         processors=[
@@ -57,6 +59,8 @@ class LogLimit:
     def allows(self) -> bool:
         """Count a line, and tell whether it may be written in this second; two threads at once may
         get one line too many.
+
+        A line that is refused counts, too.
         """
         second = int(time.monotonic())
         if second != self._second:

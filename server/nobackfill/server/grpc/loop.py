@@ -190,12 +190,14 @@ class Arrival:
     def push(self, message: bytes, on_sent: Callable[[], None]) -> None:
         """Send one message of a stream, without waiting; does nothing if the call has ended.
 
-        Push the next message only after `on_sent`: gRPC sends one at a time.
+        Push the next message only after `on_sent`: gRPC sends one at a time. Any thread may call
+        it; it takes the lock of grpcio's state.
 
         Args:
             message: the encoded message.
             on_sent: called on gRPC's own thread once there is room for the next message, or the
-                send has failed; not called if the call had ended before.
+                send has failed; not called if the call had ended before. An error that it raises
+                ends the thread of all calls.
         """
         state, token = self.state, _server._SEND_MESSAGE_TOKEN
 
@@ -221,6 +223,8 @@ class Arrival:
     def finish(self, trailers: tuple[tuple[str, str], ...] | None) -> None:
         """End a stream with OK, and count it as OK; a cancelled call gets no status. Call it once.
 
+        Call it after `on_sent` of the last message.
+
         Args:
             trailers: trailing metadata; None means none.
         """
@@ -231,6 +235,9 @@ class Arrival:
     def on_finish(self, callback: Callable[[], None]) -> None:
         """Call a function once the call has ended, on gRPC's own thread; at once, on this thread,
         if it has ended already.
+
+        Any thread may call it. An error of the function is logged by grpcio, but reaches the caller
+        if the call has ended already.
         """
         with self.state.condition:
             ended = self.state.callbacks is None
@@ -256,7 +263,8 @@ class Arrival:
 
         Args:
             on_message: called once, on gRPC's own thread, with the encoded message; with None if
-                the caller sent none, has left, or has got a status meanwhile.
+                the caller sent none, has left, or has got a status meanwhile. An error that it
+                raises ends the thread of all calls.
         """
         take = _server._receive_message(self.state, self.event.call, None)
 
@@ -281,7 +289,8 @@ class Arrival:
         """End a call whose message has not arrived; does nothing if it has, or if the call has a
         status.
 
-        The call is counted later, once `receive` reports that no message came.
+        The call is counted later, once `receive` reports that no message came. Any thread may call
+        it, also before `receive`.
 
         Args:
             code: the status.
@@ -335,7 +344,8 @@ class QuickCall:
 
         Args:
             on_message: called once, on gRPC's own thread, with the encoded message; with None if
-                the caller sent none or has left, or if `end_unread` has ended the call.
+                the caller sent none or has left, or if `end_unread` has ended the call. An error
+                that it raises ends the thread of all calls.
         """
 
         def complete(event: Any) -> Any:
@@ -368,7 +378,7 @@ class QuickCall:
         """Send an encoded answer with status OK, without waiting, and count the call as OK.
 
         The call ends once grpcio knows whether the caller is still there. Call it once, and not
-        after `to_arrival`.
+        after `to_arrival`. A call whose caller has left counts as OK, too, and nothing is sent.
         """
         self.rpc.end(grpc.StatusCode.OK)
         self.event.call.start_server_batch(
@@ -385,7 +395,7 @@ class QuickCall:
         """End a call whose message has not arrived; does nothing if it has, or if the call has a
         status.
 
-        Else the call becomes an Arrival.
+        Else the call becomes an Arrival. Any thread may call it.
 
         Args:
             code: the status.
@@ -566,7 +576,7 @@ class WatchSource:
 
         Newcomers get the present message: the source begins again for them. Without any watcher, it
         does nothing. An error of the source is kept in `error` and offered as the end, and is not
-        raised. Call it on one thread at a time.
+        raised. Call it on one thread at a time. After the last message it offers the end once more.
 
         Args:
             newcomers: watchers that came since the last poll; those whose call has ended are left
@@ -621,12 +631,14 @@ class WatchPump:
         """Add a watcher, without waiting.
 
         Its source is polled as soon as a thread is free, then every 0.2 s. At most 4 sources are
-        polled at once, and 2 of one method. After `close` no source is polled any more.
+        polled at once, and 2 of one method. After `close` no source is polled any more, and the
+        watcher gets nothing. Any thread may call it, once for each watcher.
 
         Args:
             key: method and encoded request; it identifies the source.
             make: makes the source's messages; None means that nothing has changed. Used only if the
-                key has no source yet.
+                key has no source yet. It is called on a thread of the pump, again whenever watchers
+                have joined.
             watcher: the watcher; the pump sets its `source`.
         """
         with self._changed:
@@ -639,7 +651,10 @@ class WatchPump:
         watcher.begin()
 
     def close(self) -> None:
-        """Stop the threads once they have polled; does not wait for them, and ends no call."""
+        """Stop the threads once they have polled; does not wait for them, and ends no call.
+
+        Watchers get no further message, and a second call changes nothing.
+        """
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -753,7 +768,8 @@ class CallExecutor(Executor):
         """Take a call that has arrived; gRPC calls this. Never waits.
 
         A refused call gets its error. A call that reads a stream gets a thread of its lane, or
-        OverloadedError as its status. The message of any other call is requested first.
+        OverloadedError as its status. The message of any other call is requested first. After
+        `close` it still takes calls, but no silent call is ended any more.
 
         Returns:
             A future that is finished and holds None, whatever becomes of the call.
@@ -776,6 +792,8 @@ class CallExecutor(Executor):
     def give_up(self) -> None:
         """End all calls whose message has not arrived with UNAVAILABLE, because the gateway stops.
         Calls that arrive later are still taken.
+
+        It sends the ends and does not wait; any thread may call it.
         """
         with self._lock:
             arrivals = [arrival for calls in self._awaited.values() for arrival in calls]
@@ -785,6 +803,9 @@ class CallExecutor(Executor):
     def close(self) -> None:
         """Stop the thread that ends silent calls, and wait for it; then tell the threads of watches
         to stop, without waiting. No call is ended.
+
+        Calls that arrive later are still taken, but silent ones stay open. A second call changes
+        nothing.
         """
         self._stopping.set()
         self._thread.join()
@@ -795,6 +816,7 @@ class CallExecutor(Executor):
 
         A caller may have 4 calls without a message for each call that may wait. Above that, its
         longest awaited call ends with RESOURCE_EXHAUSTED. All callers without a token count as one.
+        Call it once for each call, on any thread.
 
         Args:
             arrival: the call; it ends with DEADLINE_EXCEEDED if its message does not come within

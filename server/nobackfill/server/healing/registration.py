@@ -138,7 +138,7 @@ class Places:
             ConfigurationError: the settings do not allow it, the address has another form, a
                 column's database needs TLS, or a function cannot be imported.
             NotFoundError: a folder or file does not exist.
-            InvalidInputError: the file of texts has an invalid line.
+            InvalidInputError: the file of texts has an invalid line, or is no regular file.
         """
         if source.address.startswith(COLUMN):
             name = _check_name(source.address.removeprefix(COLUMN), self._columns, "item_columns")

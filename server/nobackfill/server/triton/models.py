@@ -129,9 +129,14 @@ def probes(manifest: Manifest, reader: TextReader | None) -> dict[str, Inputs]:
     """Return the smallest input of each model that embeds, by its name: one black image, and the
     reader's token inputs for texts.
 
+    Side-information encoders are left out.
+
     Args:
         manifest: the release.
         reader: the release's text reader; None leaves its text models out.
+
+    Raises:
+        NoEncoderError: there is a reader, but the release embeds no texts.
     """
     inputs: dict[str, Inputs] = {}
     if manifest.embedder.file is not None:
@@ -153,7 +158,7 @@ def load_models(
     Args:
         client: calls Triton.
         model_repo: the publication folder.
-        names: Triton's names of the models; empty loads none.
+        names: Triton's names of the models; empty loads none. A repeated name may be loaded twice.
 
     Returns:
         The error of each model that failed, by its name: UnavailableError if Triton does not answer
@@ -258,6 +263,9 @@ class TritonModels:
         Waits for the first answer, at most 30 s for a child of its own and 5 s for an external
         Triton. A Triton that does not answer is logged as an error, and nothing is raised. Call it
         once.
+
+        Raises:
+            RuntimeError: it was called before.
         """
         self._thread.start()
         # Loaded during the wait, because upgrades run models in this process: the first one would
@@ -274,8 +282,10 @@ class TritonModels:
     def load(self, manifest: Manifest) -> None:
         """Load a release, and return once it is ready; do nothing if it is loaded.
 
-        Waits at most 60 s, or as long as the call allows, for Triton to answer. After an error some
-        of its models may be loaded, but the release does not count as loaded.
+        Waits at most 60 s, or as long as the call allows, for Triton to answer. Then each model may
+        take about 120 s, whatever the call's time is. After an error some of its models may be
+        loaded, but the release does not count as loaded. Any thread may call it; calls at the same
+        time do not wait for each other.
 
         Raises:
             UnavailableError: Triton does not answer, or does not load a model in time.
@@ -301,6 +311,8 @@ class TritonModels:
 
         If Triton answers, this loads the models at once, for at most about 120 s each. A Triton
         that does not answer in time is logged, and the models are loaded when it answers again.
+        While Triton does not answer, only the tokenizer is checked. A failure of the later load is
+        logged, and the release stays wanted.
 
         Raises:
             VerificationError: Triton refuses a model, or a configuration or tokenizer is not valid;
@@ -328,7 +340,8 @@ class TritonModels:
         """Free a release that no caller uses any more; an unknown release is ignored.
 
         Models that another loaded release needs stay. A model that Triton does not unload is
-        logged, and tried again every 5 s.
+        logged, and tried again every 5 s. Each model takes at most 0.6 s, and no error is raised.
+        Embedding texts by the release fails from then on, even if its models stay loaded.
         """
         with self._lock:
             manifest = self._releases.pop(release, None)
@@ -358,6 +371,9 @@ class TritonModels:
     def embed(self, manifest: Manifest, images: Images) -> Vectors:
         """Embed images.
 
+        It waits at most until the call's deadline. Any thread may call it, and the release need not
+        have been loaded by this object.
+
         Args:
             manifest: the release.
             images: uint8 [n, H, W, 3], n at least 1.
@@ -383,7 +399,7 @@ class TritonModels:
 
         Args:
             manifest: the release.
-            texts: at least one text.
+            texts: at least one text. Longer ones than the encoder's length are truncated.
             role: whether they are queries or documents.
 
         Returns:
@@ -415,6 +431,8 @@ class TritonModels:
     def side(self, manifest: Manifest, images: Images) -> Vectors | None:
         """Compute the side-information of images.
 
+        It waits at most until the call's deadline.
+
         Args:
             manifest: the release.
             images: uint8 [n, H, W, 3], n at least 1.
@@ -441,7 +459,9 @@ class TritonModels:
     def close(self) -> None:
         """Stop what `start` has started, wait for it, and close the connection; call it once.
 
-        A Triton of its own has about 7 s to end, then it is killed. An external one goes on.
+        A Triton of its own has about 7 s to end, then it is killed. An external one goes on. It
+        also waits for a load of models that runs, about 120 s for each model at most. An external
+        Triton keeps the loaded models.
         """
         self._stopping.set()
         if self._thread.is_alive():

@@ -61,11 +61,14 @@ class RecallProbes:
         """Return the share of true neighbours that was found; 1 for an empty space.
 
         A distance counts as found up to a relative 1e-5 and the slack above the last true one, so
-        that equal vectors are equally good.
+        that equal vectors are equally good. A missing neighbour, at infinity, counts as not found.
 
         Args:
             answers: Neighbours of one query each, at least `nearest` wide, in the order of
                 `queries`.
+
+        Raises:
+            ValueError: `answers` has another number of queries.
         """
         if not self.farthest.size:
             return 1.0
@@ -79,7 +82,8 @@ def probes_of(
     """Draw random vectors of a space, and find their neighbours by a full scan in pieces.
 
     With the metric cosine, zero vectors are no queries. An empty space gives no queries. Memory
-    holds one piece of about 16 MB at a time.
+    holds one piece of about 16 MB at a time. The draw is not reproducible. At most 30 vectors are
+    queries.
 
     Args:
         connection: the connection.
@@ -170,7 +174,8 @@ _WIDTHS = (EF, 200, 400, MAX_EF)
 def has_graph(database: Database, schema: str, info: SpaceInfo) -> bool:
     """Tell whether a space has a complete graph, or too many dimensions for one.
 
-    A graph that an interrupted build has left counts as none.
+    A graph that an interrupted build has left counts as none. A gallery or space that was deleted
+    gives False.
 
     Raises:
         BusyError, UnavailableError: the database is busy, or does not answer, or the caller is
@@ -205,6 +210,8 @@ def make_graph(database: Database, schema: str, info: SpaceInfo) -> None:
         CannotWriteError: the database cannot write.
         GoneError: the gallery or its space was deleted.
         ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
+        psycopg.Error: another call builds the same graph at this time; otherwise the later call
+            builds it again.
     """
     statements = index_statements(schema, info.number, info.spec, "CONCURRENTLY")
     try:
@@ -240,6 +247,7 @@ def measure_recall(
         GoneError: the gallery or its space was deleted.
         ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
         NobackfillError: whatever `check_stop` raises.
+        psycopg.Error: any other error, a defect of this program.
     """
     if info.spec.dim > MOST_HALF:
         return EF, 1.0

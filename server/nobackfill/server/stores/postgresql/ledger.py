@@ -82,6 +82,7 @@ class DatabaseLedger:
         HealingLedger.load.
 
         Until both 1 s and 50 times the duration of the last count have passed, it does nothing.
+        After an error the earlier number stays, and the next call counts again.
 
         Raises:
             GoneError: the gallery was deleted.
@@ -124,6 +125,7 @@ class DatabaseLedger:
 
         Args:
             labels: labels of items, distinct; the first ones are claimed if the budget is short.
+                Labels are not looked up: one without an item is claimed, too.
             day: the day in UTC, YYYY-MM-DD.
             budget: most items of that day, for all gateways together; 0 claims none.
 
@@ -163,7 +165,8 @@ class DatabaseLedger:
         """End claims of items that are embedded or deleted, and remove their requests; see
         Ledger.settle.
 
-        Labels without a claim are ignored. The cost stays counted.
+        Labels without a claim are ignored. The cost stays counted. Claims of other gateways end,
+        too.
 
         Raises:
             GoneError: the gallery was deleted; nothing has changed.
@@ -187,7 +190,7 @@ class DatabaseLedger:
 
         The cost returns to the day of each claim. Only claims of this gateway return their cost,
         but claims of others are deleted, too. All labels stay known with no requests, until they
-        are settled.
+        are settled. A second call returns no cost, because the claims are gone.
 
         Raises:
             GoneError: the gallery was deleted; nothing has changed.

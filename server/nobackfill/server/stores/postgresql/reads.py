@@ -80,8 +80,9 @@ class PostgresqlWindows:
         """Yield labels, embeddings and side-information of `size` items at a time, until none is
         missing.
 
-        It repeats passes until one finds nothing. The caller must write each chunk before it takes
-        the next; otherwise the same items come again, without end.
+        Within a chunk, items come by increasing label, whatever the order; it may have fewer than
+        `size` items. It repeats passes until one finds nothing. The caller must write each chunk
+        before it takes the next; otherwise the same items come again, without end.
 
         Args:
             order: "label", or "uncertainty" for the least certain first.
@@ -103,11 +104,11 @@ class PostgresqlWindows:
                     yield chunk
 
     def pieces(self, order: Order, size: int) -> Iterator[tuple[Labels, bool]]:
-        """Make one pass over the missing items; yield labels, and whether to read
-        side-information.
+        """Make one pass over the missing items; yield labels, and whether to read side-information.
 
         Items with side-information come first, if the upgrade reads it. With the order
-        "uncertainty" all labels of a pass are read at once.
+        "uncertainty" all labels of a pass are read at once. A label may be deleted before it is
+        read.
 
         Args:
             order: "label", or "uncertainty" for the least certain first; unknown ones come last.
@@ -183,7 +184,7 @@ class PostgresqlWindows:
         """Read the items of some labels that still exist.
 
         Args:
-            labels: the labels.
+            labels: the labels, in any order; repeated ones count once.
             with_side: read side-information, and leave out items without it.
 
         Returns:
@@ -249,7 +250,8 @@ class Reads:
         """Return the labels of the ids that exist, int64, increasing; others are skipped; see
         EditableStore.labels_of.
 
-        An id that PostgreSQL cannot store, as with a zero byte, is skipped, too.
+        An id that PostgreSQL cannot store, as with a zero byte, is skipped, too. A repeated id
+        gives its label once.
 
         Raises:
             GoneError: the gallery was deleted.
@@ -291,6 +293,9 @@ class Reads:
             space: id of the space whose origin and uncertainty the items get; None leaves both
                 None.
 
+        Returns:
+            An item without a vector in the space has neither origin nor uncertainty.
+
         Raises:
             IncompatibleSpaceError: the gallery does not have the space.
             GoneError: the gallery was deleted.
@@ -319,6 +324,8 @@ class Reads:
     def load(self, space: str) -> tuple[Labels, Vectors]:
         """Return all vectors of a space in one snapshot: labels int64 [n], increasing, and float32
         [n, dim]; see GalleryStore.load.
+
+        All vectors are in memory at once. A read of more than 60 s raises BusyError.
 
         Raises:
             IncompatibleSpaceError: the gallery does not have the space.
@@ -374,7 +381,8 @@ class Reads:
         see GalleryStore.iterate_snapshot.
 
         It holds a connection outside the pool until the iterator ends or is closed. Meanwhile
-        deleted rows are not vacuumed.
+        deleted rows are not vacuumed. Every statement may take 60 s, and later changes are not
+        seen.
 
         Args:
             spaces: ids of the spaces; may be empty.
@@ -382,7 +390,7 @@ class Reads:
 
         Yields:
             Windows of at most `size` items, with the vectors in the order of `spaces`; none for an
-            empty gallery.
+            empty gallery. An item without a vector in a space is missing in that space's rows.
 
         Raises:
             IncompatibleSpaceError: the gallery lacks a space; raised at the first window.
@@ -415,13 +423,15 @@ class Reads:
         Args:
             space: origin and uncertainty of the items are those of this space.
             limit: most items, at least 1.
-            start_after: the position that the previous page returned; None for the first page.
+            start_after: the position that the previous page returned; None for the first page. It
+                must come from a call with the same `least_certain`.
             matches: only items that pass; None for all.
             least_certain: only items with an uncertainty in the space, the largest first, then by
                 label; otherwise all items by label.
 
         Returns:
-            The items with their positions, and the position for the next page; None at the end.
+            The items with their positions, and the position for the next page; None at the end. A
+            full last page has a position, too; the page after it is empty.
 
         Raises:
             IncompatibleSpaceError: the gallery does not have the space.
@@ -462,7 +472,8 @@ class Reads:
 
         Flags come first, then numbers, then texts, each by rising value; text order is the
         database's. No item with the key gives no groups. A key that PostgreSQL cannot store gives
-        none, too.
+        none, too. An item with several values is in a group for each. An item without a vector in
+        the space counts, but its label is left out.
 
         Raises:
             IncompatibleSpaceError: the gallery does not have the space.
@@ -517,6 +528,8 @@ class Reads:
         """Return the number of items without a vector in a space; see
         UpgradableStore.count_left_behind.
 
+        An item that has no vector in any space counts, too.
+
         Raises:
             IncompatibleSpaceError: the gallery does not have the space.
             GoneError: the gallery was deleted.
@@ -534,6 +547,10 @@ class Reads:
         GalleryStore.left_behind_items.
 
         The items have neither origin nor uncertainty.
+
+        Args:
+            limit: most items.
+            space: id of the space.
 
         Raises:
             IncompatibleSpaceError: the gallery does not have the space.
@@ -597,6 +614,8 @@ class Reads:
         The gallery stays unchanged. The target need not exist. If nothing is missing, seconds and
         bytes are 0, and no model runs.
 
+        It blocks while the models run, and errors of the runner pass through.
+
         Returns:
             The number of missing items, seconds and bytes scaled to all of them, and the number of
             items that cannot be migrated.
@@ -609,6 +628,7 @@ class Reads:
                 gone.
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
             IncompatibleSpaceError: the active space was deleted meanwhile.
+            CannotWriteError: the database is read-only or full.
         """
         active = next(info for info in self.spaces() if info.state == "active")
         windows = self.windows(active.spec.space, target, runner.reads_side)
