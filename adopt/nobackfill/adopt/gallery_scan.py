@@ -501,7 +501,7 @@ class SetScan:
     def add(self, blocks: Mapping[str, Block], hub: Block, first: int) -> None:
         """Add items outside the sample.
 
-        The blocks are not changed. An item must be added once.
+        The blocks are not changed. An item must be added once. Items may come in any order.
 
         Args:
             blocks: For each way their distances [q, w], as `ScanQueries.distances` has them.
@@ -812,6 +812,7 @@ def scan_gallery(
         BusyError: Others hold the store, or its server has too many requests.
         NotFoundError: The table or the collection was deleted meanwhile.
         IncompatibleSpaceError: Files of one folder record different models.
+        ValueError: There is no set of queries.
     """
     errors = [
         back_test(one, pairs, migrated, ways) for one, ways in zip(sets, figures, strict=True)

@@ -172,9 +172,9 @@ def load_map(path: Path) -> Map:
     The file may be hostile: nothing in it is run.
 
     Raises:
-        NotFoundError: There is no such file.
-        InvalidInputError: The file is damaged, larger than 2 GiB, a query adapter, or no file of a
-            map.
+        NotFoundError: There is no such file, or it is a folder.
+        InvalidInputError: The file cannot be read, is damaged, larger than 2 GiB, a query adapter,
+            or no file of a map.
     """
     mapping = _load(path, "nobackfill fit")
     if mapping.direction != "old to new":
@@ -191,8 +191,9 @@ def load_adapter(path: Path) -> Map:
     The file may be hostile: nothing in it is run.
 
     Raises:
-        NotFoundError: There is no such file.
-        InvalidInputError: The file is damaged, larger than 2 GiB, or no query adapter.
+        NotFoundError: There is no such file, or it is a folder.
+        InvalidInputError: The file cannot be read, is damaged, larger than 2 GiB, or no query
+            adapter.
     """
     mapping = _load(path, "nobackfill fit --adapter")
     if mapping.direction != "new to old":
@@ -235,8 +236,8 @@ def written_by(path: Path, command: str) -> Iterator[None]:
         command: The command that writes such files, for the error.
 
     Raises:
-        NotFoundError: There is no such file.
-        InvalidInputError: The block raises any exception, or the path is a folder's.
+        NotFoundError: There is no such file, or the path is a folder's.
+        InvalidInputError: The block raises any exception.
     """
     if not path.is_file():
         raise NotFoundError(f"{path}: no such file; `{command}` writes one")
@@ -353,7 +354,7 @@ def fit_maps(
     Args:
         old: Vectors by the old model, float32 [n, a].
         new: Vectors of the same items by the new model, float32 [n, b].
-        kinds: Names of KINDS; none give no maps.
+        kinds: Names of KINDS; none give no maps. A repeated one counts once.
         group: Number of adjacent rows that belong to one item and are left out together. At least
             1.
 
@@ -402,7 +403,7 @@ class Solver:
         not explain, up to 0.6.
 
         Args:
-            blocks: Yields the pairs whose moments these are.
+            blocks: Each call yields the pairs whose moments these are, from the first one on.
             group: As in `fit_maps`.
 
         Returns:
@@ -548,6 +549,8 @@ def train_residual(affine: Map, old: Vectors, new: Vectors, trainer: Trainer) ->
     """Train a network for the residual of an affine map, and return the map with both.
 
     The trainer gets the arrays themselves, not copies.
+
+    The trainer is called once. The digest of the result differs from that of `affine`.
 
     Args:
         affine: The affine map, without layers.

@@ -78,11 +78,12 @@ def read_all(source: Source, only: Collection[str] | None = None) -> Rows:
 
     Args:
         source: The source; every vector of it is read.
-        only: Ids of the rows to return; None: all. Ids that the source lacks are ignored.
+        only: Ids of the rows to return; None: all. Ids that the source lacks are ignored. With no
+            ids, every vector is still read and checked.
 
     Returns:
         Ids and vectors, float32 [n, dim]; [0, 0] for a source without vectors. Keys and versions
-        are left out.
+        are left out. They are in the order of the source.
 
     Raises:
         InvalidInputError: A vector holds NaN or infinity, dimensions differ, an id occurs twice
@@ -253,7 +254,7 @@ def encode_ids(ids: Sequence[str], where: str) -> str:
         where: Name of their source in the error.
 
     Returns:
-        Each line ends with a line feed.
+        Each line ends with a line feed. An empty id gives an empty line, which `read_ids` ignores.
 
     Raises:
         InvalidInputError: An id contains a line break.
@@ -270,6 +271,7 @@ def read_ids(path: Path) -> set[str]:
     """Read a file of ids, one in each line; empty lines are ignored.
 
     Spaces belong to the id, and a byte order mark does not. An id that occurs twice counts once.
+    Lines may end as on Windows.
 
     Raises:
         InvalidInputError: The file is missing, cannot be read, or is not UTF-8.

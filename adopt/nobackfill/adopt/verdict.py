@@ -253,7 +253,7 @@ def choose_adapter(pairs: Pairs, query_sets: Sequence[Queries]) -> AdapterChoice
     """Choose the query adapter as `choose_map` chooses a map, with the two models exchanged.
 
     Among equal figures the first kind wins. Queries with known answers are also tried as further
-    pairs.
+    pairs. A half without queries, as of a single query, gets the first kind; numpy warns of it.
 
     Args:
         pairs: At least 10 pairs.

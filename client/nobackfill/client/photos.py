@@ -49,7 +49,8 @@ def find_images(paths: Sequence[Path], gallery: Path | None = None) -> ImageScan
     Links to folders are not followed, unless they are given. Contents are not read. Hidden files
     and folders, those of a system, thumbnails of galleries and files of `gallery` are skipped. A
     folder below a given one that cannot be read is listed in `files`, so that reading it gives the
-    reason.
+    reason. A file in the gallery's folder counts as its own if its name begins with the gallery's
+    name. Given files are never skipped.
 
     Args:
         paths: files and folders; a given file may have any suffix; none: no files.
@@ -145,7 +146,7 @@ def read_image(path: Path) -> tuple[bytes, str]:
 def local_image(item: StoredItem) -> bytes | None:
     """Read the file that an item was added from, if it still has the same content.
 
-    The content is compared by its SHA-256. Never raises.
+    The content is compared by its SHA-256.
 
     Args:
         item: an item with the metadata `path` and the SHA-256 of its image.
@@ -153,6 +154,9 @@ def local_image(item: StoredItem) -> bytes | None:
     Returns:
         The encoded image. None if the file is gone, unreadable or changed, larger than 32 MiB, or
         if the item was not added from a file or has no digest.
+
+    Raises:
+        ValueError: the path has a zero byte.
     """
     try:
         data = read_file(Path(str(item.metadata.get("path", ""))))
@@ -285,7 +289,8 @@ class PhotoSource:
     def read(self) -> tuple[bytes, str]:
         """Read the image, from its file if it has one.
 
-        Nothing is decoded, and bytes of any length and content are returned as they are.
+        Nothing is decoded, and bytes of any length and content are returned as they are. The file
+        is read again at each call.
 
         Returns:
             The encoded bytes, and their SHA-256 as 64 hex digits.
@@ -301,7 +306,8 @@ class PhotoSource:
     def metadata(self) -> Metadata | None:
         """Return `notes`, and for a file also path, folder and name; None if there are neither.
 
-        The file's own keys replace those of `notes`. Bytes have only `notes`.
+        The file's own keys replace those of `notes`. Bytes have only `notes`. The path is as given,
+        not made absolute.
         """
         path = self.image
         if isinstance(path, bytes):
@@ -350,7 +356,8 @@ def add(device: GalleryFile, paths: Sequence[Path], notes: Metadata, advance: Ad
         device: the gallery.
         paths: files and folders; none: nothing is done.
         notes: metadata of each new image, in addition to path, folder and name.
-        advance: receives the progress, as (number of files so far, number of files).
+        advance: receives the progress, as (number of files so far, number of files). Its error
+            passes through; stored batches stay.
 
     Returns:
         The paths that were stored, refused or skipped. An image that cannot be read or embedded

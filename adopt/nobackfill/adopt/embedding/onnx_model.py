@@ -234,7 +234,7 @@ class OnnxModel:
         declared.
 
         Longer texts are truncated to the declared number of tokens. A graph with a fixed batch size
-        runs several times.
+        runs several times. A zero vector is not refused, and stays zero.
 
         Args:
             items: n texts, or n images as paths or encoded bytes; at least one.

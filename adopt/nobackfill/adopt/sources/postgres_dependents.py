@@ -42,12 +42,12 @@ def grants(
         on_relation: Whether to include rights on the whole relation.
 
     Returns:
-        Statements, sorted by the role; empty without rights. A relation that does not exist gives
-        none.
+        Statements, sorted by the role; empty without rights.
 
     Raises:
         NobackfillError: PostgreSQL refuses a query of the catalogue; see `translate_errors`.
         UnavailableError: The server does not answer.
+        NotFoundError: A relation does not exist.
     """
     found = table.described(
         "SELECT format('GRANT %s ON %s TO %s%s', string_agg(what, ', ' ORDER BY what), {to}, "
@@ -75,7 +75,8 @@ def security(
 
     Without a policy for each that can be repeated, one policy lets roles read the vectors of rows
     that they may read. It runs the policies once and rolls them back, to see whether PostgreSQL
-    takes them.
+    takes them. It locks the other table for that moment. A missing other table counts as one that
+    does not take them.
 
     Args:
         table: The table with the policies.
@@ -138,6 +139,7 @@ def owner(table: SourceTable, relation: str) -> list[str]:
     Raises:
         NobackfillError: PostgreSQL refuses the query; see `translate_errors`.
         UnavailableError: The server does not answer.
+        NotFoundError: The relation does not exist.
     """
     found = table.described(
         "SELECT format('ALTER TABLE %s OWNER TO %I', {relation}, pg_get_userbyid(t.relowner)) "
@@ -250,7 +252,7 @@ def dependents(table: SourceTable, column: str) -> list[tuple[int, str]]:
 
     Indexes, NOT NULL and the triggers of nobackfill are left out.
 
-    Names are in PostgreSQL's words. Empty for an unknown column.
+    Names are in PostgreSQL's words, and sorted. Empty for an unknown column.
 
     Raises:
         NobackfillError: PostgreSQL refuses the query; see `translate_errors`.
@@ -386,12 +388,14 @@ def index_definitions(
         dims: Dimensions of the old vectors (None: not declared) and of the new ones.
 
     Returns:
-        The statements; none if the column has no index, or an index reads whole rows.
+        The statements; none if the column has no index, or an index reads whole rows. They are
+        sorted by the index's definition.
 
     Raises:
         NobackfillError: PostgreSQL refuses a query; see `translate_errors`.
         InvalidInputError: The table has no such column, or PostgreSQL refuses a statement.
         UnavailableError: The server does not answer.
+        NotPermittedError: This role may make no temporary table.
     """
     if row_indexes(table):
         return []

@@ -69,6 +69,8 @@ class ThreadConnections:
         """Release the lock after a fork, and forget the connections in the child without closing
         them.
 
+        Without `before_fork` before it, it raises RuntimeError.
+
         Args:
             child: Whether this is the new process.
         """
@@ -82,7 +84,8 @@ class ThreadConnections:
         """Lend this thread's connection for the block, and close it if it breaks.
 
         Blocks of one thread that are nested share the connection. Other errors than
-        UnavailableError leave it open.
+        UnavailableError leave it open. A thread without an open connection connects first, with the
+        errors of `connect`. Do not use the connection on another thread.
 
         Raises:
             NobackfillError: PostgreSQL refuses a statement of the block; see `translate_errors`.
@@ -101,7 +104,8 @@ class ThreadConnections:
         """Return the result of `ask`, called with this thread's connection.
 
         It is called a second time, with a new connection, if the first one broke, as after a
-        restart of the server.
+        restart of the server. Within a block of `lend` on this thread it uses the same connection,
+        and so its open transaction.
 
         Raises:
             UnavailableError: The server does not answer the second time either.
@@ -129,6 +133,8 @@ class ThreadConnections:
 
     def connect(self) -> Any:
         """Return a new connection, which the caller closes. Each statement commits by itself.
+
+        It waits as long as `connect_timeout` in the address says, or without a limit.
 
         Raises:
             UnavailableError: The server does not answer.
@@ -661,6 +667,8 @@ class SourceTable:
         """Count the rows of the condition by the dimension of their vector, the most frequent
         first; rows without a vector do not count.
 
+        It reads every row. Equal counts come in any order; without vectors it is empty.
+
         Raises:
             InvalidInputError: There is no such column, or it has no vectors.
             UnavailableError: The server does not answer.
@@ -738,8 +746,9 @@ class SourceTable:
             of: Another table that has it; None for this table and its partitions.
 
         Returns:
-            Sorted by operator class, each pair once; invalid indexes count. Empty without an index
-            or for an unknown column.
+            Sorted by operator class; invalid indexes count. A pair comes once for each condition of
+            its indexes, so once with a condition of the rows. Empty without an index or for an
+            unknown column.
 
         Raises:
             UnavailableError: The server does not answer.
@@ -757,6 +766,7 @@ class SourceTable:
         """Return operator class, expression and condition of each index that reads a column.
 
         The condition is None without one. The order is by these three, and equal indexes come once.
+        Invalid indexes count. It is empty for an unknown column or a missing table.
 
         Args:
             column: Name of the column.
@@ -814,6 +824,9 @@ class SourceTable:
         """Keep other holders of a lock on this table out for the block; readers and writers of the
         table do not notice it. It opens a connection of its own for the block, and the end of the
         process frees the lock.
+
+        A second call for the same purpose meets BusyError, also in this process. A lost session is
+        noticed only by the function that is yielded.
 
         Args:
             purpose: Name of the lock.
@@ -888,6 +901,7 @@ class SourceTable:
         """Tell whether the table has a column of this name now.
 
         It asks the server, so that it also sees what others have changed; `columns` does not.
+        System columns, such as ctid, count.
 
         Raises:
             UnavailableError: The server does not answer.
@@ -1021,7 +1035,8 @@ class SourceTable:
     def described(self, query: LiteralString, **parts: object) -> list[Any]:
         """Return all rows of a query of the catalogue, with schemas before all names.
 
-        The query runs in a transaction that is rolled back.
+        The query runs in a transaction that is rolled back. It is not repeated if the connection
+        breaks.
 
         Raises:
             NobackfillError: PostgreSQL refuses the query; see `translate_errors`.
@@ -1034,6 +1049,8 @@ class SourceTable:
     def accepts(self, statements: Sequence[str]) -> bool:
         """Return whether PostgreSQL runs statements. They run in one transaction, which is rolled
         back; locks that they take are held until then. No statements give True.
+
+        It waits for locks without a limit of its own.
 
         Raises:
             NobackfillError: Another error of `translate_errors`, such as BusyError,
@@ -1097,7 +1114,8 @@ class SourceTable:
     def all(self, query: LiteralString, *, binary: bool = False, **parts: object) -> list[Any]:
         """Return all rows of a query.
 
-        If the connection broke, the query runs a second time on a new one.
+        If the connection broke, the query runs a second time on a new one. A statement without
+        rows, such as ALTER, runs, and then raises InvalidInputError.
 
         Args:
             binary: Whether PostgreSQL sends values in its binary form.
@@ -1105,6 +1123,7 @@ class SourceTable:
         Raises:
             NobackfillError: PostgreSQL refuses the query; see `translate_errors`.
             UnavailableError: The server does not answer.
+            KeyError: A name in braces has no value.
         """
 
         def ask(connection: Any) -> list[Any]:
@@ -1117,11 +1136,13 @@ class SourceTable:
     def copied(self, query: LiteralString, **parts: object) -> bytes:
         """Return all rows in COPY's binary form, without its header and trailer.
 
-        If the connection broke, the query runs a second time. No rows give b"".
+        If the connection broke, the query runs a second time. No rows give b"". All rows are in
+        memory at once.
 
         Raises:
             NobackfillError: PostgreSQL refuses the query; see `translate_errors`.
             UnavailableError: The server does not answer.
+            KeyError: A name in braces has no value.
         """
         statement = sql.SQL("COPY ({}) TO STDOUT (FORMAT BINARY)").format(
             self.composed(query, **parts)
@@ -1148,7 +1169,8 @@ class SourceTable:
         """Run the block in one transaction on this thread's connection.
 
         It commits at the end, and then reads the columns again. An error rolls it back; `columns`
-        then stay as they were.
+        then stay as they were. Each lock is waited for at most 5 s. An error of the last reading
+        comes after the commit.
 
         Raises:
             BusyError: Others hold the table longer than 5 s, or a deadlock ended the transaction.
@@ -1168,7 +1190,7 @@ class SourceTable:
         """Run the block in one transaction in which no other session reads or writes the table.
 
         It commits after the last step. An error in the block or in a step rolls everything back and
-        frees the table.
+        frees the table. While it waits for the table, later readers and writers wait, too.
 
         Args:
             steps: Called after the block; returns the statements to run, in their order.
@@ -1227,6 +1249,8 @@ class Changes:
     @contextmanager
     def transaction(self, wait: str = _LOCK_WAIT) -> Iterator[None]:
         """Run the block in a transaction, which commits at its end and rolls back on an error.
+
+        Within another transaction it is a savepoint, whose `wait` holds until the outer one ends.
 
         Args:
             wait: Longest time to wait for one lock, as PostgreSQL writes it: "5s".
@@ -1301,6 +1325,8 @@ class Changes:
 
         A function of an earlier commit is dropped with its triggers. So is one that somebody else
         has made: replaced, it would stay theirs.
+
+        Call it in a transaction: otherwise each statement commits alone.
 
         Args:
             body: The function's source.
