@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 def require_extra(name: str) -> Iterator[None]:
     """Import optional packages in the block, and explain how to install them where one is missing.
 
+    Any other ImportError passes through.
+
     Args:
         name: The extra of pyproject.toml that holds the packages. It is not checked; the message
             contains it.
@@ -44,7 +46,8 @@ def require_extra(name: str) -> Iterator[None]:
 def run_command(module: str, extra: str) -> None:
     """Run the command of a module.
 
-    If a package of its extra is not installed, print a sentence on stderr and exit with code 78.
+    If a package of its extra is not installed, print a sentence on stderr and exit with code 78. A
+    ConfigurationError of the command itself ends in the same way.
 
     Args:
         module: The module, whose object `app` runs the command with the words of this process.
@@ -64,6 +67,8 @@ def run_command(module: str, extra: str) -> None:
 
 def load_plugin(group: str, name: str) -> Any:
     """Import a plug-in by name and return the object that its entry point names.
+
+    If several distributions have it, the first one that Python finds counts.
 
     Args:
         group: The group without its prefix: `stores` for `nobackfill.stores`.

@@ -8,7 +8,7 @@ def is_loopback(host: str) -> bool:
 
     Args:
         host: `localhost`, or an IPv4 or IPv6 address, with or without brackets. Any other name
-            gives False, wherever it resolves to.
+            gives False, wherever it resolves to. An empty text and `LOCALHOST` give False.
     """
     try:
         return ipaddress.ip_address(host.removeprefix("[").removesuffix("]")).is_loopback

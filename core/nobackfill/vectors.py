@@ -29,7 +29,7 @@ def check_vectors(vectors: ArrayLike, dim: int, *, what: str, unit: bool = False
 
     Args:
         vectors: float32 or float64 [n, dim], or nested lists of floats; n may be 0. A single vector
-            of shape [dim] is refused.
+            of shape [dim] is refused. An empty list is refused, because it has no dimension.
         dim: The expected dimension.
         what: The name of the data in error messages.
         unit: Whether each norm must be 1 within 1e-3.
@@ -87,7 +87,8 @@ def _surely_valid(array: Vectors, unit: bool) -> bool:
 def normalise(vectors: Vectors) -> Vectors:
     """Scale each row to norm 1; a row of zeros stays as it is.
 
-    A row whose norm is below 1e-12 does not reach norm 1. NaN stays NaN; nothing is checked.
+    A row whose norm is below 1e-12 does not reach norm 1. NaN stays NaN; nothing is checked. Above
+    a norm of 1.8e19 float32 overflows, and the row becomes zeros. A row with infinity gets NaN.
 
     Args:
         vectors: float32 [n, dim]; n may be 0.

@@ -13,7 +13,8 @@ def tar_at_far(genuine: Floats, impostor: Floats, far: float) -> float:
     one distance are accepted together or not at all. With fewer than 1/far impostors none is
     accepted.
 
-    At the threshold itself no pair is accepted. NaN is never accepted.
+    At the threshold itself no pair is accepted. NaN is never accepted. NaN among the impostors
+    counts as the largest distance; if the threshold is NaN, no pair is accepted.
 
     Args:
         genuine: Distances of genuine pairs, [n].
@@ -32,7 +33,8 @@ def threshold_at(wrong: Floats, rate: float) -> float:
     """Return the largest distance with at most a share of wrong pairs below it.
 
     Args:
-        wrong: Distances of wrong pairs, [n], in any order; with none, the result is infinity.
+        wrong: Distances of wrong pairs, [n], in any order; with none, the result is infinity. NaN
+            counts as the largest distance, and may be the result.
         rate: The share, 0 to 1.
 
     Returns:

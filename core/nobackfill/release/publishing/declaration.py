@@ -123,7 +123,8 @@ def tokenizer_file(path: Path, declaration: Declaration) -> Path:
 
     Args:
         path: The ONNX file.
-        declaration: Names the tokenizer; the name may have folders.
+        declaration: Names the tokenizer; the name may have folders. A name that is absolute or
+            leads out of these folders is followed.
 
     Returns:
         The file next to the ONNX file, if both places have one. Its content is not read.
@@ -295,7 +296,8 @@ def read_declaration(path: Path, outputs: Sequence[str]) -> Declaration:
 
     A graph with an output `sentence_embedding` contains the whole model: that output is used,
     without pooling. NAME.json wins over modules.json in the folder, and this over modules.json one
-    folder above. Without any, defaults are returned.
+    folder above. Without any, defaults are returned. A declared `output` is used instead, with the
+    declared pooling.
 
     Args:
         path: The ONNX file.
