@@ -249,7 +249,7 @@ _PANELS: Mapping[str, str] = {
 def draw(points: Sequence[CostPoint], title: str) -> bytes:
     """Draw quality against both costs as an SVG: all points in grey, the Pareto front named.
 
-    The same points give the same bytes.
+    The same points give the same bytes with one version of matplotlib.
 
     Args:
         points: the points.

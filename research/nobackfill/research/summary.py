@@ -228,6 +228,8 @@ def held_to(name: str, rows: Mapping[str, MeasuredRow]) -> dict[str, BestNewNew]
     The means use the seeds of row `name`. (BCT section 3.3: a compatible model that lost new/new
     must not look perfect, nor must a transform into a weak one.)
 
+    A row with fewer seeds than row `name` does not count.
+
     Args:
         name: a row of `rows`, which may be its own reference.
         rows: the measured rows of one split by name.

@@ -74,6 +74,8 @@ class FolderItems:
     def read(self, name: str, most_bytes: int) -> str | bytes | None:
         """Read an item's file.
 
+        A folder or a pipe counts as no such file. A text loses a byte order mark.
+
         Args:
             name: the item's id, which replaces {id} in the pattern.
             most_bytes: the largest size to accept.
@@ -124,6 +126,8 @@ class FunctionItems:
 
     def read(self, name: str, most_bytes: int) -> str | bytes | None:
         """Call the function for an item.
+
+        The content is not compared with `kind`.
 
         Args:
             name: the item's id.
@@ -185,6 +189,8 @@ class UrlItems:
 
     def read(self, name: str, most_bytes: int) -> str | bytes | None:
         """Request an item from its host, and stop after `most_bytes`.
+
+        Any thread may call it. A text loses a byte order mark.
 
         Args:
             name: the item's id; it is quoted, so that it cannot lead to another folder.
@@ -313,6 +319,8 @@ class LineItems:
 
     def read(self, name: str, most_bytes: int) -> str | None:
         """Read an item's text from its line; index new lines first.
+
+        Threads wait for each other while the file is read.
 
         Args:
             name: the item's id.

@@ -331,7 +331,8 @@ class DistilledObjective(Objective):
         """Return `distillation` of two augmented views; in training, move the teacher first.
 
         A move takes 1 % of the student's present parameters; in eval mode the teacher stays. The
-        teacher gets no gradient. The views are drawn from torch's default generator.
+        teacher gets no gradient. The views are drawn from torch's default generator. The teacher's
+        BatchNorm statistics are its own, from the same views.
         """
         pixels = to_pixels(batch["images"])
         views = torch.cat((self.augment(pixels), self.augment(pixels)))

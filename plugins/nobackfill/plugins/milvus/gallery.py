@@ -65,7 +65,7 @@ class MilvusGallery(PostgresqlGallery):
     def begin_journal(gallery: PostgresqlGallery) -> None:
         """Start the journal of a new, empty gallery, and drop the database's own graph of it.
 
-        Each put would extend that graph.
+        Each put would extend that graph. It waits until no other transaction writes to the gallery.
 
         Args:
             gallery: the new gallery; an existing journal stays as it is.
@@ -92,7 +92,7 @@ class MilvusGallery(PostgresqlGallery):
         """Add a staging space and its journal, unless the space exists.
 
         It waits until no other transaction writes to the gallery. All is one transaction. Listeners
-        are called.
+        are called. If the space exists, listeners are called nevertheless, and the epoch grows.
 
         Raises:
             InvalidInputError: it exists with another release, dimension, metric, norm or side
@@ -101,6 +101,7 @@ class MilvusGallery(PostgresqlGallery):
             BusyError: the gallery's rows are locked for too long.
             CannotWriteError: the database is full or read-only.
             NotFoundError: the gallery was deleted.
+            ConfigurationError, DamagedError: the database refuses a statement, or is damaged.
         """
 
         def work(connection: Connection) -> None:
@@ -255,6 +256,8 @@ class InMilvus(DatabaseHome):
     def open(self, name: str) -> Hosted:
         """Open a gallery by its name; start its journal if it has none.
 
+        Each call makes another object, which the caller closes.
+
         Returns:
             The hosted gallery, which wakes the feeder at each change.
 
@@ -273,7 +276,7 @@ class InMilvus(DatabaseHome):
         """Create an empty gallery with a journal.
 
         If the process ends in between, the gallery has no journal; `open` then starts it. The call
-        returns before Milvus knows the gallery.
+        returns before Milvus knows the gallery. After an error of the journal the gallery exists.
 
         Args:
             name: its name.

@@ -58,7 +58,8 @@ class RayCluster:
     def carry(self, work: UpgradeWork, pieces: Iterable[Piece]) -> Iterator[Labels]:
         """Migrate pieces of a gallery; each task reads and writes the gallery's database itself.
 
-        Model files in a folder are read at the first result.
+        Model files in a folder are read in this call. Nothing else runs before the first result is
+        asked for.
 
         Args:
             work: the gallery, the route and its models, which travel with the tasks.

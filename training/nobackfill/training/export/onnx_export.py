@@ -71,6 +71,7 @@ def strip(model: onnx.ModelProto) -> None:
 
     These are traces with paths of this machine, metadata, comments and inferred shapes. Weights,
     names of inputs and outputs, and the operator sets stay. The producer becomes "nobackfill".
+    Subgraphs and local functions stay as they are.
     """
     model.doc_string = ""
     model.producer_name, model.producer_version = "nobackfill", ""
@@ -135,6 +136,8 @@ def run_onnx(
 ) -> list[NDArray[Any]]:
     """Run an ONNX file once on the CPU.
 
+    The file is loaded at each call.
+
     Args:
         path: the file, which exists.
         inputs: arrays by the names of the graph's inputs.
@@ -178,6 +181,8 @@ def quantise(source: Path, target: Path) -> None:
     8 bits they would overflow, and a device would compute other values than the gate (ADR 0006).
     Metadata and traces of this machine are removed, as by `strip`. During the call the root logger
     shows only errors.
+
+    After an error an unfinished `target` may exist.
 
     Raises:
         OSError: `source` cannot be read or `target` cannot be written.

@@ -81,6 +81,7 @@ def write_checkpoint(run_dir: Path, checkpoint: Checkpoint) -> None:
     Raises:
         CannotWriteError: the file cannot be written; the old checkpoint stays, or the new one is
             there if only the folder could not be synced.
+        RuntimeError: two tensors share CPU memory.
     """
     metadata = {
         "format": _FORMAT,
@@ -165,7 +166,8 @@ def resumable(config: Config, facts: Facts | None = None) -> Checkpoint | None:
             not compare them. A model that was replaced at its path changes only these.
 
     Returns:
-        The checkpoint, which may be finished. Keys of how images are read may differ.
+        The checkpoint, which may be finished. Keys of how images are read may differ. Its
+        configuration is the stored one.
 
     Raises:
         ConfigurationError: the checkpoint has another configuration or other facts, or keys that
@@ -249,6 +251,9 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, checkpoint: Checkpoint) 
     Args:
         optimizer: an optimizer of the same parameters in the same order; it is changed.
         checkpoint: the checkpoint; one of a finished run has no momenta.
+
+    Raises:
+        IndexError: the checkpoint has momenta of more parameters.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     state: dict[int, dict[str, Tensor]] = {}

@@ -64,6 +64,9 @@ class BctDistillationObjective(BctObjective):
 
         Both are sums divided by the size of the whole batch, and have the option `weight`. A term
         without images is 0.
+
+        Raises:
+            ConfigurationError: dim is below the old model's dimension.
         """
         unknown = self.known_labels[labels] < 0
         new_logits = self.old_classifier.logits(embedding[unknown])

@@ -48,7 +48,8 @@ AnyOptions = TypeVar("AnyOptions", bound=Options)
 def read_options(options: Mapping[str, object], model: type[AnyOptions], method: str) -> AnyOptions:
     """Validate the key `options` of a configuration.
 
-    Options that are absent get their defaults; an option with an alias is named by it.
+    Options that are absent get their defaults; an option with an alias is named by it. Values are
+    converted as pydantic does, such as "1" to 1.
 
     Args:
         options: the values by option.

@@ -144,7 +144,7 @@ def encoder_of_run(run_dir: Path, kind: str) -> FrozenEncoder:
 
     It computes 64 images at a time on a CPU and 256 on a GPU. `run_in_bf16` is there if the run's
     precision is auto or bf16-mixed, and its configured device multiplies in bf16. The checkpoint is
-    read twice, the second time for its digest.
+    read twice, the second time for its digest. `run` raises ValueError without images.
 
     Args:
         run_dir: the folder of a finished run.
@@ -314,6 +314,8 @@ class AugmentedView:
 
         It covers torch's version, because random numbers may change with it.
 
+        It does not follow later changes of the files, because `images` computes its digest once.
+
         Raises:
             InvalidInputError: a file does not exist or cannot be read.
         """
@@ -325,7 +327,8 @@ class AugmentedView:
         """Yield all images in order, at most 256 at a time, uint8 [c,size,size,3] on the CPU.
 
         It seeds torch's default generator at the first chunk, so nothing else may draw from it
-        between chunks. Pixels are computed on the GPU if there is one.
+        between chunks. Pixels are computed on the GPU if there is one. Each call yields the same
+        pixels.
 
         Raises:
             InvalidInputError: a file is missing or no image.
