@@ -81,7 +81,8 @@ def list_images(
     """List the images of class folders, ordered by class, then by file name.
 
     Folders inside a class folder belong to the class. Hidden files, links to folders and files of
-    other kinds, HEIC and AVIF included, are left out; a warning counts them. No file is opened.
+    other kinds, HEIC and AVIF included, are left out; a warning counts them. No file is opened. A
+    class folder itself may be a link.
 
     Args:
         root: A folder of class folders.
@@ -211,7 +212,8 @@ def _listing(root: Path, files: Mapping[Path, list[Path]]) -> ImageListing:
 def order_by_digest(listing: ImageListing, seed: int) -> Iterator[NDArray[np.int64]]:
     """Yield, for each class, its rows in the order of a seeded digest of the file names.
 
-    The order is reproducible on every machine and does not follow the file names.
+    The order is reproducible on every machine and does not follow the file names. The whole path
+    below the root counts.
 
     Args:
         listing: The images.

@@ -41,7 +41,8 @@ def space_id(
 ) -> str:
     """Return the id of a release's vector space: `sp-` and 64 hex digits.
 
-    The id covers all that changes what a vector means or how two vectors are compared.
+    The id covers all that changes what a vector means or how two vectors are compared. Without an
+    embedder and `more`, releases of equal dimension, metric and norm share an id.
 
     Args:
         embedder_sha256: SHA-256 of the image embedder's file in hex, None without one. It is part

@@ -68,7 +68,8 @@ def put(
 ) -> dict[str, str]:
     """Store texts by id; an existing id is replaced unless its text is identical.
 
-    Each batch of 32 is durable before the next begins. The texts themselves are not stored.
+    Each batch of 32 is durable before the next begins. The texts themselves are not stored. The
+    release of a rollback, and a flip meanwhile, are treated as in `add`.
 
     Args:
         device: the gallery.

@@ -99,7 +99,8 @@ def best_route(manifests: Mapping[int, Manifest], old: int, new: int) -> Route |
 def predecessor(manifests: Mapping[int, Manifest], release: int) -> int | None:
     """Return the newest older release whose galleries a release can migrate or search.
 
-    Releases that are not among the manifests, such as withdrawn ones, do not count.
+    Releases that are not among the manifests, such as withdrawn ones, do not count. Items are taken
+    to have the side-information of their release.
 
     Args:
         manifests: The releases by number.
@@ -124,7 +125,9 @@ def compare(
     """Measure an upgrade on pictures, with int8 files where they are published.
 
     Each picture is embedded by both models, on one core. Every picture is compared with every
-    other, so memory and time grow with their square. Nothing is written.
+    other, so memory and time grow with their square. Nothing is written. Cells whose query and
+    gallery differ in dimension are left out. Without a route the old vectors are searched as they
+    are.
 
     Args:
         folder: The publication folder.
@@ -247,6 +250,8 @@ def matrix_of_evidence(old: Manifest, new: Manifest, route: tuple[int, ...]) -> 
 
 def basis_of_evidence(new: Manifest, route: tuple[int, ...]) -> str:
     """Describe in sentences how a manifest's matrix was measured.
+
+    Its numbers of searches and images are those of the first measured cell.
 
     Args:
         new: The release.

@@ -151,7 +151,7 @@ class ChromaServer:
         """Send a request and return the decoded JSON answer; None for an empty one.
 
         Redirects are not followed and requests are not repeated. The token is read from the
-        environment at each request.
+        environment at each request. Threads may call it at once.
 
         Args:
             method: the HTTP method.
@@ -273,6 +273,8 @@ class ChromaStore:
     def exists(self, name: str) -> bool:
         """Return whether there is a collection of this name.
 
+        A missing tenant or database gives False, too.
+
         Raises:
             UnavailableError: the server does not answer within a minute.
             NotPermittedError: the server refuses the token.
@@ -287,6 +289,8 @@ class ChromaStore:
 
     def make(self, target: Target, like: Collection, facts: Mapping[str, str]) -> None:
         """Create an empty collection for other vectors of the items of an existing one.
+
+        The embedding function of `like` is not copied.
 
         Args:
             target: name of the new collection; its other fields are ignored. The dimension comes
@@ -386,9 +390,9 @@ class ChromaCollection:
     def facts(self) -> Facts:
         """Return the collection's name, dimension, metric and model, and the names of other values.
 
-        The names are those of the first item; none if the collection is empty. The dimension is as
-        it was when the collection was opened, and None if it never had an item. The metric is None
-        if the server names none.
+        The names are those of the first item, without values that are None; none if the collection
+        is empty. The dimension is as it was when the collection was opened, and None if it never
+        had an item. The metric is None if the server names none.
 
         Raises:
             InvalidInputError: searches use a metric that nobackfill does not support, or the server
@@ -465,6 +469,8 @@ class ChromaCollection:
 
     def digests(self, window: Window) -> dict[Any, str]:
         """Read the digests of a copy's items by id; "" for an item that a writer put.
+
+        Deleted items are left out.
 
         Args:
             window: ids above `lower` and up to `upper`, as `records` reads it.

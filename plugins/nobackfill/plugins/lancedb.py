@@ -171,7 +171,8 @@ class LanceSource:
         """Return name, dimension, metric and model of the old vectors, and the names of other
         columns.
 
-        The model is None if nobody recorded it.
+        The model is None if nobody recorded it. The other columns include those of new vectors and
+        of digests.
 
         Raises:
             InvalidInputError: The indexes have different metrics, or one that is not supported; or
@@ -251,6 +252,7 @@ class LanceSource:
 
         The last window has no upper end, so that it includes later rows. An empty table gives one
         window. Rows that are added before the last window's lower end lie in the earlier windows.
+        Rows without a vector count, too.
 
         Args:
             rows: The size of a window, at least 1; all but the last have exactly this many rows.
@@ -341,7 +343,8 @@ class LanceSource:
     def rows(self, result: Any, column: str) -> Rows:
         """Convert rows of Arrow to Rows, with the vectors of a column, float32 [n, dim].
 
-        No row may lack the vector.
+        No row may lack the vector: that is not noticed, and later vectors would belong to wrong
+        keys.
 
         Args:
             result: The rows, with the key and the column.
@@ -349,7 +352,7 @@ class LanceSource:
 
         Raises:
             KeyError: `result` lacks the key or the column.
-            ValueError: A row lacks the vector.
+            ValueError: The column holds no vectors.
         """
         keys = result[self.key].to_pylist()
         dim = _dim(result.schema.field(column)) or 0
@@ -358,7 +361,8 @@ class LanceSource:
     def column(self, window: Window, name: str) -> ColumnValues:
         """Read another column of a window as text, without the rows where it is empty.
 
-        Texts come by increasing key; an empty text counts as empty.
+        Texts come by increasing key; an empty text counts as empty. Other values are written as
+        Python's `str` does.
 
         Raises:
             InvalidInputError: There is no such column, its name has a backtick, or LanceDB refuses
@@ -380,7 +384,7 @@ class LanceSource:
         """Search the ids nearest to a vector, nearest first.
 
         The metric of the old vectors' indexes is used, else cosine. With an index, the search is
-        approximate.
+        approximate. Rows without a vector are not found.
 
         Args:
             vector: float32 [dim].
@@ -429,8 +433,11 @@ class LanceSource:
     def texts(self, ids: Sequence[str], column: str) -> dict[str, str]:
         """Read another column as text by id, without the rows where it is empty.
 
+        Other values are written as Python's `str` does. The order is any.
+
         Args:
-            ids: Keys as text; unknown ones are left out.
+            ids: Keys as text; unknown ones are left out. A repeated one counts once, and a text
+                that is no integer matches no integer key.
 
         Raises:
             InvalidInputError: There is no such column, its name has a backtick, or LanceDB refuses
@@ -453,7 +460,8 @@ class LanceSource:
         """Return sentences about what prevents a flip to `target`; empty if nothing does.
 
         They are a column of an earlier flip, embedding functions of the table, and indexes that
-        cannot be built again. Writes nothing. After the flip to `target`, there are none.
+        cannot be built again. Rows without a new vector, and a missing column, are no obstacle
+        here. Writes nothing. After the flip to `target`, there are none.
 
         Args:
             target: The column's name and dimension, and the digest of the map.
@@ -506,7 +514,8 @@ class LanceSource:
         Raises:
             AlreadyExistsError: Another column has the name, or the name is empty.
             InvalidInputError: The source's column holds the vectors of this map already, or LanceDB
-                refuses this.
+                refuses this. Indexes of the old vectors have different metrics; then the new
+                columns stay.
             BusyError: Others write the table at this moment.
             ConfigurationError: The process was forked after the table was opened.
         """
@@ -553,7 +562,8 @@ class LanceSource:
     def name_model(self, model: str) -> None:
         """Record the model of the old vectors in the column's metadata, by its fingerprint.
 
-        The other facts in the column's metadata stay.
+        An earlier model is replaced; the text is not checked. The other facts in the column's
+        metadata stay.
 
         Raises:
             InvalidInputError: LanceDB refuses this, also because a file cannot be written.
@@ -608,6 +618,8 @@ class LanceSource:
     def flip_state(self, mark: str) -> Literal["old", "flipped", "finished", "unknown"]:
         """Return whose vectors have the source's name: old, flipped, finished (the old ones are
         dropped) or unknown.
+
+        It is unknown where old vectors stay beside vectors that this map did not compute.
 
         Args:
             mark: Digest of the map of the new vectors.
@@ -788,7 +800,8 @@ class NewLanceColumn:
         """Write new vectors with their digests. A row that changed since it was read is written
         too: its digest shows that it is pending.
 
-        All are written in one version of the table, or none.
+        All are written in one version of the table, or none. A new vector that a writer put
+        meanwhile is replaced.
 
         Args:
             rows: n rows, as `pending` returned them; a deleted one is ignored.
@@ -799,6 +812,7 @@ class NewLanceColumn:
             InvalidInputError: LanceDB refuses this.
             BusyError: Others write the table at this moment.
             ConfigurationError: The process was forked after the table was opened.
+            KeyError: The column was dropped since it was opened.
         """
         name, schema = self._target.name, self._source.schema
         kind = schema.field(name).type
@@ -876,11 +890,14 @@ class NewLanceColumn:
 
         The flip is undone if others wrote rows without a new vector meanwhile. New vectors that are
         stale are cleared. The table is not locked during the block. If the block raises, nothing is
-        flipped.
+        flipped. Afterwards open the source and its target again: this object still uses the former
+        names.
 
         Raises:
-            BusyError: Rows have no new vector, because others wrote them; the names stay.
-            InvalidInputError: LanceDB refuses the change.
+            BusyError: Rows have no new vector, because others wrote them, or LanceDB reports a
+                conflict; the names stay. If undoing the flip fails, the table stays flipped.
+            InvalidInputError: LanceDB refuses the change, or undoing it; then the table stays
+                flipped.
             ConfigurationError: The process was forked after the table was opened.
         """
         yield
@@ -915,7 +932,10 @@ class NewLanceColumn:
             )
 
     def owner_tasks(self) -> list[str]:
-        """Return the owner's tasks after the flip, as sentences."""
+        """Return the owner's tasks after the flip, as sentences.
+
+        They are the same for every table; nothing is read.
+        """
         return [
             "writers and readers that opened the table before the flip must open it again: they "
             "still write the old vector",

@@ -44,8 +44,9 @@ class Record:
     def digest(self) -> str:
         """Return a digest of vector, values and partition, as 32 hexadecimal digits.
 
-        It is computed once. Numbers that JSON writes alike are equal; a value that JSON does not
-        know counts by its repr, an array by its values.
+        The key is not part of it. It is computed once, so that later changes of the values do not
+        count. Numbers that JSON writes alike are equal; a value that JSON does not know counts by
+        its repr, an array by its values.
         """
         values = json.dumps(self.values, sort_keys=True, default=_plain).encode()
         whole = self.vector.tobytes() + values + self.partition.encode()
@@ -351,7 +352,8 @@ class CopiedSource:
     def column(self, window: Window, name: str) -> ColumnValues:
         """Read a value of a window's items as text; items where it is empty are left out.
 
-        An unknown name gives no values. A value counts as empty if it is None or "".
+        An unknown name gives no values. A value counts as empty if it is None or "". Values come in
+        the order in which the store reads the window.
 
         Raises:
             UnavailableError: The server does not answer.
@@ -421,6 +423,8 @@ class CopiedSource:
     def open_target(self, target: Target) -> "CollectionCopy":
         """Create an empty copy of the collection, or open that of an earlier run of this map.
 
+        The dimension of an existing copy is not checked.
+
         Raises:
             AlreadyExistsError: The name belongs to another collection, or to a copy by another map.
                 Another program made a collection of the name meanwhile.
@@ -484,11 +488,13 @@ class CollectionCopy:
         self._store, self._source, self._copy = store, source, copy
 
     def pending(self, window: Window) -> Rows:
-        """Delete copies of deleted and changed items; then read the items without a copy. An item
-        that a writer put into the copy is never pending, and never deleted.
+        """Delete copies of deleted and changed items; then read the items without a copy.
+
+        An item that a writer put into the copy is never pending, and never deleted.
 
         Raises:
-            InvalidInputError: The vectors have several dimensions. The server refuses the request.
+            InvalidInputError: An item has no vector, or the vectors have several dimensions; stale
+                copies are deleted already. The server refuses the request.
             UnavailableError: The server does not answer.
             CannotWriteError: A copy cannot be deleted.
             NotFoundError: The collection or its copy was deleted.
@@ -533,7 +539,8 @@ class CollectionCopy:
         """Read the new vectors of a window that nobackfill wrote; those of writers are left out.
 
         Raises:
-            InvalidInputError: The vectors have several dimensions. The server refuses the request.
+            InvalidInputError: An item has no vector, or the vectors have several dimensions. The
+                server refuses the request.
             UnavailableError: The server does not answer.
             NotFoundError: The collection or its copy was deleted.
             NotPermittedError: The server refuses the key.

@@ -143,6 +143,7 @@ def open_searchable(
         IncompatibleSpaceError: Files of one folder record different models.
         BusyError: Others hold a file or a folder of an embedded store, or the server has too many
             requests.
+        ImportError, AttributeError: As `open_source`.
     """
     source = open_source(address, key=key, vector=vector, where=where)
     if isinstance(source, Searchable):
@@ -178,6 +179,7 @@ def open_items(
         ConfigurationError: As `open_source`.
         BusyError: Others hold a file or a folder of an embedded store, or the server has too many
             requests.
+        IncompatibleSpaceError, ImportError, AttributeError: As `open_source`.
     """
     source = open_source(address, key=key, vector=vector, where=where)
     why = (

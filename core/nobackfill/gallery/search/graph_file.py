@@ -109,6 +109,7 @@ def read_index(path: Path, spec: SpaceSpec, engine: str) -> IndexFile:
         NotFoundError: There is no such file.
         VerificationError: The file is damaged, cannot be read, or belongs to another space,
             dimension, metric or engine.
+        KeyError: The digest fits, but the header lacks a field.
     """
     try:
         # Read once, then check and use the same bytes: the file may change.
@@ -384,6 +385,8 @@ class GraphSkeleton:
 def read_skeleton(path: Path, spec: SpaceSpec) -> GraphSkeleton:
     """Read and check an index file.
 
+    Rows that `labels` does not have are only noticed by `rebuild_graph`.
+
     Args:
         path: The file.
         spec: The space that it must have.
@@ -391,7 +394,7 @@ def read_skeleton(path: Path, spec: SpaceSpec) -> GraphSkeleton:
     Raises:
         NotFoundError: There is no such file.
         VerificationError: The file is damaged, cannot be read, belongs to another space or engine,
-            or has links that lead out of the graph.
+            or has links that lead out of the graph. It lacks a row or a sum of an element.
         KeyError: An intact file lacks an array or a parameter of the graph.
     """
     file = read_index(path, spec, ENGINE)
@@ -440,6 +443,9 @@ def rebuild_graph(
     after_piece: Callable[[], None],
 ) -> tuple[Hnsw, Rows]:
     """Build a graph of a skeleton's links over other vectors.
+
+    A replaced vector is noticed only within one space and with the skeleton's sums. Labels that the
+    skeleton lacks get no element.
 
     Args:
         skeleton: The links.

@@ -132,7 +132,8 @@ class HnswIndex:
         The graph itself does not change: it may be in use, and its own ef applies to every search.
 
         Args:
-            ef: Minimum number of candidates; 0 for the graph's own.
+            ef: Minimum number of candidates; 0 for the graph's own. Unlike in `search`, n or more
+                does not make the search exact.
 
         Returns:
             The new index, which shares labels, vectors and graph with this one; this one does not
@@ -272,6 +273,9 @@ class HnswIndex:
     def skeleton(self, *, sums: bool = True) -> GraphSkeleton:
         """Return a copy of the graph without its vectors.
 
+        The links are copied; the labels and rows are this index's own arrays. No other thread may
+        change the graph during the call.
+
         Args:
             sums: Compute a sum of each vector, which an index file needs; it reads every vector.
                 Without, the skeleton's `sums` is None.
@@ -375,12 +379,14 @@ def build_index(
 
     The ef of searches is chosen so that the index finds LEAST_RECALL of its own vectors'
     neighbours; if no tried ef does, it is the largest, without an error. With one thread, the same
-    content gives the same graph.
+    content gives the same graph. A graph of more than 32 MiB is moved to large memory pages by a
+    daemon thread.
 
     Args:
         spec: The space.
         labels: int64 [n], increasing; n may be 0.
-        vectors: float32 [n, dim], checked; copied into the graph.
+        vectors: float32 [n, dim], checked; copied into the graph. They are read once, in order, and
+            an error of reading passes through.
         threads: Called before each piece of PIECE rows: how many threads may add it.
         after_piece: Called after each piece, and between the probes; its error ends the build and
             passes through.
@@ -424,6 +430,8 @@ def rebuild_from_skeleton(
 ) -> tuple[HnswIndex, Rows]:
     """Rebuild a graph from a skeleton over vectors of the gallery, which are read once, in order.
 
+    `old` does not change. Added rows are not in the index, so the caller searches them apart.
+
     Args:
         old: The skeleton.
         spec: The space of the vectors.
@@ -438,6 +446,7 @@ def rebuild_from_skeleton(
         VerificationError: The graph would find less than LEAST_RECALL, too much has changed, or the
             metrics differ: build a new one.
         DamagedError: As a VerificationError: `vectors` reads a damaged row.
+        KeyError: The skeleton lacks a parameter of the graph.
     """
     _refuse_metric(old.spec, spec)
     _refuse_distant(len(old.links), old.labels, labels)
@@ -535,7 +544,8 @@ def transfer_index(
         old: The graph.
         spec: The space of the vectors.
         labels: int64 [n], increasing.
-        vectors: float32 [n, dim], read once, in order.
+        vectors: float32 [n, dim], read once, in order, added rows twice; an error of reading passes
+            through.
         threads: Called before each piece of added rows: how many threads may add it.
         after_piece: Called after each piece of work; its error ends it and passes through.
 
@@ -577,7 +587,8 @@ def renew_index(
     Args:
         spec: The space of the vectors.
         labels: int64 [n], increasing; n may be 0.
-        vectors: float32 [n, dim].
+        vectors: float32 [n, dim], read up to three times. An error of reading passes through,
+            except for a VerificationError during a transfer.
         old: An index, perhaps of the space before an upgrade. A transfer to another space does not
             have `own_links`; replace it by a build when there is time. None builds a new one. So
             does an `old` of which more than LARGEST_CHANGE of the rows changed, or that would find
@@ -629,7 +640,8 @@ def tune_index(
         after_piece: Called between pieces of work; its error ends it and passes through.
 
     Returns:
-        An index over the same graph; `index` itself does not change.
+        An index over the same graph; `index` itself does not change. An earlier minimum of
+        `with_candidates` does not count.
     """
     index = index.with_candidates(0)
     farthest = _farthest(index, queries, after_piece)

@@ -134,11 +134,12 @@ class HaystackDocumentStore:
         Args:
             documents: The documents.
             policy: NONE and OVERWRITE replace a document of the same id. SKIP and FAIL read the ids
-                first, by a call for each; a document that another client stores meanwhile is
-                replaced.
+                first, by a call for each; they do not notice an id that occurs twice in the list,
+                and a document that another client stores meanwhile is replaced.
 
         Raises:
-            ValueError: Another type than a list of documents.
+            ValueError: Another type than a list of documents, or an embedding with values that are
+                no numbers.
             DuplicateDocumentError: An id exists already, with FAIL; no document is stored.
             InvalidInputError: A document has content other than a text, or no embedding although
                 the store has a `release`, or metadata that a gateway does not store: none is

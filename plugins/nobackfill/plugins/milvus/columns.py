@@ -207,6 +207,7 @@ def database_id(database: Database) -> str:
         UnavailableError: the database does not answer.
         ConfigurationError: the role may not call pg_control_system().
         BusyError: a statement took too long, or no connection was free (OverloadedError).
+        DeadlineError, CancelledError: the call's time is over, or its caller has gone.
     """
     query = (
         "SELECT system_identifier || '/' || (SELECT oid FROM pg_database WHERE datname ="
