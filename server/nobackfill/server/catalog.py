@@ -52,7 +52,8 @@ class OpenPublication:
 def fetch(repo: Path, path: str, offset: int, signed: Callable[[str], bool]) -> OpenPublication:
     """Open a published file.
 
-    If its chunks are not read to the end, closing their iterator closes the file.
+    Reading a chunk may raise OSError. If chunks were read, but not to the end, closing their
+    iterator closes the file. If no chunk was read, the file closes once the iterator is dropped.
 
     Args:
         repo: publication folder.
@@ -203,8 +204,10 @@ class Catalog:
         return max((n for n in self.manifests if self.releases.get(n) is None), default=None)
 
     def usable(self, source: int) -> Mapping[int, Manifest]:
-        """Return the releases that routes from a release may use: itself, and those not
-        withdrawn. An unknown `source` adds nothing.
+        """Return the releases that routes from a release may use: itself, and those not withdrawn.
+
+        An unknown `source` adds nothing. The mapping is new and shows the last verified view,
+        without releases whose manifest cannot be used.
         """
         return {
             number: manifest
@@ -233,7 +236,8 @@ class Catalog:
     def find(self, release: int) -> Manifest:
         """Return the manifest of a release, also of one that was published a moment ago.
 
-        An unknown release makes the folder be read again, which wakes the watchers.
+        An unknown release, and one whose manifest cannot be used, makes the folder be read again at
+        each call, which wakes the watchers.
 
         Raises:
             NotFoundError: it is not published, or nothing is.
@@ -271,7 +275,8 @@ class Catalog:
     def signed(self, path: str) -> bool:
         """Tell whether signed metadata names a file, also one that was published a moment ago.
 
-        An unknown file makes the folder be read again. Whether the file exists is not checked.
+        An unknown file makes the folder be read again at each call, which wakes the watchers.
+        Whether the file exists is not checked.
 
         Raises:
             NotFoundError: nothing is published.
@@ -323,7 +328,10 @@ class Catalog:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop the thread of `watch`, if there is one; returns once it has ended."""
+        """Stop the thread of `watch`, if there is one; returns once it has ended.
+
+        It waits for a refresh without a limit; a second call does nothing. The view stays readable.
+        """
         self._stopping.set()
         if self._thread is not None:
             self._thread.join()
@@ -408,7 +416,7 @@ class ChangeCounter:
         return self._count
 
     def notify(self) -> None:
-        """Count a change, and wake all watchers; never waits for them."""
+        """Count a change, and wake all watchers; never waits for them. Any thread may call it."""
         with self._condition:
             self._count += 1
             self._condition.notify_all()
@@ -420,9 +428,9 @@ class ChangeCounter:
 
         Args:
             known_count: the count that the caller knows; another present count returns at once.
-            timeout_s: longest wait in seconds.
+            timeout_s: longest wait in seconds; 0 or less does not wait.
             is_gone: ends the wait when it returns True; called at once and at each change, under
-                the counter's lock. By default it never ends it.
+                the counter's lock. By default it never ends it. Its error passes through.
 
         Returns:
             The present count; equal to `known_count` if the time is over or the caller is gone.

@@ -54,6 +54,7 @@ def storage_of(settings: Settings) -> "Storage":
         CannotWriteError: the folder cannot be created, or the database cannot write.
         OSError: the file system has no locks (flock).
         ImportError, AttributeError: the engine's plug-in cannot be imported, or lacks its object.
+        OSError, ValueError, KeyError: the mark of a move cannot be read, or is damaged.
     """
     store = settings.store.get_secret_value() if settings.store is not None else SQLITE
     folder = folder_of(store, settings.data)
@@ -84,9 +85,12 @@ def folder_of(store: str, data: Path) -> Path | None:
 def mark_moved(folder: Path, to: str) -> None:
     """Mark a folder as moved, durably, so that no gateway serves it without --force.
 
+    An earlier mark is replaced. The folder must exist.
+
     Args:
         folder: the folder.
-        to: address of the new store; its user and password are not written.
+        to: address of the new store; its user, password, port and options are not written. An
+            address without a host is written whole, with a password in its options.
 
     Raises:
         CannotWriteError: the folder cannot be written.
@@ -145,7 +149,8 @@ def need_store(store: str) -> None:
     If it is a database, only the form of the address is checked. Nothing is written or locked.
 
     Args:
-        store: address of the store, as in the settings.
+        store: address of the store, as in the settings. `sqlite:` without a folder means the
+            working folder here.
 
     Raises:
         NotFoundError: no gateway has served from the folder: it has no state.json.

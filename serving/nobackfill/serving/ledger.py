@@ -117,7 +117,8 @@ CREATE TABLE IF NOT EXISTS spent (day TEXT PRIMARY KEY, items INTEGER NOT NULL) 
         Claims of processes that have ended, and claims older than ten minutes, are ended first.
 
         Args:
-            keys: distinct items, claimed in their order; may be empty.
+            keys: distinct items, claimed in their order; may be empty. A repeated one is queued as
+                requested.
             day: the day of the budget, YYYY-MM-DD in UTC.
             budget: the most items of this day, over all processes; 0 claims none.
 
@@ -174,8 +175,8 @@ CREATE TABLE IF NOT EXISTS spent (day TEXT PRIMARY KEY, items INTEGER NOT NULL) 
         """Give up claims of items that failed, and return their cost to the day's budget.
 
         The items stay queued, but come last until a query requests them again; an item without a
-        claim is queued, too. The cost of a claim that another process has taken over is not
-        returned.
+        claim is queued, too. Claims of other processes on these items end, too, but their cost is
+        not returned.
 
         Raises:
             BusyError, CannotWriteError, DamagedError: the file is locked for 30 s, cannot be made
@@ -197,6 +198,8 @@ CREATE TABLE IF NOT EXISTS spent (day TEXT PRIMARY KEY, items INTEGER NOT NULL) 
     def names_wanted(self, count: int, where: str = "times > 0") -> list[str]:
         """Return the names of queued items, the most requested first.
 
+        Queued items that a process has claimed are among them.
+
         Args:
             count: the most names to return; 0 gives none, a negative number all.
             where: an SQL condition on the columns `id` and `times` of the queue; never build it
@@ -208,7 +211,7 @@ CREATE TABLE IF NOT EXISTS spent (day TEXT PRIMARY KEY, items INTEGER NOT NULL) 
 
         Raises:
             BusyError, CannotWriteError, DamagedError: the file is locked, cannot be read or made,
-                or is damaged.
+                or is damaged. A wrong `where` looks like damage.
         """
         with self._reading() as connection:
             rows = connection.execute(
@@ -233,7 +236,8 @@ CREATE TABLE IF NOT EXISTS spent (day TEXT PRIMARY KEY, items INTEGER NOT NULL) 
     def close(self) -> None:
         """Close the file, if it is open; the next call of another method opens it again.
 
-        Claims of this process stay until it ends.
+        Claims of this process stay until it ends. The call waits for a method that another thread
+        runs.
         """
         with self._lock:
             if self._file is not None:

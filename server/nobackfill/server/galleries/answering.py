@@ -89,7 +89,8 @@ def rank(
     calibration), they are ranked by distance, which the release then declares comparable. Ranking
     uses exact distances; the hits have rounded ones, unless `exact` is set.
 
-    Ties go by distance, then by label. A part that has an `origin` gives it to all its hits.
+    Ties go by distance, then by label. A part that has an `origin` gives it to all its hits. An
+    error of `items` passes through. No further neighbour takes the place of a deleted item.
 
     Args:
         parts: the searched parts.
@@ -375,6 +376,8 @@ class Answerers:
         """Embed images and texts by each release; a single query is batched with those of other
         calls.
 
+        For a single query, a text or image that is too large is a returned error, not a raised one.
+
         Args:
             manifests: the releases; one that is named twice is used once.
             items: encoded images and texts; empty gives no rows.
@@ -412,6 +415,8 @@ class Answerers:
     def count(self, questions: "Iterable[Question]") -> None:
         """Count searches in the metrics, once for each part of a question, by whether they compare
         every vector or use a graph.
+
+        After an error earlier questions are counted.
 
         Raises:
             OutdatedError: another gateway has deleted a space.
@@ -574,6 +579,7 @@ class PlainAnswerer:
             NobackfillError: the store's error: BusyError, NotFoundError, UnavailableError,
                 VerificationError, or CannotWriteError if a file cannot be opened or the disk fails.
             OutdatedError: another gateway has replaced the plan.
+            IncompatibleSpaceError: a space was deleted meanwhile; only in a file.
         """
         answers: dict[Question, QueryAnswer] = {}
         if not questions:
@@ -760,7 +766,8 @@ def find_nearest(
     The neighbours have the largest `k` of the questions with the same parts.
 
     Args:
-        questions: at least one question, all of one gallery.
+        questions: at least one question, all of one gallery and with one `ef`, which is not
+            checked.
         matches: items that may be hits; None means all.
         timed: count the duration for the gallery's speed, unless the search has an `ef`.
 
@@ -971,8 +978,8 @@ def rank_by_both(
     """Rank the nearest items of either model: migrated ones by both distances, native ones by the
     new.
 
-    Ties go by the new distance, then by label. Items that have no vector in the new space are left
-    out.
+    Ties go by the new distance, then by label. Items that have no vector in the new space, or are
+    deleted meanwhile, are left out and not replaced.
 
     Each model gives as many candidates as `collect_candidates` says, at least HITS.
 

@@ -80,9 +80,9 @@ class GraphWait:
     def wait(self) -> None:
         """Return once the graph has the required recall, and searches are wide enough for it.
 
-        The search width that suffices is stored for later plans. A busy or absent database is tried
-        again while the graph is built or measured. A note that an earlier wait wrote is removed at
-        the end.
+        It waits without a time limit. The search width that suffices is stored for later plans. A
+        busy or absent database is tried again while the graph is built or measured. A note that an
+        earlier wait wrote is removed at the end.
 
         Raises:
             CannotWriteError: the graph cannot be built, or the note cannot be written.
@@ -298,7 +298,8 @@ class HostedInDatabase(Hosted):
             ef: width of the graph search; 0 means the stored width.
 
         Returns:
-            The neighbours of all queries, for each part, nearest first.
+            The neighbours of all queries, for each part, nearest first; padded with label -1 where
+            there are fewer.
 
         Raises:
             InvalidInputError: a query is not a valid vector.

@@ -87,6 +87,8 @@ class CallTrace:
     def end(self, code: grpc.StatusCode, request_id: str) -> None:
         """Export the call and its parts, without waiting; call it once.
 
+        Parts that have not ended are left out.
+
         Args:
             code: the status of the call.
             request_id: id of the request.

@@ -211,7 +211,8 @@ def end_jobs(parts: Parts, phase: Phase, message: str) -> None:
     """End the jobs of all galleries' upgrades once an activation ends; unfinished ones get its
     message.
 
-    On DONE an unfinished job gets its gallery's note instead. Jobs that have ended stay.
+    On DONE an unfinished job gets its gallery's note instead. Jobs that have ended stay. After an
+    error the jobs of earlier galleries have ended.
 
     Args:
         parts: the parts of the gateway.
@@ -317,7 +318,7 @@ class Activations:
         """Upgrade one gallery, which stayed with an older release, to the active one.
 
         Whether the gallery exists is not checked: for an unknown name the activation ends without
-        work.
+        work. A rollback's five minutes end.
 
         Args:
             gallery: its name.
@@ -329,7 +330,7 @@ class Activations:
 
         Raises:
             BusyError: another activation, rollback or retirement is under way, or the system has no
-                thread left.
+                thread left; then the activation is recorded, and a restart resumes it.
             CannotWriteError: the state cannot be written.
             PreconditionError: no release is active.
             UnavailableError: the database does not answer.
@@ -628,7 +629,7 @@ class Activations:
         """Check that no activation is under way.
 
         In a shared database an activation of another gateway counts, too; its canary never counts
-        as waiting.
+        as waiting. The answer holds only within `exclusive`.
 
         Args:
             action: the action that the caller wants, for the error.
@@ -809,8 +810,9 @@ class FirstActivation:
 
         Call it only while no release is active. If none is published, or the model server is away,
         a thread waits for both. A release that failed before is not tried again; the thread waits
-        for a newer one. Errors of the activation are logged, not raised. The thread ends when a
-        release is active, or the gateway stops.
+        for a newer one. A thread waits, too, if another gateway may be activating. Errors of the
+        activation are logged, not raised. The thread ends when a release is active, or the gateway
+        stops.
         """
         newest = self._catalog.newest()
         # Only an operator retries a release that failed.

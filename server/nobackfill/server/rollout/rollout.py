@@ -138,6 +138,8 @@ class RolloutRun:
     def stop_if_cancelled(self) -> None:
         """Stop here if the activation was cancelled.
 
+        A lead that was lost is not noticed here.
+
         Raises:
             RolloutCancelledError: it was cancelled.
         """
@@ -161,7 +163,8 @@ class RolloutRun:
     def report(self, phase: Phase, complete: int = 0, total: int = 0, message: str = "") -> None:
         """Add an event, and wake the watchers.
 
-        Progress during the upgrade replaces the event before it.
+        Progress during the upgrade replaces the event before it. Any thread may call it; events
+        stay in memory only.
 
         Args:
             phase: the phase it is in.
@@ -180,7 +183,7 @@ class RolloutRun:
         """Yield all events from the beginning to DONE or FAILED, then wait for new ones.
 
         It never ends if no end is reported and `is_gone` stays False. Progress events between two
-        looks are skipped.
+        looks are skipped. Any number of threads may follow, each from the beginning.
 
         Args:
             is_gone: checked when there was no event for half a second; True ends the iteration

@@ -270,8 +270,9 @@ class Trials:
     ) -> None:
         """Try a release's encoders, and its upgrades from other releases; see try_release.
 
-        A trial runs in a child process with limits, and other calls wait for it. A model that
-        passed is not tried again, also with other sources. A failure is not remembered.
+        A trial runs in a child process with limits, and other calls wait for it without a limit;
+        meanwhile their `check_stop` is not called. A model that passed is not tried again, also
+        with other sources. A failure is not remembered.
 
         Args:
             manifest: the release.
@@ -349,7 +350,8 @@ class Upgrading:
     def route(self, hosted: Hosted, target: int, *, is_direct: bool = False) -> Route | None:
         """Return the best route from a gallery's active space to a release; None without one.
 
-        A release that is withdrawn is not used, except the source itself. Nothing is opened.
+        A release that is withdrawn is not used, except the source itself. Nothing is opened. The
+        route is empty if the gallery has the release already.
 
         Args:
             hosted: the gallery.
@@ -399,6 +401,7 @@ class Upgrading:
             NotFoundError: a release is not published, or the gallery was deleted.
             BusyError, UnavailableError: the store is busy or does not answer, or the publication
                 folder cannot be read.
+            IncompatibleSpaceError: the active space was deleted meanwhile.
         """
         route = self._need_route(hosted, target.release)
         if not route.steps:
@@ -429,7 +432,8 @@ class Upgrading:
         It replaces the gallery's job, and saves its progress for other gateways at most twice a
         second. After each chunk it pauses; workers do not. Written vectors stay, also after an
         error. At the end, and ten times in between, it measures how many neighbours the upgrade
-        kept.
+        kept. At the end, also after an error, the job stays RUNNING or PAUSED: the caller records
+        the end by `finish`.
 
         Args:
             hosted: the gallery.
@@ -585,7 +589,8 @@ class Upgrading:
     def forget(self, galleries: set[str]) -> None:
         """Forget pauses and jobs of deleted galleries.
 
-        Unknown names are ignored. Jobs that are saved for other gateways are deleted, too.
+        Unknown names are ignored. Jobs that are saved for other gateways are deleted, too. After an
+        error the call can be repeated; the jobs here are gone already.
 
         Raises:
             CannotWriteError: the state cannot be written.
@@ -641,7 +646,7 @@ class Upgrading:
         """Replace a gallery's job, because an activation has begun that will upgrade it.
 
         It does nothing if the gallery's active space is of the release. The job begins as RUNNING,
-        or PAUSED.
+        or PAUSED, and is saved for other gateways.
 
         Raises:
             NotFoundError: the gallery is closed or deleted.

@@ -44,7 +44,8 @@ def check_url(url: str, setting: str = "store") -> None:
     """Check the address of a database.
 
     An address without a host is local. With several hosts, one that is not local is enough to need
-    TLS: sslmode require, verify-ca or verify-full. Nothing is connected.
+    TLS: sslmode require, verify-ca or verify-full. Nothing is connected, and environment variables
+    such as PGHOST are not looked at.
 
     Args:
         url: the address; errors do not repeat it, because it may have a password.
@@ -256,7 +257,8 @@ def sign(connection: _Connection, former: UUID | None) -> Signature | None:
 def was_committed(connection: _Connection, signature: Signature) -> bool | None:
     """Tell whether a transaction was committed; None while it still runs.
 
-    A number that the server does not know yet, because it crashed, counts as not committed.
+    A number that the server does not know yet, because it crashed, counts as not committed. A mark
+    that was deleted, by the thread's next transaction or after a day, counts as not committed.
 
     Args:
         connection: a connection that commits each statement.
@@ -392,9 +394,11 @@ class Database:
         Raises:
             UnavailableError: the database does not answer, or refuses the connection.
             ConfigurationError: the connection is not encrypted although the database is on another
-                machine.
+                machine, or the database refuses a statement of `prepare`.
             NobackfillError: as `prepare`.
             OverloadedError: the pool's first connection was not ready in time.
+            BusyError, CannotWriteError, DamagedError: a statement of `prepare` takes too long or
+                collides, cannot write, or meets damage.
         """
         try:
             # A connection outside the pool, whose errors say more than a timeout.
@@ -450,7 +454,7 @@ class Database:
 
         Yields:
             The connection, with vectors as bytes. It is closed at the end; its writes are committed
-            without protection from a break.
+            without protection from a break. An error of the block undoes them.
 
         Raises:
             UnavailableError: the database does not answer, or refuses the connection.
@@ -579,6 +583,7 @@ class Database:
             UnavailableError: the database does not answer.
             CannotWriteError: the database cannot write, or is read-only.
             GoneError: a table of the gallery is missing.
+            ConfigurationError, DamagedError: the database refuses a statement, or is damaged.
         """
         if self._own.connection is None:
             if self._refusal is not None:
@@ -621,7 +626,8 @@ class Database:
     def after_commit(self, ending: Callable[[], None]) -> None:
         """Run a function once the thread's writes are durable: now, or at the end of `transact`.
 
-        If the transaction fails, the function is not called. Its own error passes through.
+        If the transaction fails, the function is not called. Within `write` without `transact` it
+        runs at once, before the commit. Its own error passes through.
         """
         if self._own.connection is None:
             ending()
