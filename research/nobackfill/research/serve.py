@@ -39,6 +39,8 @@ def exported_session(
 ) -> onnxruntime.InferenceSession:
     """Export an upgrade to a temporary ONNX file, and open it in onnxruntime on one thread.
 
+    Example inputs come from torch's default generator.
+
     Args:
         step: the network; it is moved to the CPU and to eval mode.
         old_dim: the dimension of its input `embedding` [n,old_dim].
@@ -125,7 +127,9 @@ class TrainedImages(EmbeddedListing):
             KeyError: one model is given that is neither OLD nor NEW.
             NotFoundError, UnavailableError: a backbone of local-dir or hf-hub is missing, or its
                 description cannot be downloaded.
-            OSError: a temporary file of an export cannot be written.
+            OSError: a checkpoint exists, but cannot be opened, or a temporary file of an export
+                cannot be written.
+            AssertionError: with int8, an upgrade reads side-information and there is none.
         """
         if len(releases) == 1:
             return Upgraded(self.native(releases[0]), None, None)
@@ -140,6 +144,8 @@ class TrainedImages(EmbeddedListing):
 
 def serve(row: MethodRow, old: Vectors, side: Vectors | None, *, int8: bool) -> Upgraded:
     """Migrate old vectors along the upgrades of a row, one after another.
+
+    Building a network draws from torch's default generator.
 
     Args:
         row: the row; its runs are trained.
@@ -157,7 +163,8 @@ def serve(row: MethodRow, old: Vectors, side: Vectors | None, *, int8: bool) -> 
         AssertionError: with int8, an upgrade reads side-information and there is none.
         NotFoundError, UnavailableError: a backbone of local-dir or hf-hub is missing, or its
             description cannot be downloaded.
-        OSError: a temporary file of an export cannot be written.
+        OSError: a checkpoint exists, but cannot be opened, or a temporary file of an export cannot
+            be written.
     """
     embedding = torch.from_numpy(old)
     current_side = None if side is None else torch.from_numpy(side)
@@ -178,6 +185,8 @@ def serve(row: MethodRow, old: Vectors, side: Vectors | None, *, int8: bool) -> 
 def load_step(run: TrainingRun) -> UpgradeNetwork:
     """Load a step of a route: an upgrade, or the one that an embedder's own training made (DMU).
 
+    Building a network draws from torch's default generator.
+
     Args:
         run: the run of a step.
 
@@ -190,6 +199,7 @@ def load_step(run: TrainingRun) -> UpgradeNetwork:
         AssertionError: an embedder whose method makes no upgrade.
         NotFoundError, UnavailableError: a backbone of local-dir or hf-hub is missing, or its
             description cannot be downloaded.
+        OSError: the checkpoint exists, but cannot be opened.
     """
     if run.values["kind"] == "upgrade":
         return read_upgrade(run.folder)[0]
@@ -257,6 +267,7 @@ def costs(rows: Sequence[MethodRow]) -> dict[str, RowCost]:
     """Measure the cost of each row on this machine; transforms of one form are timed once.
 
     If rows have one name, the last one counts. Transforms are exported, loaded and run some times.
+    Building a network draws from torch's default generator.
 
     Args:
         rows: rows whose runs are trained.
@@ -270,7 +281,8 @@ def costs(rows: Sequence[MethodRow]) -> dict[str, RowCost]:
         KeyError: a run's configuration does not say its dimension.
         NotFoundError, UnavailableError: a backbone of local-dir or hf-hub is missing, or its
             description cannot be downloaded.
-        OSError: a temporary file of an export cannot be written.
+        OSError: a checkpoint exists, but cannot be opened, or a temporary file of an export cannot
+            be written.
     """
     time_of: dict[object, float] = {}
     cost_of = {}

@@ -33,6 +33,8 @@ class DriftAdapterRival:
     def fit(self, train: TrainingVectors, seed: int) -> None:
         """Fit the transform on the CPU; a seed gives the same transform again.
 
+        A second call replaces the transform.
+
         Args:
             train: the pairs; labels and side-information are not used.
             seed: sets all random numbers.

@@ -44,7 +44,8 @@ class TrainedMap:
     def fit(self, train: TrainingVectors, seed: int) -> None:
         """Train h in a temporary folder, or solve it if the method is in closed form.
 
-        The folder is removed at the end. Without labels, all items count as one class.
+        The folder is removed at the end. Without labels, all items count as one class. After an
+        error an earlier map stays.
 
         Args:
             train: the pairs.
@@ -96,7 +97,8 @@ class TrainedMap:
     def transform(self, vectors: Floats, side: Floats | None) -> Floats:
         """Migrate old vectors float32 [m, a], with their side-information [m, s], to [m, b].
 
-        Call `fit` before. `side` is ignored by a method that does not read it.
+        Call `fit` before. `side` is ignored by a method that does not read it, and must not be None
+        for one that does.
 
         Raises:
             AttributeError: `fit` was not called.

@@ -210,7 +210,8 @@ def add_text_encoder(release: Release, source: Path, queries: Path | None = None
     With an embedder of images it must share that embedder's space; alone it makes the release's
     space. It is run once on probe texts. A line on stderr says what was guessed if the model has no
     declaration. Publishing checks which operators the graph uses. The recipe gets the digests of
-    the weights and the model's fingerprint. Files are written to the release's folder.
+    the weights and the model's fingerprint. Files are written to the release's folder. After an
+    error files may stay there.
 
     Args:
         release: the release in preparation.

@@ -13,7 +13,7 @@ from torch import Tensor
 def centre_alignment(predicted: Tensor, target: Tensor, labels: Tensor) -> Tensor:
     """Return 1 - cos between the class means of both sides.
 
-    A mean that is a zero vector has the cosine 0.
+    A mean that is a zero vector has the cosine 0. NaN in one row makes every value NaN.
 
     Args:
         predicted: transformed features [n, d], n at least 1.

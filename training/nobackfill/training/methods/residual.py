@@ -150,7 +150,8 @@ class ResidualMap(nn.Module):
     def solve(self, embedding: Tensor, side: Tensor | None, target: Tensor) -> None:
         """Fit whitening and affine map to rows [n, …] and targets [n, dim], n >= 2, in place.
 
-        The residual networks stay as they are. All rows are needed in memory, in float64.
+        The residual networks stay as they are. All rows are needed in memory, in float64. After an
+        error the whitening may have changed.
 
         Args:
             embedding: [n, old_dim]; ignored if embeddings are not read.

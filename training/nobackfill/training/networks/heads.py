@@ -99,7 +99,8 @@ class AngularHead(Head):
     def forward(self, embedding: Tensor, labels: Tensor) -> Tensor:
         """Return the mean loss over embeddings [n,dim] and labels int64 [n], in float32.
 
-        Embeddings need not be normalised. Autocast does not apply.
+        Embeddings need not be normalised. A label that is not a class raises IndexError. Without
+        rows the mean is NaN. Autocast does not apply.
         """
         # Autocast would multiply in bf16, which is too coarse for the margin of a cosine.
         with torch.autocast(embedding.device.type, enabled=False):
@@ -155,7 +156,7 @@ def build_head(
         margin: a cosine for CosFace, radians for ArcFace; None: the default, .4 and .3. Other heads
             have none: 0 is accepted except by softmax.
         scale: the factor of the cosines; None: the default, 32 for CosFace, 30 for ArcFace, else
-            20. softmax has none.
+            20. It must be above 0, which is not checked. softmax has none.
         label_smoothing: the share of softmax's target that is spread over all classes, 0 to 1;
             other heads ignore it.
 
@@ -287,7 +288,8 @@ class SimplexHead(Head):
     def forward(self, embedding: Tensor, labels: Tensor) -> Tensor:
         """Return the mean cross-entropy over embeddings [n,dim] and labels int64 [n].
 
-        Labels are numbers of classes. Embeddings need not be normalised. Only they get a gradient.
+        Labels are numbers of classes; those of vertices without a class are accepted. Others raise
+        RuntimeError or IndexError. Embeddings need not be normalised. Only they get a gradient.
         Without rows the mean is NaN.
 
         Raises:
@@ -371,7 +373,8 @@ def gaussian_classifier(prototypes: Tensor, features: Tensor, labels: Tensor) ->
     Args:
         prototypes: [c,d].
         features: [n,d], n at least 1; without rows the weights are NaN.
-        labels: int64 [n], rows of `prototypes`.
+        labels: int64 [n], rows of `prototypes`; negative ones count from the end, others raise
+            IndexError.
 
     Returns:
         A classifier of the form softmax. If all features equal their prototypes, its weights are

