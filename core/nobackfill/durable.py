@@ -75,7 +75,7 @@ class Faults:
         self.arm(spec)
 
     def arm(self, spec: str | None) -> None:
-        """Count steps from zero again, and set the fault to inject.
+        """Count steps from zero again, and set the fault to inject; `fired` becomes False.
 
         Args:
             spec: `KIND@N` or `KIND@N+`; None or "" for no fault. The observer stays.
@@ -96,7 +96,10 @@ class Faults:
         self.fired = False
 
     def count_step(self) -> str:
-        """Count a step, and return the kind of the fault to inject at it, or "" for none."""
+        """Count a step, and return the kind of the fault to inject at it, or "" for none.
+
+        `fired` becomes True at the fault. No lock is taken: steps of several threads may be lost.
+        """
         self.steps += 1
         hit = self.steps >= self._at if self._onwards else self.steps == self._at
         if not self._kind or not hit:
@@ -108,7 +111,7 @@ class Faults:
         """Inject a fault: kill this process, or raise OSError.
 
         Args:
-            kind: kill, short, eio or enospc.
+            kind: kill, short, eio or enospc; any other text counts as enospc.
             path: The file, for the message of the OSError.
 
         Raises:
@@ -141,15 +144,16 @@ def error_from_sqlite(path: Path, error: sqlite3.Error) -> NobackfillError | Non
     """Translate SQLite's error for a file into an error of this project.
 
     The statements of this project are right for an intact file. A file that lacks a table, or has a
-    value of another type, is damaged.
+    value of another type, is damaged. A violated constraint and a wrong statement also give
+    DamagedError.
 
     Args:
         path: The SQLite file, for the message.
         error: The error of the sqlite3 module.
 
     Returns:
-        BusyError, CannotWriteError or DamagedError, not raised; None for an error of a wrong
-        program, such as sqlite3.ProgrammingError.
+        BusyError, CannotWriteError (also for a file that cannot be opened) or DamagedError, not
+        raised; None for an error of a wrong program, such as sqlite3.ProgrammingError.
     """
     code = getattr(error, "sqlite_errorcode", 0)
     if code & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
@@ -174,7 +178,7 @@ def translate_sqlite_errors(path: Path) -> Iterator[None]:
 
     Raises:
         BusyError: Another process holds the lock.
-        CannotWriteError: The disk is full or fails, or the file is not writable.
+        CannotWriteError: The disk is full or fails, or the file cannot be opened or written.
         sqlite3.Error: Any other error of the block, such as a damaged file; `error_from_sqlite`
             translates those too.
     """
@@ -200,7 +204,8 @@ _ADVICE = {
 def write_file(path: Path, data: bytes, mode: int = 0o644) -> None:
     """Replace the content of a file atomically, or create the file.
 
-    After a crash, the file has either its old or its new content. A link is replaced by a file.
+    After a crash, the file has either its old or its new content. A link is replaced by a file. A
+    killed process may leave a temporary file, which `remove_temporary_files` removes.
 
     Args:
         path: The file; its folder must exist.
@@ -250,7 +255,7 @@ def write_into_spare(spare: Path, path: Path, data: bytes) -> None:
 def append_bytes(path: Path, data: bytes | memoryview, mode: int = 0o644) -> None:
     """Add bytes at the end of a file; create it if it is missing.
 
-    After a crash, a part of the bytes may be there.
+    After a crash, a part of the bytes may be there. A link is followed. No lock is taken.
 
     Args:
         path: The file; its folder must exist.
@@ -303,6 +308,7 @@ def refuse_inside(target: Path, source: Path) -> None:
 
     Raises:
         ConfigurationError: `target` is `source` or lies below it.
+        OSError: This user may not search a folder above one of them.
     """
     place = target.resolve()
     folders = [source, *(path for path in source.glob("*") if path.is_symlink())]
@@ -339,14 +345,16 @@ def replace_file(source: Path, target: Path) -> None:
 def publish_dir(source: Path, target: Path) -> None:
     """Rename a finished folder to its final name, after syncing all its content.
 
+    Hold a lock: an empty folder that another process makes at `target` meanwhile is replaced.
+
     Args:
         source: The folder.
         target: The new name, in the same file system; its folder must exist.
 
     Raises:
         AlreadyExistsError: `target` exists, also as a broken link; nothing was moved.
-        CannotWriteError: The disk fails, or `source` is missing. It was moved if only a folder
-            could not be synced.
+        CannotWriteError: The disk fails, `source` is missing, or it has a broken link. It was moved
+            if only a folder could not be synced.
     """
     with _translate_os_errors(target):
         if target.exists() or target.is_symlink():
@@ -368,7 +376,8 @@ def remove_tree(path: Path) -> None:
     """Remove a file, a link or a folder with its content; do nothing if it is missing. Links are
     not followed.
 
-    After a crash or an error, a part of a folder's content may be gone.
+    After a crash or an error, a part of a folder's content may be gone. A path that is a socket or
+    a pipe stays.
 
     Args:
         path: The file, link or folder.
@@ -405,7 +414,7 @@ def remove_temporary_files(folder: Path, name: str = "") -> list[Path]:
         The removed paths, sorted; empty if there were none.
 
     Raises:
-        CannotWriteError: One cannot be removed.
+        CannotWriteError: One cannot be removed; those before it are gone.
     """
     stale = sorted(folder.glob(f"{TEMPORARY_PREFIX}{glob.escape(name)}*"))
     for path in stale:
@@ -418,7 +427,7 @@ def transaction(connection: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
     """Run the block in one SQLite transaction (BEGIN IMMEDIATE); roll back on any error.
 
     The block runs under the write lock. Do not nest transactions. The connection must have
-    `isolation_level=None`.
+    `isolation_level=None`, and no other thread may use it during the block.
 
     COMMIT runs at the end of the block. The lock is waited for as long as the connection's
     busy_timeout.

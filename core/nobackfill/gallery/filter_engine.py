@@ -105,11 +105,15 @@ class KeyColumn:
     def rows(self, test: Test) -> Sequence[ColumnRows]:
         """Return the rows that pass a test, as int32 arrays; a row may occur twice.
 
+        A Range passes only numbers, and a TimeRange only texts that are dates or times. Flags are
+        no numbers.
+
         Args:
             test: A test of this column's key; the key itself is not compared.
 
         Returns:
-            Arrays; some may be empty. The first TimeRange parses every text of the column, once.
+            Arrays in no fixed order, some perhaps empty; they are views of the column, so do not
+            write into them. The first TimeRange parses every text of the column, once.
         """
         if isinstance(test, OneOf):
             return self._one_of(test.values)
@@ -243,7 +247,8 @@ def mask_rows(condition: Filter, column: Callable[[str], KeyColumn], count: int)
     """Return which of `count` rows pass a filter, bool [count].
 
     Args:
-        condition: A filter that `filters.check_filter` has accepted.
+        condition: A filter that `filters.check_filter` has accepted. An empty All passes every row,
+            an empty AnyOf none.
         column: Returns the column of a key; empty if no row has the key. Its error passes through.
         count: Number of rows; 0 gives an empty mask.
 
@@ -285,7 +290,7 @@ def stored_labels(connection: sqlite3.Connection) -> Labels:
 
 
 def read_column(connection: sqlite3.Connection, key: str, labels: Labels) -> KeyColumn:
-    """Read the values of a metadata key for some items.
+    """Read the values of a metadata key for some items. Several statements run: use one snapshot.
 
     Args:
         connection: The gallery's file.
@@ -293,8 +298,8 @@ def read_column(connection: sqlite3.Connection, key: str, labels: Labels) -> Key
         labels: int64 [n], increasing. Values of items that are not in it are ignored.
 
     Returns:
-        The column. Each of its row numbers is an index into `labels`; items without the key have
-        no row.
+        The column. Each of its row numbers is an index into `labels`; items without the key have no
+        row.
 
     Raises:
         sqlite3.Error: SQLite fails, or the table is missing; `Store.read_snapshot` translates it.
@@ -440,7 +445,7 @@ def build_segment(items: Mapping[int, Metadata]) -> Segment:
 def read_metadata(store: Store, labels: Sequence[int]) -> dict[int, Metadata]:
     """Read the metadata of the items that exist, by label; other labels are skipped.
 
-    Empty without such items; a label that repeats counts once.
+    Empty without such items; a label that repeats counts once. The order is that of `labels`.
 
     Args:
         labels: Labels, in any order.
@@ -451,6 +456,7 @@ def read_metadata(store: Store, labels: Sequence[int]) -> dict[int, Metadata]:
             lock.
         CannotWriteError: The file cannot be opened, or the disk fails.
         NotFoundError: The gallery was closed, or its file is gone.
+        OSError: The file system has no locks (flock), or a file read without a lock is gone.
     """
     with store.read_snapshot() as connection:
         items = items_by_label(connection, labels)
@@ -502,7 +508,8 @@ class StoredSegment:
         """Return the column of a key; read it from the file if it is not in memory.
 
         If another thread reads it, this one waits for it, and gets its error, too. Other columns
-        are dropped from memory if they have more than `most_bytes` together.
+        are dropped from memory if they have more than `most_bytes` together. Later changes of the
+        gallery do not reach a column that is in memory.
 
         Returns:
             The column; empty if no item has the key.
@@ -513,6 +520,7 @@ class StoredSegment:
                 lock.
             CannotWriteError: The file cannot be opened, or the disk fails.
             NotFoundError: The gallery was closed, or its file is gone.
+            OSError: The file system has no locks (flock), or a file read without a lock is gone.
         """
         with self._lock:
             column = self._columns.pop(key, None)
@@ -617,8 +625,8 @@ class MatchesInFile:
         cached.
 
         Args:
-            labels: int64 [n], increasing; an unknown label does not match. Do not change the array
-                later: it is cached.
+            labels: int64 [n], increasing; an unknown or later label does not match. Do not change
+                the array later: it is cached.
 
         Returns:
             bool [n], read-only.
@@ -683,8 +691,11 @@ class FilterEngine:
         self._renewal: set[int] | None = None
 
     def close(self) -> None:
-        """Stop following the store; later answers may be outdated. A second `close` does
-        nothing."""
+        """Stop following the store; later answers may be outdated. A second `close` does nothing.
+
+        A later `passing` follows the store again, but misses the changes in between. A thread that
+        reads is not waited for. Do not call it during `passing`.
+        """
         if self._subscribed:
             self._subscribed = False
             self._store.unsubscribe(self._on_change)
@@ -693,7 +704,9 @@ class FilterEngine:
         """Return the items that pass now, including every change acknowledged before the call.
 
         The first call reads the labels of all items, and starts to follow the store. A key is read
-        at its first use. Once many items have changed, a daemon thread reads all again.
+        at its first use. Once many items have changed, a daemon thread reads all again. One thread
+        reads labels and changes while others wait. After an error, the next call reads everything
+        again.
 
         Returns:
             The items; they are shared with later calls of an equal filter.
@@ -706,6 +719,7 @@ class FilterEngine:
                 lock.
             CannotWriteError: The file cannot be opened, or the disk fails.
             NotFoundError: The gallery was closed, or its file is gone.
+            OSError: The file system has no locks (flock), or a file read without a lock is gone.
         """
         keys = check_filter(condition)
         # Not the filter itself: in Python True equals 1, and 10,000 long values would be kept.
@@ -809,6 +823,7 @@ def passing_labels(store: Store, condition: Filter) -> Labels:
             lock.
         CannotWriteError: The file cannot be opened, or the disk fails.
         NotFoundError: The gallery was closed, or its file is gone.
+        OSError: The file system has no locks (flock), or a file read without a lock is gone.
     """
     keys = check_filter(condition)
     stored = StoredSegment(store, MOST_BYTES)

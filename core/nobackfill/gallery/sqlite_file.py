@@ -64,7 +64,7 @@ def vector_table(number: int) -> str:
 
 
 def add_space(connection: sqlite3.Connection, spec: SpaceSpec, state: State) -> None:
-    """Record a space and create its table.
+    """Record a space and create its table. The number of commits does not change.
 
     Args:
         connection: In a transaction; without one, the row may stay after an error.
@@ -190,7 +190,11 @@ def all_labels(connection: sqlite3.Connection, table: str) -> Labels:
     """Return every label of a table, int64 [n], increasing.
 
     SQLite joins many labels into one text. That takes half the time of single rows, and leaves the
-    interpreter to other threads.
+    interpreter to other threads. It runs several statements: call it in one snapshot.
+
+    Args:
+        connection: The file.
+        table: Name of the table. It becomes part of the statement: never take it from a caller.
 
     Raises:
         sqlite3.Error: SQLite fails, or the table is missing; `Store.read_snapshot` translates it.
@@ -223,8 +227,9 @@ def joined_blobs(
         size: Bytes of each embedding.
 
     Returns:
-        `count` times `size` bytes. None if other rows pass, a row has another size or is no blob,
-        `count` is 0, or more than 256 MiB are asked for: read the rows one by one.
+        `count` times `size` bytes, by increasing label. None if other rows pass, a row has another
+        size or is no blob, `count` is 0, or more than 256 MiB are asked for: read the rows one by
+        one.
 
     Raises:
         sqlite3.Error: SQLite fails, or the table is missing; `Store.read_snapshot` translates it.
@@ -293,7 +298,9 @@ WRITERS = "nobackfill"
 
 
 def read_format(connection: sqlite3.Connection, path: Path) -> int:
-    """Return the format of a file's tables.
+    """Return the format of a file's tables; 0 for a file of this program without tables.
+
+    An older format is returned, not refused: `migrate_file` brings it to FORMAT.
 
     Raises:
         VerificationError: The file belongs to another program, or has a newer format; the message
@@ -342,7 +349,8 @@ def check_tables(connection: sqlite3.Connection, path: Path) -> None:
 
     A view can be endless, a trigger runs at each write, and a generated column computes anything.
 
-    Other tables and views are ignored, and so are indexes.
+    Other tables and views are ignored, and so are indexes. A table of vectors that is missing is
+    not noticed.
 
     Args:
         connection: The file.
@@ -448,7 +456,8 @@ def unindex_metadata(connection: sqlite3.Connection, labels: Labels) -> None:
 def set_metadata(connection: sqlite3.Connection, texts: list[tuple[int, str]]) -> None:
     """Set the metadata of items from JSON texts by label; unchanged texts are not written.
 
-    Each label must exist. The index of the metadata is updated, too.
+    Each label must exist; one that repeats gets its last text. The index of the metadata is
+    updated, too.
 
     Args:
         connection: In a transaction.
@@ -456,7 +465,8 @@ def set_metadata(connection: sqlite3.Connection, texts: list[tuple[int, str]]) -
             here.
 
     Raises:
-        sqlite3.Error: A statement failed; the caller rolls back.
+        sqlite3.Error: A statement failed, such as for a text that is no JSON; the caller rolls
+            back.
         TypeError: A label does not exist. The caller rolls back.
     """
     for label, metadata in texts:
@@ -527,7 +537,7 @@ class StoredVectors:
         for bit.
 
         Args:
-            row: Index of the row, from 0.
+            row: Index of the row, from 0; a negative one counts from the end.
 
         Raises:
             IndexError: There is no such row.
@@ -624,7 +634,8 @@ def item_from_row(row: tuple[Any, ...]) -> StoredItem:
 
     Args:
         row: Exactly label, id, digest, metadata, origin, uncertainty. The metadata is JSON text.
-            Digest, origin and uncertainty may be None.
+            Digest, origin and uncertainty may be None. The label and the values of the metadata are
+            not checked.
 
     Raises:
         DamagedError: A value has the wrong type, or the metadata is no JSON object.
@@ -696,7 +707,7 @@ def items_page(
 
 
 def count_rows(connection: sqlite3.Connection, space: str | None) -> int:
-    """Return the number of items, or of vectors in a space.
+    """Return the number of items, or of vectors in a space. Counting vectors reads far more pages.
 
     Args:
         connection: The file.
@@ -715,7 +726,8 @@ def count_rows(connection: sqlite3.Connection, space: str | None) -> int:
 def all_vectors(connection: sqlite3.Connection, info: SpaceInfo) -> tuple[Labels, Vectors]:
     """Return all vectors of a space: labels int64 [n], increasing, and vectors float32 [n, dim].
 
-    Without vectors, n is 0. Values are not checked: they may be NaN.
+    Without vectors, n is 0. Values are not checked: they may be NaN. The arrays are views of memory
+    for as many vectors as the gallery has items.
 
     Raises:
         DamagedError: A vector has another length, there are more vectors than items, or the labels
@@ -794,6 +806,8 @@ class VectorsOnDisk:
 def read_vector(connection: sqlite3.Connection, label: int, info: SpaceInfo) -> Vectors | None:
     """Return an item's vector in a space, float32 [1, dim]; None if it has none.
 
+    The array is read-only, and its values are not checked: they may be NaN.
+
     Raises:
         DamagedError: The vector has another length, or is no blob.
         sqlite3.Error: SQLite fails, or the table is missing; `Store.read_snapshot` translates it.
@@ -840,11 +854,14 @@ def random_labels(connection: sqlite3.Connection, info: SpaceInfo, count: int) -
 
 
 def read_vectors(connection: sqlite3.Connection, labels: Labels, info: SpaceInfo) -> Vectors:
-    """Return the vectors of some labels, float32 [n, dim], by increasing label.
+    """Return the vectors of some labels, float32 [m, dim], by increasing label.
+
+    The array is read-only, and [0, dim] without vectors. Values are not checked: they may be NaN.
 
     Args:
         connection: The file.
-        labels: int64 [n], distinct; labels without a vector in the space are skipped.
+        labels: int64 [n], distinct; labels without a vector in the space are skipped, so m may be
+            below n.
         info: The space.
 
     Raises:
@@ -865,6 +882,7 @@ def stored_vectors(
     """Return the rows that a space has for some labels, by increasing label.
 
     Origins, uncertainties and side-information are returned as they are stored, without a check.
+    Embeddings are read-only and may be NaN.
 
     Args:
         connection: The file.
@@ -943,6 +961,9 @@ class FileAccess:
     def connect(self, path: Path) -> sqlite3.Connection:
         """Open a connection without the settings of `open_connection`; the caller closes it.
 
+        SQLite creates a missing file, unless the way only reads. It reads a file at the first
+        statement: one of another kind fails then. Threads may take turns with the connection.
+
         Args:
             path: The file.
 
@@ -986,7 +1007,7 @@ def open_connection(path: Path, access: FileAccess = SHARED_ACCESS) -> sqlite3.C
     """Open a connection with the settings of this project: explicit transactions, full durability.
 
     Foreign keys are enforced, deleted bytes are overwritten, and a locked file is waited for up to
-    BUSY_TIMEOUT_MS. The caller closes the connection.
+    BUSY_TIMEOUT_MS. The caller closes the connection. Threads may take turns with it.
 
     Args:
         path: The file; SQLite creates a missing one, unless `access` only reads.
@@ -1021,6 +1042,7 @@ def possible_accesses(path: Path, exclusive: bool) -> Iterator[FileAccess]:
 
     Raises:
         CannotWriteError: It cannot even be read; raised where the last way is needed.
+        OSError: The file or its folder is gone.
     """
     refusal = explain_unwritable(path)
     if refusal is None:
@@ -1033,7 +1055,7 @@ def possible_accesses(path: Path, exclusive: bool) -> Iterator[FileAccess]:
 
 
 def reading_access(path: Path, refusal: str) -> FileAccess:
-    """Return a way to read a file without creating another.
+    """Return a way to read a file without creating another. Nothing is opened or locked.
 
     Other processes that write are noticed afterwards, by `FileAccess.check_unchanged`, where no
     lock protects the file.
@@ -1043,7 +1065,8 @@ def reading_access(path: Path, refusal: str) -> FileAccess:
         refusal: Why it cannot be written.
 
     Raises:
-        CannotWriteError: It cannot be read, or only after its log was written into it.
+        CannotWriteError: It is missing or cannot be read, or only after its log was written into
+            it.
     """
     if not os.access(path, os.R_OK, effective_ids=_EFFECTIVE):
         raise CannotWriteError(
@@ -1065,6 +1088,9 @@ def explain_unwritable(path: Path) -> str | None:
     """Explain why a gallery file, its log or its folder cannot be written; None if they can.
 
     Missing files are skipped. The permissions of the effective user count.
+
+    Raises:
+        OSError: This user may not search the folder.
     """
     companions = [path.with_name(path.name + end) for end in _SUFFIXES]
     for name in (path, *(p for p in companions if p.exists()), path.parent):
@@ -1137,6 +1163,9 @@ def open_lock(path: Path, gallery: Path) -> int:
     Returns:
         A file descriptor, which the caller closes; -1 if there is no lock file and none can be
         created, or it cannot be opened.
+
+    Raises:
+        OSError: This user may not search the folder.
     """
     ways = [os.O_RDONLY] if explain_unwritable(gallery) else [os.O_RDWR | os.O_CREAT, os.O_RDONLY]
     for flags in ways:
@@ -1154,11 +1183,12 @@ def lock_gallery(handle: int, path: Path, timeout_s: float) -> bool:
         timeout_s: How long to wait for an exclusive holder, in seconds; 0 tries once.
 
     Returns:
-        Whether no other process has the gallery open.
+        Whether no other process has the gallery open; the lock is then exclusive.
 
     Raises:
         BusyError: Another process holds it exclusively for longer.
         OSError: The file system has no locks (flock).
+        ValueError: `handle` is -1.
     """
     deadline = time.monotonic() + timeout_s
     while True:
@@ -1199,7 +1229,7 @@ class SuspendablePool:
         """Record that one more resident is open, and close others until at most `most` are open.
 
         A resident that was used since the last call is skipped once; one that is in use stays open.
-        If all are in use, more than `most` stay open.
+        If all are in use, more than `most` stay open. Any thread may call it.
 
         Args:
             resident: One that has just been opened.
@@ -1334,15 +1364,15 @@ class FileConnections:
         """Keep the connections open during the block; open and check them if they are closed.
 
         Opening them may wait up to 5 s for another process, and other threads of this one wait,
-        too.
+        too. Any number of threads may hold them, and blocks may be nested.
 
         Raises:
             NotFoundError: They were closed for good, or the file is gone.
             VerificationError: The file is damaged, no gallery, or has a newer format, or an SQLite
-                error in the block says so.
+                error in the block says so. A violated constraint counts as damage.
             BusyError: Another process has the file for itself, or holds the lock.
             CannotWriteError: The file cannot be opened, or the disk fails during the block.
-            sqlite3.Error: A statement of the block is wrong.
+            sqlite3.ProgrammingError: The block misuses a connection, such as a closed one.
             OSError: The file system has no locks (flock).
         """
         with self._users:
@@ -1378,7 +1408,9 @@ class FileConnections:
             BusyError: Another process still writes the gallery after 5 s.
             CannotWriteError: The file is read-only, or the disk fails or is full.
             NotFoundError: The connections were closed for good, or the file is gone.
-            VerificationError: The file is damaged.
+            VerificationError: The file is damaged, or a statement fails in another way, such as by
+                a constraint.
+            OSError: The file system has no locks (flock).
         """
         with self.writer() as writer:
             self._access.check_writable()
@@ -1389,13 +1421,15 @@ class FileConnections:
     def writer(self) -> Iterator[sqlite3.Connection]:
         """Provide the connection that writes, without a transaction; other threads wait for it.
 
-        The thread that has it may ask for it again.
+        The thread that has it may ask for it again. Other threads wait without limit.
 
         Raises:
             NotFoundError: The connections were closed for good, or the file is gone.
-            VerificationError: The file is damaged.
+            VerificationError: The file is damaged, or a statement of the block fails in another
+                way.
             BusyError: Another process has the file for itself, or holds the lock.
             CannotWriteError: The file cannot be opened, or the disk fails during the block.
+            OSError: The file system has no locks (flock).
         """
         with self.hold_open(), self._writing:
             assert self._writer is not None, "open while it is used"
@@ -1406,7 +1440,9 @@ class FileConnections:
         """Provide a connection that reads one snapshot.
 
         Any number of threads may read at a time. Where only one connection is possible, they take
-        turns with the writer.
+        turns with the writer. The snapshot begins at the first statement of the block. A statement
+        that writes raises CannotWriteError, except where the connection is the only one: there it
+        is rolled back.
 
         Raises:
             BusyError: Another process has the file for itself, or its owner changed it while it was
@@ -1443,13 +1479,14 @@ class FileConnections:
         Other threads that write are waited for without limit.
 
         Returns:
-            False if a reader, a lock or the disk prevents it.
+            False if a reader, a lock or the disk prevents it, or this thread is in a transaction.
 
         Raises:
             CannotWriteError: The file was opened for reading only, or cannot be opened.
             NotFoundError: The connections were closed for good, or the file is gone.
             VerificationError: The file is damaged.
             BusyError: Another process has the file for itself.
+            OSError: The file system has no locks (flock).
         """
         with self.writer() as writer:
             self._access.check_writable()
@@ -1468,7 +1505,8 @@ class FileConnections:
         Other threads that write wait until the end. The write-ahead log is emptied last, unless a
         reader prevents it. After an error, pages that were returned stay returned.
 
-        Without free pages, only the log is emptied. Do not call it in a transaction.
+        Without free pages, only the log is emptied. Do not call it in a transaction, which it may
+        commit.
 
         Args:
             pages: Pages that one transaction returns, at least 1; other processes may commit
@@ -1479,6 +1517,7 @@ class FileConnections:
             CannotWriteError: The file is read-only, or the disk fails or is full.
             NotFoundError: The connections were closed for good, or the file is gone.
             VerificationError: The file is damaged.
+            OSError: The file system has no locks (flock).
         """
         with self.writer() as writer, translate_sqlite_errors(self.path):
             self._access.check_writable()
@@ -1509,9 +1548,10 @@ class FileConnections:
             self._shut()
 
     def suspend(self) -> bool:
-        """Close the connections until one is needed. Never waits.
+        """Close the connections and free the lock until one is needed. Never waits.
 
-        After `close` it does nothing.
+        Another process may then have the gallery to itself. After `close` it does nothing and
+        returns True.
 
         Returns:
             False if a thread uses, opens or closes one; they stay open.
@@ -1591,6 +1631,7 @@ def create_file(path: Path, spec: SpaceSpec) -> None:
             allows no write-ahead log.
         BusyError: Another process creates it, or holds its lock file.
         OSError: The file system has no locks (flock).
+        sqlite3.Error: A statement failed, such as for a space with invalid values.
     """
     durable.make_dir(path.parent, mode=0o700)
     with durable.lock_file(lock_path(path)):
@@ -1630,7 +1671,8 @@ def refuse_leftovers(path: Path) -> None:
 def migrate_file(connection: sqlite3.Connection) -> None:
     """Migrate a file to FORMAT, and record the version of this program.
 
-    Each step is a transaction of its own; steps before an error stay.
+    Each step is a transaction of its own; steps before an error stay. A file of FORMAT only gets
+    the record.
 
     Args:
         connection: The file, outside of a transaction.

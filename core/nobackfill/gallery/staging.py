@@ -297,8 +297,9 @@ def run_upgrade(
 
     The target does not become active: `flip` does that. Items stored during the run are migrated,
     too; deleted ones are skipped. A stopped or killed run is resumed by running it again; a
-    complete one is changed by nothing. Items without side-information stay behind if the runner
-    reads it; otherwise existing side-information is passed on.
+    complete one is changed by nothing. Two runs at once do no harm: items that have a vector keep
+    it. Items without side-information stay behind if the runner reads it; otherwise existing
+    side-information is passed on.
 
     Args:
         store: The gallery.
@@ -311,7 +312,7 @@ def run_upgrade(
             certain come first.
         ahead: Transform a chunk in a thread while the previous one is written. It takes a quarter
             less time with int8 files and a sixth with others, but leaves less room for searches.
-            The thread ends with this call.
+            The thread ends with this call, which after an error waits for the chunk in it.
         on_progress: Called after each durable chunk; it may sleep to leave room for searches. None
             for no reports.
         should_stop: Called before each chunk; True ends the run. None runs to the end.
@@ -330,6 +331,7 @@ def run_upgrade(
         BusyError, CannotWriteError, UnavailableError, VerificationError, NotFoundError: The store
             is locked, cannot be written, does not answer, is damaged, or was closed. Earlier chunks
             stay.
+        KeyError, ValueError: `order` is unknown, or `chunk` is 0.
     """
     store.add_staging_space(target)
     windows = store.windows(source or store.active().spec.space, target, runner.reads_side)
@@ -456,6 +458,7 @@ def add_staging_space(store: Store, spec: SpaceSpec) -> None:
         CannotWriteError: The file is read-only, or the disk fails or is full.
         VerificationError: The file is damaged.
         NotFoundError: The gallery was closed, or its file is gone.
+        OSError: The file system has no locks (flock).
         Exception: An error of a listener; the change stays committed, and later listeners are not
             called.
     """
@@ -499,7 +502,8 @@ def write_vectors(
 ) -> Labels:
     """Write vectors of existing items into a space, in one durable transaction.
 
-    Deleted items are skipped, and items that have a vector there, unless `replace` is set.
+    Deleted items are skipped, and items that have a vector there, unless `replace` is set. A
+    replaced row also loses its old side-information and uncertainty.
 
     Listeners get the vectors written after the commit, also where there are none.
 
@@ -525,6 +529,7 @@ def write_vectors(
         VerificationError: The file is damaged.
         NotFoundError: The gallery was closed, or its file is gone.
         ValueError: Nested lists of unequal lengths.
+        OSError: The file system has no locks (flock).
         Exception: An error of a listener; the change stays committed, and later listeners are not
             called.
     """
@@ -550,7 +555,7 @@ def write_vectors(
 
 
 def check_uncertainty(uncertainty: ArrayLike | None, rows: int) -> NDArray[np.float32] | None:
-    """Check the uncertainties of an upgrade.
+    """Check the uncertainties of an upgrade. Negative ones pass.
 
     Args:
         uncertainty: float32 or float64 [n]; None for none.
@@ -563,6 +568,7 @@ def check_uncertainty(uncertainty: ArrayLike | None, rows: int) -> NDArray[np.fl
         InvalidInputError: Another number or dtype. UnusableRowsError, with the rows: values that
             are not finite or above 1e15.
         ValueError: Nested lists of unequal lengths.
+        IndexError: A single number.
     """
     if uncertainty is None:
         return None
@@ -613,6 +619,7 @@ def left_behind_items(store: Store, space: str, limit: int = 1000) -> list[Store
             lock.
         CannotWriteError: The file cannot be opened, or the disk fails.
         NotFoundError: The gallery was closed, or its file is gone.
+        OSError: The file system has no locks (flock), or a file read without a lock is gone.
     """
     with store.read_snapshot() as connection:
         table = vector_table(find_space(connection, space).number)
@@ -627,7 +634,7 @@ def flip(
 
     If the space is active already, only `state` is stored.
 
-    Listeners are called. Vectors of all spaces stay.
+    Listeners are called. Vectors of all spaces stay. A previous space may be activated again.
 
     Args:
         store: The gallery.
@@ -644,6 +651,7 @@ def flip(
         NotFoundError: The gallery was closed, or its file is gone.
         TypeError, ValueError: A value of `state` cannot be written as JSON, or contains NaN or
             infinity; nothing is changed.
+        OSError: The file system has no locks (flock).
         Exception: An error of a listener; the change stays committed, and later listeners are not
             called.
     """
@@ -661,7 +669,7 @@ def rollback(
     """Return to the space that was active most recently before; the present one becomes staging and
     keeps its vectors.
 
-    Listeners are called.
+    Listeners are called. A second call goes back to the space before.
 
     Args:
         store: The gallery.
@@ -680,6 +688,7 @@ def rollback(
         VerificationError: The file is damaged.
         TypeError, ValueError: A value of `state` cannot be written as JSON, or contains NaN or
             infinity; nothing is changed.
+        OSError: The file system has no locks (flock).
         Exception: An error of a listener; the change stays committed, and later listeners are not
             called.
     """
@@ -760,6 +769,7 @@ def drop_space(store: Store, space: str) -> None:
         NotFoundError: The gallery was closed, or its file is gone.
         Exception: An error of a listener; the space stays removed, but its bytes are scrubbed only
             by `Store.scrub`, or by a later change that deletes.
+        OSError: The file system has no locks (flock).
     """
     with store.changing() as (connection, changes):
         info = find_space(connection, space)
@@ -792,6 +802,7 @@ def least_certain(store: Store, space: str, limit: int = 100) -> list[StoredItem
             lock.
         CannotWriteError: The file cannot be opened, or the disk fails.
         NotFoundError: The gallery was closed, or its file is gone.
+        OSError: The file system has no locks (flock), or a file read without a lock is gone.
     """
     with store.read_snapshot() as connection:
         table = vector_table(find_space(connection, space).number)
@@ -806,6 +817,8 @@ def least_certain(store: Store, space: str, limit: int = 100) -> list[StoredItem
 
 def find_migrated(store: Store, space: str, ids: Sequence[str]) -> list[StoredItem]:
     """Return the items of `ids` whose vector in a space was migrated.
+
+    Only vectors of the origin "upgraded" count, not those that an upgrade passed on as "direct".
 
     Args:
         store: The gallery.
@@ -824,6 +837,7 @@ def find_migrated(store: Store, space: str, ids: Sequence[str]) -> list[StoredIt
             lock.
         CannotWriteError: The file cannot be opened, or the disk fails.
         NotFoundError: The gallery was closed, or its file is gone.
+        OSError: The file system has no locks (flock), or a file read without a lock is gone.
     """
     with store.read_snapshot() as connection:
         table = vector_table(find_space(connection, space).number)
@@ -850,7 +864,8 @@ def sample_pairs(
 
     Returns:
         Labels int64 [n], increasing, and their vectors float32 [n, dim] in each space. n may be
-        smaller than `count`, and 0. The draw differs at each call.
+        smaller than `count`, and 0. The draw differs at each call, and items after a gap of deleted
+        labels are drawn somewhat more often.
 
     Raises:
         IncompatibleSpaceError: The gallery lacks a space.
@@ -859,6 +874,7 @@ def sample_pairs(
             lock.
         CannotWriteError: The file cannot be opened, or the disk fails.
         NotFoundError: The gallery was closed, or its file is gone.
+        OSError: The file system has no locks (flock), or a file read without a lock is gone.
     """
     with store.read_snapshot() as connection:
         first, second = find_space(connection, space), find_space(connection, other)
@@ -902,17 +918,20 @@ class RemainingVectors:
         All or none of a chunk have side-information. Items that are stored during the iteration
         have larger labels and come at the end. A space that is added after the constructor ran is
         not noticed: then nothing counts as migrated. Each chunk is read in a snapshot of its own.
+        Deleted items are skipped. An item that another run migrates meanwhile may be yielded.
 
         Args:
             order: label or uncertainty.
             size: Largest number of items of a chunk, at least 1.
 
         Raises:
+            KeyError: Another order.
             VerificationError: The file is damaged, or a space was removed meanwhile.
             BusyError: Another process has the file to itself, or changed it during a read without a
                 lock.
             CannotWriteError: The file cannot be opened, or the disk fails.
             NotFoundError: The gallery was closed, or its file is gone.
+            OSError: The file system has no locks (flock), or a file read without a lock is gone.
         """
         last = dict.fromkeys(self._passes, 0)
         more = True
@@ -954,11 +973,13 @@ class RemainingVectors:
             int64 [n]; all of them are in memory.
 
         Raises:
+            KeyError: Another order.
             VerificationError: The gallery's file is damaged, or a space was removed meanwhile.
             BusyError: Another process has the file to itself, or changed it during a read without a
                 lock.
             CannotWriteError: The file cannot be opened, or the disk fails.
             NotFoundError: The gallery was closed, or its file is gone.
+            OSError: The file system has no locks (flock), or a file read without a lock is gone.
         """
         by = {"label": "s.label", "uncertainty": "s.uncertainty DESC, s.label"}[order]
         where = {None: "TRUE", True: "s.side IS NOT NULL", False: "s.side IS NULL"}[with_side]
@@ -991,6 +1012,7 @@ class RemainingVectors:
                 lock.
             CannotWriteError: The file cannot be opened, or the disk fails.
             NotFoundError: The gallery was closed, or its file is gone.
+            OSError: The file system has no locks (flock), or a file read without a lock is gone.
         """
         condition, parameters = labels_condition(labels)
         with self.store.read_snapshot() as connection:
@@ -1105,7 +1127,8 @@ def estimate_upgrade(
     Raises:
         InvalidInputError: The runner's output is invalid.
         VerificationError: The runner makes no usable vectors, or the gallery's file is damaged.
-        CannotWriteError: The temporary file cannot be written.
+        CannotWriteError: The temporary file cannot be written, or the gallery's cannot be opened.
+        sqlite3.Error: SQLite cannot create the temporary file, such as on a full disk.
         IncompatibleSpaceError: The gallery does not have the source.
         BusyError: Another process has the file to itself, or changed it during a read without a
             lock.

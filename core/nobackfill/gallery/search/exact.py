@@ -66,10 +66,12 @@ class ExactIndex:
     ) -> "ExactIndex":
         """Build an index from prepared vectors and their offsets, without computing anything.
 
+        Nothing is checked or copied: do not change the arrays later.
+
         Args:
             spec: The space.
             labels: int64 [n]. They need not increase if the index is only searched.
-            prepared: float32 [n, dim], as `prepare_vectors` returns them; not copied.
+            prepared: float32 [n, dim], as `prepare_vectors` returns them.
             offsets_: float32 [n], as `distance_offsets` returns them.
         """
         index = cls.__new__(cls)
@@ -80,7 +82,7 @@ class ExactIndex:
         """Return an index with more rows; this index stays as it is.
 
         New rows go into spare capacity of the same arrays, which no older index reads. Only the
-        newest index of a chain is extended in place.
+        newest index of a chain is extended in place; an older one is copied.
 
         Args:
             labels: int64 [n], increasing, all larger than the present ones; this is not checked. n
@@ -88,7 +90,7 @@ class ExactIndex:
             vectors: float32 [n, dim], checked; copied.
 
         Returns:
-            The new index. Calls for the same index must not overlap.
+            The new index. Calls for the same index must not overlap; other threads may search it.
         """
         prepared = prepare_vectors(self.spec.metric, vectors)
         old, count = len(self.labels), len(self.labels) + len(labels)
@@ -114,6 +116,8 @@ class ExactIndex:
         ef: int = 0,
     ) -> Neighbours:
         """Return the k nearest rows to each query, with distances in float64 that are rounded once.
+
+        Threads may call it at the same time.
 
         Args:
             queries: float32 [q, dim], checked.
@@ -168,6 +172,7 @@ class ExactIndex:
         """Add the rows of this index that are nearer than the last hits of another index.
 
         This is much cheaper than `search` if few rows are: for a small index next to a large one.
+        `hits` is not changed, and threads may call it at the same time.
 
         Args:
             queries: float32 [q, dim], checked.
@@ -176,7 +181,8 @@ class ExactIndex:
             mask: bool [n], the rows that may be found; None for all.
 
         Returns:
-            Neighbours [q, k] of both indexes together; `hits` itself if no row is nearer.
+            Neighbours [q, k] of both indexes together, equal distances by label; `hits` itself if
+            no row is nearer.
         """
         k = hits.labels.shape[1]
         if len(queries) * len(self.labels) > BLOCK_ELEMENTS:
