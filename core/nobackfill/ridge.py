@@ -67,7 +67,7 @@ class Moments:
 
     @classmethod
     def of(cls, blocks: Iterable[Pairs]) -> "Moments":
-        """Compute the moments of all blocks.
+        """Compute the moments of all blocks, in float64.
 
         Args:
             blocks: Pairs x [n, a] and y [n, b]; empty blocks are skipped.
@@ -91,7 +91,8 @@ class Moments:
 
         Raises:
             ValueError: Shapes or dimensions that do not fit, NaN or infinity. Rows before the
-                faulty 8192 may have been added.
+                faulty 8192 may have been added. After NaN or infinity in the first rows, no later
+                row is accepted: begin with new moments.
         """
         if x.ndim != 2 or y.ndim != 2 or len(x) != len(y):
             raise ValueError(
@@ -167,7 +168,7 @@ class Moments:
     def mean(self) -> tuple[Doubles, Doubles]:
         """Return the mean of x, float64 [a], and of y, float64 [b].
 
-        Without rows after `subtract`, both are NaN.
+        Without rows after `subtract`, or with only `like`, both are NaN.
 
         Raises:
             AssertionError: No rows were added.
@@ -226,7 +227,8 @@ def solve_ridge(moments: Moments, penalty: float) -> Ridge:
         The map, with NaN as `error` and `spread`.
 
     Raises:
-        numpy.linalg.LinAlgError: The system of equations is singular.
+        numpy.linalg.LinAlgError: The system of equations is singular, or its eigenvalues cannot be
+            computed.
     """
     gram = moments.gram
     ridge = penalty * float(np.trace(gram)) / len(gram)

@@ -29,7 +29,7 @@ def hubness(neighbours: Ints, gallery_size: int) -> Hubness:
     """Compute the hubness of answers (Radovanovic et al. 2010).
 
     Skewness is the third standardised moment of how often each item occurs; 0 if all occur equally
-    often, or k is 0.
+    often, or k is 0. With k = 0 every item is an orphan. A repeated position in a row counts twice.
 
     Args:
         neighbours: Gallery positions, [q, k], each from 0; -1 for "no item" is not allowed.

@@ -116,7 +116,8 @@ def served_cells(
 def list_cells(manifests: Mapping[int, Manifest]) -> list[CellName]:
     """List each release on its own, every way of serving older vectors, and the naive swaps.
 
-    A naive swap searches raw vectors of an older release of the same dimension.
+    A naive swap searches raw vectors of an older release of the same dimension. Withdrawn releases
+    are not left out.
 
     Returns:
         The cells, each once, ascending by the query's release; empty without releases.

@@ -107,7 +107,8 @@ class PublishedListing(EmbeddedListing):
         """Return embeddings by the release's own model, float32 [n, dim].
 
         They are computed on first use, and their time is recorded in `seconds`. Later calls return
-        the same array, which must not be changed. After an error the next call tries again.
+        the same array, which must not be changed. After an error the next call tries again. Call it
+        from one thread at a time.
 
         Raises:
             NotFoundError: No such release.
@@ -128,14 +129,15 @@ class PublishedListing(EmbeddedListing):
     def side(self, release: int) -> Vectors | None:
         """Return side-information by the release's own encoder.
 
-        It is float32 [n, side_dim], and computed on first use; later calls return the same array.
-        Its time is not recorded.
+        It is float32 [n, side_dim], and computed on first use; later calls return the same array,
+        which must not be changed. Its time is not recorded.
 
         Returns:
             The side-information in the listing's order; None for texts, or if the release has none.
 
         Raises:
             NotFoundError: No such release.
+            NoEncoderError: The release embeds no images.
             VerificationError: The file differs from the manifest, cannot be loaded, or returns no
                 usable vectors.
             InvalidInputError: A file is no image.
@@ -157,7 +159,7 @@ class PublishedListing(EmbeddedListing):
 
         Args:
             releases: The source, then the route; at least one. The source alone gives its own
-                vectors, without an upgrade.
+                vectors, without an upgrade; do not change that array.
             int8: Use int8 files where they exist.
 
         Returns:
@@ -197,7 +199,7 @@ class PublishedListing(EmbeddedListing):
         return _METRICS[self.manifest(release).embedder.metric]
 
     def manifest(self, release: int) -> Manifest:
-        """Return the manifest of a release.
+        """Return the manifest of a release. Changes of `manifests` count at the next call.
 
         Raises:
             NotFoundError: No such release.
@@ -306,8 +308,8 @@ def as_old(new: Vectors, old: Vectors, metric: Metric) -> Vectors:
         metric: How distances are computed.
 
     Returns:
-        float32 [q, old dim]. It is a view of `new` where nothing is normalised. Vectors that are
-        shorter than the old ones keep their length.
+        float32 [q, old dim]. Where nothing is normalised, it is a view of `new` in its dtype.
+        Vectors that are shorter than the old ones keep their length.
 
     Raises:
         ValueError: A row's first elements are all zero, and directions are compared.

@@ -75,6 +75,7 @@ def measure_cell(
         gallery: The gallery.
         relevance: The relevant items of each query.
         neighbours: Number of nearest items to return for each query, without ignored ones; 0: none.
+            All queries get as many as the one that has fewest.
         int8: Use int8 files where they exist.
 
     Raises:
@@ -277,7 +278,7 @@ def evaluate_cells(
         queries: The queries.
         gallery: The gallery.
         relevance: The relevant items of each query.
-        neighbours: Number of nearest items to return for each query; 0: none.
+        neighbours: Number of nearest items to return for each query, without ignored ones; 0: none.
         int8: Use int8 files where they exist.
 
     Returns:
@@ -291,7 +292,7 @@ def evaluate_cells(
         VerificationError: A file differs from its manifest, cannot be loaded, or returns no usable
             vectors.
         ValueError: No query has a relevant item, relevance is for another number of queries,
-            vectors are not finite, or a listing is empty.
+            vectors are not finite or zero with cosine, or a listing is empty.
         NoEncoderError: A release has no model for this kind of item, images or texts.
         ConfigurationError: The library for a tokenizer is not installed.
         IndexError: Relevance names a position outside the gallery.

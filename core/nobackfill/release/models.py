@@ -118,6 +118,8 @@ class UpgradeModel:
     def run(self, embedding: Vectors, side: Vectors | None) -> Upgraded:
         """Upgrade embeddings into the target's space.
 
+        Threads may call it at the same time. The arguments are not changed.
+
         Args:
             embedding: float32 or float64 [n, from_dim], n at least 1.
             side: Side-information, float32 [n, from_side_dim]; None allowed if the upgrade does not
@@ -211,6 +213,8 @@ def open_image_model(files: Files, model: ImageModel, threads: int = 1) -> Image
 def open_side_encoder(files: Files, manifest: "Manifest", threads: int = 1) -> SideEncoder:
     """Load the side-information encoder of a release on the CPU.
 
+    Reads the file once. The model needs no closing.
+
     Args:
         files: The publication folder or the draft's files.
         manifest: The release.
@@ -235,6 +239,8 @@ def open_upgrade(
     files: Files, manifest: "Manifest", upgrade: "Upgrade", *, int8: bool = False, threads: int = 1
 ) -> UpgradeModel:
     """Load the model of an upgrade on the CPU.
+
+    Reads the file once. The model needs no closing.
 
     Args:
         files: The publication folder or the draft's files.
@@ -373,7 +379,7 @@ class Session:
 
 
 def open_session(files: Files, file: File, threads: int) -> Session:
-    """Open a session on a published file.
+    """Open a session on a published file. It needs no closing.
 
     Args:
         files: The publication folder or the draft's files.
@@ -404,6 +410,8 @@ def check_output(
     values: NDArray[Any], count: int, dim: int, name: str, *, unit: bool = False
 ) -> Vectors:
     """Return a model's output as vectors, after checking it.
+
+    A vector of zeros passes without `unit`.
 
     Args:
         values: The output, of any shape and dtype.

@@ -127,7 +127,8 @@ def error_of(error: grpc.RpcError, server: str) -> errors.NobackfillError:
 
     Returns:
         The error, not raised. A code that the table lacks gives NobackfillError; a connection that
-        broke gives UnavailableError.
+        broke gives UnavailableError. An unknown reason gives the first class of its code, such as
+        PreconditionError of FAILED_PRECONDITION.
     """
     code = error.code()
     row = _BY_STATUS.get((code, _reason(error))) or _BY_CODE.get(code)
@@ -151,7 +152,8 @@ def explain_failure(error: grpc.RpcError) -> str:
 
     Returns:
         The server's own message, or the name of the code where it has none. For a connection that
-        failed, the cause and what to do about it.
+        failed, the cause and what to do about it. For UNAUTHENTICATED without
+        NOBACKFILL_TOKEN_FILE, also the advice to set it.
     """
     code, details = error.code(), error.details() or error.code().name
     if code is StatusCode.UNAVAILABLE and details.startswith(_NEVER_CONNECTED):

@@ -43,7 +43,7 @@ def pool(tokens: Vectors, mask: Any, modes: Sequence[PoolingMode]) -> Vectors:
     Args:
         tokens: float32 [n, t, dim]; the padding comes last. It is not changed.
         mask: 1 for each token of the text, 0 for padding; int64 [n, t]. Each text needs at least
-            one token; this is not checked.
+            one token; this is not checked. Without one, max gives -inf.
         modes: One or several; their vectors are joined in this order.
 
     Returns:
@@ -96,11 +96,13 @@ class Layer(BaseModel):
         The weights are read once, here.
 
         Returns:
-            The function; it does not change its argument.
+            The function; it does not change its argument. It raises ValueError for another
+            dimension. Normalize leaves a vector of zeros as it is.
 
         Raises:
             InvalidInputError: The weights cannot be read, are no safetensors, lack a tensor, or are
                 not those of `sha256`.
+            KeyError: The activation is unknown.
         """
         if self.kind == "Normalize":
             return normalise
@@ -184,8 +186,8 @@ class _DenseConfig(BaseModel):
 def read_layer(kind: LayerKind, folder: Path) -> Layer:
     """Read how a module of sentence-transformers is set up.
 
-    Normalize reads no file. The weights are hashed here, and their content is checked by
-    `Layer.open`.
+    Normalize reads no file, and only Dense reads `config.json`. The weights are hashed here, and
+    their content is checked by `Layer.open`.
 
     Args:
         kind: Its class.
