@@ -82,7 +82,7 @@ class Card(BaseModel):
 def read_card(path: Path) -> Card:
     """Read the card of a converter; paths of ONNX files in it are relative to the card's folder.
 
-    Only a name that ends in .onnx is a path.
+    Only a name that ends in .onnx is a path. No model is opened.
 
     Raises:
         NotFoundError: There is no such file.
@@ -505,7 +505,8 @@ def mapping_for(
         ConfigurationError: The address of an endpoint is not allowed, or an extra is not installed.
         CannotWriteError: The state folder cannot be written.
         BusyError: Another process updates the trusted root.
-        OSError: A file of `model` cannot be read.
+        OSError: A file of `model` cannot be read, or the file system of the state folder has no
+            locks (flock).
     """
     if (file is None) == (release is None):
         raise InvalidInputError(

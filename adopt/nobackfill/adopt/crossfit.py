@@ -49,19 +49,21 @@ def correct_converter(converter: Map, pairs: Pairs) -> Map:
 
     Ridge shrinks towards the converter's weights W0 in place of zero: it minimises the squared
     error plus lambda |W - W0|². With few pairs the result stays near the converter; with many it is
-    nearly the map of these pairs alone. Leave-one-out chooses lambda.
+    nearly the map of these pairs alone. Leave-one-out chooses lambda. The same pairs give the same
+    map.
 
     Args:
         converter: A linear map with the dimensions of the pairs, without layers.
         pairs: Old vectors [n, a] and new vectors [n, b], at least 2.
 
     Returns:
-        A new map of the kind "corrected", which normalises as the converter does.
+        A new map of the kind "corrected", which normalises as the converter does. Its facts are the
+        converter's, with the number of pairs and lambda.
 
     Raises:
         IncompatibleSpaceError: The pairs have other dimensions.
-        ValueError: Fewer than 2 pairs.
-        InvalidInputError: A vector holds NaN or infinity.
+        ValueError: Fewer than 2 pairs, or a new vector holds NaN or infinity.
+        InvalidInputError: An old vector holds NaN or infinity.
     """
     residual = residual_pairs(converter, pairs)
     correction = ridge.fit_ridge(split_into_blocks(residual.old, residual.new), sample=LEFT_OUT)
@@ -76,7 +78,7 @@ def residual_pairs(converter: Map, pairs: Pairs) -> Pairs:
     """Return pairs whose new vectors are the error of the converter before its normalisation.
 
     Returns:
-        The ids and the old vectors are shared. The metric is cosine.
+        The ids and the old vectors are shared. The metric is cosine. NaN in new vectors stays.
 
     Raises:
         IncompatibleSpaceError: The pairs have other dimensions than the converter.

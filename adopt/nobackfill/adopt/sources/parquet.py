@@ -196,9 +196,9 @@ class ParquetSource:
         return _rows(self._table(window, self._vector), self._key, self._vector, self._path)
 
     def column(self, window: Window, name: str) -> ColumnValues:
-        """Read another column of a row group as text; rows without a value are left out.
+        """Read another column of a row group as text; rows without a value or a key are left out.
 
-        A missing key is "None".
+        Rows without a vector are there, so match with `read` by the key.
 
         Raises:
             InvalidInputError: There is no such column, or the file is damaged or lacks it.
@@ -262,7 +262,7 @@ class ParquetSource:
         """Create the folder of new vectors, or open that of an earlier run of this map.
 
         Unfinished files of a killed run are deleted. A folder that an earlier version made, without
-        a record of its source, is accepted.
+        a record of its source, is accepted. No lock is taken.
 
         Raises:
             AlreadyExistsError: The folder has other files, or vectors of another map or source.
@@ -308,6 +308,7 @@ class ParquetSource:
         Raises:
             InvalidInputError: The name is no plain file name.
             CannotWriteError: A file cannot be deleted.
+            OSError: The folder cannot be listed.
         """
         folder = self._folder(name)
         if not (folder / _MARK).is_file():
@@ -375,6 +376,9 @@ class NewParquetFiles:
         """Read the old vectors of a row group whose new file is missing, of a replaced file or
         lacks them.
 
+        Without any, the rows are empty and of dimension 0. Rows are known by the text of their
+        keys.
+
         Raises:
             InvalidInputError: The source file or the new file cannot be read, or its vectors have
                 several dimensions.
@@ -401,7 +405,8 @@ class NewParquetFiles:
 
         Raises:
             CannotWriteError: The disk is full, or the folder cannot be written.
-            ValueError: The rows are of several windows, or there are none.
+            ValueError: The rows are of several windows, or there are none, or `vectors` has another
+                number of rows.
             InvalidInputError: The source file is gone, or it or the earlier file cannot be read.
         """
         (read,) = set(rows.versions)
@@ -437,6 +442,8 @@ class NewParquetFiles:
 
     def read(self, window: Window) -> Rows:
         """Read the new vectors of a row group; none if its file is missing.
+
+        They may be of a source file that was replaced since: `pending` tells.
 
         Raises:
             InvalidInputError: The file cannot be read.
@@ -506,7 +513,7 @@ def table_bytes(
         vector: Name of the column of vectors.
         vectors: [n, dim] with dim at least 1, stored as float32 lists of fixed size.
         metadata: Metadata of the file.
-        others: Further columns of n values by name.
+        others: Further columns of n values by name; one of the same name replaces keys or vectors.
 
     Raises:
         pyarrow.ArrowInvalid: A column has another number of values.

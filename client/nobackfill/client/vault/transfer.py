@@ -301,7 +301,8 @@ class VaultReader:
     def image(self, item_id: str) -> bytes | None:
         """Download and decrypt the image that an item was made from.
 
-        Takes no lock; the ciphertext lies in the folder inbox during the call.
+        Takes no lock; the ciphertext lies in the folder inbox during the call. Two calls at once
+        for one image disturb each other.
 
         Args:
             item_id: the item's id; an unknown one gives None, unless a removed item's image is
@@ -329,6 +330,8 @@ class VaultReader:
 
     def decrypt_entry(self, entry: VaultEntry) -> bytes:
         """Download and decrypt the image of a row, and compare it with its digest.
+
+        Two calls at once for one row disturb each other.
 
         Args:
             entry: a row of the gallery's table.
@@ -376,7 +379,7 @@ class VaultReader:
         """Download a blob and decrypt it in memory; no plaintext is written.
 
         The ciphertext is deleted afterwards. An interrupted download stays, and the next call
-        continues it.
+        continues it. Two calls at once for one blob disturb each other.
 
         Args:
             blob: id, size and digest of the ciphertext.

@@ -86,7 +86,8 @@ def download_blob(gateway: Gateway, blob: vault_pb2.Blob, target: Path) -> None:
 
     TARGET.part holds the bytes of an interrupted download, and the next call continues it. Each
     attempt lasts at most 30 seconds. A file that differs from the digest is deleted with its bytes,
-    so the next call begins anew.
+    so the next call begins anew. No lock is taken: two calls at once for one target disturb each
+    other.
 
     Args:
         gateway: the vault's gateway.
@@ -232,7 +233,7 @@ def vault_address(device: GalleryFile, where: str | None = None) -> str:
         where: the address to use; None or empty: that of the last push, else the gallery's source.
 
     Raises:
-        ConfigurationError: the address does not begin with grpc:// or grpcs://.
+        ConfigurationError: the address does not begin with grpc:// or grpcs://, or there is none.
         DamagedError: the gallery file is damaged.
         BusyError: another process holds the gallery file for 5 seconds.
         CannotWriteError: the file cannot be opened, or the disk fails.

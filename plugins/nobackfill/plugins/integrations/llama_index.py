@@ -88,8 +88,9 @@ class LlamaIndexVectorStore(BasePydanticVectorStore):  # type: ignore[misc]
     def add(self, nodes: Sequence[BaseNode], **_: Any) -> list[str]:
         """Store nodes, and return their ids.
 
-        Nodes are durable when this returns. No nodes store nothing. Other keyword arguments are
-        ignored, here and in the other methods.
+        Nodes are durable when this returns. No nodes store nothing. A node of the same id is
+        replaced. Values of None in its metadata are left out. Other keyword arguments are ignored,
+        here and in the other methods.
 
         Raises:
             ValueError: The store has a `release`, and a node has no embedding.
@@ -136,6 +137,8 @@ class LlamaIndexVectorStore(BasePydanticVectorStore):  # type: ignore[misc]
         **_: Any,
     ) -> None:
         """Delete the nodes that have these ids and pass the filters; without both, none.
+
+        Ids match only nodes that LlamaIndex stored.
 
         Args:
             node_ids: Ids; an empty list matches no node. None: any id.
@@ -197,7 +200,8 @@ class LlamaIndexVectorStore(BasePydanticVectorStore):  # type: ignore[misc]
     def query(self, query: VectorStoreQuery, **_: Any) -> VectorStoreQueryResult:
         """Return the nearest nodes, nearest first, with similarities of 0 to 1.
 
-        Empty lists of ids or documents restrict nothing.
+        Empty lists of ids or documents restrict nothing. Others match only nodes that LlamaIndex
+        stored.
 
         Raises:
             InvalidInputError: Another mode than the default one, an operator that a gateway does
