@@ -51,7 +51,10 @@ _CPUINFO = Path("/proc/cpuinfo")
 
 
 def machine() -> str:
-    """Describe processor, cores, accelerator and torch's version, without the machine's name."""
+    """Describe processor, cores, accelerator and torch's version, without the machine's name.
+
+    The processor is only an architecture where /proc/cpuinfo has no model. The first GPU counts.
+    """
     text = _CPUINFO.read_text("utf-8") if _CPUINFO.is_file() else ""
     model = re.search(r"^model name\s*: (.+)$", text, re.MULTILINE)
     name = model[1].strip() if model else platform.machine()

@@ -88,7 +88,7 @@ class Following:
 
     def close(self) -> None:
         """Stop following; returns once both threads have ended. Plans that still drain are not
-        waited for, and their models stay.
+        waited for, and their models stay. The wait has no limit, and a second call does nothing.
         """
         self._stopping.set()
         for thread in self._threads:

@@ -183,7 +183,7 @@ class GatewayServer:
 
     def load(self) -> None:
         """Open the galleries with their indexes, and load the models; the model server starts
-        meanwhile.
+        meanwhile. Call it once, after `assemble`.
 
         Without a shared database, a gallery that an aborted activation left with another release is
         returned to the active one. A gallery that cannot be opened is set aside.

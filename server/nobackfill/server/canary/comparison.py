@@ -80,7 +80,8 @@ class PairFigures:
     def count(self, answer: SearchResult, seconds: float | None) -> None:
         """Count an answer.
 
-        The latest 1000 durations are kept. A first hit without a score counts for no mean.
+        The latest 1000 durations are kept. A first hit without a score counts for no mean. No lock
+        is taken: the caller holds one.
 
         Args:
             answer: the answer.
@@ -130,7 +131,8 @@ class Likeness:
     def count(self, old: SearchResult, new: SearchResult) -> None:
         """Count a query that both pairs have answered.
 
-        Two empty answers have overlap 1 and no rank correlation.
+        Two empty answers have overlap 1 and no rank correlation. No lock is taken: the caller holds
+        one.
 
         Args:
             old: the old pair's answer.
@@ -308,7 +310,8 @@ class CanaryComparison:
 
         An answer of the new pair is also evidence for it against the bound on errors. Latency
         counts once the old pair has answered 200 queries, and for each key once in 10 s. A change
-        of share or shadow restarts the sessions, but not the evidence.
+        of share or shadow restarts the sessions, but not the evidence. An answer that older
+        settings chose, or that comes after the canary has ended, is counted without a session.
 
         Args:
             canary: the settings that chose the pair.
@@ -428,7 +431,8 @@ class CanaryComparison:
     def count_batch(self, canary: Canary) -> None:
         """Count a call of several queries that the new pair answered, as one query.
 
-        It is evidence for the new pair against the bound on errors.
+        It is evidence for the new pair against the bound on errors. It has no duration, score or
+        session.
 
         Args:
             canary: the settings.
@@ -451,7 +455,7 @@ class CanaryComparison:
         """Count a query that both pairs answered.
 
         A mirrored answer of the new pair is evidence for it against the bound on errors; it has no
-        duration.
+        duration. The old answer is only compared here; `count_answer` counts it.
 
         Args:
             canary: the settings.

@@ -208,7 +208,8 @@ class Certificates:
         second, changed ones are read again.
 
         Files that cannot be used then are logged as an error, and the old ones stay. With an
-        authority, clients must have a certificate.
+        authority, clients must have a certificate. Call it for one port: a second one would miss
+        changes.
         """
         return grpc.dynamic_ssl_server_credentials(
             self._configuration,
@@ -221,7 +222,7 @@ class Certificates:
         they can be read now.
 
         If a file has several certificates, the first to expire counts. A file that cannot be read
-        is left out.
+        is left out. They may differ from the certificates in use.
         """
         files = {"server": self._cert, "client_ca": self._client_ca}
         expiries = {}
@@ -528,7 +529,7 @@ class GrpcListener:
 
     def set_health(self, *, embedding: bool, set_aside: Iterable[str]) -> None:
         """Set the health of all services; "" is the gateway's own. Does nothing once `stop` has
-        begun.
+        begun. Call it from one thread at a time.
 
         Args:
             embedding: models can embed; services that embed are not serving otherwise. The

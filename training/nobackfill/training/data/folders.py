@@ -72,7 +72,7 @@ def readable_images(listing: ImageListing, cache: Path) -> tuple[ImageListing, S
     Args:
         listing: the images.
         cache: a folder, made if missing. It stores the result, so that the next call with unchanged
-            files decodes nothing.
+            files decodes nothing. Remove it to try files again that could not be decoded.
 
     Returns:
         The readable images, and the paths of the others, relative to the listing's root.

@@ -35,6 +35,9 @@ class BestEpoch(nn.Module):
         """Copy the weights of `network` if `figure` is below all earlier ones; NaN never is.
 
         At an equal figure the earlier weights stay. Buffers are copied, too.
+
+        Raises:
+            RuntimeError: the figure is the best, and the network has other parameters.
         """
         if figure < float(self.least):
             self.kept.load_state_dict(network.state_dict())
@@ -141,7 +144,7 @@ class FctObjective(Objective):
         """With the key keep_best, load the weights of the best epoch; else do nothing.
 
         The last epoch is measured before, so that it can be the best one. The part `best` is
-        dropped.
+        dropped. A second call does nothing.
         """
         if self.best is not None:
             self._measure_held_out()

@@ -62,8 +62,9 @@ class FctTransform(nn.Module):
     def forward(self, embedding: Tensor, side: Tensor | None) -> Tensor:
         """Map embeddings [n,old_dim] and side-information [n,side_dim] to [n,new_dim].
 
-        An input whose dim is 0 is ignored, and `side` may be None then. In training mode BatchNorm
-        needs at least two rows, or raises ValueError. With `unit` a zero output stays zero.
+        An input whose dim is 0 is ignored, and `side` may be None then; else None raises
+        AssertionError. In training mode BatchNorm needs at least two rows, or raises ValueError.
+        With `unit` a zero output stays zero.
         """
         parts = []
         if self.embedding_projection is not None:
@@ -100,9 +101,9 @@ class UpgradeNetwork(nn.Module):
     def forward(self, embedding: Tensor, side: Tensor | None = None) -> UpgradeOutput:
         """Return the outputs for embeddings [n,old_dim] and their side-information [n,side_dim].
 
-        `side` may be None only if the network does not read it. In training mode, networks with
-        BatchNorm need at least two rows, or raise ValueError. Outputs that the upgrade does not
-        have are None.
+        `side` may be None only if the network does not read it; else FCT's network raises
+        AssertionError. In training mode, networks with BatchNorm need at least two rows, or raise
+        ValueError. Outputs that the upgrade does not have are None.
         """
         return UpgradeOutput(
             self.h(embedding, side),

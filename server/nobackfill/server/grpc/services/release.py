@@ -117,7 +117,8 @@ _FAILURES = {
 def count_report(report: pb.ReportSyncRequest, metrics: Metrics, *, is_published: bool) -> None:
     """Count a device's report of a sync in the metrics; nothing else is stored.
 
-    A sync whose probes did not pass counts as the failure `probes`.
+    A sync whose probes did not pass counts as the failure `probes`. Its seconds count only without
+    a failure, `neighbours_kept` always.
 
     Args:
         report: the report.
@@ -261,7 +262,8 @@ class ReleaseService(ReleaseServiceServicer):
         The activation goes on if the caller leaves. With a canary's settings while a canary of the
         release runs, only its settings change, and one event is yielded. A failed activation is no
         error of the call: the last event has the phase FAILED. The call is recorded in the audit.
-        The events end early when the gateway stops.
+        The events end early when the gateway stops. With `promote`, rollout and settings are
+        ignored.
 
         Raises:
             InvalidInputError: the rollout, spare_cores, old_space_seconds or the canary is not
@@ -339,7 +341,7 @@ class ReleaseService(ReleaseServiceServicer):
         self, request: pb.RollbackReleaseRequest, context: grpc.ServicerContext
     ) -> pb.RollbackReleaseResponse:
         """Roll back to the previous release, or stop a canary; without `confirm`, only report what
-        would be lost.
+        would be lost. Then `to_release` and `canary` are ignored.
 
         A rollback cancels the activation under way, and is recorded in the audit. Repeated, it
         changes nothing: with `to_release`, or without it for five minutes. The answer lists only
@@ -427,8 +429,9 @@ def state_of(number: int, state: State, withdrawn: str | None) -> tuple[pb.Relea
     """Return the state of a release, with the reason if it failed or was withdrawn; the reason is
     empty otherwise.
 
-    An active release stays active when it is withdrawn, with the reason. A release that is not in
-    the state counts as published.
+    An active release stays active when it is withdrawn, with the reason. Any other withdrawn
+    release counts as withdrawn, also if it failed or was retired. A release that is not in the
+    state counts as published.
 
     Args:
         number: the release.

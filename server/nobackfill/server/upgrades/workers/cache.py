@@ -33,8 +33,8 @@ class OpenCache(Generic[CacheKey, Opened]):
     def of(self, work: CacheKey, key: str) -> Opened:
         """Return the resources of a work.
 
-        If the last call had another key, its resources are closed first, and those of this work
-        are opened.
+        If the last call had another key, its resources are closed first, and those of this work are
+        opened.
 
         They stay open until a call with another key; nothing closes them at the end of the process.
 
@@ -43,7 +43,8 @@ class OpenCache(Generic[CacheKey, Opened]):
             key: identifies the work.
 
         Raises:
-            Exception: the error of opening; the next call then opens again.
+            Exception: the error of opening, or of closing the earlier resources. Nothing stays
+                open, and the next call opens again.
         """
         if self._key != key:
             self._key, self._opened = None, None
@@ -57,7 +58,7 @@ class OpenCache(Generic[CacheKey, Opened]):
 
 
 def write_files(files: Mapping[str, bytes], closing: ExitStack) -> Path:
-    """Write files into a new temporary folder.
+    """Write files into a new temporary folder. After an error, it stays until `closing` ends.
 
     Args:
         files: content by published path, relative and below the folder; it is not checked.
