@@ -89,6 +89,8 @@ class Header:
 def read_header(data: bytes) -> Header:
     """Read the header of a JPEG, PNG, WebP, HEIC or AVIF file without decoding the picture.
 
+    HEIC and AVIF need no extra here; their size is the largest that any picture or tile declares.
+
     Args:
         data: The bytes of the file; their number is not limited here.
 
@@ -286,9 +288,10 @@ def decode_image(
 ) -> Pixels:  # fmt: skip
     """Decode a JPEG, PNG, WebP, HEIC or AVIF file, and resize it with antialiasing.
 
-    EXIF orientation is applied, and transparent pixels become white. The first picture of a JPEG
-    with several is used. Decoding takes at most about 500 MB (a WebP of 25 million pixels). HEIC
-    and AVIF need the extra `heic`.
+    EXIF orientation is applied, and transparent pixels become white. Unreadable EXIF data is
+    ignored, and colour profiles are not applied. The first picture of a JPEG with several is used.
+    Decoding takes at most about 500 MB (a WebP of 25 million pixels). HEIC and AVIF need the extra
+    `heic`.
 
     Args:
         data: The bytes of the file.
@@ -301,7 +304,7 @@ def decode_image(
         margin: How a crop rounds its margin.
 
     Returns:
-        uint8 RGB [height, width, 3].
+        uint8 RGB [height, width, 3]; it may be read-only.
 
     Raises:
         InvalidInputError: Another format, an animation, a damaged or truncated file, more than 32
@@ -381,6 +384,7 @@ def decode_within(data: bytes, side: int) -> Pixels:
 
     Returns:
         uint8 RGB [height, width, 3], with EXIF orientation applied; each side has at least 1 pixel.
+        It may be read-only.
 
     Raises:
         InvalidInputError: Another format, an animation, a damaged or truncated file, more than 32
@@ -416,7 +420,7 @@ def decode_file(
         margin: As in `Frame`.
 
     Returns:
-        uint8 RGB [height, width, 3].
+        uint8 RGB [height, width, 3]; it may be read-only.
 
     Raises:
         InvalidInputError: The file is missing, cannot be read, is no regular file, or

@@ -110,13 +110,13 @@ class DaemonThreads:
     def submit(self, work: Callable[[], Result]) -> Future[Result]:
         """Run a function on the next free thread, and return its future at once.
 
-        Works after `close`, too.
+        Works after `close`, too. Any thread may call it; work begins in the order of the calls.
 
         Args:
             work: Called without arguments. Its error, if any, is raised by the future's `result`.
 
         Raises:
-            RuntimeError: The system can start no further thread.
+            RuntimeError: The system can start no further thread; the work stays queued.
         """
         future: Future[Result] = Future()
         with self._changed:

@@ -382,6 +382,9 @@ class GatewayState(ABC):
 
         An entry that cannot be written to the audit is only in the log.
 
+        Within `transact` of a shared state, the entry is lost if the transaction fails; work that
+        runs again is logged again.
+
         Args:
             who: name of the caller's token.
             what: the verb, such as activate.
@@ -478,7 +481,8 @@ class StateFile(GatewayState):
         """Return the latest entries of the audit, at most MOST_DEEDS, latest last; empty without a
         file.
 
-        An entry that a kill or a full disk has cut is left out.
+        An entry that a kill or a full disk has cut is left out. The whole file is read at each
+        call.
 
         Raises:
             VerificationError: the file cannot be read.
@@ -510,8 +514,8 @@ class StateFile(GatewayState):
         a full disk.
 
         Args:
-            values_of: computes the new values from the state; called once, under the lock. Its
-                errors pass through.
+            values_of: computes the new values from the state; called once, under the lock, so it
+                must not change the state: that would wait for ever. Its errors pass through.
 
         Returns:
             The new state.

@@ -129,8 +129,8 @@ class ArraySource:
     def read(self, window: Window) -> Rows:
         """Read the vectors of a window as float32; every row has one.
 
-        Keys become text. The rows have no keys or versions. NaN passes, and a repeated key is not
-        detected.
+        Keys become text. The rows have no keys or versions. The vectors may be a read-only view of
+        the file. NaN passes, and a repeated key is not detected.
         """
         ids = list(map(text_of, self._ids[window.lower : window.upper].tolist()))
         vectors = np.asarray(self._vectors[window.lower : window.upper], np.float32)
@@ -166,6 +166,7 @@ class ArraySource:
         """Create the folder of parts for new vectors, or open that of an earlier run of this map.
 
         An unfinished file of a killed run is deleted. After a complete run nothing is pending.
+        There is no lock: only one process may write a name.
 
         Raises:
             AlreadyExistsError: The name has other vectors, or those of another number of rows.
@@ -267,7 +268,7 @@ class NewArray:
 
         Args:
             rows: Some of the rows that `pending` returned for one window, at least one.
-            vectors: Their new vectors, float32 [n, dim].
+            vectors: Their new vectors, float32 [n, dim]; a single one is written to every row.
 
         Raises:
             CannotWriteError: The disk is full, or the folder cannot be written.
@@ -294,7 +295,8 @@ class NewArray:
             remove_tree(partial)
 
     def read(self, window: Window) -> Rows:
-        """Read the new vectors of a window; rows without one are left out.
+        """Read the new vectors of a window; rows without one are left out. They may be a read-only
+        view of the file.
 
         Raises:
             InvalidInputError: The file cannot be read.

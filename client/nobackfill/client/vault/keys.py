@@ -31,6 +31,9 @@ MAGIC = b"age-encryption.org/v1\n"
 def new_identity(path: Path) -> Identity:
     """Read a secret key; generate and write it first, with mode 0600, if the file does not exist.
 
+    A link without a target is replaced. Two callers at once may both write a key, and the later one
+    stays.
+
     Args:
         path: the file of the key; its folder must exist.
 
@@ -159,7 +162,8 @@ def key_problem(device: GalleryFile) -> str | None:
     """Explain why the gallery's own key does not decrypt what it pushed.
 
     Returns:
-        A sentence with advice. None if the key fits, or if nothing was pushed.
+        A sentence with advice. None if the key fits, or if nothing was pushed. An error of the
+        gallery file that comes only later is returned as a sentence, too.
 
     Raises:
         DamagedError: the gallery file is damaged.
@@ -179,8 +183,9 @@ def key_problem(device: GalleryFile) -> str | None:
 def identity_for_push(device: GalleryFile, queue: VaultQueue, new_key: bool) -> Identity:
     """Return the secret key to encrypt with, and store its public key in the gallery.
 
-    The first push generates it. The gallery's file is written also if the key is the same. Rows of
-    versions without a key column get this key, unless `new_key` is set.
+    The first push takes the key in the identity file, and generates it if there is none. A
+    generated file stays after an error. The gallery's file is written also if the key is the same.
+    Rows of versions without a key column get this key, unless `new_key` is set.
 
     Args:
         device: the gallery.

@@ -178,7 +178,7 @@ def nearest_candidates(labels: Labels, distances: Vectors, k: int) -> Neighbours
 
     Returns:
         Neighbours [q, k], nearest first, equal distances by label. A label that occurs twice is not
-        merged.
+        merged, and a distance of NaN comes after the padding.
     """
     short = k - labels.shape[1]
     if short > 0:
@@ -269,7 +269,7 @@ def distances_to_query(metric: Metric, query: Vectors, vectors: Vectors) -> Vect
     Args:
         metric: squared_l2 or cosine.
         query: float32 [1, dim].
-        vectors: float32 [n, dim]; n may be 0.
+        vectors: float32 [n, dim]; n may be 0. The cosine distance from or to a zero vector is 1.
     """
     distances: Vectors = pair_distances(
         metric, prepare_vectors(metric, query), prepare_vectors(metric, vectors)[None]
@@ -299,7 +299,8 @@ def search_origins(
 
     Args:
         nearest: Returns the k nearest of the labels that pass a filter, as Neighbours [q, k];
-            called twice, once for each origin.
+            called twice, once for each origin. Each array that it passes to the filter must live
+            until the end.
         origins: Returns which labels are migrated, and which are not; its first answer for an array
             of labels counts.
         scale: Converts distances of migrated vectors.

@@ -100,8 +100,8 @@ class FolderFetcher:
 
         An offset at or beyond the end yields nothing.
 
-        The file is opened at the first `next`, and closed when the iterator ends. Paths are not
-        checked: the caller passes signed or fixed ones.
+        The file is opened at the first `next`, and closed when the iterator ends. Percent escapes
+        in the path are decoded. Paths are not checked: the caller passes signed or fixed ones.
 
         Args:
             url: The base URL and the published path.
@@ -142,11 +142,11 @@ class HttpFetcher:
     def fetch_from(self, url: str, offset: int) -> Iterator[bytes]:
         """Yield the bytes of a file from the host, in pieces.
 
-        Connects at the first `next`, and tries a failed connection twice more. Up to 3 redirects
-        are followed. A host that does not serve ranges sends the whole file; the bytes before
-        `offset` are skipped. The bytes are not decompressed or checked.
+        Connects at the first `next`, and tries a failed connection twice more, each time for up to
+        10 s. Up to 3 redirects are followed. A host that does not serve ranges sends the whole
+        file; the bytes before `offset` are skipped. The bytes are not decompressed or checked.
 
-        Closing the iterator early closes the connection.
+        Closing the iterator early closes the connection. Several threads may call it.
 
         Args:
             url: The base URL and the published path.
@@ -154,7 +154,7 @@ class HttpFetcher:
 
         Raises:
             tuf.api.exceptions.DownloadHTTPError: The host answers with another status than 200 or
-                206.
+                206, such as 416 for an offset at or beyond the end.
             tuf.api.exceptions.SlowRetrievalError: Nothing came for SILENCE_SECONDS during the
                 answer.
             tuf.api.exceptions.DownloadError: The host cannot be reached, the answer breaks off, or
@@ -245,6 +245,7 @@ def fetcher_for(source: str) -> tuple[Fetcher, str]:
 
     Args:
         source: A folder, or an address with http:// or https://. Whether it exists is not checked.
+            Any other text, such as HTTP://, names a folder.
 
     Returns:
         The fetcher, and its base URL with a slash at its end.
@@ -354,7 +355,7 @@ class TrustedState:
     def load(cls, path: Path) -> Self | None:
         """Read the state from a file.
 
-        Expiry is not checked.
+        Expiry, the number of the format and the anchor are not checked.
 
         Returns:
             None if the file does not exist.
@@ -377,7 +378,7 @@ class TrustedState:
         return cls(stored.anchor, stored.refresh_time, texts)
 
     def save(self, path: Path) -> None:
-        """Replace the file durably.
+        """Replace the file durably, with mode 0644 less the umask; no lock is taken.
 
         Raises:
             CannotWriteError: The file cannot be written, or its folder is missing. The old file
@@ -402,8 +403,8 @@ class TrustedState:
         }
 
     def version_floor(self) -> VersionFloor:
-        """Return the versions of this state, with the digests of the keys that signed it. Root has
-        no such digest."""
+        """Return the versions of this state, with digests of the keys that may sign each role. Root
+        has no such digest, and thresholds are not part of one."""
         return VersionFloor(
             root=self.root.version,
             timestamp=self.timestamp.version,
@@ -419,7 +420,7 @@ class TrustedState:
         """Check that no metadata is older than a floor.
 
         Equal versions pass. A role whose keys differ from the floor's is not compared; root always
-        is.
+        is. Targets are compared only if the keys of snapshot and targets are both the same.
 
         Raises:
             VerificationError: The publication was rolled back; the message names the first such
@@ -498,7 +499,8 @@ def fetch_metadata(
         root: The trusted root metadata; newer versions are fetched from it on, each signed by its
             predecessor.
         trusted: The last timestamp, snapshot and targets metadata, by role; other keys are ignored.
-            Older metadata is refused. Empty: nothing was fetched before.
+            Older metadata is refused. An entry that the newest root does not verify is ignored.
+            Empty: nothing was fetched before.
 
     Returns:
         The metadata of root, timestamp, snapshot and targets by role.
@@ -616,6 +618,7 @@ def download(fetcher: Fetcher, base_url: str, target: TargetFile, destination: P
         CannotWriteError: The file or its folder cannot be written.
         NotFoundError: The host does not have the file.
         NobackfillError: An error that the fetcher itself raises, such as NotPermittedError.
+        OSError: An existing file or partial download cannot be read.
     """
     if destination.is_file() and _is_complete(destination, target):
         return
@@ -766,12 +769,13 @@ class Trust:
     def refresh(self) -> bool:
         """Fetch and verify the published metadata, and store it durably if it changed.
 
-        Waits up to a minute for another process that refreshes the same state. Files of releases
+        Waits up to a minute for another process or thread that refreshes the same state. It
+        continues from the stored state, which another process may have refreshed. Files of releases
         are not fetched. After an error this object still has the state that it had before. Without
         a change, the stored time is written again once it is a day old.
 
         Returns:
-            Whether any metadata changed, or was fetched for the first time.
+            Whether any metadata differs from the stored state, or was fetched for the first time.
 
         Raises:
             VerificationError: An invalid signature, expired metadata, a rollback, a mix of
@@ -888,7 +892,8 @@ class Trust:
             Its number; None if nothing is published or every release was withdrawn.
 
         Raises:
-            UnfitError: This program can use none of the releases that were not withdrawn.
+            UnfitError: This program can use none of the releases that were not withdrawn; the error
+                is of the first one tried.
             VerificationError: The host sends another file.
             NotFoundError: Nothing was fetched yet, or the host lacks a manifest.
             UnavailableError: The source does not answer, or is too slow.
@@ -977,7 +982,8 @@ class Trust:
     def signed_entry(self, path: str) -> TargetFile:
         """Return the signed length and digest of a published file.
 
-        Metadata files themselves have no entry.
+        Metadata files themselves have no entry. The entry belongs to the trusted state, so do not
+        change it; `refresh` may replace it.
 
         Raises:
             NotFoundError: No such file, the path is not plain, or nothing was fetched yet.
@@ -995,7 +1001,8 @@ class Trust:
 
         Never reads more than the signed length. The file gets its name only after its digest was
         checked, and is then durable. Nothing is fetched if the right file is there; another one is
-        replaced. Missing folders are made.
+        replaced. Missing folders are made. Calls for one file must not overlap. There is no time
+        limit, only a lowest speed.
 
         Args:
             path: The published path.
@@ -1012,6 +1019,7 @@ class Trust:
                 stays.
             CannotWriteError: The file cannot be written.
             NobackfillError: An error that the fetcher itself raises, such as NotPermittedError.
+            OSError: An existing file or partial download cannot be read.
         """
         destination = folder / path
         if not destination.resolve().is_relative_to(folder.resolve()):
@@ -1088,7 +1096,8 @@ class TrustedFolder(Trust):
             The publication folder.
 
         Raises:
-            NotFoundError: No such release, or nothing was fetched yet.
+            NotFoundError: No such release, nothing was fetched yet, or no metadata signs a
+                configuration of its models.
             VerificationError: A file is missing or differs, or an unsigned file is there.
             UnfitError: This program cannot use the release, or its manifest names a file that is
                 not signed with this digest.
@@ -1145,7 +1154,8 @@ def converter_numbers(trust: Trust) -> list[int]:
 
 
 def known_converters(trust: Trust) -> str:
-    """List the published converters in words, for an error, such as "1, 2".
+    """List the published converters in words, for an error, such as "1, 2". Withdrawn ones are
+    among them.
 
     Without any, the words point to the releases; without those, they are "none".
 
@@ -1186,8 +1196,8 @@ def refuse_withdrawn(trust: Trust, number: int) -> None:
 def read_converter(trust: Trust, number: int, folder: Path) -> Converter:
     """Download and parse the manifest of a converter.
 
-    The file is fetched once and then read offline. Whether the converter was withdrawn is not
-    checked: `refuse_withdrawn` does that.
+    The file is fetched once and then read offline; its digest is checked at each call. Whether the
+    converter was withdrawn is not checked: `refuse_withdrawn` does that.
 
     Args:
         trust: The publication.
@@ -1217,6 +1227,8 @@ def read_converter(trust: Trust, number: int, folder: Path) -> Converter:
 def converter_file(trust: Trust, manifest: Converter, folder: Path) -> Path:
     """Download the ONNX file of a converter, resuming a partial download.
 
+    Whether the converter was withdrawn is not checked. Calls for one folder must not overlap.
+
     Args:
         trust: The publication.
         manifest: Manifest of the converter.
@@ -1229,7 +1241,8 @@ def converter_file(trust: Trust, manifest: Converter, folder: Path) -> Path:
     Raises:
         UnfitError: The manifest and the signed entry differ.
         NotFoundError: The file is not published, nothing was fetched yet, or the host lacks it.
-        VerificationError: The host sends another file.
+        VerificationError: The host sends another file, or the path leads out of the folder by a
+            link.
         UnavailableError: The host is gone, too slow or stopped early; the partial download stays.
         CannotWriteError: The file cannot be written.
         NobackfillError: An error that the fetcher itself raises, such as NotPermittedError.
@@ -1270,7 +1283,8 @@ def read_publication(model_repo: Path, state: Path | None = None) -> Publication
         UnavailableError: The folder cannot be read.
         BusyError: Another process uses the state folder for more than a minute.
         CannotWriteError: The state cannot be written.
-        OSError: The file system of `state` has no locks (flock).
+        OSError: The file system of `state` has no locks (flock), or no temporary folder can be
+            made.
     """
     if not (model_repo / "timestamp.json").is_file():
         return Publication({}, frozenset())
@@ -1304,7 +1318,10 @@ def require_release(number: int, published: Mapping[int, Manifest]) -> Manifest:
 
 def withdrawal_reason(target: TargetFile) -> str | None:
     """Return the reason of a withdrawal from the signed entry of a manifest, or None if it is not
-    withdrawn."""
+    withdrawn.
+
+    An empty reason counts as a withdrawal; another value than text is returned as text.
+    """
     custom = target.custom
     reason = custom.get("withdrawn") if isinstance(custom, dict) else None
     return None if reason is None else str(reason)
@@ -1344,7 +1361,7 @@ def verify_metadata(kind: type[_Signed], data: bytes, root: Root | None, name: s
         kind: The expected class.
         data: The metadata.
         root: The root metadata whose keys must have signed it; None: root metadata that signs
-            itself.
+            itself, and any other kind is refused.
         name: The name of the metadata, for the message.
 
     Raises:

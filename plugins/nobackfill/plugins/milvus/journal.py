@@ -75,7 +75,8 @@ def begin_journal(connection: Connection, schema: str) -> None:
 
 
 def has_journal(connection: Connection, schema: str) -> bool:
-    """Return whether a gallery has a journal; False for an unknown schema.
+    """Return whether a gallery has a journal; False for an unknown schema. Its spaces may still
+    lack one.
 
     Args:
         connection: a connection to the database.
@@ -125,7 +126,7 @@ def _watched(connection: Connection, table: str) -> bool:
 def watch_space(connection: Connection, schema: str, info: SpaceInfo) -> None:
     """Start the journal of one space, with all its vectors pending, unless it has one.
 
-    The caller commits.
+    Writes to the space wait until the caller commits.
 
     Args:
         connection: in a transaction.
@@ -186,7 +187,8 @@ def try_lock(connection: Connection, schema: str) -> bool:
 def take_pending(connection: Connection, schema: str, count: int) -> list[tuple[int, Labels]]:
     """Take pending labels of a gallery out of its journal; the commit makes it durable.
 
-    If there are more than `count`, it is not defined which are taken.
+    If there are more than `count`, it is not defined which are taken. Labels of deleted items, and
+    of changed metadata only, are among them without a mark. The caller holds `try_lock`.
 
     Args:
         connection: in a transaction.
@@ -216,6 +218,8 @@ def take_pending(connection: Connection, schema: str, count: int) -> list[tuple[
 
 def set_fed_until(connection: Connection, schema: str, number: int, moment: int) -> None:
     """Record the time, by Milvus' clock, until which a space was fed, in place of the last one.
+
+    An earlier time replaces a later one, too. The caller commits.
 
     Args:
         connection: in a transaction.
@@ -259,7 +263,7 @@ def pending_labels(
 ) -> Labels:
     """Return pending labels of a space.
 
-    If there are more, it is not defined which are returned.
+    If there are more, it is not defined which are returned. Labels of deleted items are among them.
 
     Args:
         connection: a snapshot of the database.
@@ -269,7 +273,7 @@ def pending_labels(
         described: include labels of which only the metadata changed.
 
     Returns:
-        int64 [n]; a label may occur several times.
+        int64 [n], in no order; a label may occur several times.
 
     Raises:
         psycopg.Error: a statement fails; `Database.read` and `Database.write` translate it.
@@ -282,15 +286,16 @@ def pending_labels(
 def galleries_with_pending(connection: Connection, schemas: Sequence[str]) -> list[str]:
     """Return the galleries that have pending labels.
 
-    One statement runs for each schema. The names are not quoted: pass only names that `schema_of`
-    made.
+    Labels of which only the metadata changed count, too. One statement runs for each schema. The
+    names are not quoted: pass only names that `schema_of` made.
 
     Args:
         connection: a connection to the database.
         schemas: schemas of galleries that have a journal; none: no statement runs.
 
     Returns:
-        Each of `schemas` that has at least one label, in the same order.
+        Each of `schemas` that has at least one label, in the same order; a repeated one is
+        repeated.
 
     Raises:
         psycopg.Error: a statement fails; `Database.read` and `Database.write` translate it.

@@ -78,6 +78,8 @@ class Misses:
         last answer every miss counts, because a child that is busy for so long is in a loop. A
         child of somebody else is never busy.
 
+        It takes no lock, so one thread calls it and `clear`.
+
         Args:
             is_late: whether this process noticed the miss late, so that it waited for a processor
                 itself; such a miss counts like one of a busy child.
@@ -102,8 +104,8 @@ def group_processor_s(group: int) -> float:
 
     That is the time they ran, and the time their threads waited in a run queue where the kernel
     counts it: on a loaded machine a process runs little and waits long. A process that ends takes
-    its time along, so the sum may fall. Returns 0 for an unknown group, and on a system without
-    /proc.
+    its time along, so the sum may fall. It reads the entry of every process. Returns 0 for an
+    unknown group, and on a system without /proc.
     """
     total = 0.0
     for stat in Path("/proc").glob("[0-9]*/stat"):
@@ -177,8 +179,8 @@ class TritonProcess:
         """Start the child, which answers later; a child that runs is killed first.
 
         Copies the backends into the folder again, empties Triton's log, and removes shared memory
-        that former children and killed gateways have left. Models are loaded only on request. After
-        an error no child runs.
+        that former children and killed gateways have left. Models are loaded only on request. Do
+        not call it after `stop`, which ends the address. After an error no child runs.
 
         Raises:
             UnavailableError: it cannot be started, the environment's Python does not run, the wheel
@@ -239,6 +241,9 @@ class TritonProcess:
     def kill(self) -> None:
         """Kill the child and its model processes, and wait for its end; without a child it does
         nothing.
+
+        Its shared memory stays until `start` or `stop`. If the child has ended already, its model
+        processes are not killed here.
         """
         if self._process is not None:
             if self.alive():
@@ -256,7 +261,8 @@ class TritonProcess:
     def log_tail(self) -> str:
         """Return the last three error lines of Triton's log, joined by " | ", for messages.
 
-        Without error lines they are its last three lines of any kind; empty without a log.
+        Without error lines they are its last three lines of any kind; empty without a log. Blank
+        lines and lines of tables are left out. It reads the whole log.
         """
         try:
             lines = self.log_path.read_text(errors="replace").splitlines()
@@ -353,6 +359,8 @@ def default_folder() -> Path:
 def install(folder: Path) -> None:
     """Create or complete Triton's environment; pip downloads about 400 MB from its index, and this
     waits for it.
+
+    There is no time limit.
 
     Args:
         folder: the folder; it may exist.

@@ -54,6 +54,9 @@ class DatabaseLead(Lead):
         If its connection broke, it tries to take the lock again, and says False once meanwhile.
         Without an answer of the database it says False: nobody can take the lead then. After
         `close` it says False.
+
+        Any thread may call it; it waits up to 5 s for a connection. If another gateway has the lock
+        by then, it says True.
         """
         with self._lock:
             if self._closed:
@@ -73,7 +76,8 @@ class DatabaseLead(Lead):
     def close(self) -> None:
         """Give up the lead; a second call does nothing; see Lead.close.
 
-        The lock ends with the connection, so that another gateway may lead at once.
+        The lock ends with the connection, so that another gateway may lead at once. It waits for an
+        `is_lost` of another thread.
         """
         with self._lock:
             self._closed = True
@@ -152,7 +156,8 @@ def lock_releases(database: Database, seconds: float) -> Iterator[None]:
     """Keep other gateways from activating, rolling back or retiring a release, or creating a
     gallery.
 
-    The lock ends with the block, also if the block raises. It is held by a connection of its own.
+    The lock ends with the block, also if the block raises. It is held by a connection of its own,
+    so a second call within the block waits, too.
 
     Args:
         database: the database.
@@ -340,7 +345,8 @@ class News:
         The first call, and the first after an error or `close`, only begins to listen. It returns
         at once, because earlier commits were not noticed.
 
-        Several commits may end one wait. After an error the connection is closed.
+        Several commits may end one wait. After an error the connection is closed. Only one thread
+        may use the object.
 
         Args:
             seconds: the longest wait; 0 only looks.
@@ -407,7 +413,8 @@ class StateRow(GatewayState):
     def look(self) -> Mapping[str, tuple[int, int]]:
         """Read the state again; see GatewayState.look.
 
-        `current` then is the state that was read, unless a newer one is known.
+        `current` then is the state that was read, unless a newer one is known. Do not call it
+        within `transact`: a state that is rolled back would stay in `current`.
 
         Returns:
             Number and epoch of each gallery, by name.
@@ -417,6 +424,7 @@ class StateRow(GatewayState):
             BusyError, UnavailableError: the database is busy, or does not answer, or the caller is
                 gone.
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
+            GoneError: the tables do not exist any more.
         """
         query = (
             f"SELECT epoch, value, {_WRITER},"
@@ -436,7 +444,7 @@ class StateRow(GatewayState):
 
         Args:
             values_of: returns new values by the name of a field of State; it may be called more
-                than once.
+                than once. Its errors pass through, and nothing has changed then.
 
         Returns:
             The new state.
@@ -574,7 +582,7 @@ class StateRow(GatewayState):
         """Save the record of a gallery's upgrade for other gateways; None deletes it; see
         GatewayState.keep_job.
 
-        A record replaces the former one. The gallery need not exist.
+        A record replaces the former one. The gallery need not exist, and the text is not checked.
 
         Raises:
             BusyError: a lock is held for too long, or other calls change the same rows.
@@ -601,8 +609,8 @@ class StateRow(GatewayState):
         self._database.write(lambda connection: run(connection, statement, list(deed)))
 
     def deeds(self) -> list[Deed]:
-        """Return the latest entries of the audit, at most MOST_DEEDS, latest last; see
-        GatewayState.deeds.
+        """Return the latest entries of the audit, at most MOST_DEEDS, latest last; empty without
+        any; see GatewayState.deeds.
 
         Raises:
             BusyError, UnavailableError: the database is busy, or does not answer, or the caller is

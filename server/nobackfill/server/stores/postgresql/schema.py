@@ -102,7 +102,8 @@ def migrate(connection: Connection, to: int = FORMAT) -> int:
     had.
 
     Missing tables of the first format are created first. Others that migrate wait until the
-    transaction ends. A database that has the format already only gets what that format may lack.
+    transaction ends. After a conversion, no gateway can begin to serve before that. A database that
+    has the format already only gets what that format may lack.
 
     Args:
         connection: a connection inside a transaction.
@@ -254,6 +255,8 @@ def schema_of(number: int) -> str:
 def create_gallery(connection: Connection, number: int, spec: SpaceSpec) -> None:
     """Create the tables of a gallery with one active space.
 
+    The caller inserts the gallery's row and commits. The space has no graph yet.
+
     Raises:
         InvalidInputError: the space has no dimension, or more than MOST_DIM.
         psycopg.Error: a statement fails, as if the schema exists; the caller translates it.
@@ -285,7 +288,7 @@ def table_of(schema: str, number: int) -> str:
 
 
 def add_space(connection: Connection, schema: str, spec: SpaceSpec, state: State) -> None:
-    """Record a space and create its table, without a graph.
+    """Record a space and create its table, without a graph; the caller commits.
 
     Args:
         connection: a connection inside a transaction.
@@ -329,7 +332,8 @@ def index_statements(
         schema: schema of the gallery.
         number: number of the space.
         spec: the space.
-        concurrently: "CONCURRENTLY" to build while others write; "" keeps them waiting.
+        concurrently: "CONCURRENTLY" to build while others write; "" keeps them waiting. PostgreSQL
+            refuses CONCURRENTLY within a transaction.
 
     Returns:
         One statement; none for more than MOST_HALF dimensions.

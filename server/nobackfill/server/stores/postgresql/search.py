@@ -59,6 +59,7 @@ def rows_near(connection: Connection, statement: str, query: Vectors) -> list[tu
 
     Returns:
         Label and binary vector of each row, in the statement's order; empty without rows.
+        `from_binary` reads the vectors.
 
     Raises:
         psycopg.Error: the statement failed.
@@ -142,7 +143,8 @@ class SpaceTable:
         enough for a graph.
 
         Returns:
-            The labels, increasing, at most 2000; may be empty. None without an excluded space.
+            The labels, increasing, at most 2000; may be empty. Filters do not count. None without
+            an excluded space.
 
         Raises:
             psycopg.Error: the statement fails, as without the table; the caller translates it.
@@ -192,7 +194,8 @@ class SpaceTable:
     ) -> list[Any]:
         """Return label and vector of those labels that pass a condition.
 
-        Labels without a row, and items of the excluded space, are left out. The rows have no order.
+        Labels without a row, and items of the excluded space, are left out. The rows have no order,
+        and a repeated label gives one.
 
         Raises:
             psycopg.Error: the statement fails, as without the table; the caller translates it.
@@ -250,7 +253,8 @@ class PostgresqlSearcher:
     def search(
         self, queries: Vectors, k: int, filtered: Filter | None = None, ef: int = 0
     ) -> Neighbours:
-        """Find the nearest items to each query; see `search` in this module.
+        """Find the nearest items to each query; see `search` in this module. Any thread may call
+        it.
 
         Args:
             queries: float32 [q, dim]; q may be 0.
@@ -260,7 +264,7 @@ class PostgresqlSearcher:
                 compared.
 
         Returns:
-            Neighbours [q, k], nearest first, equal distances by label, padded with -1.
+            Neighbours [q, k], nearest first, equal distances by label, padded with -1 and infinity.
 
         Raises:
             InvalidInputError: a query or the filter is not valid.
@@ -292,7 +296,8 @@ def search(
 
     Args:
         database: the database.
-        requests: each table with its queries, float32 [q, dim].
+        requests: each table with its queries, float32 [q, dim]; at least one table (ValueError
+            without any).
         k: most neighbours of each query, at least 1.
         condition: items must pass it.
         ef: width of the graph search; 0 means the table's own, and at least k + 8. Above 1000, and
@@ -301,7 +306,7 @@ def search(
 
     Returns:
         The neighbours of all queries, for each table: nearest first, equal distances by label,
-        padded with -1.
+            padded with -1 and infinity.
 
     Raises:
         InvalidInputError: queries have another shape, or are no floats; UnusableRowsError names
@@ -444,8 +449,9 @@ def _is_settled(rows: list[Any], k: int, scale: float) -> bool:
 def rank_rows(spec: SpaceSpec, query: Vectors, rows: list[Any], k: int) -> Neighbours:
     """Rank rows of label and vector by their distance to one query [dim].
 
-    Distances are computed from the vectors, as all engines do it. Further columns are ignored. The
-    rows' vectors must have the space's dimension, which is not checked.
+    Distances are computed from the vectors, as all engines do it. Further columns are ignored, and
+    a label that occurs twice is not merged. The rows' vectors must have the space's dimension,
+    which is not checked.
 
     Args:
         spec: the space.
@@ -557,7 +563,7 @@ def count_locked(database: Database, names: Collection[str]) -> int:
 
     Args:
         database: the database.
-        names: names of galleries; unknown ones count 0.
+        names: names of galleries; unknown ones count 0, and repeated ones count once.
 
     Returns:
         The sum of their items; 0 without names.
