@@ -19,8 +19,9 @@ def export_lazily(package: str, modules: Mapping[str, str]) -> Callable[[str], A
         modules: For each module of the package, its public names, separated by spaces.
 
     Returns:
-        A function that returns the attribute of a name, and imports its module. It raises
-        AttributeError for an unknown name, and any error of the import.
+        A function that returns the attribute of a name, and imports its module. It stores nothing
+        in the package, so each access calls it again. It raises AttributeError for an unknown name,
+        and any error of the import.
     """
     homes = {name: module for module, names in modules.items() for name in names.split()}
 

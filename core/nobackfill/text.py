@@ -197,7 +197,8 @@ def read_texts(
 ) -> Iterator[TextLine]:
     """Yield the objects of a JSONL file in order, with one line in memory at a time.
 
-    Opens the file at the first `next`. Ids may repeat, and texts are not checked for size.
+    Opens the file at the first `next`. Ids may repeat, and the size of texts and lines is not
+    checked.
 
     Args:
         path: A regular file or a pipe, in UTF-8. Empty lines are skipped, and an empty file yields

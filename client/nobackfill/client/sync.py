@@ -143,7 +143,8 @@ class GatewayFetcher:
         """Yield the bytes of a published file, in pieces.
 
         Each stream has a deadline of SILENCE_SECONDS. A stream that delivered bytes before its
-        deadline is resumed where it ended. An error may follow pieces that were yielded.
+        deadline is resumed where it ended, so a slow file has no time limit here. An error may
+        follow pieces that were yielded.
 
         Args:
             url: `base_url` + published path.
@@ -930,8 +931,9 @@ def return_to(device: GalleryFile, state: dict[str, Any]) -> int:
 def roll_back(device: GalleryFile) -> tuple[int, int]:
     """Return to the previous release, and hold the present one back on this device.
 
-    Later syncs skip the present release until they are told to retry. A sync that waits for its
-    source continues from the previous release. This does not wait for a sync that writes vectors.
+    Later syncs skip the present release until they are told to retry, or it is published again with
+    another manifest. A sync that waits for its source continues from the previous release. This
+    does not wait for a sync that writes vectors.
 
     Returns:
         The release that was active, and the release that is active now.
@@ -984,7 +986,8 @@ def confirm(device: GalleryFile, spare: str | None = None) -> list[int]:
     """Drop the spaces that only a rollback needs.
 
     In a gallery that stores originals (`--keep-original`), spaces with vectors that were embedded
-    from images stay. Staging spaces and the active one stay.
+    from images stay. Staging spaces and the active one stay. After an error, spaces that were
+    dropped before it are gone.
 
     Args:
         device: the gallery; the caller holds its change lock.

@@ -33,7 +33,7 @@ class ReplacementSteps:
     def places(self) -> Ints:
         """Return the position of each item in the order, [n].
 
-        Computed once. Call it only for a permutation; this is not checked.
+        Computed once, so do not change it. Call it only for a permutation; this is not checked.
         """
         places = np.empty(len(self.order), np.int64)
         places[self.order] = np.arange(len(self.order))

@@ -74,9 +74,10 @@ def specs_of(source: GalleryStore) -> list[SpaceSpec]:
 def transfer(source: GalleryStore, target: GalleryStore) -> Transferred:
     """Make one gallery equal to another: spaces, items, metadata, vectors and state.
 
-    Items of the target that the source lacks are deleted. A gateway may serve the source; changes
-    that it makes during the run may be missed. Running it again after an error is safe: earlier
-    writes stay, and equal items are not written.
+    Items of the target that the source lacks are deleted, and so are its spaces and keys of state.
+    A vector that only the target has of an item stays, and `alike` is then False. A gateway may
+    serve the source; changes that it makes during the run may be missed. Running it again after an
+    error is safe: earlier writes stay, and equal items are not written.
 
     Args:
         source: the source; it is only read.

@@ -305,7 +305,8 @@ class EmbeddingRun:
     def embed(self, rows: Sequence[int]) -> Iterator[tuple[Sequence[int], Vectors]]:
         """Embed some of the items, and yield them batch by batch, without failing ones.
 
-        The model runs when the next batch is requested.
+        The model runs when the next batch is requested. A second call continues the counts, and
+        expects the same dimension.
 
         Args:
             rows: Their numbers in the list of items.

@@ -101,7 +101,8 @@ class DualTexts:
         self._old, self._new = old, new
 
     def search(self, query: str, k: int) -> list[StoredText]:
-        """Return the k nearest texts, nearest first; an item without a text is left out.
+        """Return the k nearest texts, nearest first; an item without a text is left out, so there
+        may be fewer.
 
         Args:
             query: The text to search for.
@@ -332,7 +333,8 @@ class GalleryTexts:
         Args:
             query: The text to search for; None with a `vector`.
             k: The most hits, 1 to 1000; fewer if no more items pass.
-            vector: The query's vector by the embedder of `release`; None where `query` is given.
+            vector: The query's vector by the embedder of `release`; None where `query` is given. Of
+                both, only the vector counts.
             where: Values that metadata must equal, or a filter; None: all items.
 
         Raises:

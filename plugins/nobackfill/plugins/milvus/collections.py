@@ -157,7 +157,8 @@ class Collections:
     ) -> int:
         """Insert or replace vectors with their columns.
 
-        Many rows go in several calls, so a failure may leave the first rows written.
+        Many rows go in several calls, so a failure may leave the first rows written. Other numbers
+        of vectors or columns raise ValueError, also after the first calls.
 
         Args:
             name: the collection.
@@ -192,7 +193,8 @@ class Collections:
     def delete(self, name: str, labels: Labels) -> None:
         """Delete rows by label, int64 [n]; labels without a row are ignored.
 
-        No labels are no call. They go in calls of 2,000, and earlier ones stay after an error.
+        No labels are no call. They go in calls of 2,000, and earlier ones stay after an error. A
+        search with an earlier `since` may still return them.
 
         Raises:
             UnavailableError: Milvus does not answer within 10 s, or refuses a call, also where
@@ -263,7 +265,7 @@ class Collections:
 
         Raises:
             UnavailableError: Milvus does not answer within 10 s, or refuses the call, also where
-                the collection is missing or not loaded.
+                the collection is missing or not loaded, or the expression is not valid.
         """
         rows = _call(
             lambda: self._client.query(
@@ -295,7 +297,7 @@ class Collections:
 
         Raises:
             UnavailableError: Milvus does not answer within 10 s, or refuses the call, also where
-                the collection is missing or not loaded.
+                the collection is missing or not loaded, or the expression is not valid.
         """
         hits = _call(
             lambda: self._client.search(

@@ -60,7 +60,7 @@ def open_client(place: str) -> Any:
     """Open a client of a Milvus server or of a file of milvus-lite.
 
     A server gets the token of NOBACKFILL_MILVUS_TOKEN, if that is set. Open it after a fork, in
-    each process.
+    each process. The log level of pymilvus in this process becomes CRITICAL.
 
     Args:
         place: https://HOST:PORT (http:// on this machine), with /DATABASE unless it is the default
@@ -73,7 +73,7 @@ def open_client(place: str) -> Any:
         NotFoundError: the file does not exist.
         ConfigurationError: the address has another form, or the process was forked after another
             client was opened; a failed try counts as one.
-        UnavailableError: the server does not answer.
+        UnavailableError: the server does not answer within a minute.
         NotPermittedError: the server refuses the token.
         InvalidInputError: Milvus refuses the file or the address.
     """
@@ -153,7 +153,8 @@ def schema_of(client: Any, fields: Mapping[str, Mapping[str, Any]], dims: Mappin
     Args:
         client: the client of Milvus; nothing is sent.
         fields: descriptions of the fields by name.
-        dims: dimensions of vector fields by name; other fields stay as they are.
+        dims: dimensions of vector fields by name; other fields stay as they are, and names without
+            a field are ignored.
 
     Returns:
         The schema, for the client's call that creates a collection.
@@ -394,7 +395,7 @@ class MilvusStore:
     def steps(self, old: Collection, new: Collection) -> list[str]:
         """Return the steps by which the owner flips, as sentences and Python calls.
 
-        The collections' aliases are read.
+        The old collection's aliases are read, and nothing is changed.
 
         Raises:
             UnavailableError: Milvus does not answer within a minute.
@@ -511,8 +512,8 @@ class MilvusCollection:
     def windows(self, rows: int) -> Iterator[Window]:
         """Divide all keys into windows of at most `rows` items that fit into one answer.
 
-        Keys are listed once, at the start. A key that is added later makes a window larger. The
-        last window has no upper end, and an empty collection gives one window.
+        All keys are read into memory once, at the start. A key that is added later makes a window
+        larger. The last window has no upper end, and an empty collection gives one window.
 
         Args:
             rows: the largest size of a window, at least 1; large vectors make it smaller.
@@ -555,7 +556,8 @@ class MilvusCollection:
         return max(1, _MOST_BYTES // (4 * self._dim))
 
     def records(self, window: Window) -> list[Record]:
-        """Read the items of a window by increasing key, with all fields and their partition.
+        """Read the items of a window by increasing key, with all fields and their partition, but
+        without their digests.
 
         Args:
             window: keys above `lower` and up to `upper`. A large window is read in several
@@ -587,6 +589,7 @@ class MilvusCollection:
         """Return the partitions that items are put into.
 
         Empty if there is only the default one, or if Milvus chooses the partition of an item.
+        Otherwise the default one is among them.
 
         Raises:
             UnavailableError: Milvus does not answer within a minute.
@@ -617,7 +620,7 @@ class MilvusCollection:
         return {one[self._key]: str(one.get(OF, "")) for one in results}
 
     def existing_keys(self, keys: Sequence[Any]) -> Some[Any]:
-        """Return those of the given keys that exist.
+        """Return those of the given keys that exist, as a set.
 
         Args:
             keys: keys in the collection's own type; none: no request is sent.
@@ -645,7 +648,7 @@ class MilvusCollection:
         Args:
             records: n items; none: nothing is sent. Their fields, partitions and digests are
                 stored.
-            vectors: float32 [n, dim], in place of their own.
+            vectors: float32 [n, dim], in place of their own; IndexError for fewer than n.
 
         Raises:
             UnavailableError: Milvus does not answer within a minute.
@@ -691,7 +694,8 @@ class MilvusCollection:
     def lookup(self, ids: Sequence[str]) -> list[Record]:
         """Read items by id as text; unknown ids are left out.
 
-        They come in any order; their partition is not read.
+        They come in any order; their partition and digest are not read. A number in another
+        spelling, such as 01, is unknown.
 
         Raises:
             UnavailableError: Milvus does not answer within a minute.

@@ -26,10 +26,11 @@ class LocalAdapters:
         """Cluster the new vectors by k-means, and fit one affine map per cluster.
 
         There are up to 16 clusters of on average at least 100 pairs; fewer than 200 pairs give one.
-        Labels and side-information are not used.
+        Labels and side-information are not used. The seed draws the clusters; a second call
+        replaces the maps.
 
         Raises:
-            ValueError: there are no pairs.
+            ValueError: there are no pairs, or a value is not finite.
         """
         # Imported here: it takes a second, and the command's help does not need it.
         from sklearn.cluster import KMeans

@@ -391,7 +391,8 @@ class InProcessModels:
     def load(self, manifest: Manifest) -> None:
         """Load a release, and return once it is ready; do nothing if it is loaded.
 
-        Other loads and unloads wait meanwhile. After an error the release is not loaded.
+        Other loads and unloads wait meanwhile; embeddings with other releases go on. After an error
+        the release is not loaded.
 
         Raises:
             VerificationError: a file is missing, differs from the manifest's, or cannot be loaded.
@@ -666,7 +667,7 @@ class Embedding:
         this moment.
 
         An image is decoded on this thread, in turns. A vector that `remember` holds for the image
-        is used, and forgotten.
+        is used, and forgotten. An error of the model reaches every query of the batch.
 
         Args:
             manifest: the release.
@@ -725,7 +726,8 @@ class Embedding:
     def remember(self, manifest: Manifest, image: bytes, row: Vectors) -> None:
         """Remember the vector of an image for the `query` that follows at once; it is used once.
 
-        At most 64 vectors are held; above that the oldest is forgotten.
+        At most 64 vectors are held; above that the oldest is forgotten. A second call for the same
+        image replaces its vector, which is not copied.
 
         Args:
             manifest: the release.
@@ -742,7 +744,7 @@ class Embedding:
         """Embed images and texts as queries with several releases, apart from other calls.
 
         Args:
-            manifests: the releases.
+            manifests: the releases, at least one.
             items: encoded images and texts; empty gives no rows.
 
         Returns:
@@ -1021,7 +1023,8 @@ class ImageQueue(Generic[Owner]):
         """Add an image, without waiting; `begin` follows once all images that came together were
         added.
 
-        After `close` the image is answered without a vector, on this thread.
+        Any thread may call it. While the image waits, only `is_wanted` is looked at, not the
+        deadline. After `close` the image is answered without a vector, on this thread.
         """
         with self._changed:
             if not self._is_closed:
@@ -1037,6 +1040,8 @@ class ImageQueue(Generic[Owner]):
     def close(self) -> None:
         """Stop the threads, and wait for the work that they have begun; images that wait are
         answered without a vector, on this thread.
+
+        Call it once, and not from `answer`: a second call answers those images again.
         """
         with self._changed:
             self._is_closed = True

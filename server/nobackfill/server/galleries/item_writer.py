@@ -72,6 +72,9 @@ class Put:
 
         Metadata and id are not part of it. The digest begins with the kind: image-, text- or
         vectors-.
+
+        Raises:
+            UnicodeEncodeError: a text has a lone surrogate.
         """
         if isinstance(self.content, bytes):
             return "image-" + hashlib.sha256(self.content).hexdigest()

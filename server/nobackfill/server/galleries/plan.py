@@ -328,6 +328,8 @@ def make_plan(
 
     A previous space of a retired release is left out. A staging space that no activation fills, as
     after a rollback, is left out, too. With a canary, the new space is also embedded for and tried.
+    Puts embed for the active space's release, then for previous ones in the order of `spaces`, then
+    for the staging one.
 
     Args:
         spaces: the gallery's spaces; exactly one is active.

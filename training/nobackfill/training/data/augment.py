@@ -163,9 +163,9 @@ def erase(pixels: Tensor, share: float) -> Tensor:
     """Set one square of each picture [n,3,H,W] to mid-grey, at a random place.
 
     `share` is the largest side of the square, as a share of the picture's side; 0 erases nothing. A
-    square at the border is cut off there. Each picture gets another square, whose size is drawn
-    evenly from 0 to the largest. The argument is not changed. Size and place come from torch's
-    default generator.
+    square at the border is cut off there. In a picture that is not square it is a rectangle of the
+    same proportions. Each picture gets another square, whose size is drawn evenly from 0 to the
+    largest. The argument is not changed. Size and place come from torch's default generator.
     """
     n, _, height, width = pixels.shape
     half = torch.rand(n, 1, 1) * share / 2

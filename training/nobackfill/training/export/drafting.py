@@ -106,7 +106,8 @@ class Release:
         """Export phi as ONNX, and set `embedder`. The encoder is moved to the CPU and to eval mode.
 
         The metric is cosine if the encoder's vectors have length 1, else squared L2. An embedder
-        that was added before is replaced. Its ONNX file stays if the comparison fails.
+        that was added before is replaced. Its ONNX file stays if the comparison fails, and
+        `embedder` stays as it was.
 
         Raises:
             VerificationError: onnxruntime's output differs from torch's by more than PARITY.
@@ -127,7 +128,8 @@ class Release:
     def add_side_encoder(self, encoder: ImageEncoder) -> None:
         """Export psi as ONNX, and set `side_encoder`. Add the embedder before.
 
-        An encoder that was added before is replaced. Without an embedder it raises AssertionError.
+        The encoder is moved to the CPU and to eval mode. An encoder that was added before is
+        replaced. Without an embedder it raises AssertionError.
 
         Raises:
             ConfigurationError: its image size differs from phi's.
@@ -177,7 +179,7 @@ class Release:
         """Export an upgrade from `source`, and its int8 twin.
 
         The module is moved to the CPU and to eval mode. A second upgrade from the same release gets
-        a second entry, but the same files.
+        a second entry, but the same files. After an error no entry is added, but files may stay.
 
         Args:
             module: the upgrade's network.

@@ -59,9 +59,10 @@ def train(config: Config, progress: ProgressBars) -> Checkpoint:
 
     It writes to config.run_dir, and features of frozen models to the folder `features` next to it.
     Pretrained weights are downloaded if they are not cached. An interrupted training resumes. The
-    lock of the run folder is not waited for. It is a file `lock`, which is removed after a finished
-    run. Memory that is freed stays with the process, see `keep_freed_memory`. stderr lists files
-    that were left out, and layers that are not pretrained.
+    images are listed, and checked as in `split_images`, also if the run is finished. The lock of
+    the run folder is not waited for. It is a file `lock`, which is removed after a finished run.
+    Memory that is freed stays with the process, see `keep_freed_memory`. stderr lists files that
+    were left out, and layers that are not pretrained.
 
     Args:
         config: the configuration of any kind. For named weights their pixel normalisation is used,

@@ -189,6 +189,7 @@ def make_groups(inputs: UpgradeInputs) -> Groups:
     Raises:
         InvalidInputError: there are fewer than five classes, and fewer than 100 images or five
             different embeddings to cluster.
+        ValueError: an embedding that is clustered is not finite.
     """
     labels, seed = inputs.rows["labels"].numpy(), inputs.config.seed
     names, kind = np.unique(labels), "classes"
@@ -393,12 +394,13 @@ def cache_features(
 ) -> None:
     """Compute the features that `train_upgrade` needs into the cache, and return nothing.
 
-    Each view is made once for all configurations. Models of equal digest count once. Files that the
-    cache has are not computed again. To compute an augmented view, torch's default generator is
-    seeded from the key split_seed.
+    Each view is made once for all configurations. Models of equal digest count once, and stored
+    vectors are not read. Files that the cache has are not computed again. To compute an augmented
+    view, torch's default generator is seeded from the key split_seed.
 
     Args:
-        configs: at least one configuration; they must differ only in models and methods.
+        configs: at least one configuration (IndexError without any); they must differ only in
+            models and methods.
         train: the images to train on.
         held_out: the held-out images; may be none.
 
@@ -414,6 +416,7 @@ def cache_features(
         NotFoundError, UnavailableError: a publication is incomplete or cannot be read.
         NobackfillError: a process that reads images was killed.
         OSError: a checkpoint exists, but cannot be opened.
+        UnfitError: this program cannot use a published release.
     """
     encoders: dict[str, FrozenEncoder] = {}
     for config in configs:
@@ -441,7 +444,8 @@ def repeat_unseen(
     Args:
         rows: tensors of equal length, with `labels` int64.
         class_names: names of the labels; classes without rows count, too.
-        old_classes: names of the old model's training classes.
+        old_classes: names of the old model's training classes; others than `class_names` are
+            ignored.
         copies: how often such a row occurs in the result, at least 1; other rows occur once.
 
     Returns:
@@ -478,9 +482,9 @@ def train_upgrade(
 ) -> Checkpoint:
     """Train the upgrade of a configuration, or return its finished run unchanged.
 
-    Features of the frozen models are computed into a cache next to the run folder. The caller holds
-    the lock of the run folder. It does nothing about files that are no images; `split_images`
-    leaves them out before.
+    A finished run is returned without its models and images being opened. Features of the frozen
+    models are computed into a cache next to the run folder. The caller holds the lock of the run
+    folder. It does nothing about files that are no images; `split_images` leaves them out before.
 
     Args:
         config: the configuration.
@@ -625,7 +629,8 @@ def fit_upgrade(
 def load_upgrade(checkpoint: Checkpoint) -> UpgradeNetwork:
     """Build the upgrade of a finished checkpoint, on the CPU, in eval mode and without gradients.
 
-    The checkpoint is not changed, and its network is built with random weights first.
+    The checkpoint is not changed, and its network is built with random weights first, from torch's
+    default generator.
 
     Raises:
         ConfigurationError: the run is of another kind, its method or options are unknown, or its

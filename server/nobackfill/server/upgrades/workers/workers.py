@@ -77,7 +77,7 @@ class Piece:
 def files_of(folder: Path, route: Route) -> dict[str, bytes]:
     """Read the model files of a route into memory (megabytes), by their published paths.
 
-    Files are not checked here.
+    Files are not checked here. Both files of an upgrade that is quantised are read.
 
     Args:
         folder: the publication folder.
