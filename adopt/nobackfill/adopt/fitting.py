@@ -313,7 +313,8 @@ def known_items(pairs: Pairs, old: Source, new: Source) -> Queries:
         new: The queries by the new model, with the same ids.
 
     Returns:
-        At least 20 queries, with the row of each item among the pairs.
+        At least 20 queries, with the row of each item among the pairs, in the order of `old`. A
+        query that one side lacks is left out.
 
     Raises:
         InvalidInputError: Dimensions differ from those of the pairs, an id occurs twice, a vector

@@ -854,7 +854,7 @@ def send_report(device: GalleryFile, to: str | None) -> dict[str, Any]:
     """Send the summary of the last sync to a gateway, once. It contains no vector and no id.
 
     It also waits for the gateway, at most 30 seconds, with retries. A repeated call sends the same
-    summary again.
+    summary again, and a retry after a lost answer may count twice.
 
     Args:
         device: the gallery.
@@ -874,6 +874,7 @@ def send_report(device: GalleryFile, to: str | None) -> dict[str, Any]:
         BusyError: another process holds the gallery file, or the gateway has too much work.
         InvalidInputError: the gateway refuses the summary.
         CannotWriteError: the file cannot be opened, or the disk fails.
+        DeadlineError: the gateway does not answer in time.
     """
     summary: dict[str, Any] | None = device.state("last_sync")
     if summary is None:

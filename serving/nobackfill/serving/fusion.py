@@ -80,6 +80,8 @@ class Joining:
     ) -> Block:
         """Return how near migrated items are to queries, by both models together.
 
+        How much the anchors are hubs is computed at the first call, and cached.
+
         Args:
             by_old: queries by the old model, float32 [q, a].
             by_new: the same queries by the new model, float32 [q, b].
@@ -178,6 +180,9 @@ def measure_hubs(vectors: Vectors, crowd: Vectors) -> Block:
 
     Returns:
         float32 [n], -0.5 to 0.5; zeros if `crowd` is empty.
+
+    Raises:
+        ValueError: the dimensions differ.
     """
     if not len(crowd):
         return np.zeros(len(vectors), np.float32)
@@ -203,7 +208,8 @@ def nearness(
         metric: the metric of the store: cosine, l2 or inner_product.
 
     Returns:
-        float32 [q, n]; larger is nearer, 0 is the mean of the anchors.
+        float32 [q, n]; larger is nearer, 0 is the mean of the anchors. With cosine, a query or
+        vector that is not finite gives NaN.
 
     Raises:
         ValueError: the dimensions differ, the metric is another one, or with l2 or inner_product a

@@ -333,8 +333,8 @@ class GalleryTexts:
         Args:
             query: The text to search for; None with a `vector`.
             k: The most hits, 1 to 1000; fewer if no more items pass.
-            vector: The query's vector by the embedder of `release`; None where `query` is given. Of
-                both, only the vector counts.
+            vector: The query's vector by the embedder of `release`; None where `query` is given. If
+                both are given, only the vector counts.
             where: Values that metadata must equal, or a filter; None: all items.
 
         Raises:

@@ -264,8 +264,8 @@ class Collections:
             The labels in any order; None if there are more than `most`.
 
         Raises:
-            UnavailableError: Milvus does not answer within 10 s, or refuses the call, also where
-                the collection is missing or not loaded, or the expression is not valid.
+            UnavailableError: Milvus does not answer within 10 s, or refuses the call, as for a
+                collection that is missing or not loaded, or an invalid expression.
         """
         rows = _call(
             lambda: self._client.query(
@@ -296,8 +296,8 @@ class Collections:
                 Milvus waits for a tick of its clock.
 
         Raises:
-            UnavailableError: Milvus does not answer within 10 s, or refuses the call, also where
-                the collection is missing or not loaded, or the expression is not valid.
+            UnavailableError: Milvus does not answer within 10 s, or refuses the call, as for a
+                collection that is missing or not loaded, or an invalid expression.
         """
         hits = _call(
             lambda: self._client.search(

@@ -317,8 +317,7 @@ class MilvusStore:
         Raises:
             NotFoundError: there is no such collection; the error names others.
             InvalidInputError: the vector field is missing or ambiguous, functions compute fields,
-                or Milvus refuses the call otherwise, as for too little memory; or Milvus refuses
-                the request otherwise.
+                or Milvus refuses the call otherwise, as for too little memory.
             UnavailableError: Milvus does not answer within a minute.
             NotPermittedError: Milvus refuses the token.
             ConfigurationError: the process was forked after the first client was opened.

@@ -267,7 +267,8 @@ def own_part(manifest: Manifest) -> PlanPart:
     """Make the part for a release's queries in its own space.
 
     Each origin with a published calibration has a curve. Re-embedded vectors without one use that
-    of native ones. A release without calibrations gives no curves and no scale.
+    of native ones. The last of several scales counts, in the order native, upgraded, re-embedded. A
+    release without calibrations gives no curves and no scale.
     """
     space, curves, scale = manifest.space, dict[Origin, Scorer](), None
     for origin in ("native", "upgraded", "re-embedded"):

@@ -81,8 +81,8 @@ class Rollbacks:
         minutes, unless a rollback was planned or an activation has begun. A model server that is
         away loads the release's models when it returns.
 
-        Puts wait during the switch. Returns once no call uses the old plans, or after a time limit.
-        An activation that was cancelled does not continue, also if the rollback then fails.
+        Puts wait during the switch. Returns once no call uses the old plans, or after 120 s for
+        each. An activation that was cancelled does not continue, also if the rollback then fails.
 
         Args:
             to: the release to return to; None means the previous one.
@@ -91,17 +91,18 @@ class Rollbacks:
             The result, with the items that were lost.
 
         Raises:
-            BusyError: another rollback, activation or retirement takes too long.
+            BusyError: another rollback, activation or retirement takes more than five seconds.
             PreconditionError: a rollback does not lead to `to`, or there is no release to return
                 to.
-            UnavailableError: the models cannot be loaded, or the database does not answer; nothing
-                has changed.
+            UnavailableError: the models cannot be loaded, or the database does not answer. After an
+                error that follows the switch, the earlier release answers.
             CannotWriteError: the state cannot be written.
             NotFoundError: the release is not published any more.
             VerificationError: a model's file does not match its signed digest, or a gallery or the
                 state is damaged.
             ConfigurationError: the release embeds texts, and the extra `text` is not installed.
             LockOrderError: the thread holds a lock that comes later.
+            DeadlineError: the call's time is over while the models are loaded.
         """
         with self._activations.exclusive():
             return self._return(
@@ -112,7 +113,8 @@ class Rollbacks:
         """End the canary of a release, so that the active one answers all callers again.
 
         The state decides in one step whether the canary stops or is promoted. Puts wait during the
-        switch. Vectors of the canary's release stay.
+        switch. Vectors of the canary's release stay. The canary has ended also if a later step
+        fails.
 
         Args:
             release: the release of the canary.
@@ -131,6 +133,7 @@ class Rollbacks:
             CannotWriteError: the state cannot be written.
             ConfigurationError: the release embeds texts, and the extra `text` is not installed.
             LockOrderError: the thread holds a lock that comes later.
+            DeadlineError: the call's time is over while the models are loaded.
         """
         with self._activations.exclusive():
             target = self._state.active()

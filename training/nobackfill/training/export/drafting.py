@@ -112,6 +112,7 @@ class Release:
         Raises:
             VerificationError: onnxruntime's output differs from torch's by more than PARITY.
             OSError: the file cannot be written.
+            RuntimeError: torch cannot export the network.
         """
         path = self.local(embedder_path(self.number))
         probes = {"image": torch.from_numpy(probe_images(encoder.image_size, encoder.image_size))}
@@ -135,6 +136,7 @@ class Release:
             ConfigurationError: its image size differs from phi's.
             VerificationError: onnxruntime's output differs from torch's by more than PARITY.
             OSError: the file cannot be written.
+            RuntimeError: torch cannot export the network.
         """
         assert self.embedder is not None
         self._check_size(encoder.image_size, "the side encoder")
@@ -193,6 +195,7 @@ class Release:
             ConfigurationError: it reads side-information that `source` does not have.
             VerificationError: onnxruntime's output differs from torch's by more than PARITY.
             OSError: a file cannot be written.
+            RuntimeError: torch cannot export the network.
         """
         graph = UpgradeGraph(module)
         inputs = {"embedding": examples[0]}

@@ -146,7 +146,7 @@ def split_images(config: Config) -> tuple[ImageListing, ImageListing]:
 
     Returns:
         Images to train on and held-out images, with the same class names, both in the order of the
-        listing.
+        listing. Equal names and an equal split_seed give the same division.
 
     Raises:
         ConfigurationError: the folder of images or the class list cannot be read.

@@ -310,6 +310,7 @@ def run_by_workers(
         CannotWriteError: the database cannot write.
         OSError: the folder lacks a model file.
         ConfigurationError: the database refuses a statement.
+        Exception: an error of `on_progress` or `should_stop`; vectors that were written stay.
     """
     store.add_staging_space(work.target)
     windows = store.windows(work.source, work.target, work.route.reads_side)
