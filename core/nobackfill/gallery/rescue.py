@@ -75,7 +75,8 @@ def rescue(source: Path, target: Path, others: Mapping[str, str]) -> RescueRepor
     """Write all valid rows of a gallery into a new file, in transactions of 1024 rows.
 
     Rows that cannot be read or are invalid are counted and left out; of items with the same id, the
-    first stays. A vector is saved only with its item. After an error, a part of `target` stays.
+    first stays. A vector is saved only with its item. Labels, the states of spaces and the state of
+    the gallery stay the same. After an error, a part of `target` stays.
 
     Args:
         source: The damaged file, which exists; it stays unchanged. A lock file may be created next
@@ -87,7 +88,7 @@ def rescue(source: Path, target: Path, others: Mapping[str, str]) -> RescueRepor
     Raises:
         DamagedError: The tables that describe the gallery cannot be read, or differ from a
             gallery's. No database of SQLite counts as damaged, too.
-        BusyError: Another process has the gallery open.
+        BusyError: Another process still has the gallery open after 5 s.
         CannotWriteError: `source` cannot be read, `target` exists or cannot be written, or its disk
             is full.
         ValueError: A table of `others` has no column `item`.

@@ -179,7 +179,8 @@ class GalleryTexts:
     ) -> None:
         """Store texts, which replace those of the same ids; they are durable when this returns.
 
-        Many texts go in several calls; after an error, those of earlier calls stay.
+        Many texts go in several calls; after an error, those of earlier calls stay. The last of
+        several texts with one id wins.
 
         Args:
             texts: The texts; an empty list stores nothing.

@@ -20,7 +20,8 @@ class KlObjective(ForwardObjective):
     def distance_terms(self, upgraded: UpgradeOutput, view: Batch) -> Terms:
         """Return FCT's terms, with the mean divergence of logits in place of the distance.
 
-        The term is still named `distance`. Labels are not read.
+        The term is still named `distance`. Labels are not read. Without rows the term is NaN.
+        `divergence` decides whether the target gets a gradient.
         """
         terms = super().distance_terms(upgraded, view)
         predicted = self.classifier.logits(upgraded.embedding)

@@ -203,7 +203,8 @@ def prepare(connection: Connection) -> None:
     """Create what a database lacks, and convert it to this version's format.
 
     It does nothing more in a database that is complete, except that it forgets old commits. Several
-    gateways may call it at once; they wait for each other. It works in one transaction.
+    gateways may call it at once; they wait for each other, without a limit of time. It works in one
+    transaction.
 
     Args:
         connection: a connection outside a transaction.
