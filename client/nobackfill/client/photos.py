@@ -388,7 +388,8 @@ def put(
     """Store images by id; an existing id is replaced unless its content is identical.
 
     Each batch of 32 is durable before the next begins. Images are also embedded for the release
-    that a rollback would return to. Equal images under two ids are two items.
+    that a rollback would return to. Equal images under two ids are two items. A file's path, folder
+    and name are stored as metadata, too.
 
     Args:
         device: the gallery.

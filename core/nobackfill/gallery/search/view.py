@@ -66,6 +66,8 @@ def compiled_graph(
 ) -> "_native.Graph | None":
     """Prepare a graph for compiled searches.
 
+    The arrays are read in place: do not write to them.
+
     Args:
         graph: The graph.
         rows: int [elements], row in `labels` of each element, -1 for none.
@@ -75,6 +77,9 @@ def compiled_graph(
     Returns:
         The compiled graph, which reads the memory of `graph`: do not resize it later. None if
         nothing is compiled, or the graph is empty.
+
+    Raises:
+        ValueError: `rows` or `elements` has another length.
     """
     if _native is None or not isinstance(graph, Hnsw) or not len(graph):
         return None
@@ -123,6 +128,8 @@ class CompiledSearch:
     ) -> "CompiledSearch | None":  # fmt: skip
         """Build a compiled search of two indexes.
 
+        It is cheap: the arrays are read in place, so do not write to them.
+
         Args:
             spec: The space.
             base: The large index.
@@ -133,6 +140,9 @@ class CompiledSearch:
         Returns:
             The search; None if the base has no compiled graph, so that it can only be searched in
             Python.
+
+        Raises:
+            ValueError: A mask has another length, or the delta's vectors have another dimension.
         """
         # By name, because the class cannot be imported: see GraphIndex.
         graph = getattr(base, "compiled", None)
@@ -180,17 +190,21 @@ class CompiledSearch:
     ) -> list[bytes | None]:
         """Return a SearchResponse for each query.
 
+        The largest distance is inclusive, and compared after rounding. Threads may call it at the
+        same time.
+
         Args:
             queries: The query's vector as little-endian float32 bytes, the number of hits k, and
                 the largest distance of each.
             exact: Whether the answers contain exact distances instead of rounded ones.
-            items: Encoded items by label (server/galleries/hosted_file.py).
+            items: Encoded items by label (server/galleries/hosted_file.py), as a dict.
             curves: The calibrations.
             end: Bytes after the hits.
 
         Returns:
             A SearchResponse in bytes for each query; None for a query with a hit that `items`
-            lacks, or one that must be searched otherwise.
+            lacks, or one that must be searched otherwise. A query of another size, or with NaN,
+            gets None, too.
         """
         walks = []
         for values, k, farthest in queries:
@@ -215,7 +229,8 @@ class CompiledSearch:
         `answers` does.
 
         It answers requests by one embedding, once `answers` was called with as many hits before.
-        For all others it returns None.
+        For all others it returns None. Requests for another gallery or space are among these. The
+        function is for this snapshot, and threads may share it.
 
         Args:
             gallery: The requests' gallery.
@@ -223,7 +238,7 @@ class CompiledSearch:
             usual_k: Number of hits of a request that asks for 0.
             most_k: Largest number of hits; a request for more gets None.
             exact: Whether distances are exact.
-            items: Encoded items by label.
+            items: Encoded items by label, as a dict; its later changes are seen.
             curves: The calibrations.
             end: Bytes after the hits.
         """
@@ -478,7 +493,8 @@ class Snapshot:
         Args:
             queries: float32 [q, dim].
             k: At least 1.
-            label_filter: Returns which labels may be found; None for all.
+            label_filter: Returns which labels may be found; None for all. It may be called several
+                times.
             ef: Minimum number of candidates; 0 for the index's own number, index.EVERY for an exact
                 search.
 

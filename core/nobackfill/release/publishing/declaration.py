@@ -183,7 +183,7 @@ def weight_files(path: Path) -> list[Path]:
 
     Returns:
         The ONNX file first, each file once. Files with the suffixes .data and _data next to it
-        count even if no tensor names them.
+        count even if no tensor names them. The others follow by their names in the graph.
 
     Raises:
         InvalidInputError: The ONNX file is missing, cannot be read or is no ONNX; or a file of
@@ -244,7 +244,7 @@ def fingerprint_model(
     """Return a SHA-256 in hex that names a model by everything that determines its vectors.
 
     The order of the files counts; their names do not. A field of the declaration counts unless it
-    has a default that is left out of the JSON.
+    has a default that is left out of the JSON. All files are read at each call.
 
     Args:
         weights: The model's files, see `weight_files`.
@@ -322,6 +322,8 @@ def read_declaration(path: Path, outputs: Sequence[str]) -> Declaration:
 
 def read_pixels(path: Path) -> tuple[Declaration, Path | None]:
     """Read the declaration of an ONNX file that embeds images.
+
+    Unknown keys of NAME.json are refused.
 
     Args:
         path: The ONNX file.

@@ -108,7 +108,8 @@ def rotate(
 
     Needs the root key, since root metadata lists the keys. The publication is valid at every
     moment: root metadata first accepts old and new keys, then the new keys sign the metadata, then
-    root metadata drops the old keys. After an interruption, run it again.
+    root metadata drops the old keys. After an interruption, run it again. The new key files replace
+    the old ones, which are lost.
 
     Args:
         repo: The publication folder.
