@@ -327,7 +327,7 @@ class NativeModel:
     def residuals(self, left_out: Mask | None = None) -> _Residuals:
         """Estimate the distribution of residuals.
 
-        If all items are left out, the result is not usable.
+        If all items are left out, the result is not usable. Nothing is changed.
 
         Args:
             left_out: Bool [n] of items to leave out; None for all items.
@@ -531,7 +531,7 @@ class SetScan:
 
         Returns:
             Figures of "stay", "map", "both", "lazily", "re-embed" and each way of `in_old`. Nothing
-            is changed, so that more items may follow.
+            is changed, so that more items may follow. The same items give the same figures again.
         """
         model, queries = self.model, self._queries
         both = self._candidates()
@@ -730,6 +730,8 @@ def back_test(
     one: ScanQueries, pairs: Pairs, migrated: Vectors, figures: Mapping[str, Figures]
 ) -> dict[str, float]:
     """Estimate figures of the sample from a quarter of it, and compare them with its own.
+
+    The same arguments give the same quarter.
 
     Args:
         one: The queries.

@@ -431,7 +431,7 @@ class Solver:
             kinds: Names of KINDS.
 
         Returns:
-            The maps by kind, float32.
+            The maps by kind, float32, in the order of `kinds`; a repeated kind counts once.
 
         Raises:
             InvalidInputError: A kind is not in KINDS.

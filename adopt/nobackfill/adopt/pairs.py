@@ -145,7 +145,8 @@ def match(old: Source, new: Source, *, least: int = 20) -> Matched:
         least: Smallest number of pairs. With 0, no pairs are no error.
 
     Returns:
-        The pairs in the order of `old`, with its metric; ids of `new` that `old` lacks.
+        The pairs in the order of `old`, with its metric; ids of `new` that `old` lacks. Ids that
+        only `old` has are left out.
 
     Raises:
         InvalidInputError: Fewer than `least` items have both vectors, a vector of a pair has only

@@ -159,7 +159,7 @@ def choose_map(
     Raises:
         InvalidInputError: Fewer than 10 pairs, or unusable layers of the trainer.
         IncompatibleSpaceError: The converter has other dimensions than the pairs.
-        ValueError: A vector holds NaN or infinity.
+        ValueError: A vector holds NaN or infinity, or with cosine is zero.
         IndexError: There is no set of queries.
     """
     candidates = crossfit.cross_fit_candidates(pairs, query_sets, converter, trainer=trainer)
@@ -261,7 +261,7 @@ def choose_adapter(pairs: Pairs, query_sets: Sequence[Queries]) -> AdapterChoice
 
     Raises:
         InvalidInputError: Fewer than 10 pairs.
-        ValueError: A vector holds NaN or infinity.
+        ValueError: A vector holds NaN or infinity, or with cosine is zero.
         IndexError: There is no set of queries.
     """
     reverse, queries = pairs.reverse, query_sets[0]

@@ -89,6 +89,8 @@ class ImageInput:
     def feed(self, items: list[str] | list[Path] | list[bytes]) -> dict[str, Any]:
         """Decode images, and return the value of the graph's input by the input's name.
 
+        One bad image refuses all. All decoded images are in memory at once.
+
         Args:
             items: n images, as paths or encoded bytes.
 
@@ -221,7 +223,8 @@ class OnnxModel:
 
         Empty for texts with a declaration.
 
-        It is computed from what was read at the opening.
+        For texts it looks at each call whether a declaring file is there; the rest was read at the
+        opening.
         """
         return (
             describe_assumptions(self._path, self._declared)
@@ -234,7 +237,7 @@ class OnnxModel:
         declared.
 
         Longer texts are truncated to the declared number of tokens. A graph with a fixed batch size
-        runs several times. A zero vector is not refused, and stays zero.
+        runs several times. A zero vector is not refused, and stays zero. One bad item refuses all.
 
         Args:
             items: n texts, or n images as paths or encoded bytes; at least one.

@@ -155,7 +155,7 @@ def one_line(statement: str) -> str:
     r"""Return a statement in one line.
 
     A line's end and the spaces around it become one space. Within a literal it becomes the escape
-    \\n; a quoted name stays as it is.
+    \n; a quoted name stays as it is. A comment that begins with -- would swallow what follows.
     """
 
     def flat(match: re.Match[str]) -> str:
@@ -191,7 +191,8 @@ def moves(table: SourceTable, column: str, dims: tuple[int | None, int]) -> Move
     name.
 
     PostgreSQL writes each part by the column's name, so that the same text is of the other column
-    afterwards. Only the catalogue is read. Without dependents all lists are empty.
+    afterwards. Only the catalogue is read. Without dependents all lists are empty. Run each list in
+    its order.
 
     Args:
         table: The table with the old vectors.
@@ -292,7 +293,7 @@ def column_properties(
 
     Returns:
         One statement for each setting that is not the default. PLAIN storage becomes MAIN where a
-        row of both vectors may be longer than a page.
+        row of both vectors may be longer than a page. An unknown column has none.
 
     Raises:
         NobackfillError: PostgreSQL refuses the query; see `translate_errors`.
@@ -462,7 +463,8 @@ def missing_indexes(
     """Return the statements whose index a column of a relation does not have.
 
     None are missing where its owner has built as many others: of vectors, or of other values. An
-    invalid index does not count. The order is that of `statements`.
+    invalid index does not count. The order is that of `statements`. A missing relation has no
+    index, so all statements come back.
 
     Raises:
         NobackfillError: PostgreSQL refuses the query; see `translate_errors`.

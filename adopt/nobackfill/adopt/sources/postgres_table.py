@@ -1435,7 +1435,7 @@ class Changes:
         """Insert rows in COPY's binary form into a table.
 
         The rows have no header or trailer. It returns once the server has them all; the transaction
-        decides whether they stay.
+        decides whether they stay. Their values must be those of all columns, in the table's order.
 
         Raises:
             psycopg.Error: PostgreSQL refuses the rows, as for a key that exists; none is inserted
