@@ -168,7 +168,8 @@ def load_settings(flags: dict[str, Any], file: Path | None) -> Settings:
     """Merge the sources of the settings: an option wins over a variable NOBACKFILL_*, a variable
     over the file, and the file over the default.
 
-    Lists and tables in variables are JSON. Unknown variables are ignored.
+    Lists and tables in variables are JSON. Unknown variables are ignored. Tables of several sources
+    are merged, key by key.
 
     Args:
         flags: options of the command line by the setting's name; None values are left out.
@@ -219,7 +220,8 @@ def load_settings(flags: dict[str, Any], file: Path | None) -> Settings:
 def split_address(address: str, name: str) -> tuple[str, int]:
     """Split HOST:PORT; an IPv6 host is in brackets.
 
-    The host is not looked up; it may be a name. The port is 0 to 65535.
+    The host is not looked up; it may be a name. The port is 0 to 65535. An IPv6 host without
+    brackets is not refused; its last number is then the port.
 
     Args:
         address: the address.

@@ -91,7 +91,8 @@ class RayCluster:
         Args:
             do: gets the shared data and a part; it and its arguments are pickled.
             work: data that all calls share; it is sent to each process once.
-            parts: the parts; they are taken from the iterable as tasks start.
+            parts: the parts; they are taken from the iterable as tasks start. An error of the
+                iterable passes through.
 
         Yields:
             The results, in the order of completion.

@@ -53,7 +53,7 @@ class HealingSource:
     def checked(cls, address: str, **numbers: float) -> Self:
         """Make a source with valid limits.
 
-        Unknown names are ignored. NaN is refused.
+        Unknown names are ignored. NaN is refused. A fraction is neither refused nor rounded.
 
         Args:
             address: the address; it is checked when it is opened.

@@ -34,7 +34,8 @@ def export_onnx(
         inputs: example inputs by name, batch first, at least one row each, in the order of the
             module's arguments.
         outputs: names of the outputs, in the module's order.
-        path: the file to write; an existing one is replaced. It stays if the comparison fails.
+        path: the file to write; an existing one is replaced. It stays if the comparison fails. It
+            is not written atomically.
 
     Raises:
         VerificationError: onnxruntime cannot run the file, or its outputs differ from torch's by
@@ -96,7 +97,8 @@ def check_parity(
 
     Args:
         module: the module, on the CPU and in eval mode.
-        inputs: inputs by name, batch first, at least one row.
+        inputs: inputs by name, batch first, at least one row. They are in the order of the module's
+            arguments.
         outputs: names of the outputs; the module's outputs of None are skipped.
         path: the ONNX file.
 

@@ -201,6 +201,8 @@ def resumable(config: Config, facts: Facts | None = None) -> Checkpoint | None:
 def load_part(module: nn.Module, checkpoint: Checkpoint, part: str) -> None:
     """Load all tensors of one part of a checkpoint into a module, in place.
 
+    A tensor of another dtype is converted.
+
     Args:
         module: the module; its parameters keep their device.
         checkpoint: the checkpoint.

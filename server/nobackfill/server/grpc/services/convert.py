@@ -39,11 +39,14 @@ def to_metadata(metadata: Metadata, keys: Collection[str] | None, into: Values) 
     Args:
         metadata: the metadata.
         keys: keys to include; None means all.
-        into: the message to fill.
+        into: the message to fill. Its other keys stay, and a list is appended to a list of the same
+            key.
 
     Raises:
         InvalidInputError: a value is None, a mapping, or a list of anything but texts. Values
             before it are in the message.
+        ValueError: a text has half a surrogate pair.
+        OverflowError: an integer is beyond the largest float.
     """
     for key, value in metadata.items():
         if keys is None or key in keys:
@@ -54,7 +57,7 @@ def from_filter(filtered: types.Filter) -> Filter | None:
     """Parse a filter; None if every item passes.
 
     Clients add a condition with the key NEWER, by which older gateways refuse; it is skipped here.
-    Sizes and NaN are not checked here.
+    Sizes and NaN are not checked here. The order of the conditions stays.
 
     Raises:
         InvalidInputError: a condition or an expression has no test, or an invalid value or time.

@@ -40,7 +40,8 @@ class UpgradeService(UpgradeServiceServicer):
         """Estimate what a gallery's upgrade to a release costs; a sample is upgraded, and nothing
         is changed.
 
-        Without a measured route, `expected_kept` is 0.
+        Without a measured route, `expected_kept` is 0. It takes seconds. A gallery that has the
+        release's space already costs nothing.
 
         Raises:
             InvalidInputError: spare_cores is not from 0 to below 1, or a model's output is invalid.
@@ -75,7 +76,8 @@ class UpgradeService(UpgradeServiceServicer):
         """Resume or start a gallery's upgrade, or re-embed items from the images of the request.
 
         Returns at once with the state of the upgrade, except that images are re-embedded first. If
-        an id has several images, the last counts.
+        an id has several images, the last counts. Items that do not exist, or were re-embedded
+        already, are skipped. Images are ignored if an upgrade starts.
 
         Raises:
             InvalidInputError: spare_cores is not from 0 to below 1, or an image cannot be decoded;
@@ -112,7 +114,7 @@ class UpgradeService(UpgradeServiceServicer):
 
         Without an upgrade, one answer says that it is done. None means that nothing is new. With
         `group_by`, quality by subgroup is measured at first and after larger changes, which takes
-        seconds.
+        seconds. It does not pause between two yields; the caller does.
 
         Raises:
             NotFoundError: no gallery has this name, or it was deleted meanwhile.

@@ -127,9 +127,9 @@ def wait_for_recall(
 ) -> None:  # fmt: skip
     """Wait, without end, until a measured recall is at least RECALL.
 
-    A BusyError or UnavailableError of `ready` or `measure` is logged, and both are tried again;
-    other errors pass through. A pause lasts four times the last measurement, at least 0.5 and at
-    most 60 s.
+    A BusyError or UnavailableError of `ready` or `measure`, also a CancelledError, is logged, and
+    both are tried again; other errors pass through. A pause lasts four times the last measurement,
+    at least 0.5 and at most 60 s.
 
     Args:
         ready: does what can be done first, and tells whether a measurement makes sense.
@@ -230,7 +230,8 @@ def measure_recall(
     """Measure the recall of a space's graph in one snapshot, at rising widths.
 
     The whole space is read once, by a connection of its own. With more than MOST_HALF dimensions
-    nothing is measured: the result is EF and 1. An empty space has recall 1.
+    nothing is measured: the result is EF and 1. An empty space has recall 1. The queries are drawn
+    again at each call.
 
     Args:
         database: the database.
