@@ -96,7 +96,8 @@ class Output:
 def size(count: float) -> str:
     """Format a number of bytes in powers of 1,000: '512 B', '1.5 MB'.
 
-    Counts of 1,000 GB and more stay in GB. Whole bytes have no decimal place, other units one.
+    Counts of 1,000 GB and more stay in GB. Rounding may give 1000.0 of a smaller unit. Whole bytes
+    have no decimal place, other units one.
     """
     for unit in ("B", "kB", "MB"):
         if count < 1000:

@@ -101,7 +101,8 @@ class Search:
     """A snapshot of one gallery: the vectors of a space, read once, for any number of searches.
 
     Searches are exact and offline. Items that are added later are not found. Hits that are deleted
-    later are left out.
+    later are left out; each such search checks all pages of the file, which takes as long as
+    reading it.
 
     Attributes:
         spec: the searched space.
@@ -194,7 +195,8 @@ class Search:
         """Return the items nearest to each of one or more images.
 
         Opens the model at each call, decodes all images into memory, and embeds 64 at a time. Hits
-        are nearest first; equal distances are ordered as the items were stored.
+        are nearest first; equal distances are ordered as the items were stored. If the release has
+        a common scale, migrated and native hits are ranked on it, not by their distances.
 
         Args:
             images: one or more paths or encoded bytes (JPEG, PNG, WebP; HEIC and AVIF with the
@@ -203,8 +205,8 @@ class Search:
                 embedded.
 
         Returns:
-            One answer for each image, in order; it has fewer than `k` hits if fewer items pass, and
-            none in an empty gallery.
+            One answer for each image, in order; it has fewer than `k` hits if fewer items pass or
+            hits were deleted since, and none in an empty gallery.
 
         Raises:
             InvalidInputError: an image cannot be read or embedded, and the message names the first
@@ -242,15 +244,16 @@ class Search:
         """Return the items nearest to each of one or more texts.
 
         Opens the model at each call. Hits are nearest first; equal distances are ordered as the
-        items were stored.
+        items were stored. If the release has a common scale, migrated and native hits are ranked on
+        it, not by their distances.
 
         Args:
             texts: one or more queries of 1 byte to 64 KiB.
             k: the number of hits of each, 1 to 1000.
 
         Returns:
-            One answer for each text, in order; it has fewer than `k` hits if fewer items pass, and
-            none in an empty gallery.
+            One answer for each text, in order; it has fewer than `k` hits if fewer items pass or
+            hits were deleted since, and none in an empty gallery.
 
         Raises:
             NoEncoderError: the release embeds no texts.
@@ -262,6 +265,7 @@ class Search:
             BusyError: another process holds the gallery file for 5 seconds.
             IncompatibleSpaceError: the searched space was dropped since.
             CannotWriteError: the file cannot be opened, or the disk fails.
+            ValueError: `texts` is empty.
         """
         from nobackfill.client import notes
 
@@ -271,7 +275,8 @@ class Search:
     def by_embedding(self, embeddings: Mapping[str, Sequence[float]], k: int) -> DeviceAnswer:
         """Return the items nearest to an embedding of the searched space.
 
-        Hits are nearest first; equal distances are ordered as the items were stored.
+        Hits are nearest first; equal distances are ordered as the items were stored. If the release
+        has a common scale, migrated and native hits are ranked on it, not by their distances.
 
         Args:
             embeddings: vectors [dim] by space id; the one of the searched space is used, others are
@@ -302,8 +307,9 @@ class Search:
     def by_id(self, item_id: str, k: int) -> DeviceAnswer:
         """Return the items nearest to an item of the gallery, without that item itself.
 
-        Hits are nearest first; equal distances are ordered as the items were stored. The item's
-        present vector is used, also if the item was added after this snapshot.
+        Hits are nearest first; equal distances are ordered as the items were stored. If the release
+        has a common scale, migrated and native hits are ranked on it, not by their distances. The
+        item's present vector is used, also if the item was added after this snapshot.
 
         Args:
             item_id: the item's id.
