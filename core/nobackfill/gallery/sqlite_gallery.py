@@ -32,7 +32,8 @@ class SqliteGallery(Store):
 
     Methods without a docstring are those of GalleryStore. All methods raise NotFoundError after
     `close`, VerificationError if the file is damaged, and BusyError or CannotWriteError as Store
-    does. `estimate_upgrade` writes a temporary file next to the gallery's folder.
+    does. OSError passes if the file system has no locks (flock). `estimate_upgrade` writes a
+    temporary file next to the gallery's folder.
     """
 
     def labels_of(self, ids: Sequence[str]) -> Labels:
@@ -151,6 +152,8 @@ class SqliteGallery(Store):
         """Yield every item by increasing label in windows of `size`, with its vectors in `spaces`.
 
         All windows are of one snapshot, which is held until the iterator ends or is closed.
+        Use it on one thread, and do not write there meanwhile: a file with only one connection
+        makes writers wait.
 
         Args:
             spaces: Ids of the spaces; may be empty.

@@ -42,7 +42,8 @@ def open_set_search(
     Raises:
         ValueError: Shapes that do not fit, an empty gallery, values that are not finite, a zero
             vector with cosine, or an unknown metric.
-        IndexError: Relevance for fewer queries, or a position outside the gallery.
+        IndexError: Relevance for fewer queries, or a position outside the gallery. Relevance for
+            more queries is not noticed.
     """
     hits, non_mated = [], []
     for first, block in distance_blocks(probes, gallery, metric):

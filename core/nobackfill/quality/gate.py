@@ -479,7 +479,8 @@ class CellMeasurer:
     def cell(self, name: CellName, *, exact: bool = False) -> CellFigures:
         """Measure a cell through an HNSW graph, as a gateway serves it; a cell is measured once.
 
-        Later calls return the same figures.
+        Later calls return the same figures, and so does another measurer of the same items.
+        Relevant items beyond 1000 hits count as not found.
 
         Args:
             name: The cell.

@@ -476,8 +476,8 @@ class VecTable:
         """Read rows by rowid, in their order; those that are gone are left out.
 
         Rows come by increasing rowid, whatever the order of `places`. Vectors are read from vec0's
-        chunks. Call it in a transaction: a row that is deleted between the
-        statements gives values of other rows, or IndexError.
+        chunks. Call it in a transaction: a row that is deleted between the statements gives values
+        of other rows, or IndexError.
 
         Args:
             places: Rowids, in order.
@@ -1093,8 +1093,8 @@ class NewVecTable:
         """Remove the new vectors of deleted and changed rows; then read the rows without one.
 
         Rows come by increasing rowid. A row that a writer put into the new table counts as having a
-        vector. The removal is a transaction of its own. Each
-        call replaces what an earlier one read: write its rows before the next call.
+        vector. The removal is a transaction of its own. Each call replaces what an earlier one
+        read: write its rows before the next call.
 
         Args:
             window: Rowids above its lower end and up to its upper one.

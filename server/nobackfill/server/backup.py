@@ -99,7 +99,7 @@ def backup(data: Path, target: Path) -> Summary:
     killed backups left there.
 
     Args:
-        data: the data folder; it is only read.
+        data: the data folder; it is only read. SQLite may create its own files next to a gallery.
         target: the folder to create, with mode 0700.
 
     Returns:
@@ -348,7 +348,8 @@ def _refuse_full(data: Path) -> None:
 def verify(folder: Path) -> Summary:
     """Check that a backup or a data folder is intact; nothing is written.
 
-    A gateway may serve the data folder. Checks the digests of a backup's files, the files that a
+    A gateway may serve the data folder. SQLite may create its own files next to a gallery whose
+    last changes cannot be read otherwise. Checks the digests of a backup's files, the files that a
     gateway reads at its start, every page of every gallery, every vector, and every blob.
 
     Args:

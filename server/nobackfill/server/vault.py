@@ -105,6 +105,7 @@ class VaultBlobs:
             QuotaExceededError: the owner's blobs would cost more than the quota.
             CannotWriteError: the blob cannot be written.
             OSError: a file of the vault cannot be read.
+            Exception: any error of `chunks`.
         """
         _check(blob)
         with self._exclusive(owner, blob.id):

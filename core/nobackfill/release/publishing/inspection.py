@@ -83,7 +83,7 @@ def list_releases(repo: Path) -> list[PublicationEntry]:
     Raises:
         NotFoundError: Nothing is published in the folder.
         VerificationError: A signature or digest is wrong, or a manifest or metadata file is
-            missing.
+            missing or cannot be read.
     """
     ledger = require_ledger(repo)
     entries = [_entry(repo, ledger, path) for path in ledger.targets.targets]
@@ -115,7 +115,7 @@ def verify_publication(
             converter.
         UnavailableError: The folder cannot be read.
         CannotWriteError: The temporary folder cannot be written.
-        OSError: The child process cannot be started.
+        OSError: The child process cannot be started, or the temporary folder has no locks (flock).
     """
     with tempfile.TemporaryDirectory(prefix="nobackfill-") as temporary:
         trust = TrustedFolder(repo, Path(temporary), root)

@@ -190,7 +190,8 @@ class Site:
 
         Returns:
             The application. An error of nobackfill gets the status of its class, or 500; an
-            unauthenticated reader is redirected to the login. Other errors pass to the server.
+            unauthenticated GET is redirected to the login, if the site has one. Other errors pass
+            to the server.
         """
         handlers: dict[Any, Any] = {
             NobackfillError: self._refusal,

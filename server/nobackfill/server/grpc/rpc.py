@@ -601,8 +601,8 @@ class Stalls:
     def requests(self, requests: Iterator[Any], stream: OpenStream) -> Iterator[Any]:
         """Yield the client's messages, and check the caller for each; the wait for each is watched.
 
-        It ends when the client ends its stream. Sets and clears `stream.waiting`. A stream
-        that was asked to end without a reason continues.
+        It ends when the client ends its stream. Sets and clears `stream.waiting`. A stream that was
+        asked to end without a reason continues.
 
         Raises:
             UnauthenticatedError: the caller may not continue.

@@ -275,6 +275,7 @@ class Rollouts:
             CannotWriteError: the state of the gateway cannot be written.
             UnavailableError: the gateway does not answer.
             PreconditionError: the gateway refuses the activation in its present state.
+            ValueError: the first report has a phase that this version does not know.
         """
         with ExitStack() as closing:
             gateway = closing.enter_context(caller())
