@@ -76,6 +76,7 @@ class Evaluation:
             CannotWriteError: the cache cannot be written.
             NotFoundError, UnavailableError: a backbone of local-dir or hf-hub is missing, or its
                 description cannot be downloaded.
+            OSError: the checkpoint exists, but cannot be opened.
             NobackfillError: a process that reads images was killed.
         """
         encoder = encoder_of_run(run_dir, kind)
@@ -128,8 +129,8 @@ def row_cells(row: MethodRow, test: Evaluation) -> Cells:
         VerificationError: a checkpoint is damaged, or an exported file computes other vectors.
         InvalidInputError: a test image, or a held-out training image, cannot be decoded.
         ValueError: no test image shares its class with another one.
-        OSError: the log of the new model's training is missing. PermissionError: this user may not
-            list the folder of held-out training images.
+        OSError: the log of the new model's training is missing, or a checkpoint cannot be opened.
+            PermissionError: this user may not list the folder of held-out training images.
         CannotWriteError: the cache cannot be written.
         NotFoundError, UnavailableError: a backbone of local-dir or hf-hub is missing, or its
             description cannot be downloaded.
@@ -285,6 +286,9 @@ def read_cells(path: Path, key: str | None = None) -> Cells | None:
     Returns:
         None if they are missing, unreadable, damaged, of another key, or of an older version
         without classes. No error is raised for these.
+
+    Raises:
+        TypeError: the .json file has valid JSON that is no object.
     """
     try:
         return _read_cells(path, key)
@@ -314,7 +318,8 @@ RANGED = ("new/new", "new/served")
 def known_to_old(row: MethodRow, tested: ImageListing) -> NDArray[np.bool_]:
     """Return whether the row's old model was trained on the class of each tested image, bool [n].
 
-    Classes are compared by name.
+    Classes are compared by name. Only the keys `images` and `classes` of the old model's
+    configuration count, not `class_list`.
 
     Args:
         row: the row; its old model need not be trained.

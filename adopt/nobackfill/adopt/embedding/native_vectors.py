@@ -402,8 +402,8 @@ class NativeVectorMaker:
     def make(self, rows: Rows, window: Window) -> tuple[Rows, Vectors]:
         """Make the native vectors of pending rows.
 
-        Vectors of items that searches returned are also stored in the file of lazy re-embedding, so
-        that searches use them at once.
+        New vectors of items that `first_ids` returned because searches want them are also stored in
+        the file of lazy re-embedding. Searches then use them at once.
 
         `missing` grows; the caller clears it.
 
@@ -418,10 +418,11 @@ class NativeVectorMaker:
         Raises:
             InvalidInputError: Vectors have several dimensions, or none of the first 100 items or
                 more can be embedded. A file of the folder, or of an original, cannot be read.
-            CannotWriteError: The file of lazy re-embedding cannot be written.
+            CannotWriteError: The file of lazy re-embedding cannot be read or written.
             UnavailableError: The store or an endpoint does not answer.
             BusyError: An endpoint is still busy after its patience, or `pause` raises it. Others
-                hold the store, or its server has too many requests.
+                hold the store or the file of lazy re-embedding, or its server has too many
+                requests.
             NotPermittedError: The store or an endpoint refuses the user or the key.
             VerificationError: The file of lazy re-embedding is damaged.
             UnicodeEncodeError: A text of the store has a lone surrogate, and vectors of a folder

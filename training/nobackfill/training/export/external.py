@@ -208,9 +208,9 @@ TORCHVISION = "torchvision:"
 def open_torchvision(name: str) -> PublicModel:
     """Open a torchvision model with verified weights; its embedding is the classifier's input.
 
-    Weights that are not in torch's cache are downloaded. The model is on the CPU and in eval mode.
-    Its vectors are not normalised. Building the network draws from torch's default generator. The
-    name is compared exactly, with capitals.
+    Weights that are not in torch's cache are downloaded, without a limit of time. The model is on
+    the CPU and in eval mode. Its vectors are not normalised. Building the network draws from
+    torch's default generator. The name is compared exactly, with capitals.
 
     Args:
         name: torchvision:NAME/WEIGHTS, such as torchvision:resnet18/IMAGENET1K_V1.
@@ -274,9 +274,9 @@ def can_be_public(name: str) -> bool:
 def add_public_embedder(release: Release, name: str) -> None:
     """Add a public image model to the release, with its published weights and preprocessing.
 
-    Its vectors are normalised to length 1. Weights that are not cached are downloaded. The recipe
-    gets the name, without paths of this machine. An embedder that was added before is replaced.
-    Building the network draws from torch's default generator.
+    Its vectors are normalised to length 1. Weights that are not cached are downloaded, without a
+    limit of time. The recipe gets the name, without paths of this machine. An embedder that was
+    added before is replaced. Building the network draws from torch's default generator.
 
     Args:
         release: the release, whose embedder and method "brought" are set.
@@ -286,7 +286,7 @@ def add_public_embedder(release: Release, name: str) -> None:
         ConfigurationError: the name is unknown, its package is not installed, the model cannot be
             built or has an unsupported preprocessing, or its input is not square.
         VerificationError: the weights have another digest, or the exported file computes other
-            vectors.
+            vectors; the file stays then.
         NotFoundError: the folder of a local-dir model does not exist.
         UnavailableError: the weights cannot be downloaded.
         CannotWriteError: the cache of torchvision's weights cannot be written.
@@ -336,7 +336,7 @@ def add_onnx_upgrade(release: Release, source: Path) -> None:
             older release embeds texts, and the extra `text` is not installed.
         VerificationError: a file of the older release is damaged, or its model returns unusable
             vectors.
-        OSError: a file cannot be written.
+        OSError: a file cannot be written. Files that were written before an error stay.
     """
     assert release.embedder is not None
     model = _loaded(source)

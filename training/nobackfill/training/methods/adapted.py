@@ -78,8 +78,8 @@ class AdaptedLayer(nn.Module):
     def folded(self) -> nn.Linear:
         """Return one new linear layer that computes the same, on the device of this one.
 
-        The layer has a bias, and its values are copies. This one is not changed. Making it
-        draws from torch's default generator.
+        The layer has a bias, and its values are copies. This one is not changed. Making it draws
+        from torch's default generator.
         """
         with torch.no_grad():
             layer = nn.Linear(self.own.in_features, self.map.out_features)

@@ -97,6 +97,10 @@ class FastFillObjective(ForwardObjective):
         `distance`, `likelihood` and, with a weight above 0, `classification`. Distances are divided
         by the spread of the new embeddings. Rows without a label count as 0 in the classification.
         An upgrade without a variance raises AssertionError.
+
+        Raises:
+            KeyError: the view lacks `new`, or `labels` that the classification needs.
+            ConfigurationError: outputs have fewer dimensions than the new model's classifier.
         """
         terms = super().distance_terms(upgraded, view)
         predicted, target = upgraded.embedding, view["new"]
@@ -124,7 +128,8 @@ class FastFillObjective(ForwardObjective):
         """Scale the variances to the residuals of held-out images; without any, leave them.
 
         The factor is logged as `variance_factor`. With keep_best the weights of the best epoch are
-        loaded first. The upgrade is in eval mode afterwards if there are held-out images.
+        loaded first. The upgrade is in eval mode afterwards if there are held-out images. A NaN
+        among held-out vectors makes all variances NaN.
 
         Raises:
             ValueError: every held-out prediction equals its target.
