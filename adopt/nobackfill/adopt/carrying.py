@@ -147,6 +147,8 @@ class MapMaker:
     def make(self, rows: Rows, window: Window) -> tuple[Rows, Vectors]:
         """Migrate the old vectors of rows by the map.
 
+        Threads may call it at the same time.
+
         Args:
             window: Ignored.
 

@@ -130,7 +130,7 @@ class Device(GalleryFile):
         embeds texts. Each batch of 32 is durable before the next begins.
 
         Args:
-            texts: texts of at most 64 KiB by id; none: nothing is done.
+            texts: texts of at most 64 KiB with a visible character, by id; none: nothing is done.
             metadata: metadata by id, in place of an item's earlier metadata; ids without a text are
                 ignored. An identical text without metadata here keeps its own. None: none.
 

@@ -183,6 +183,7 @@ def class_shares(labels: ArrayLike, order: Ints, step: float = 0.02) -> NDArray[
 
     Raises:
         ZeroDivisionError: The step is 0.
+        IndexError: The order has a position outside of the labels.
     """
     labels = np.asarray(labels)
     _, firsts = np.unique(labels[order], return_index=True)
@@ -217,7 +218,8 @@ def backfill_curve(
     """Measure search quality while a gallery is re-embedded in one order.
 
     At each share, the first items of `order` have their vector in `backfilled`, the others in
-    `served`. Both kinds are ranked together, with distances of served items converted by `line`.
+    `served`. Both kinds are ranked together, with distances of served items converted by `line`. At
+    equal distances the relevant item ranks last. Ignored items have no rank.
 
     Args:
         queries: [q, dim].
@@ -259,6 +261,8 @@ def curves_by_order(
     line: DistanceLine = IDENTITY_LINE,
 ) -> dict[str, BackfillCurve]:
     """Measure `backfill_curve` for several orders, by name, computing distances only once.
+
+    At equal distances the relevant item ranks last.
 
     Args:
         queries: [q, dim].

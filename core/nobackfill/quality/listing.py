@@ -82,7 +82,8 @@ def list_texts(file: Path) -> TextListing:
     whole number; 1 and "1" are one class.
 
     Returns:
-        The texts in the order of the file; class names are sorted.
+        The texts in the order of the file; class names are sorted, or are the ids in that order if
+        no text has a label.
 
     Raises:
         NotFoundError: The file is missing or cannot be read.
@@ -199,7 +200,8 @@ def relevance_without_copies(queries: ImageListing, gallery: ImageListing) -> tu
         The relevance, and the number of queries with a copy in the gallery.
 
     Raises:
-        InvalidInputError: No query has a class of the gallery, or a file cannot be read.
+        InvalidInputError: No query has a class of the gallery, there are no queries, or a file
+            cannot be read.
     """
     numbers = {name: label for label, name in enumerate(gallery.class_names)}
     labels = [numbers.get(queries.class_names[label], -1) for label in queries.labels]

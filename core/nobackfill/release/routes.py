@@ -230,6 +230,8 @@ class RouteRunner:
 def open_route(files: Files, route: Route, threads: int = 1, *, int8: bool = False) -> RouteRunner:
     """Load the models of a route on the CPU.
 
+    Nothing needs to be closed.
+
     Args:
         files: The publication folder or the draft's files.
         route: The route.

@@ -179,7 +179,8 @@ def to_expression(condition: Filter) -> types.Expression:
     """Return a filter as a message; the filter is not checked against the limits.
 
     Raises:
-        ValueError: A bound has more than 64 bits, or a time is outside of the years 1 to 9999.
+        ValueError: A bound has more than 64 bits, a time is outside of the years 1 to 9999, or a
+            text has half a surrogate pair.
         InvalidInputError: A value of a OneOf is None, a mapping, or a list of anything but texts.
         OverflowError: An integer among the values of a OneOf is beyond the largest float.
     """

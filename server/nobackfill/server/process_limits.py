@@ -31,7 +31,7 @@ def bound_arenas() -> None:
     freed memory of its graph in another arena, between small live objects: 20 MiB in 20 swaps of
     2,900 items on 2 cores. With this limit nothing is left, and searches and builds take as long.
     Reading a gallery of 40,000 x 512 vectors left 19 % of their bytes in the same way. Without
-    glibc this does nothing.
+    glibc this does nothing. It holds until the process ends; a second call changes nothing.
     """
     # Other C libraries have neither mallopt nor these arenas.
     with contextlib.suppress(AttributeError):

@@ -117,8 +117,8 @@ class Serving:
         `replan`.
 
         The old space is that of the release that answered before; the first release has none. If
-        the release answers already, nothing changes. An earlier failure of the release is
-        forgotten. No model is loaded; call `prepare` before.
+        the release answers already, nothing changes, not even the end of a space. An earlier
+        failure of the release is forgotten. No model is loaded; call `prepare` before.
 
         Args:
             manifest: the release.
@@ -215,7 +215,7 @@ class Serving:
         """Wake the watchers of releases, and set the metric of the active release, 0 without one.
 
         Call it when the served release may have changed. It never waits, and its repetition is
-        harmless.
+        harmless. Any thread may call it.
         """
         active = self._state.current.active or 0
         self._metrics.active_release.set(active)

@@ -194,8 +194,9 @@ class Dual:
     def close(self) -> None:
         """Finish the batches that have started, then close the file of native vectors.
 
-        Waits up to 30 seconds. Call it once no thread searches; a second call does nothing. It
-        closes neither the store nor the embedder.
+        Waits up to 30 seconds; a batch whose source hangs ends later, and opens the file again.
+        Call it once no thread searches; a second call does nothing. It closes neither the store nor
+        the embedder.
         """
         if self._reembedder is not None:
             self._reembedder.close()
@@ -218,8 +219,8 @@ class Dual:
             for an empty store.
 
         Raises:
-            InvalidInputError: a vector has another dimension or is not finite, `k` is out of range,
-                or the table was changed.
+            InvalidInputError: a vector has another dimension, is neither float32 nor float64, or is
+                not finite, `k` is out of range, or the table was changed.
             UnavailableError, NotPermittedError: the store cannot be read.
             BusyError, CannotWriteError, VerificationError: the file of native vectors cannot be
                 used.

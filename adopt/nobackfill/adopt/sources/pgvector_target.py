@@ -372,7 +372,7 @@ _EVENTS: dict[str, LiteralString] = {
 
 
 def remove_table(table: SourceTable, vector: str, name: str) -> bool:
-    """Remove a table of new vectors and its triggers, in one transaction.
+    """Remove a table of new vectors and its triggers, in one transaction; an error changes nothing.
 
     Args:
         table: The source.
@@ -720,7 +720,8 @@ class PgvectorColumn:
     def prepare_flip(self) -> Iterator[None]:
         """Build the new column's indexes, and refuse other flips of the table during the block.
 
-        A build may take hours; writers continue. Indexes that it has built stay after an error.
+        A build may take hours; writers continue, but those of a partitioned table wait. Indexes
+        that it has built stay after an error.
 
         Raises:
             BusyError: Another flip is under way, or the triggers have changed. Somebody else builds
@@ -765,9 +766,9 @@ class PgvectorColumn:
 
         Raises:
             BusyError: Others hold the table for more than 5 seconds.
-            InvalidInputError: A row with an old vector has no new one, also outside of the source's
-                condition, or the triggers were off; nothing changes. PostgreSQL refuses to move an
-                object that depends on the old column.
+            InvalidInputError: A row with an old vector has no new one, or the triggers were off;
+                nothing changes. PostgreSQL refuses to move an object that depends on the old
+                column.
             UnavailableError: The server does not answer; it may have flipped.
             NobackfillError: PostgreSQL refuses another statement; see `translate_errors`.
             NotPermittedError: This role does not own the table.
@@ -895,6 +896,7 @@ def column_obstacles(table: SourceTable, column: str, target: Target) -> list[st
     Raises:
         UnavailableError: The server does not answer.
         NobackfillError: PostgreSQL refuses a query of the catalogue; see `translate_errors`.
+        KeyError: The table has no such column.
     """
     obstacles = table.obstacles(column)
     if table.has_column(name_before(column)):

@@ -1262,7 +1262,8 @@ class GalleryRegistry:
 
         A gallery that was deleted elsewhere refuses new calls from the beginning; it is not closed
         here. A gallery whose release is not published here yet is tried again at the next call. The
-        list has no new galleries, because their plans are new.
+        list has no new galleries, because their plans are new. Do not call it in two threads at
+        once.
 
         Args:
             check: called with the plan of each new gallery; it may raise to refuse it.

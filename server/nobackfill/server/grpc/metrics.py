@@ -232,7 +232,7 @@ def serve(
 
     Raises:
         OSError: the port cannot be used, or the host is unknown.
-        OverflowError: the port is above 65535.
+        OverflowError: the port is below 0 or above 65535.
     """
     metrics: Any = make_wsgi_app(registry)
 

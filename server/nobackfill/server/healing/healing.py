@@ -196,7 +196,8 @@ class HealingSeries(Collector):
         """Yield the metrics of items, hits, outcomes, bytes, seconds and budgets, summed over all
         galleries.
 
-        A gallery whose report fails is left out.
+        A gallery whose report fails is left out. Where the number of migrated items is not known
+        yet, all items count as native.
 
         Raises:
             Exception: any error of the reports that is no NobackfillError.
@@ -548,6 +549,7 @@ class Healing:
             NotFoundError: the source does not exist.
             UnavailableError: the source is not open in time, such as a network folder that is away.
             InvalidInputError: the file of texts has an invalid line.
+            OSError: this user may not look into the folder.
         """
         with self._lock:
             opening = self._opening.get(source)

@@ -135,6 +135,8 @@ NEW_SHARES = {
 def allocate(name: str, labels: Rows, share: float = SHARE, seed: int = 666) -> Allocation:
     """Divide images by the allocation of this name; defaults are the paper's.
 
+    It draws from a generator of its own. Row numbers of both sets increase.
+
     Args:
         name: a key of ALLOCATIONS.
         labels: the class of each image, int64 [n], n at least 1.

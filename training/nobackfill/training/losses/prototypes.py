@@ -28,7 +28,8 @@ def drop_average(old: Tensor, share: float = 0.1) -> Tensor:
 def nearest_to_mean(old: Tensor, labels: Tensor, classes: int, share: float) -> Tensor:
     """Select in each class the `share` of rows (rounded up) that are nearest to the class mean.
 
-    A class without rows is allowed. At equal distances the earlier row is selected.
+    A class without rows is allowed. At equal distances the earlier row is selected. If a class has
+    NaN, its first rows are selected.
 
     Args:
         old: features [n, d].

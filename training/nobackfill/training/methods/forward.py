@@ -87,7 +87,8 @@ def new_classifier(inputs: UpgradeInputs) -> tuple[FixedClassifier, Tensor]:
     A published model has no head. Its classifier is made from class averages of its own embeddings
     of the training images. Only labelled views count. For unit vectors the classifier made is a
     normalised softmax of scale 16, else one by squared distances to the averages. A class without
-    images has no row.
+    images has no row. A head is copied, so its later changes do not count. If a class name occurs
+    twice in the new model, its last row counts.
 
     Args:
         inputs: the inputs of the training.
