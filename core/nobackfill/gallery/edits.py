@@ -41,7 +41,8 @@ class Selection:
     def read(self, connection: Connection) -> dict[int, tuple[str, Metadata]]:
         """Return id and metadata, by label, of the items that exist and pass the filter now.
 
-        A label that repeats counts once. Labels of deleted items are skipped.
+        A label that repeats counts once. Labels of deleted items are skipped. The filter must be
+        one that `filters.check_filter` accepts.
 
         Args:
             connection: The gallery's file.

@@ -306,7 +306,8 @@ def measure_rank_fusion(
 ) -> BothEvidence | None:
     """Measure rank fusion by both models on a migrated gallery.
 
-    The weights that find most (CMC-1 + mAP) are fitted on one half and judged on the other.
+    The weights that find most (CMC-1 + mAP) are fitted on one half and judged on the other. Random
+    numbers have a fixed seed, so the same data give the same result.
 
     Args:
         cell: The cell of the migrated gallery.
@@ -532,6 +533,8 @@ def measure_lazy_reembedding(
     cell: CellName, half: QuerySet, line: DistanceLine, *, int8: bool
 ) -> tuple[HealingEvidence, DistanceLine]:
     """Measure quality during lazy re-embedding, in random order, with and without a line.
+
+    Random numbers have a fixed seed, so the same data give the same result.
 
     Args:
         cell: The cell of the migrated gallery.

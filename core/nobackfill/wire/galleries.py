@@ -439,9 +439,11 @@ class GalleryCalls(Connection):
             NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
                 time is over), OverloadedError, NotPermittedError (token or role). Earlier pieces
                 stay stored.
-            ValueError: The connection was closed.
+            ValueError: The connection was closed, or an id, a key or a text has half a surrogate
+                pair.
             VerificationError: The gallery is damaged and set aside, or a model of the release
                 fails.
+            OverflowError: A value is an integer beyond the largest float.
         """
         unsent: dict[str, str] = {}
 
@@ -485,9 +487,11 @@ class GalleryCalls(Connection):
             NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
                 time is over), OverloadedError, NotPermittedError (token or role). Earlier pieces
                 stay stored.
-            ValueError: The connection was closed.
+            ValueError: The connection was closed, or an id, a key or a text has half a surrogate
+                pair.
             VerificationError: The gallery is damaged and set aside, or a model of the release
                 fails.
+            OverflowError: A value is an integer beyond the largest float.
         """
         unsent: dict[str, str] = {}
 
@@ -660,7 +664,9 @@ class GalleryCalls(Connection):
                 changed.
             NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
                 time is over), OverloadedError, NotPermittedError (token or role).
-            ValueError: The connection was closed.
+            ValueError: The connection was closed, or an id, a key or a text has half a surrogate
+                pair.
+            OverflowError: A value is an integer beyond the largest float.
         """
         request = gallery_pb2.SetMetadataRequest(gallery=gallery, ids=ids, remove=remove)
         if where is not None:

@@ -101,6 +101,8 @@ class ReleaseCalls(Connection):
             NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
                 time is over), OverloadedError, NotPermittedError (token or role).
             ValueError: The connection was closed; raised at once.
+            VerificationError, CannotWriteError, BusyError: The file is unknown, and the gateway
+                cannot verify or read the publication.
         """
         request = release_pb2.FetchFileRequest(path=path, offset=offset)
         stream = self._releases.FetchFile(request, timeout=seconds or self.seconds)
@@ -119,6 +121,8 @@ class ReleaseCalls(Connection):
 
         The activation begins with the call, and goes on at the gateway if the caller stops reading.
         Call it again during a canary to change the canary. It has no deadline and is not retried.
+        The reports end early, without an error, when the gateway stops. While a canary of the
+        release runs, a call with `canary` yields one report.
 
         Args:
             number: Number of the release, not older than the active one.
@@ -142,6 +146,7 @@ class ReleaseCalls(Connection):
             NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
                 time is over), OverloadedError, NotPermittedError (token or role).
             ValueError: The connection was closed; raised at once.
+            VerificationError: The publication or the manifest of the release is not valid.
         """
         if rollout not in ROLLOUTS:
             raise InvalidInputError(
@@ -224,7 +229,9 @@ class ReleaseCalls(Connection):
         """Return to the previous release, or report only what this would lose.
 
         Not retried. A confirmed call may take 10 minutes, whatever the connection's `seconds` are.
-        After a lost answer the release may have changed; a second call with `to` is then safe.
+        After a lost answer the release may have changed; a second call with `to` is then safe. A
+        confirmed call cancels the activation under way. Repeated within five minutes, it changes no
+        more, also without `to`.
 
         Args:
             confirm: Do it. Otherwise count and list the items that would be missing.
@@ -234,7 +241,8 @@ class ReleaseCalls(Connection):
                 canary.
 
         Returns:
-            The release that answers then, the number of items that are lost, and the first of them.
+            The release that answers then, the number of items that are lost, and the first of them;
+            all others are only counted.
 
         Raises:
             PreconditionError: No release to return to, another one than `to`, or this canary was
@@ -246,6 +254,9 @@ class ReleaseCalls(Connection):
             NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
                 time is over), OverloadedError, NotPermittedError (token or role).
             ValueError: The connection was closed.
+            NotFoundError: The release to return to is not published any more.
+            VerificationError: A file of that release differs from its digest, or a gallery is
+                damaged.
         """
         request = release_pb2.RollbackReleaseRequest(confirm=confirm, to_release=to, canary=canary)
         seconds = _CHANGE_SECONDS if confirm else None
@@ -257,7 +268,8 @@ class ReleaseCalls(Connection):
         """Delete spaces and models of all older releases, permanently. No rollback then.
 
         Not retried. It may take 10 minutes, whatever the connection's `seconds` are. After a lost
-        answer they may be gone; a second call then returns an empty list.
+        answer they may be gone; a second call then returns an empty list. A gallery that stayed
+        with an older release keeps its vectors.
 
         Returns:
             The retired releases; empty if there were none.
@@ -378,7 +390,8 @@ class UpgradeCalls(Connection):
 
         Args:
             gallery: Name of the gallery.
-            by: A metadata key: report the quality for each of its values, too. Empty: none.
+            by: A metadata key: report the quality for each of its values, too. Empty: none. With a
+                key, each larger change is measured for seconds.
 
         Raises:
             NotFoundError: No such gallery, or it was deleted meanwhile; raised at `next`, like the
