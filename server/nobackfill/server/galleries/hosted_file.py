@@ -661,7 +661,8 @@ class HostedInFile(Hosted):
         """Close the store; no call may use the gallery; see Hosted.close.
 
         Raises:
-            BusyError: a call that still uses the file does not end within a minute.
+            BusyError: a call that still uses the file does not end within a minute; the file stays
+                open, but follows no commit, and a second call raises ValueError.
             ValueError: the gallery is closed already.
         """
         self.origins.retain(())

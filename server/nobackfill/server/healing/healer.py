@@ -206,6 +206,7 @@ class Healer(Reembedding[int]):
         """Claim items for this process, within the day's budget; queue the others as requested.
 
         Items that are no longer migrated are settled instead. Their claims still cost the budget.
+        Items that another process embeds now are left out.
 
         Args:
             keys: labels, claimed in their order.

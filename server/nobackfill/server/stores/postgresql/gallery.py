@@ -62,7 +62,7 @@ class PostgresqlGallery(Reads):
         none is.
 
         It checks twice, because another gateway may delete a space meanwhile. A gallery that was
-        deleted misses nothing: None.
+        deleted misses nothing: None. If several are missing, it names one.
 
         Raises:
             GoneError: the gallery was deleted during the check.
@@ -198,6 +198,8 @@ class PostgresqlGallery(Reads):
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
             Exception: an error of a listener; the change stays committed, and later listeners are
                 not called.
+            UnusableRowsError: as an InvalidInputError: a vector is not finite, or has another norm
+                than the space; no item is stored.
         """
         batch = check_batch(ids, digests, metadata)
         checked = self._checked(vectors, len(ids), outdated=epoch is not None)
@@ -408,6 +410,8 @@ class PostgresqlGallery(Reads):
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
             Exception: an error of a listener; the change stays committed, and later listeners are
                 not called.
+            UnusableRowsError: as an InvalidInputError: a vector or an uncertainty is not finite, or
+                a vector has another norm than the space; none is written.
         """
         new = NewVectors(space, embedding, side, origin)
         checked = check_new_vectors(self.space(space), new, len(labels))

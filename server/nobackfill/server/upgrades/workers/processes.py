@@ -50,7 +50,7 @@ class Processes:
         Twice as many pieces as processes are under way. If the iterator ends early or raises,
         pieces that wait are dropped, and those under way are waited for. A piece is given up after
         five times in which a process ended while the piece was under way, even another piece's
-        process.
+        process. Several threads may call it; they share the processes.
 
         Args:
             work: the upgrade.
