@@ -106,7 +106,7 @@ def save_joining(path: Path, joining: Joining) -> None:
 def load_joining(path: Path) -> Joining:
     """Read a rank fusion that `save_joining` wrote, of this version or an earlier one.
 
-    The file may be hostile: nothing in it is run.
+    The file may be hostile: nothing in it is run. Without a metric, the file is of cosine.
 
     Raises:
         NotFoundError: There is no such file.

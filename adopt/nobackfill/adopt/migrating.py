@@ -201,7 +201,8 @@ class Migration:
         run embedded nothing, another request replaces its plan. A run that continues repeats the
         verdict of the earlier run. It embeds only what the earlier run left. Another number of
         items makes a new verdict, unless vectors are being written. Another price changes the costs
-        alone. No vector of the table changes.
+        alone. No vector of the table changes. The sample is drawn by a fixed seed, and up to half
+        of it are items of the queries.
 
         Args:
             request: The request of the command line.

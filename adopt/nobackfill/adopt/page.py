@@ -24,6 +24,7 @@ def render(verdict: Verdict) -> str:
 
     Raises:
         ConfigurationError: The extra `adopt` is not installed.
+        KeyError: An option or the curves of re-embedding lack the deciding figure.
     """
     with require_extra("adopt"):
         from jinja2 import Environment, FileSystemLoader, StrictUndefined

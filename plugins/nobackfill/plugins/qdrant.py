@@ -580,7 +580,8 @@ class QdrantSource:
             missing: leave out points that have a vector of this name; None: read all.
 
         Returns:
-            Points by increasing id, with float32 [n, dim].
+            Points by increasing id, with float32 [n, dim]. `keys` are the ids as Qdrant has them,
+            integers or texts.
 
         Raises:
             UnavailableError: the server does not answer within a minute.

@@ -274,7 +274,7 @@ class PgvectorSource:
     def column(self, window: Window, name: str) -> ColumnValues:
         """Read another column of a window as text; rows where it is NULL are left out.
 
-        They are sorted by key. An empty text stays.
+        They are sorted by key. An empty text stays. Only rows of the condition count.
 
         Raises:
             InvalidInputError: There is no such column.
@@ -296,8 +296,8 @@ class PgvectorSource:
         """Search for the items nearest to a vector, by an HNSW index if there is one.
 
         The index searches with `count` candidates, but at least 40 and at most 1,000, so that more
-        than 1,000 hits may be incomplete. Without a metric, it is cosine. Rows without a vector are
-        never hits.
+        than 1,000 hits may be incomplete. Without a metric, it is cosine. Rows without a vector, or
+        outside the condition, are never hits.
 
         Args:
             vector: The query, float32 [dim].
@@ -372,7 +372,7 @@ class PgvectorSource:
         Rows without an old vector are left out, too.
 
         A repeated id comes once. Without ids there are no rows. The result has PostgreSQL's own
-        text of a key: `007` of an integer key comes back as `7`.
+        text of a key: `007` of an integer key comes back as `7`. Only rows of the condition count.
 
         Raises:
             InvalidInputError: The vectors have several dimensions. An id is no value of the key's
@@ -396,7 +396,7 @@ class PgvectorSource:
         """Read another column of rows as text, by key; rows where it is NULL are left out.
 
         Unknown keys are left out. The result has PostgreSQL's own text of a key: `007` of an
-        integer key comes back as `7`.
+        integer key comes back as `7`. Only rows of the condition count.
 
         Raises:
             InvalidInputError: There is no such column. An id is no value of the key's type.
@@ -817,6 +817,8 @@ class PgvectorSource:
     def count_vectors(self, column: str) -> int:
         """Count the rows with a vector in a column; 0 if there is no such column. Only rows of the
         condition count.
+
+        A column that others added since the opening counts as missing.
 
         Raises:
             UnavailableError: The server does not answer.

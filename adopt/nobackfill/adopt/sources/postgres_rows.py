@@ -158,7 +158,8 @@ def packed(*fields: Sequence[bytes] | Packable) -> bytes:
 
     Args:
         fields: For each field, its values in all rows, without NULLs; at least one row. An array
-            [n, dim] becomes one vector a row, or a halfvec if it is float16.
+            [n, dim] becomes one vector a row, or a halfvec if it is float16. A single value or row
+            may be repeated for all rows instead of an error.
 
     Raises:
         ValueError: The fields have different numbers of rows.

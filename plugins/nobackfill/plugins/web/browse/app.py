@@ -652,7 +652,8 @@ class ReleasePages:
         """Show what a sync would do, or the error that it would meet.
 
         Calls the source, and changes nothing but the downloaded metadata. It blocks until the
-        source answers. An error becomes a notice with the status 200.
+        source answers. An error becomes a notice with the status 200. While a sync runs, the notice
+        says so.
 
         Raises:
             OSError: a file of the models folder cannot be read, or the file system has no locks.
@@ -706,7 +707,8 @@ class ReleasePages:
         """Start to re-embed one item from its file, or a number of the least certain items.
 
         The form has either `label`, of an item, or `count`, from 1 to 10,000. Redirects at once.
-        Errors of the work become the outcome of the task. `label` wins if both are there.
+        Errors of the work become the outcome of the task. `label` wins if both are there. An item
+        whose file is gone or changed keeps its vector, unless the vault has a copy.
 
         Raises:
             NotFoundError: there is no such item.
@@ -778,7 +780,8 @@ def serve_pages(device: Device, port: int) -> Iterator[str]:
     """Serve the pages of an open gallery to browsers on this machine, until the block ends.
 
     Anybody who knows the address sees the gallery and can change it. The pages are served on a
-    thread, which the end of the block stops. The gallery stays open.
+    thread, which the end of the block stops. The gallery stays open. Each call has another secret,
+    so earlier addresses end with their block. A task that runs then goes on.
 
     Args:
         device: the gallery.
