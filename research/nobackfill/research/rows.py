@@ -335,6 +335,8 @@ def ensure_trained(run: TrainingRun, trained: set[Path]) -> None:
         NotFoundError: pretrained weights do not exist.
         UnavailableError: pretrained weights cannot be downloaded.
         NobackfillError: a process that reads images was killed.
+        ValueError, RuntimeError: an upgrade is solved from vectors that are not finite.
+        OSError: a checkpoint, a file of weights or the lock exists, but cannot be opened.
     """
     if run.folder in trained:
         return
@@ -437,7 +439,7 @@ class Shared:
     def side(self, kind: str, width: int | None = None) -> TrainingRun:
         """Describe an encoder of side-information, trained on the old model's classes.
 
-        Equal arguments describe the same run.
+        Equal arguments describe the same run. `kind` and `width` are checked at the training.
 
         Args:
             kind: its kind (FCT section 5.1), a value of the key side_info.

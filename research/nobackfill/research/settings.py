@@ -315,7 +315,9 @@ def prepare(place: ComparisonPlace, rows: list[MethodRow]) -> None:
     """Make the missing images that `rows` are trained and tested on, below the place's images.
 
     Folders that exist stay as they are; whether they are complete is not checked, because each
-    appears only then.
+    appears only then. They hold absolute symbolic links to the images, except shifted folders,
+    which hold new pictures. After an error a folder FOLDER.part may stay. Only one process may
+    prepare a place at a time.
 
     Args:
         place: the place of the images.

@@ -21,7 +21,11 @@ class LceObjective(ForwardObjective):
 
         They are `classification`, `alignment` and `boundary`, and FCT's `side_distance` if g
         exists. Rows of classes that the new classifier does not know count as 0 in the first and
-        the last. Without labelled rows all three are 0.
+        the last. Without labelled rows all three are 0. A view without rows gives NaN.
+
+        Raises:
+            ConfigurationError: an embedding has fewer elements than one of the new model.
+            IndexError: a label is no class of the training.
         """
         predicted, labels = upgraded.embedding, view["labels"]
         own = self.rows_of(labels)
