@@ -156,7 +156,8 @@ class Device(GalleryFile):
         Images that the gallery holds already are skipped; one whose file has moved gets its new
         path, and keeps its other metadata. The files stay in place. A new item's id is the first 16
         hex digits of the SHA-256 of its image. Folders are searched at any depth, and links in them
-        are not followed. Each batch of 32 images is durable before the next begins.
+        are not followed. Hidden files are skipped unless they are given. Two equal images are one
+        item. Each batch of 32 images is durable before the next begins.
 
         Args:
             paths: files and folders; none: nothing is done.
@@ -167,7 +168,7 @@ class Device(GalleryFile):
 
         Raises:
             InvalidInputError: a path does not exist or cannot be read, or there are more than
-                250,000 images.
+                250,000 images; nothing is added.
             NoEncoderError: the release embeds no images.
             VerificationError: a file of the gallery is damaged.
             BusyError: another process holds the gallery file for 5 seconds.
@@ -353,8 +354,10 @@ class Device(GalleryFile):
 
         Blocks until it is complete: it downloads, tries the models in a child process, migrates,
         and then activates. Searches use the old release until then. A killed or failed sync is
-        continued by the next one. A sync that finds nothing newer for a week drops the previous
-        release.
+        continued by the next one. A release that fails its trial or upgrade is held back, and the
+        next older one is tried. If the active release was withdrawn and no newer one can be
+        followed, it returns to the previous release. A sync that finds nothing newer for a week
+        drops the previous release.
 
         Args:
             backfill: how many of the least certain items to re-embed from their files or the vault;

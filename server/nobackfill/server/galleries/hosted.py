@@ -730,6 +730,7 @@ class Hosted(ABC):
         """Return all spaces, oldest first, as of the last commit.
 
         They are cached until this process changes the spaces, or a new plan is made in a database.
+        Threads wait for one that reads them.
 
         Raises:
             NotFoundError: the gallery is closed or deleted.
@@ -747,7 +748,7 @@ class Hosted(ABC):
         """Return a small JSON value that is stored with the gallery; None without one.
 
         It is cached until this process changes it or, in a shared database, a new plan is made. Do
-        not change the value.
+        not change the value. Threads wait for one that reads it.
 
         Raises:
             NotFoundError: the gallery is closed or deleted.
