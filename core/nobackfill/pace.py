@@ -29,9 +29,10 @@ def read_paced(
 ) -> Generator[bytes]:  # fmt: skip
     """Yield the pieces of a byte source for as long as they arrive fast enough.
 
-    A thread reads the source, from the first `next` on. When the caller stops early, the
-    connection of a `pool_manager` that the source reads from is shut down. Another source ends in
-    its thread at its own next timeout, or with the process.
+    A thread reads the source, from the first `next` on. Time that the caller takes between two
+    pieces counts, too. When the caller stops early, the connection of a `pool_manager` that the
+    source reads from is shut down. Another source ends in its thread at its own next timeout, or
+    with the process.
 
     Args:
         fetch: Opens the source and iterates over its bytes; called in the thread. The thread reads

@@ -97,7 +97,8 @@ def fit_and_judge(
 ) -> FitAnswer:
     """Fit maps between two models, decide how to change the model, and write the files.
 
-    The stores are only read; the old one is read whole. Files are written after the verdict.
+    The stores are only read; the old one is read whole. Files are written after the verdict, one
+    after the other; those before an error stay.
 
     It may take minutes and much memory: pairs, queries and maps are held at once. To estimate times
     it migrates pairs in a temporary folder.

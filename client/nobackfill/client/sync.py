@@ -598,8 +598,9 @@ def re_embed_items(
 
     An image comes from its file if the file is unchanged, else from the vault. An item keeps its
     vector if its image is missing or cannot be embedded; a note gives the reason. Each batch is
-    durable before the next begins. The models are opened also if `items` is empty. An item whose
-    vault cannot be read is left as it is, and the vault is not asked again.
+    durable before the next begins. The models are opened also if `items` is empty, so call it once
+    for many items. An item whose vault cannot be read is left as it is, and the vault is not asked
+    again.
 
     Args:
         device: the gallery.

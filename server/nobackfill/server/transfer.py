@@ -230,7 +230,8 @@ def blobs_of(vault: Path) -> dict[Path, int]:
 
 
 def vaults_of(source: Path | None, target: Path | None) -> tuple[Path, Path] | None:
-    """Return the vaults of two data folders, source first; neither need exist.
+    """Return the vaults of two data folders, the folders `vault` in them, source first; neither
+    need exist.
 
     Returns None if there is nothing to copy: both are one folder, or the target has no folder and
     the source's vault is empty.
@@ -339,8 +340,9 @@ def transfer_all(
         source: the source.
         target: the target, in which no gateway has written a state.
         vaults: folders of both vaults; None copies no vault.
-        with_state: the source is not served any more, so this run is the last one: the stores are
-            compared, and the gateway's state is written to the target.
+        with_state: the source is not served any more, so this run is the last one: differences
+            raise VerificationError, and the gateway's state is written to the target. Otherwise
+            differences raise nothing.
 
     Returns:
         The report of each gallery by name, and that of the vault; None without one.

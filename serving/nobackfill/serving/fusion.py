@@ -105,9 +105,6 @@ class Joining:
     ) -> Block:  # fmt: skip
         """Return the log-odds that items match queries, on one scale for both origins.
 
-        `old` and `carried` of rows in `native` count, too, with the share of the line of native
-        items.
-
         Args:
             by_old: queries by the old model, float32 [q, a].
             by_new: the same queries by the new model, float32 [q, b].

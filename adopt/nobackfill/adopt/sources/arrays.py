@@ -328,7 +328,7 @@ class NewArray:
         """Join the files of all windows into one array, check it, and delete them. A second call
         only returns the sentence.
 
-        The caller has written all rows.
+        The caller has written all rows. The record of the map stays, for `rollback`.
 
         Returns:
             One sentence that names the file to read.

@@ -543,9 +543,9 @@ def translate_tuf_errors(error: DownloadError | RepositoryError, source: str) ->
         source: The address or file, for the message.
 
     Returns:
-        NotFoundError for a missing file, UnavailableError for a source that is slow or cannot be
-        reached. VerificationError for everything else: expired metadata, more bytes than were
-        signed, or a wrong signature or version.
+        NotFoundError for a missing file, UnavailableError for a source that is slow, cannot be
+        reached or answers with another HTTP status. VerificationError for everything else:
+        expired metadata, more bytes than were signed, or a wrong signature or version.
     """
     unchanged = "nothing was changed"
     match error:

@@ -104,6 +104,8 @@ class DualTexts:
         """Return the k nearest texts, nearest first; an item without a text is left out, so there
         may be fewer.
 
+        `score` is the probability of a match. Metadata is empty, and `distance` is 0.
+
         Args:
             query: The text to search for.
             k: The most hits, 1 to 100.
@@ -245,7 +247,7 @@ class GalleryTexts:
         """Return the items with these ids, in this order; unknown ids are left out.
 
         Each id costs a call. An id that is given twice counts once. An item without a text has an
-        empty one.
+        empty one; `score` and `distance` are 0.
 
         Args:
             ids: Ids; none: no call is made.
@@ -329,7 +331,7 @@ class GalleryTexts:
         """Return the k nearest items, nearest first.
 
         An item without a text has an empty one. Equal distances are ordered as the items were
-        stored.
+        stored. `score` is the calibrated probability, or 1 / (1 + distance) without a calibration.
 
         Args:
             query: The text to search for; None with a `vector`.

@@ -146,7 +146,8 @@ class ItemWriter:
         Args:
             hosted: the gallery.
             items: the items; none are fine.
-            allowance: limit of the caller's items; None means no limit.
+            allowance: limit of the caller's items, which only a database checks here; None means no
+                limit.
 
         Returns:
             The number of stored items, and the refused ones. Refused are items with an invalid id,

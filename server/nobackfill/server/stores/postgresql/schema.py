@@ -327,7 +327,8 @@ def index_statements(
 ) -> list[str]:
     """Return the statements that create a space's graph; none if it has too many dimensions.
 
-    A space of more than MOST_INDEXED dimensions gets a graph of 16-bit floats.
+    A space of more than MOST_INDEXED dimensions gets a graph of 16-bit floats. The statement fails
+    if the graph exists.
 
     Args:
         schema: schema of the gallery.

@@ -306,7 +306,7 @@ def search(
 
     Returns:
         The neighbours of all queries, for each table: nearest first, equal distances by label,
-            padded with -1 and infinity.
+        padded with -1 and infinity.
 
     Raises:
         InvalidInputError: queries have another shape, or are no floats; UnusableRowsError names
