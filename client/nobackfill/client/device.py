@@ -73,7 +73,7 @@ class Device(GalleryFile):
                 missing folder, or the token or certificate for the gateway cannot be read.
             BusyError: another process makes this gallery. This does not wait.
             CannotWriteError: the disk is full or read-only.
-            OSError: the file system has no locks.
+            OSError: the file system has no locks, or this user may not look into the folder.
         """
         from nobackfill.client import creation
 

@@ -116,6 +116,7 @@ class SigningKeys:
         Raises:
             ConfigurationError: A file that was read is no ed25519 key in PEM without a password,
                 cannot be read, or others may read it.
+            PermissionError: This user may not look into the folder of a key.
         """
         trusted = root.get_delegated_role(role).keyids
         for path in (self.path(role), self.next_path(role)):
@@ -134,6 +135,7 @@ class SigningKeys:
         Raises:
             ConfigurationError: No file has the key, a file is no key, or others may read it. The
                 message says how to name the file.
+            PermissionError: This user may not look into the folder of a key.
         """
         signer = self.find_key(role, root)
         if signer is None:
@@ -159,6 +161,7 @@ class SigningKeys:
         Raises:
             ConfigurationError: The new key's file is no key, or others may read it.
             CannotWriteError: The file cannot be moved.
+            PermissionError: This user may not look into the folder of a key.
         """
         following = self.next_path(role)
         trusted = root.get_delegated_role(role).keyids

@@ -144,6 +144,7 @@ def images(root: Path, paths: Sequence[str]) -> ImageListing:
 
     Raises:
         NotFoundError: an image is missing.
+        PermissionError: this user may not look into a folder.
     """
     missing = [path for path in paths if not (root / path).is_file()]
     if missing:
