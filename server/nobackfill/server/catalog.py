@@ -189,8 +189,10 @@ class Catalog:
         self.releases = releases
 
     def expiries(self) -> Mapping[str, datetime]:
-        """Return when the metadata of each role expires, by the last verified view; empty before
-        the first publication.
+        """Return when the metadata of each role expires, in UTC.
+
+        The roles are root, timestamp, snapshot and targets of the last verified view. Before the
+        first publication the mapping is empty.
         """
         try:
             return self._trust.expiries() if self._trust is not None else {}
@@ -255,7 +257,7 @@ class Catalog:
         """Check each file of a release against its signed digest; returns the publication folder.
 
         It reads all files of the release, which takes seconds for large models; a refresh waits
-        meanwhile.
+        meanwhile. The last verified view counts: the metadata is not read again.
 
         Raises:
             NotFoundError: the release is not published.

@@ -174,6 +174,8 @@ def _unknown_store() -> ConfigurationError:
 def migrate_database(url: str, to: int | None) -> tuple[int, int]:
     """Convert the tables of a database to a format, in one transaction.
 
+    Going back deletes what older formats lack, such as the audit and the records of upgrades.
+
     Args:
         url: address of the database.
         to: number of the format; None means this version's. If the database has that format

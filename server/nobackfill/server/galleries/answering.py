@@ -236,6 +236,7 @@ class Searching:
         """Find the items nearest to one query.
 
         If another gateway replaces the plan meanwhile, the query is answered again by the new one.
+        The caller is a user of the gallery.
 
         Args:
             hosted: the gallery.
@@ -691,7 +692,8 @@ class SpaceChoice:
         """Choose the parts for a query.
 
         The first that fit are taken: the preferred parts, those of the plan, then one part for a
-        single space. Last comes a direct search from another release's space.
+        single space. Last comes a direct search from another release's space. An announced end
+        counts for single parts only.
 
         Args:
             query: embeddings by space; spaces that are not known here are ignored.

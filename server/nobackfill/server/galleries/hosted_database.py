@@ -240,7 +240,8 @@ class HostedInDatabase(Hosted):
             space: id of the space whose origin and uncertainty they get.
 
         Returns:
-            The items in the order of `labels`; None for deleted ones.
+            The items in the order of `labels`, which may repeat; None for deleted ones. An item
+            without a vector in the space has no origin and no uncertainty.
 
         Raises:
             OutdatedError: another gateway has deleted the space or the gallery; the search begins

@@ -75,8 +75,8 @@ _MAX_STEP_SECONDS = 366 * 24 * 3600
 def return_galleries(galleries: GalleryRegistry, active: int) -> dict[str, Exception]:
     """Return every gallery that is ahead of the active release to that release.
 
-    The caller makes the plans again afterwards. A gallery that fails stays as it is; the others go
-    on.
+    The caller makes the plans again afterwards, and lets puts wait meanwhile, as `writes_locked`
+    does. A gallery that fails stays as it is; the others go on.
 
     The space of the newer release stays as staging, and items without an older vector are no longer
     found. Notes and rollouts are removed. Each error is logged.
@@ -250,7 +250,8 @@ class Activations:
 
         The record is durable before the thread starts, and a restart resumes it. An activation of
         the release that is active already repeats it, for galleries that stayed behind. A
-        rollback's five minutes end.
+        rollback's five minutes end. If a gallery's store fails at the begin, the activation stays
+        recorded, and a restart resumes it.
 
         Args:
             release: the release.
@@ -587,8 +588,9 @@ class Activations:
     def cancel(self) -> None:
         """Cancel the activation under way, if any, before its next step, and forget it.
 
-        It waits until the thread of the activation has ended, and ends the lead of another gateway.
-        All changes of the activation stay.
+        Call it within `exclusive`, so that no other begins meanwhile. It waits until the thread of
+        the activation has ended, and ends the lead of another gateway. All changes of the
+        activation stay.
 
         Raises:
             CannotWriteError: the state cannot be written.
@@ -605,7 +607,8 @@ class Activations:
     def interrupt(self) -> None:
         """Stop the activation under way, if any; a restart resumes it.
 
-        It waits until the thread has ended. Without an activation it does nothing.
+        It waits until the thread has ended. Without an activation it does nothing. One that another
+        gateway leads goes on.
 
         Raises:
             CannotWriteError: the state cannot be written.

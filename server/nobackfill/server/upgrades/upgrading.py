@@ -286,6 +286,7 @@ class Trials:
             NobackfillError: whatever `check_stop` raises; the child is killed.
             UnavailableError: the publication folder cannot be read.
             CannotWriteError: the publication's verified metadata cannot be stored.
+            OSError: the child process of a trial cannot be started.
         """
         needed = {(manifest.space, source) for source in (None, *sources)}
         if needed <= self._passed:
@@ -402,6 +403,7 @@ class Upgrading:
             BusyError, UnavailableError: the store is busy or does not answer, or the publication
                 folder cannot be read.
             IncompatibleSpaceError: the active space was deleted meanwhile.
+            OSError: the child process of a trial cannot be started.
         """
         route = self._need_route(hosted, target.release)
         if not route.steps:
@@ -458,6 +460,7 @@ class Upgrading:
             BusyError, UnavailableError: the store is busy or does not answer, workers end again and
                 again, or the publication folder cannot be read.
             NobackfillError: whatever `should_stop` or `on_progress` raises.
+            OSError: the child process of a trial cannot be started.
         """
         route = self._need_route(hosted, target.release)
         source, spec = hosted.spec(), SpaceSpec.of(target)
@@ -519,6 +522,7 @@ class Upgrading:
             InvalidInputError: `source` is `target`.
             UnavailableError: the publication folder cannot be read.
             CannotWriteError: the publication's verified metadata cannot be stored.
+            OSError: the child process of a trial cannot be started.
         """
         route = self._route(source.release, target.release, side)
         if route is None:
@@ -552,6 +556,8 @@ class Upgrading:
 
     def resume(self, gallery: str) -> None:
         """Let a gallery's upgrades continue; do nothing if they are not paused.
+
+        If only the job cannot be saved for other gateways, the upgrades continue all the same.
 
         Raises:
             CannotWriteError: the state cannot be written.
@@ -596,6 +602,7 @@ class Upgrading:
             CannotWriteError: the state cannot be written.
             BusyError, UnavailableError: the database is busy, or does not answer.
             VerificationError: the state in the database is damaged, or a newer version wrote it.
+            ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
         """
         with self._lock:
             for gallery in galleries:
@@ -636,6 +643,7 @@ class Upgrading:
             BusyError: the database is busy.
             ValueError, KeyError, TypeError: the saved job is not valid, or a newer version wrote
                 it.
+            ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
         """
         if self._state.shared:
             saved = self._state.job(gallery)
@@ -676,6 +684,7 @@ class Upgrading:
             CannotWriteError: the database cannot write.
             TypeError, KeyError, ValueError: the saved job is not valid, or a newer version wrote
                 it.
+            ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
         """
         values: dict[str, object] = {"state": state, "message": message}
         if state is JobState.DONE and (job := self.job(gallery)) is not None:

@@ -476,9 +476,10 @@ class Database:
         """Run a read, again on another connection if one breaks.
 
         Within `transact` of the same thread it runs in that transaction, and is neither repeated
-        nor cancelled. Otherwise it is tried up to 8 times within about 5 s. If the thread's Reader
-        has gone, the server cancels the statement. A Reader's reads use at most half of the pool;
-        the next one waits for a place.
+        nor cancelled. Within the work of a `write` alone it takes another connection, which does
+        not see the changes. Otherwise it is tried up to 8 times within about 5 s. If the thread's
+        Reader has gone, the server cancels the statement. A Reader's reads use at most half of the
+        pool; the next one waits for a place.
 
         Args:
             work: the read; it may be called more than once.
@@ -530,8 +531,9 @@ class Database:
         commit. If the connection breaks during the commit, the server is asked for the outcome.
 
         Within `transact` of the same thread it becomes a part of that transaction, which alone
-        repeats and commits. Otherwise there are up to 8 tries after collisions, with short random
-        pauses. After a break in the commit it asks for up to 5 s.
+        repeats and commits. Within the work of another `write` it is a transaction of its own.
+        Otherwise there are up to 8 tries after collisions, with short random pauses. After a break
+        in the commit it asks for up to 5 s.
 
         Args:
             work: the transaction; it may be called more than once.
