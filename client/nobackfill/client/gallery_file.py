@@ -232,7 +232,8 @@ class GalleryFile:
         Args:
             key: a key of the state; the docstring of this module lists them. The values of other
                 keys are not checked.
-            default: returned if the state has no such key, or None there.
+            default: returned if the state has no such key, or None there. A stored value is new at
+                each call, and changing it stores nothing.
 
         Raises:
             DamagedError: the value has the wrong form, or the gallery file is damaged.
@@ -279,7 +280,7 @@ class GalleryFile:
             return Trust(self.models, fetcher, base_url, root, floor)
 
     def manifest(self, release: int) -> "Manifest":
-        """Return the manifest of an installed release.
+        """Return the manifest of an installed release; its file is read and verified at each call.
 
         Args:
             release: the number of the release.

@@ -326,10 +326,10 @@ _MODE = 0o600
 def rescue(path: Path, to: Path) -> dict[str, Any]:
     """Make a new gallery file from every row of a damaged one that passes its checks.
 
-    The damaged gallery is not changed. Its models, key and outbox are copied. Vault rows are copied
-    with their items; blobs of lost items stay in the vault, for `pull --unknown`. The new file
-    appears as the last step. After an error there is no file at `to`, but copied files may lie next
-    to it.
+    The damaged gallery is not changed, but a lock file may be made next to it. An intact gallery is
+    copied, too. Its models, key and outbox are copied. Vault rows are copied with their items;
+    blobs of lost items stay in the vault, for `pull --unknown`. The new file appears as the last
+    step. After an error there is no file at `to`, but copied files may lie next to it.
 
     Args:
         path: the damaged gallery.
@@ -345,8 +345,10 @@ def rescue(path: Path, to: Path) -> dict[str, Any]:
         NotFoundError: there is no file at `path`.
         AlreadyExistsError: a file exists at `to`, or files of an earlier gallery.
         DamagedError: nothing can be saved, because the tables that list the spaces cannot be read.
-        BusyError: another process holds the gallery file for 5 seconds.
-        CannotWriteError: the disk is full or read-only.
+        BusyError: another process has the gallery open; only an exclusive holder is waited for, 5
+            seconds.
+        CannotWriteError: the disk is full or read-only, or the damaged file cannot be read.
+        OSError: the file system has no locks.
     """
     if not path.is_file():
         raise NotFoundError(f"{path}: there is no gallery; name the damaged one with --gallery")

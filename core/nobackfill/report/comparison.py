@@ -305,7 +305,8 @@ def quality_kept(matrix: Matrix) -> float | None:
     """Return mAP of new/served as a percentage of new/new.
 
     Returns:
-        None if one of them was not measured, or new/new is 0.
+        Above 100 if the served vectors answer better; None if one of them was not measured, or
+        new/new is 0.
     """
     served, bound = matrix.get(("new", "served")), matrix.get(("new", "new"))
     if served is None or bound is None or bound.map <= 0:

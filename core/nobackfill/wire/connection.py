@@ -194,7 +194,8 @@ _TOKEN = re.compile(rb"[\x21-\x7e]+")
 
 
 def open_channel(address: str, *, tls: bool = False) -> grpc.Channel:
-    """Open a channel to one or several gateways; nothing is sent yet.
+    """Open a channel to one or several gateways; nothing is sent yet, so that a wrong host is only
+    noticed at the first call.
 
     With TLS, it reads the files that NOBACKFILL_CA_FILE, NOBACKFILL_KEY_FILE, NOBACKFILL_CERT_FILE
     and NOBACKFILL_TOKEN_FILE name. Unset ones are skipped; without an authority, the system's are

@@ -858,8 +858,8 @@ class NewLanceColumn:
     def prepare_flip(self) -> AbstractContextManager[None]:
         """Build the indexes that the new vectors lack, one for each index of the old ones.
 
-        Indexes are built at the call, not in the block, and it may take long. An index that exists
-        under the name is not built again.
+        Indexes are built at the call, not in the block, and it may take long. Others may write
+        meanwhile. An index that exists under the name is not built again.
 
         Returns:
             A context that does nothing: no lock is held until the flip.

@@ -125,7 +125,7 @@ def open_searchable(
     A store that does not search by itself (files) is read into memory, and searched exactly by
     cosine.
 
-    The caller closes the source.
+    The caller closes the source. Vectors that files get later are not found.
 
     Args:
         address: An address, in one of the forms of KINDS.

@@ -154,7 +154,7 @@ class HnswIndex:
         """Return the k nearest rows to each query by a walk of the graph; a few may be missed.
 
         If comparing every row is cheaper, or the walk finds too few, every row is compared.
-        Distances of a walk are computed in float32.
+        Distances of a walk are computed in float32. Threads may search at once.
 
         Args:
             queries: float32 [q, dim], checked.

@@ -235,7 +235,8 @@ class HaystackRetriever:
                 ignored in favour of the embedding.
             query_embedding: The vector to search for, by the embedder of the store's `release`.
             filters: Filters of Haystack; None or empty: all documents.
-            top_k: The most documents, 1 to 1000; None or 0 for the number of the retriever.
+            top_k: The most documents, 1 to 1000, with `DualTexts` at most 100; None or 0 for the
+                number of the retriever.
 
         Raises:
             FilterError: A gateway does not have such a filter.
@@ -247,6 +248,8 @@ class HaystackRetriever:
             NotPermittedError: The gateway refuses the token.
             BusyError: The gateway has too much work.
             UnavailableError: The gateway does not answer within the connection's seconds.
+            Exception: With `DualTexts`, any error of `DualTexts.search`, such as those of its
+                embedders.
         """
         store, k = self.document_store, top_k or self.top_k
         texts = store.texts if isinstance(store, HaystackDocumentStore) else store

@@ -45,7 +45,7 @@ class TrainedMap:
         """Train h in a temporary folder, or solve it if the method is in closed form.
 
         The folder is removed at the end. Without labels, all items count as one class. After an
-        error an earlier map stays.
+        error an earlier map stays. torch's default generator is seeded.
 
         Args:
             train: the pairs.
@@ -58,6 +58,7 @@ class TrainedMap:
             ValueError: a method in closed form gets fewer than two pairs, or values that are not
                 finite.
             CannotWriteError, OSError: the temporary folder cannot be written.
+            RuntimeError: the method procrustes or residual gets a value that is not finite.
         """
         method = upgrade_method(self._method)
         if self._reads_side and train.side is None:

@@ -16,7 +16,7 @@ def centre_alignment(predicted: Tensor, target: Tensor, labels: Tensor) -> Tenso
     A mean that is a zero vector has the cosine 0. NaN in one row makes every value NaN.
 
     Args:
-        predicted: transformed features [n, d], n at least 1.
+        predicted: transformed features [n, d], n at least 1; without rows it raises RuntimeError.
         target: true features [n, d], without gradient.
         labels: int64 [n], at least 0; only their equality matters.
 

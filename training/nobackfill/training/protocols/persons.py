@@ -395,7 +395,8 @@ def vggface2(root: Path, _scratch: Path) -> Protocol:
     """Read VGGFace2's protocol: CMC and mAP of 50 images of each subject, among each other.
 
     A query is left out of its own answers. The 50 images are the same on every call. Figures are
-    `cmc1`, `cmc5` and `map`, shares 0 to 1.
+    `cmc1`, `cmc5` and `map`, shares 0 to 1. The figures raise ValueError for vectors that are not
+    finite, or are zero with cosine.
 
     Args:
         root: the test set, one folder for each subject.
@@ -493,7 +494,8 @@ def market_relevance(queries: PersonImages, gallery: PersonImages) -> Relevance:
 def market1501(root: Path, _scratch: Path) -> Protocol:
     """Read Market-1501's protocol: rank-1 and mAP of `query` in `bounding_box_test`.
 
-    Figures are `rank-1` and `map`, shares 0 to 1.
+    Figures are `rank-1` and `map`, shares 0 to 1. The figures raise ValueError for vectors that are
+    not finite, or are zero with cosine.
 
     Args:
         root: the folder of the data set.
