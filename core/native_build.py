@@ -34,7 +34,8 @@ def compile_to(path: Path, *flags: str) -> None:
     """Compile the module.
 
     Args:
-        path: The file to write; it is replaced once the compiler has finished.
+        path: The file to write; it is replaced once the compiler has finished, and stays as it was
+            after an error.
         flags: Further flags of the compiler, which $CXX names (by default c++).
 
     Raises:

@@ -501,6 +501,8 @@ def judge_fusion(
 ) -> dict[str, Figures]:
     """Measure the figures of all options with a rank fusion that is fitted already.
 
+    The anchor items are those of seed 0, so equal arguments give equal figures.
+
     Args:
         gallery: The g items.
         queries: The q queries.

@@ -306,7 +306,8 @@ class SqliteGallery(Store):
     ) -> None:
         """Make a space the active one, in one transaction; the active one becomes previous.
 
-        If the space is active already, only `state` is stored.
+        If the space is active already, only `state` is stored. Vectors of all spaces stay.
+        Listeners are called.
 
         Args:
             space: Id of the space.
@@ -378,8 +379,8 @@ class SqliteGallery(Store):
     def find_migrated(self, space: str, ids: Sequence[str]) -> list[StoredItem]:
         """Return the items of `ids` whose vector in a space was migrated, by falling uncertainty.
 
-        Unknown ids are skipped; an unknown uncertainty comes last. Equal ones are by label. Empty
-        if none was migrated.
+        Unknown ids are skipped, and an id that is given twice counts once; an unknown uncertainty
+        comes last. Equal ones are by label. Empty if none was migrated.
 
         Raises:
             IncompatibleSpaceError: The gallery does not have the space.

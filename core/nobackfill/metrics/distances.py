@@ -67,7 +67,7 @@ def to_unit_norm(vectors: Floats) -> Floats:
     Integers give float64. Without rows the result is empty.
 
     Raises:
-        ValueError: A row is zero. NaN passes.
+        ValueError: A row is zero. NaN passes, and infinity becomes NaN.
     """
     norms = np.linalg.norm(vectors, axis=1, keepdims=True)
     if not norms.all():

@@ -714,8 +714,9 @@ class Manifest(ManifestPart):
         """Return the files that are needed to embed in its space: every encoder and the
         tokenizer.
 
-        Upgrades and probes are not among them. Empty if the release publishes no model. The order
-        is image, text and query encoder, tokenizer, side encoder.
+        A side encoder of an older release is among them; upgrades and probes are not. Empty if the
+        release publishes no model. The order is image, text and query encoder, tokenizer, side
+        encoder.
         """
         text, side = self.text_encoder, self.side_encoder
         files = (

@@ -160,7 +160,7 @@ def explain_refusal(request: _Request) -> str | None:
     """Run the models of a release in this process, and explain why the release is refused.
 
     A model that crashes ends the process. `request` decides which upgrades are probed; its limits
-    are not set here.
+    are not set here. Any other error passes.
 
     Returns:
         The sentence of the VerificationError or ConfigurationError, or one on too little memory;

@@ -446,6 +446,8 @@ class VecTable:
     def existing(self, keys: Sequence[Any]) -> dict[Any, int]:
         """Return the rowids of keys that exist, by key.
 
+        The order is arbitrary.
+
         Args:
             keys: Keys in the table's own type; unknown ones are left out.
 
@@ -636,7 +638,7 @@ class SqliteVecSource:
         columns.
 
         The metric is squared_l2 unless the column declares one. The model is None if nobody
-        recorded it.
+        recorded it. After a flip all are those of the new vectors.
 
         Raises:
             BusyError: Others hold the file for longer than 10 s.
@@ -770,6 +772,8 @@ class SqliteVecSource:
 
     def texts(self, ids: Sequence[str], column: str) -> dict[str, str]:
         """Read another column as text by id, without the rows where it is empty.
+
+        The order is arbitrary, and an id that is given twice counts once.
 
         Args:
             ids: Ids; unknown ones are left out.
@@ -1363,6 +1367,8 @@ def _quoted(name: str) -> str:
 @contextmanager
 def translate_errors(name: str) -> Iterator[None]:
     """Convert errors of SQLite in the block to errors of nobackfill.
+
+    Other exceptions pass unchanged.
 
     Args:
         name: The file, for the messages.

@@ -419,7 +419,8 @@ def short_table(results: Results, link: str, *, brief: bool = False) -> list[str
         The lines: the fixed rows of SHOWN, rows that beat or tie ours, then notes and claims.
 
     Raises:
-        KeyError: a row lacks new/served or `negative_flips`.
+        KeyError: the main split is missing, or a row lacks new/served, `negative_flips` or, with a
+            reference, a kept share.
         IndexError: the results have no seeds.
     """
     lines = table_head("served", "kept", "flips", "unseen served", "unseen kept")

@@ -203,6 +203,7 @@ class VaultBlobs:
 
         Raises:
             InvalidInputError: `last_id` is not an id.
+            OSError: a folder of the vault cannot be read.
         """
         if last_id and not _HEX.match(last_id):
             raise InvalidInputError(

@@ -154,8 +154,8 @@ class Candidates:
             k: the most labels, 1 to 16,384.
 
         Returns:
-            About the k nearest labels, nearest first; None if Milvus cannot search the collection
-            yet, or has lost it.
+            About the k nearest labels, nearest first, perhaps also of items that were deleted
+            since; None if Milvus cannot search the collection yet, or has lost it.
 
         Raises:
             UnavailableError: Milvus does not answer within 10 s, or refuses the search.

@@ -251,7 +251,7 @@ class Canaries:
     def comparison(self, release: int) -> CanaryComparison:
         """Return the comparison of a release; it starts again after a restart of the gateway.
 
-        Another release drops the present comparison.
+        Another release drops the present comparison, and a new one begins, as without any.
         """
         comparison = self._comparison
         if comparison is None or comparison.release != release:

@@ -524,8 +524,8 @@ class OpenStream:
         A stream that was asked to end without a reason passes.
 
         Raises:
-            UnauthenticatedError: its token was removed, has expired, or has another role or
-                galleries now.
+            UnauthenticatedError: its token was removed, has expired, or has another name, role,
+                galleries or limit of items now.
             NobackfillError: the stream was ended with this error.
         """
         self.confirm()
@@ -592,7 +592,8 @@ class Stalls:
         nothing.
 
         Every 0.5 s a thread checks the caller, the age, and how long the client has let it wait.
-        After 60 s without a sent or read message the stream is cancelled.
+        If the caller may not continue, or the stream is too old, it is stopped (`OpenStream.stop`).
+        After 60 s without a sent or read message it is cancelled.
         """
         with self._lock:
             self._streams.setdefault(stream.confirm, set()).add(stream)
@@ -928,7 +929,7 @@ class Rpc:
 
     def is_heavy(self, request: Any) -> bool:
         """Tell whether a small request needs much work: a search for which a model must embed an
-        image. Other requests never do.
+        image. One image in a batch suffices. Other requests never do.
         """
         if isinstance(request, search_pb2.SearchRequest):
             return request.query.HasField("image")

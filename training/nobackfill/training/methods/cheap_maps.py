@@ -106,8 +106,8 @@ def build_linear(config: UpgradeConfig, shape: UpgradeShape) -> UpgradeNetwork:
     """Build h, and g if new side-information is written, as one linear layer each.
 
     A layer has a bias and reads all inputs that the configuration names, old embedding and
-    side-information. The output of h is scaled to norm 1 if the new embeddings are. The weights are
-    random, from torch's default generator, until `solve_affine`.
+    side-information. The output of h is scaled to norm 1 if the new embeddings are; that of g never
+    is. The weights are random, from torch's default generator, until `solve_affine`.
 
     Raises:
         ConfigurationError: `options` is not empty.

@@ -418,6 +418,8 @@ class Operations:
     def activate(self, request: Request, body: bytes) -> Response:
         """Start an activation, and redirect to the overview.
 
+        The gateway's first report is waited for without a limit.
+
         Raises:
             InvalidInputError: the form's `rollout` is not known, or the body is no form.
             NotFoundError: there is no such release, or the address contains no release number.

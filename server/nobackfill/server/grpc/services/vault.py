@@ -26,7 +26,8 @@ class VaultService(VaultServiceServicer):
         """Store a blob, or its next piece, from a stream whose first message describes it.
 
         Only the first message's blob and offset are read. Pieces before an error stay, so that the
-        upload can be continued.
+        upload can be continued. If the blob is complete already, neither offset nor pieces are
+        read.
 
         Returns:
             The number of stored bytes; the blob is complete when it equals the size.
@@ -98,6 +99,7 @@ class VaultService(VaultServiceServicer):
 
         Raises:
             InvalidInputError: the page token is not one of an earlier answer.
+            OSError: a folder of the vault cannot be read.
         """
         blobs = self._vault.list_page(_owner(), request.page_token)
         token = blobs[-1].id if len(blobs) == PAGE else ""
