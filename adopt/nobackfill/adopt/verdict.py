@@ -82,6 +82,8 @@ class MapChoice:
 
         The figures and the cross-fit are not used.
 
+        Errors of the trainer pass through.
+
         Args:
             pairs: All pairs.
             converter: The published map; required for the kinds "converter" and "corrected".
@@ -90,7 +92,8 @@ class MapChoice:
             InvalidInputError: The trainer returns unusable layers. There are fewer than 2 pairs, or
                 `kind` needs a converter or a trainer that is missing.
             IncompatibleSpaceError: The converter has other dimensions than the pairs.
-            ValueError: A vector holds NaN or infinity.
+            ValueError: A vector holds NaN or infinity. Or there are fewer than 2 pairs, for the
+                kind "corrected" or with queries.
         """
         if converter is not None and self.kind in (CONVERTER, CORRECTED):
             if self.kind == CONVERTER:
@@ -121,7 +124,8 @@ class MapChoice:
         Raises:
             InvalidInputError: Fewer than 2 pairs are left, or the trainer returns unusable layers.
             IncompatibleSpaceError: The converter has other dimensions than the pairs.
-            ValueError: A vector holds NaN or infinity.
+            ValueError: A vector holds NaN or infinity. Or fewer than 2 pairs are left, for the kind
+                "corrected" or with queries.
         """
         if left_out.all():
             return self.fit(pairs, converter)
@@ -154,7 +158,8 @@ def choose_map(
         query_sets: One set of queries among the pairs, or more. The cross-fit has the distances of
             each set.
         converter: A published map between these two models: two more candidates.
-        trainer: Trains a residual map: one more candidate.
+        trainer: Trains a residual map: one more candidate. It is called several times, and its
+            errors pass through.
 
     Raises:
         InvalidInputError: Fewer than 10 pairs, or unusable layers of the trainer.
@@ -238,7 +243,8 @@ class AdapterChoice:
 
         Raises:
             InvalidInputError: A fold leaves fewer than 2 pairs.
-            ValueError: A vector holds NaN or infinity.
+            ValueError: A vector holds NaN or infinity. Or a fold leaves fewer than 2 pairs, where
+                queries are fitted, too.
         """
         mapped = np.empty((len(queries.rows), pairs.old.shape[1]), np.float32)
         for choice, rows in self.by_half(number, len(queries.rows)):
@@ -432,7 +438,8 @@ def decide(
         old_model_available: Whether the old model can still embed queries; if not, the verdict is
             never "both" or "lazily".
         converter: A published map between these two models: two more candidates.
-        trainer: Trains a residual map: one more candidate, which takes minutes.
+        trainer: Trains a residual map: one more candidate, which takes minutes. Its errors pass
+            through.
         source: The store of the old vectors. With more items than the pairs, it is read once, and
             the options are judged among all of its items. None judges them among the pairs.
 

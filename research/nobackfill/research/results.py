@@ -257,6 +257,9 @@ def draw(points: Sequence[CostPoint], title: str) -> bytes:
 
     Returns:
         The SVG. Without points it has empty panels.
+
+    Raises:
+        ImportError: matplotlib is not installed.
     """
     # Imported here: only the last step of compare.py draws.
     from matplotlib import rc_context

@@ -38,7 +38,7 @@ def grants(
         table: The source, whose connection is used.
         relation: The relation with the rights; the rights of its owner are left out.
         to: The relation that gets them.
-        columns: The columns whose rights to include; None for all.
+        columns: The columns whose rights to include, unknown ones ignored; None for all.
         on_relation: Whether to include rights on the whole relation.
 
     Returns:

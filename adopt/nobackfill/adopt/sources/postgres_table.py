@@ -747,8 +747,8 @@ class SourceTable:
 
         Returns:
             Sorted by operator class; invalid indexes count. A pair comes once for each condition of
-            its indexes, so once with a condition of the rows. Empty without an index or for an
-            unknown column.
+            its indexes; with a condition of the rows, and without `of`, it comes once. Empty
+            without an index or for an unknown column.
 
         Raises:
             UnavailableError: The server does not answer.

@@ -173,6 +173,9 @@ class CompiledSearch:
         Returns:
             Neighbours [1, k], nearest first; None if every row must be compared instead, or the
             walk finds too few.
+
+        Raises:
+            ValueError: A mask has another length.
         """
         candidates = self._index.walk_size(k, ef)
         pair = (
@@ -539,7 +542,10 @@ class Snapshot:
 
     def content(self) -> tuple[Labels, Content]:
         """Return every live label, int64 [n], increasing, and its vector as engines store it, [n,
-        dim], without copying vectors."""
+        dim], without copying vectors.
+
+        Later changes of the gallery do not reach the result. Do not write to the labels.
+        """
         if not len(self.delta):
             return self.base.content()
         (old, old_vectors), (new, new_vectors) = self.base.content(), self.delta.content()

@@ -68,7 +68,8 @@ class RecallProbes:
                 `queries`.
 
         Raises:
-            ValueError: `answers` has another number of queries.
+            ValueError: `answers` is empty, or has another number than the queries; a single one is
+                not refused.
         """
         if not self.farthest.size:
             return 1.0
