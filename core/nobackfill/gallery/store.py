@@ -734,6 +734,8 @@ class Store:
     def active(self) -> SpaceInfo:
         """Return the space that answers queries.
 
+        Each call reads the file, so it follows other processes.
+
         Raises:
             DamagedError: The file is damaged, or does not have exactly one.
             BusyError: Another process has the file to itself, or changed it during a read without a

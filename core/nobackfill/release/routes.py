@@ -104,8 +104,8 @@ def plan_route(
     """Find the best route from one release to another.
 
     The best route keeps the largest share of mAP, whether measured or a product of parts. Routes of
-    unknown quality come last; then fewer steps win. A gallery can be migrated if and only if this
-    returns a route.
+    unknown quality come last; then fewer steps win, then older releases. A gallery can be migrated
+    if and only if this returns a route.
 
     Args:
         manifests: The releases that may be used; the source may be missing. An upgrade from a

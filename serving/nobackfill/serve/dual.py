@@ -454,6 +454,8 @@ class AdapterSearch:
     def search(self, new: Vectors, k: int = 10) -> list[str]:
         """Return the ids of the k nearest items for one query, nearest first.
 
+        The store may search approximately.
+
         Args:
             new: the query by the new model, float32 [b] or [1, b].
             k: the most hits, 1 or more.

@@ -1101,8 +1101,9 @@ class PgvectorTable:
     def pending(self, window: Window) -> Rows:
         """Read the old vectors of a window's rows whose new vector is missing or cleared.
 
-        They are sorted by key. In a window that this object wrote completely, only cleared vectors
-        count. The thread that calls it must also call `write` for its rows.
+        They are sorted by key. Rows without an old vector are left out. In a window that this
+        object wrote completely, only cleared vectors count. The thread that calls it must also call
+        `write` for its rows.
 
         Raises:
             InvalidInputError: The old vectors have several dimensions.
