@@ -679,7 +679,8 @@ class GalleryCalls(Connection):
         """Delete items by id or by filter, permanently.
 
         Not retried: a retry could not count the items that the first attempt deleted. Many items
-        are deleted in several transactions, so that a failed call may have deleted some.
+        are deleted in several transactions, so that a failed call may have deleted some. After a
+        lost answer, items may be gone.
 
         Args:
             gallery: Name of the gallery.

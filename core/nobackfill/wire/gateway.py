@@ -538,7 +538,7 @@ class VaultCalls(Connection):
     def delete_blob(self, blob_id: str) -> None:
         """Delete a blob, or an unfinished upload; do nothing if it is missing.
 
-        Retried until the connection's `seconds` are over.
+        Retried until the connection's `seconds` are over. Blobs of other tokens count as missing.
 
         Raises:
             BusyError: Another call writes the blob.

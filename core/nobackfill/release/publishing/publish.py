@@ -158,7 +158,7 @@ def publish(
     The checks run in a child and may take minutes; the publication's lock is held meanwhile.
     Leftovers of an interrupted publish are removed first. Readers see the release only after the
     last step, so an error or a kill before it changes nothing for them. After an interruption, run
-    it again.
+    it again. An error after the checks may leave new keys, which the next call uses.
 
     Args:
         repo: The publication folder, made if missing.
@@ -454,7 +454,8 @@ def publish_converter(
     """Sign and publish an ONNX map as a converter under the next number.
 
     The map itself is not checked or run here. Leftovers of an interrupted publish are removed
-    first. After an interruption, run it again.
+    first. After an interruption, run it again. An error may leave new keys, which the next call
+    uses.
 
     Args:
         repo: The publication folder, made if missing.
