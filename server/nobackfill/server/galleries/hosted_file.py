@@ -778,6 +778,7 @@ def tune(base: Index, view: LiveView, check_stop: Callable[[], None]) -> Index:
 
     Returns:
         A graph with a suitable search width; `base` if it is no graph, or there were no queries.
+        `base` itself does not change, and the graph itself is shared.
 
     Raises:
         NobackfillError: whatever `check_stop` raises.
@@ -975,7 +976,7 @@ class FileHome:
             state: its first state.
 
         Raises:
-            AlreadyExistsError: a gallery has this name.
+            AlreadyExistsError: a gallery has this name; an unfinished folder stays until `sweep`.
             CannotWriteError: it cannot be written; `sweep` removes what is left.
             InvalidInputError: two spaces have one id and differ.
             TypeError, ValueError: a value of the state is not JSON.
