@@ -363,6 +363,9 @@ class Migration:
         whatever working folder it is. After an error or a kill, the written vectors stay, and a
         second call continues. Call it after `decide`.
 
+        A plan without a verdict is not refused: all items are embedded again, and it flips. After
+        `back` it begins anew.
+
         Args:
             tell: Called with a line of progress about once a second.
 

@@ -682,6 +682,7 @@ class NewNamedVectors:
             NotPermittedError: the server refuses the key.
             BusyError: the server has too many requests, or another process has opened the folder.
             InvalidInputError: Qdrant refuses the request otherwise.
+            ValueError: `vectors` has another number of rows; earlier requests stay.
         """
         for first in range(0, len(rows), _PAGE):
             part = slice(first, first + _PAGE)

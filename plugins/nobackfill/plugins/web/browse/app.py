@@ -233,7 +233,8 @@ class CachedSearches:
     ) -> DeviceAnswer:
         """Return the items nearest to an image, which is not stored.
 
-        The model of the space is opened once. Hits are nearest first.
+        The model of the space is opened once, and other threads that search wait for that. Hits are
+        nearest first.
 
         Args:
             search: the search of one space.

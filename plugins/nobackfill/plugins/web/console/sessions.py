@@ -172,7 +172,8 @@ class ConsoleSessions:
     def end(self, request: Request, response: Response) -> None:
         """End the session of a request, and delete its cookie by the response.
 
-        Without tokens, nothing ends, and the cookie is deleted all the same.
+        Without tokens, nothing ends, and the cookie is deleted all the same. Functions of
+        `caller_factory` go on working.
 
         Raises:
             UnauthenticatedError: the request belongs to no session.
