@@ -391,7 +391,8 @@ class Device(GalleryFile):
         """Return to the previous release, and hold the present one back: later syncs skip it.
 
         No vector is computed, and the present release's vectors stay for a later sync. Only
-        `edge-client sync --retry` tries it again. It does not wait for a sync that writes vectors.
+        `edge-client sync --retry` tries it again. The rollback does not wait for a sync that writes
+        vectors.
 
         Returns:
             The number of items, and the release that is active now.
