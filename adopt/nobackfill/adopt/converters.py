@@ -131,6 +131,7 @@ def model_card(model: _Model, vectors: Vectors, made_by: str | None, where: str)
         InvalidInputError: The model cannot be used, or its files cannot be read.
         ConfigurationError: The address of an endpoint is not allowed, or an extra is not installed.
         OSError: A file of the model's weights cannot be read.
+        Exception: Any other error of the code of a model `module:function`, which is run.
     """
     if made_by is None:
         raise IncompatibleSpaceError(
@@ -289,6 +290,9 @@ def publish(
 ) -> Converter:
     """Sign the map of a verdict, and publish it as a converter under the next number.
 
+    The first publish makes the signing keys in REPO.keys. A second call publishes another
+    converter, also of the same map.
+
     Args:
         repo: The publication folder; it is created if it is missing.
         verdict: The verdict; its figures become the evidence.
@@ -310,7 +314,9 @@ def publish(
         BusyError: Another process publishes in this folder.
         CannotWriteError: The folder cannot be written.
         VerificationError: The folder's metadata is not valid.
-        OSError: A file of a model's weights cannot be read.
+        OSError: A file of a model's weights cannot be read, or the file system has no locks
+            (flock).
+        Exception: Any other error of the code of a model `module:function`, which is run.
     """
     again = next(way for way in verdict.ways if way.name == "re-embed")
     if again.worse:
@@ -351,7 +357,8 @@ def open_converter(
     ($XDG_STATE_HOME/nobackfill). Later calls need no root.
 
     Withdrawn converters are skipped without a number, unless no other fits. A file that was
-    downloaded earlier is verified, not fetched again.
+    downloaded earlier is verified, not fetched again. The metadata is fetched at each call. Another
+    process that updates the trusted root is waited for up to a minute.
 
     Args:
         release: FOLDER or URL of a publication, with #N for converter N; or N alone for converter N
@@ -507,6 +514,7 @@ def mapping_for(
         BusyError: Another process updates the trusted root.
         OSError: A file of `model` cannot be read, or the file system of the state folder has no
             locks (flock).
+        Exception: Any other error of the code of a model `module:function`, which is run.
     """
     if (file is None) == (release is None):
         raise InvalidInputError(

@@ -190,7 +190,8 @@ def cross_fit_candidates(
     Raises:
         InvalidInputError: Fewer than 10 pairs, or unusable layers of the trainer.
         IncompatibleSpaceError: The converter has other dimensions than the pairs.
-        ValueError: A vector holds NaN or infinity, or `folds` is too small.
+        ValueError: A vector holds NaN or infinity or, with cosine, is zero; or `folds` is too
+            small.
     """
     of_converter = () if converter is None else (CORRECTED, CONVERTER)
     of_trainer = () if trainer is None else (RESIDUAL,)
@@ -253,7 +254,7 @@ def cross_fit(
         InvalidInputError: Fewer than 10 pairs, or unusable layers of the trainer. A kind is
             unknown.
         IncompatibleSpaceError: The converter has other dimensions than the pairs.
-        ValueError: A vector holds NaN or infinity.
+        ValueError: A vector holds NaN or infinity or, with cosine, is zero.
     """
     folds = fold_count(pairs) if folds is None else folds
     if len(pairs) < LEAST:

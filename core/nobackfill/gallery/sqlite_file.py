@@ -1229,7 +1229,8 @@ class SuspendablePool:
         """Record that one more resident is open, and close others until at most `most` are open.
 
         A resident that was used since the last call is skipped once; one that is in use stays open.
-        If all are in use, more than `most` stay open. Any thread may call it.
+        If all are in use, more than `most` stay open. A resident that was closed elsewhere counts
+        as open until its turn. Any thread may call it.
 
         Args:
             resident: One that has just been opened.
@@ -1629,7 +1630,7 @@ def create_file(path: Path, spec: SpaceSpec) -> None:
             nothing is changed.
         CannotWriteError: The file cannot be written, the disk has less than 256 KiB free, or it
             allows no write-ahead log.
-        BusyError: Another process creates it, or holds its lock file.
+        BusyError: Another process creates it, or holds its lock file; it is not waited for.
         OSError: The file system has no locks (flock).
         sqlite3.Error: A statement failed, such as for a space with invalid values.
     """

@@ -918,7 +918,8 @@ class RemainingVectors:
         All or none of a chunk have side-information. Items that are stored during the iteration
         have larger labels and come at the end. A space that is added after the constructor ran is
         not noticed: then nothing counts as migrated. Each chunk is read in a snapshot of its own.
-        Deleted items are skipped. An item that another run migrates meanwhile may be yielded.
+        Deleted items are skipped. An item that another run migrates meanwhile may be yielded. The
+        vectors are read-only and may be NaN.
 
         Args:
             order: label or uncertainty.
@@ -1003,7 +1004,7 @@ class RemainingVectors:
 
         Returns:
             Labels int64 [m], embeddings float32 [m, dim], and side-information float32 [m,
-            side_dim]; None without it, and where m is 0.
+            side_dim]; None without it, and where m is 0. The vectors are read-only and may be NaN.
 
         Raises:
             DamagedError: A vector has another length, an item lacks its side-information, or the

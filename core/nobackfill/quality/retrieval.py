@@ -170,7 +170,7 @@ def search_cell(
 
     The graph is built with one thread, so that the figures are the same each time; it is not kept.
     Relevant items beyond 1000 hits count as not found for mAP, and beyond 20 for CMC. Ignored items
-    are among these hits.
+    are among these hits. A relevant position outside of the gallery counts as not found.
 
     Args:
         cell: The cell.

@@ -114,7 +114,8 @@ class ParquetSource:
     def facts(self) -> Facts:
         """Return name, dimension, recorded model and other columns, from the first file's schema.
 
-        The dimension is None for lists of variable length.
+        The dimension is None for lists of variable length. The model of an export of a gateway is
+        its release's space.
 
         Raises:
             InvalidInputError: The column of vectors cannot be chosen.
@@ -237,7 +238,8 @@ class ParquetSource:
     def identity(self, window: Window) -> bytes:
         """Return the identity of a window's file: another one later means that it was replaced.
 
-        A file that is shorter than a footer gets an identity, too.
+        A file that is shorter than a footer gets an identity, too. A file with another time of
+        change counts as replaced, even with the same content.
 
         Returns:
             JSON with the file's size, its time of change and the digest of its footer.
@@ -306,7 +308,8 @@ class ParquetSource:
             False, and nothing changes, if nobackfill wrote no vectors of this name.
 
         Raises:
-            InvalidInputError: The name is no plain file name.
+            InvalidInputError: The name is no plain file name, or the record of an earlier run
+                cannot be read.
             CannotWriteError: A file cannot be deleted.
             OSError: The folder cannot be listed.
         """

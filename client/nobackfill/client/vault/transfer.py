@@ -89,8 +89,9 @@ def push(
     The first push makes the gallery's key. After a kill, the next push sends the sealed ciphertext
     and repeats at most one chunk.
 
-    Images are sent one after another, each from its file in memory. Images that were sent before an
-    error stay in the vault. Blocks for as long as the transfer takes.
+    An item whose file is above 32 MiB counts as missing. Images are sent one after another, each
+    from its file in memory. Images that were sent before an error stay in the vault. Blocks for as
+    long as the transfer takes.
 
     Args:
         device: the gallery.
@@ -436,6 +437,7 @@ def pull(
     Args:
         device: the gallery.
         items: ids of items; empty: all images that the gallery pushed, in the order of their ids.
+            An item that is named twice is restored once, and counts as held the second time.
         folder: where to write the images; made if it is missing.
         identity: an age key file to use instead of the gallery's own; None: the own one.
         unknown: also restore blobs without a row in this gallery, named by their digest; for

@@ -56,7 +56,7 @@ def upload_blob(gateway: Gateway, blob: vault_pb2.Blob, source: Path) -> int:
         AlreadyExistsError: the vault holds another blob under this id.
         InvalidInputError: the file is no age ciphertext, or differs from `blob`.
         OutOfRangeError: another upload of the blob has changed the number of bytes that it holds.
-        OSError: the file cannot be read.
+        NobackfillError: the file cannot be read; gRPC hides the OSError.
         TooLargeError: the ciphertext is larger than the vault accepts.
         CannotWriteError, BusyError: the gateway cannot tell how many bytes it holds.
     """

@@ -48,7 +48,7 @@ def check_draft(draft: Draft, repo: Path, published: Mapping[str, TargetFile]) -
 
     In order: the verdict of the gate, the rules of a manifest, predecessors, ONNX files, golden
     probes. The first failure ends it. Nothing is written. ONNX files and probes are checked in a
-    child process, which may take minutes.
+    child process, which has limits of 4 GiB and 120 s.
 
     Args:
         draft: The release to publish. Its number is not compared with the published ones here.

@@ -73,6 +73,8 @@ class LangChainVectorStore(VectorStore):  # type: ignore[misc]
     ) -> "LangChainVectorStore":
         """Open a store with the arguments of the class in `settings`, and add texts to it.
 
+        A second call without `ids` stores the texts again.
+
         Args:
             texts: The texts; an empty list stores nothing.
             embedding: The embedder of `release`; None: the gateway embeds.
@@ -205,7 +207,7 @@ class LangChainVectorStore(VectorStore):  # type: ignore[misc]
     ) -> list[Document]:
         """Return the k documents nearest to a vector of `release`, nearest first.
 
-        Other keyword arguments are ignored.
+        The store's embedder is not called. Other keyword arguments are ignored.
 
         Args:
             k: The most documents, 1 to 1000; fewer if no more pass.

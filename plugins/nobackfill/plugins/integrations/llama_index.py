@@ -380,8 +380,8 @@ def _every(filters: Sequence[Filter | None]) -> Filter | None:
 def to_filter(filters: MetadataFilters | None) -> Filter | None:
     """Return LlamaIndex's filters as a filter of a gateway; None without any.
 
-    An empty group inside passes all items. A NOT of several conditions passes items that fail all
-    of them.
+    An empty group inside passes all items, and so does `all` with an empty list. A NOT of several
+    conditions passes items that fail all of them.
 
     Raises:
         InvalidInputError: An operator that a gateway does not have, such as text_match, or a value
