@@ -139,7 +139,7 @@ class GatewayServer:
         workers: "ByWorkers | None" = None,
     ) -> None:  # fmt: skip
         """Make the parts; only the publication and the state are opened. Call it once, before
-        `load`.
+        `load`. A publication that is no longer valid is logged, if an earlier one was verified.
 
         Args:
             models: runs models.

@@ -220,7 +220,8 @@ class ReleaseService(ReleaseServiceServicer):
     ) -> Iterator[pb.WatchReleasesResponse | None]:
         """Yield all releases at once, and again after each change, until the caller ends the call.
 
-        None means that nothing is new; the server then looks again a little later.
+        Releases come by rising number, withdrawn ones included. None means that nothing is new; the
+        server then looks again a little later.
         """
         changed, version, last = self._catalog.changed, -1, None
         while True:
@@ -242,6 +243,7 @@ class ReleaseService(ReleaseServiceServicer):
         Raises:
             InvalidInputError: the path is absolute, or leads out of the folder.
             NotFoundError: the file is not published.
+            OSError: reading the file fails.
             OutOfRangeError: the offset is above the file's size.
             VerificationError: the file is unknown, and the publication is not valid.
             UnavailableError: the file is unknown, and the publication folder cannot be read.
@@ -259,11 +261,11 @@ class ReleaseService(ReleaseServiceServicer):
     ) -> Iterator[pb.ActivateReleaseResponse]:
         """Start an activation, or change or promote a canary, and yield its events to the end.
 
-        The activation goes on if the caller leaves. With a canary's settings while a canary of the
-        release runs, only its settings change, and one event is yielded. A failed activation is no
-        error of the call: the last event has the phase FAILED. The call is recorded in the audit.
-        The events end early when the gateway stops. With `promote`, rollout and settings are
-        ignored.
+        The activation goes on if the caller leaves. For the active release it is repeated, for
+        galleries that stayed behind. With a canary's settings while a canary of the release runs,
+        only its settings change, and one event is yielded. A failed activation is no error of the
+        call: the last event has the phase FAILED. The call is recorded in the audit. The events end
+        early when the gateway stops. With `promote`, rollout and settings are ignored.
 
         Raises:
             InvalidInputError: the rollout, spare_cores, old_space_seconds or the canary is not
@@ -344,8 +346,9 @@ class ReleaseService(ReleaseServiceServicer):
         would be lost. Then `to_release` and `canary` are ignored.
 
         A rollback cancels the activation under way, and is recorded in the audit. Repeated, it
-        changes nothing: with `to_release`, or without it for five minutes. The answer lists only
-        the first lost items.
+        changes nothing: with `to_release`, or without it for five minutes. After a call without
+        `confirm`, a rollback without `to_release` is a new one. The answer lists only the first
+        lost items.
 
         Raises:
             PreconditionError: there is no release to return to, `to_release` is not the one that a
@@ -353,7 +356,7 @@ class ReleaseService(ReleaseServiceServicer):
             BusyError: another rollback, activation or retirement takes too long.
             UnavailableError: the models cannot be loaded, or the database does not answer; nothing
                 has changed.
-            CannotWriteError: the state cannot be written.
+            CannotWriteError: the state cannot be written, or a gallery's file cannot be opened.
             NotFoundError: the release to return to is not published any more.
             VerificationError: a model's file does not match its signed digest, or a gallery or the
                 state is damaged.
@@ -390,6 +393,8 @@ class ReleaseService(ReleaseServiceServicer):
             PreconditionError: no release was ever activated.
             CannotWriteError: the state cannot be written.
             UnavailableError: the database does not answer.
+            NotFoundError: a gallery was deleted meanwhile.
+            VerificationError: a gallery is damaged.
         """
         retired = self._rollbacks.retire()
         self._audit("retire", f"releases {', '.join(map(str, retired)) or 'none'}")
