@@ -304,7 +304,8 @@ def compare(
         out: the folder of the comparisons.
         seeds: the seeds, at least one. With one seed, no claim is decided.
         names: groups and methods; None or none: the preset's own.
-        jobs: the number of processes; with 1 everything runs in this process, on one thread.
+        jobs: the number of processes; with 1 everything runs in this process, on one thread. It is
+            ignored with a cluster.
         changes: keys that replace those of the preset's configurations, by kind; None: none.
         first_seed_names: more groups and methods, only for the first seed.
         command: the command line to record.

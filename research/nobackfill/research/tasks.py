@@ -179,7 +179,7 @@ def make_features(runs: Sequence[TrainingRun]) -> None:
     """Compute the features of upgrades that read the same pictures, into their cache.
 
     A line on stderr says how long it took. It sets torch and numpy to one thread for the rest of
-    the process.
+    the process. Augmented views seed torch's default generator.
 
     Args:
         runs: at least one upgrade; the models that they read are trained.
@@ -189,6 +189,7 @@ def make_features(runs: Sequence[TrainingRun]) -> None:
         InvalidInputError: there are too few images, or one cannot be decoded.
         VerificationError: a checkpoint is damaged.
         CannotWriteError: the cache cannot be written.
+        OSError: a checkpoint cannot be opened, or this user may not list a folder of images.
         NoEncoderError: a release that is read embeds no images.
         NotFoundError, UnavailableError: a publication or a backbone of local-dir or hf-hub is
             missing or incomplete, or cannot be read or downloaded.
@@ -221,6 +222,9 @@ def train_run(run: TrainingRun) -> None:
         BusyError: another process trains in the folder.
         NotFoundError: pretrained weights do not exist.
         UnavailableError: pretrained weights cannot be downloaded.
+        NoEncoderError: a release of an upgrade embeds no images.
+        ValueError, RuntimeError: an upgrade is solved from vectors that are not finite.
+        OSError: a checkpoint, weights or the folder of images cannot be opened.
         NobackfillError: a process that reads images was killed.
     """
     _one_thread()
@@ -236,8 +240,9 @@ def train_run(run: TrainingRun) -> None:
 def measure_row(place: ComparisonPlace, row: MethodRow) -> None:
     """Measure and store the cells of one row, unless they are stored for the same models.
 
-    A line on stderr says how long it took, unless the cells are stored. Features are cached below
-    the place's runs. It sets torch and numpy to one thread for the rest of the process.
+    A line on stderr says how long it took, unless the cells are stored. Lists of test images stay
+    in the process, so that later changes of files are not seen. Features are cached below the
+    place's runs. It sets torch and numpy to one thread for the rest of the process.
 
     Args:
         place: the seed and split of the row.
@@ -340,7 +345,7 @@ def run_tasks(planned: Planned, jobs: int, cluster: str | None = None) -> None:
     Args:
         planned: the rows by place.
         jobs: the number of processes; 1: this process, whose torch and numpy have one thread from
-            then on.
+            then on. It is ignored with a cluster.
         cluster: the address of a Ray cluster whose nodes run the tasks instead; they must have the
             folders under the same paths. None: processes of this machine.
 

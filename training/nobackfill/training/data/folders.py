@@ -80,6 +80,7 @@ def readable_images(listing: ImageListing, cache: Path) -> tuple[ImageListing, S
     Raises:
         InvalidInputError: a class has no readable image, or a file does not exist.
         CannotWriteError: the cache cannot be written.
+        ValueError: the stored result is no JSON, because the cache was changed.
     """
     note = cache / f"unreadable-{listing_digest(listing)[:32]}.json"
     if note.is_file():

@@ -63,6 +63,8 @@ class PixelCache:
     def read(self, image: Path, size: int) -> Pixels | None:
         """Return the cached pixels of an image file, uint8 [size,size,3], read-only.
 
+        Processes may read and write at once: an incomplete file counts as not cached.
+
         Args:
             image: the image file; a link counts as its target.
             size: rows and columns of the pixels.
@@ -85,7 +87,7 @@ class PixelCache:
 
         A full disk, a missing folder or a missing permission is ignored: nothing is cached then. A
         write that fails half-way removes its file. Nothing is written if fewer than 5 % of the disk
-        would stay free.
+        would stay free. Processes may write at once.
 
         Args:
             image: the image file, of which only path, length and time are read.

@@ -125,7 +125,8 @@ def add_embedder_run(release: Release, run_dir: Path) -> None:
     elements match old vectors (BCT section 3.6), but a published space has one dimension. A method
     that searches directly needs its old model among the published releases, but only if the run has
     one; if it is not published, embedder, method and recipe are set before the error. Keys of the
-    configuration that may contain paths of this machine are left out of the recipe.
+    configuration that may contain paths of this machine are left out of the recipe. Loading the run
+    draws from torch's default generator.
 
     Args:
         release: the release, which gets the ONNX file, the method and the run's configuration.
@@ -177,7 +178,7 @@ def add_forward_head(release: Release, run_dir: Path) -> None:
     """Add the upgrade that an embedder's own training made (DMU); without one, do nothing.
 
     Side-information stays valid if the release keeps its predecessor's encoder. A run of another
-    kind raises AssertionError.
+    kind raises AssertionError. Loading the run draws from torch's default generator.
 
     Args:
         release: the release, to which the run's embedder was added.
@@ -185,7 +186,8 @@ def add_forward_head(release: Release, run_dir: Path) -> None:
 
     Raises:
         ConfigurationError: the run is missing or unfinished; its configuration or tensors do not
-            fit this version; or its old model is not published.
+            fit this version; its old model is not published; or the old release embeds texts, and
+            the extra `text` is not installed.
         NotFoundError, UnavailableError: a backbone of local-dir or hf-hub is missing, or its
             description cannot be downloaded.
         VerificationError: its checkpoint is damaged, the exported file computes other vectors, or a
@@ -227,6 +229,9 @@ def _trained_against(release: Release, run_dir: Path, checkpoint: Checkpoint) ->
 def add_side_run(release: Release, run_dir: Path) -> None:
     """Add the side encoder of a training run to the release, with its configuration.
 
+    A side encoder that was added before is replaced. Loading the run draws from torch's default
+    generator.
+
     Args:
         release: the release, to which its embedder was added (else AssertionError).
         run_dir: the folder of a finished run of kind side_encoder.
@@ -257,7 +262,8 @@ def add_upgrade_run(release: Release, run_dir: Path) -> None:
     """Add a run's upgrade to the release, from the published release with its old model.
 
     An int8 file is added, too, and the recipe gets the run's configuration. If several releases
-    have the old model, the newest counts.
+    have the old model, the newest counts, unless the run names the release. A second upgrade from
+    the same release gets a second entry, but the same files.
 
     Args:
         release: the release, to which its embedder and side encoder were added.
@@ -266,7 +272,8 @@ def add_upgrade_run(release: Release, run_dir: Path) -> None:
     Raises:
         ConfigurationError: the run is missing, unfinished or of another kind; it was trained with
             an old model, a new model or a side encoder that differs from the releases'; its old
-            release is not published; or it reads side-information that this release lacks.
+            release is not published; it reads side-information that the old release lacks; or the
+            old release embeds texts, and the extra `text` is not installed.
         VerificationError: its checkpoint is damaged, the exported file computes other vectors, or a
             file of the old release is damaged.
         OSError: the checkpoint cannot be opened, or a file cannot be written.

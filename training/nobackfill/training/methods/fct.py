@@ -115,7 +115,8 @@ class FctObjective(Objective):
         """Measure held-out images; from `freeze_at` of the epochs on, freeze BatchNorm.
 
         The figure is h's squared distance in eval mode, in the statistics as `held_out_distance`.
-        It also selects the best epoch for keep_best. Without held-out images nothing is measured.
+        It also selects the best epoch for keep_best. The first view of each image counts. Without
+        held-out images nothing is measured.
         """
         self._measure_held_out()
         if epoch >= self.freeze_at * epochs:

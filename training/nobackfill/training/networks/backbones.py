@@ -116,8 +116,9 @@ def fct_resnet50(embedding_dim: int, width: int, pooling: str, image_size: int) 
 def small_mobilenet(embedding_dim: int, width: int, pooling: str, image_size: int) -> nn.Module:
     """Build a MobileNetV2 of four inverted residuals; its last maps have an eighth of the side.
 
-    `width` is the number of channels of the first stage. `image_size` is not used. The weights are
-    random, from torch's default generator.
+    `width` is the number of channels of the first convolution. The stages have width²/32 channels,
+    then two and four times as many, rounded to multiples of 4. `image_size` is not used. The
+    weights are random, from torch's default generator.
 
     Raises:
         ConfigurationError: `pooling` is gem, because the network pools by a function.
@@ -214,11 +215,12 @@ def build_backbone(
     Args:
         name: the backbone.
         embedding_dim: the number of outputs.
-        width: channels of the first stage of networks whose name begins with `small`; others ignore
-            it.
-        pooling: avg or gem; public models only have avg.
+        width: the width of networks whose name begins with `small`, as each of them counts it;
+            others ignore it.
+        pooling: avg or gem; public models only have avg, other models take any text but gem as avg.
         last_nonlin: append a ReLU.
-        image_size: side of the square images in pixels; not every network depends on it.
+        image_size: side of the square images in pixels; not every network depends on it. ResNets of
+            torchvision get a stem of one 3 x 3 convolution up to 64 pixels.
 
     Returns:
         A module: pixels float32 [n,3,image_size,image_size] -> float32 [n,embedding_dim].
