@@ -91,7 +91,8 @@ def read_folder(folder: Path, seed: int) -> tuple[ImageListing, int]:
     """List the pictures of class folders; draw MOST_IMAGES if there are more.
 
     Files that are no images are left out, and a warning counts them. No file is opened. The drawn
-    pictures are in the order of the folder.
+    pictures are in the order of the folder. A draw does not look at classes, so a class may keep
+    one picture or none.
 
     Args:
         folder: The class folders.
@@ -154,7 +155,8 @@ def download_sizes(
         manifests: The releases by number.
         old: The release of the device.
         release: The new release.
-        route: Releases of the route; empty for a direct search.
+        route: Releases of the route; empty for a direct search. The first is `old`, the last
+            `release`.
 
     Returns:
         Bytes by part, without parts of 0 bytes; empty if the device needs nothing.

@@ -85,7 +85,9 @@ class SearchCalls(Connection):
                 embeddings' space have ended, or no embedding is of a space that answers.
             NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
                 time is over), OverloadedError, NotPermittedError (token or role).
-            ValueError: The connection was closed, or a value of `embeddings` is no number.
+            ValueError: The connection was closed, a value of `embeddings` is no number, or `k` or
+                `ef` is negative. Or a time of `where` is outside of the years 1 to 9999.
+            OverflowError: An integer in a mapping `where` is beyond the largest float.
         """
         request = search_pb2.SearchRequest(
             gallery=gallery,
@@ -171,7 +173,9 @@ class SearchCalls(Connection):
             BusyError: The database of the gallery is busy.
             NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
                 time is over), OverloadedError, NotPermittedError (token or role).
-            ValueError: The connection was closed, or a value of `embeddings` is no number.
+            ValueError: The connection was closed, a value of `embeddings` is no number, or `k` or
+                `ef` is negative. Or a time of `where` is outside of the years 1 to 9999.
+            OverflowError: An integer in a mapping `where` is beyond the largest float.
         """
         request = search_pb2.SearchBatchRequest(
             gallery=gallery,
@@ -592,7 +596,9 @@ class GalleryCalls(Connection):
             BusyError: The database of the gallery is busy.
             NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
                 time is over), OverloadedError, NotPermittedError (token or role).
-            ValueError: The connection was closed.
+            ValueError: The connection was closed, or a time of `where` is outside of the years 1 to
+                9999.
+            OverflowError: An integer in a mapping `where` is beyond the largest float.
         """
         request = gallery_pb2.ListItemsRequest(
             gallery=gallery, filter=to_filter(where), page_size=_PAGE
@@ -623,7 +629,9 @@ class GalleryCalls(Connection):
             BusyError: The database of the gallery is busy.
             NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
                 time is over), OverloadedError, NotPermittedError (token or role).
-            ValueError: The connection was closed.
+            ValueError: The connection was closed, or a time of `where` is outside of the years 1 to
+                9999.
+            OverflowError: An integer in a mapping `where` is beyond the largest float.
         """
         request = gallery_pb2.CountItemsRequest(gallery=gallery, filter=to_filter(where))
         return int(self._retry(lambda t: self._galleries.CountItems(request, timeout=t)).items)
@@ -665,7 +673,7 @@ class GalleryCalls(Connection):
             NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
                 time is over), OverloadedError, NotPermittedError (token or role).
             ValueError: The connection was closed, or an id, a key or a text has half a surrogate
-                pair.
+                pair. Or a time of `where` is outside of the years 1 to 9999.
             OverflowError: A value is an integer beyond the largest float.
         """
         request = gallery_pb2.SetMetadataRequest(gallery=gallery, ids=ids, remove=remove)
@@ -701,7 +709,9 @@ class GalleryCalls(Connection):
                 deleted.
             NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
                 time is over), OverloadedError, NotPermittedError (token or role).
-            ValueError: The connection was closed.
+            ValueError: The connection was closed, or a time of `where` is outside of the years 1 to
+                9999.
+            OverflowError: An integer in a mapping `where` is beyond the largest float.
         """
         request = gallery_pb2.DeleteItemsRequest(gallery=gallery, ids=ids)
         if where is not None:

@@ -100,7 +100,7 @@ class ReleaseCalls(Connection):
             InvalidInputError: The path is absolute, or leads out of the publication.
             NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
                 time is over), OverloadedError, NotPermittedError (token or role).
-            ValueError: The connection was closed; raised at once.
+            ValueError: The connection was closed, or `offset` is negative; raised at once.
             VerificationError, CannotWriteError, BusyError: The file is unknown, and the gateway
                 cannot verify or read the publication.
         """
@@ -145,7 +145,7 @@ class ReleaseCalls(Connection):
             CannotWriteError: The state of the gateway cannot be written.
             NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
                 time is over), OverloadedError, NotPermittedError (token or role).
-            ValueError: The connection was closed; raised at once.
+            ValueError: The connection was closed, or a number is negative; raised at once.
             VerificationError: The publication or the manifest of the release is not valid.
         """
         if rollout not in ROLLOUTS:
@@ -253,7 +253,7 @@ class ReleaseCalls(Connection):
                 first case, nothing has changed.
             NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
                 time is over), OverloadedError, NotPermittedError (token or role).
-            ValueError: The connection was closed.
+            ValueError: The connection was closed, or `to` or `canary` is negative.
             NotFoundError: The release to return to is not published any more.
             VerificationError: A file of that release differs from its digest, or a gallery is
                 damaged.
@@ -319,7 +319,7 @@ class UpgradeCalls(Connection):
             BusyError: The database of the gallery is busy.
             NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
                 time is over), OverloadedError, NotPermittedError (token or role).
-            ValueError: The connection was closed.
+            ValueError: The connection was closed, or `release` is negative.
             CannotWriteError: The gateway cannot store the sample or the verified metadata.
         """
         request = upgrade_pb2.EstimateUpgradeRequest(
@@ -364,7 +364,7 @@ class UpgradeCalls(Connection):
             CannotWriteError: The gallery cannot be written.
             NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
                 time is over), OverloadedError, NotPermittedError (token or role).
-            ValueError: The connection was closed.
+            ValueError: The connection was closed, or `release` or `budget` is negative.
             NoEncoderError: As a PreconditionError: the release embeds no images.
             VerificationError: The gallery is damaged and set aside, or the release cannot be used.
         """
@@ -529,7 +529,7 @@ class VaultCalls(Connection):
             OutOfRangeError: `offset` is above the blob's size.
             NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
                 time is over), OverloadedError, NotPermittedError (token or role).
-            ValueError: The connection was closed; raised at once.
+            ValueError: The connection was closed, or `offset` is negative; raised at once.
         """
         request = vault_pb2.GetBlobRequest(id=blob_id, offset=offset)
         stream = self._vault.GetBlob(request, timeout=seconds or self.seconds)
