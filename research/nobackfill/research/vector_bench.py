@@ -474,7 +474,7 @@ def write_bench(out: Path, name: str, results: BenchResults) -> None:
     """Write OUT/NAME.json and OUT/NAME.md; make OUT if it is missing, and replace existing files.
 
     Raises:
-        CannotWriteError: a file cannot be written.
+        CannotWriteError: a file cannot be written; OUT/NAME.json may be new already.
         OSError: the folder cannot be made.
         KeyError: the results lack the row old/old. OUT/NAME.json is written already then.
     """

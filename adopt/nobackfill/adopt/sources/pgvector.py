@@ -933,8 +933,16 @@ class PgvectorSelection(PgvectorSource):
         `PgvectorSource.open_target`.
 
         Raises:
-            InvalidInputError: The name is no `table:NAME`.
-            NobackfillError: As `PgvectorSource.open_target`.
+            InvalidInputError: The name is no `table:NAME` or too long, PostgreSQL refuses the
+                dimension, or `target.content` is no column.
+            AlreadyExistsError: The name has other data, or vectors with another mark or condition;
+                or some native vectors may be stale.
+            NotPermittedError: The role may not change the table, or may not see all rows.
+            BusyError: Others hold the table for more than 5 seconds.
+            NotFoundError: The table of new vectors was renamed.
+            CannotWriteError: The disk is full, or the server is read-only.
+            UnavailableError: The server does not answer.
+            NobackfillError: PostgreSQL refuses another statement; see `translate_errors`.
         """
         if refusal := self._column_refusal(target):
             raise InvalidInputError(f"{self._table.name}: {refusal[0]}")
