@@ -46,8 +46,8 @@ def remove(device: GalleryFile, names: Sequence[str]) -> dict[str, Any]:
 
     Args:
         device: the gallery.
-        names: ids, or paths; a path stands for every item that was added from it. An id is tried
-            first; none: nothing is removed.
+        names: ids, or paths; a path, relative to the working folder, stands for every item that was
+            added from it. An id is tried first; none: nothing is removed.
 
     Returns:
         `removed`: how many items; `left_in_vault`: for how many the vault may still hold
@@ -127,8 +127,8 @@ def describe(device: GalleryFile, names: Sequence[str], notes: Metadata) -> int:
 
     Args:
         device: the gallery.
-        names: ids, or paths; a path stands for every item that was added from it. An id is tried
-            first; none: nothing is changed.
+        names: ids, or paths; a path, relative to the working folder, stands for every item that was
+            added from it. An id is tried first; none: nothing is changed.
         notes: the metadata to set, by key; existing values of these keys are replaced. Empty:
             nothing changes, and the items count all the same.
 
@@ -167,9 +167,10 @@ def collect(device: GalleryFile) -> dict[str, Any]:
     """Run `gc`: confirm the active release, and delete what only a rollback or a killed run needs.
 
     Drops spaces of earlier and of unfinished releases, downloaded files without a use, and
-    thumbnails and ciphertext of deleted items. Files of a running sync or push stay. No rollback is
-    possible afterwards. Gives free pages back to the file system, unless another process holds the
-    gallery file.
+    thumbnails and ciphertext of deleted items. With `--keep-original`, spaces with vectors that
+    were embedded from images stay. Files of a running sync or push stay. No rollback is possible
+    afterwards. Gives free pages back to the file system, unless another process holds the gallery
+    file.
 
     This does not wait for a sync. After an error, a part is deleted; run it again.
 

@@ -45,8 +45,8 @@ def add(device: GalleryFile, texts: Iterable[TextLine]) -> AddTextsReport:
             pass through, and earlier batches stay.
 
     Returns:
-        The ids that were stored, and those that were refused. A text that cannot be embedded, or
-        has an id or metadata that is not valid, does not affect the others.
+        The ids that were stored, once for each batch, and those that were refused. A text that
+        cannot be embedded, or has an id or metadata that is not valid, does not affect the others.
 
     Raises:
         NoEncoderError: the active release embeds no texts.

@@ -188,7 +188,8 @@ class LanceSource:
     def vector_indexes(self) -> list[tuple[str, str, str]]:
         """Return name, type and metric of each index of the old vectors.
 
-        The metric is empty if LanceDB does not tell it.
+        The metric is empty if LanceDB does not tell it. An index over several columns is not
+        listed.
 
         Raises:
             BusyError: Others write the table at this moment.

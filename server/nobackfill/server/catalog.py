@@ -144,9 +144,9 @@ class Catalog:
         """Read and verify the publication again, and notify the watchers, also if nothing has
         changed.
 
-        On an error the last verified view stays, and watchers are not notified. A release whose
-        manifest cannot be used is logged and left out; the others are served. Another call waits
-        meanwhile.
+        On an error the last verified view stays, and watchers are not notified. Manifests are read
+        again even then, so that one that is damaged now is left out. A release whose manifest
+        cannot be used is logged and left out; the others are served. Another call waits meanwhile.
 
         Raises:
             VerificationError: the publication is not valid, has expired, or is older than the last
@@ -366,7 +366,8 @@ def open_catalog(repo: Path, state_dir: Path, root: Path | None, metrics: Metric
     """Open the catalog of a publication, and read it once; `watch` follows later changes.
 
     If nothing is published yet, or the publication is not valid but an earlier one was, that is
-    logged, and the catalog is returned.
+    logged, and the catalog is returned. Every other error is raised, also if an earlier publication
+    was verified.
 
     Args:
         repo: publication folder; it may be missing.

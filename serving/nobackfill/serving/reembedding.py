@@ -273,7 +273,9 @@ class Reembedding(ABC, Generic[Key]):
         Work that has started goes on after the time is up, and its vectors are stored. Items that
         fail raise nothing: `cost` counts them. Neither do a locked or full ledger: its error is the
         last failure in `cost`, and nothing is embedded. Items that back off, and items beyond the
-        day's budget, are not embedded. Nothing happens after `close`, or without items.
+        day's budget, are not embedded. Items that another call embeds here are waited for. Beyond
+        10,000 waiting items, more are only queued in the ledger. Nothing happens after `close`, or
+        without items.
 
         Args:
             names: the item's name in its source, by key; may be empty.

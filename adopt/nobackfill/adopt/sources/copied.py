@@ -514,7 +514,8 @@ class CollectionCopy:
         """Put copies of items with their new vectors; delete those whose original is gone now.
 
         A change between the read and the write is found by the next `pending`. If a writer put one
-        of the items into the copy meanwhile, it is replaced.
+        of the items into the copy meanwhile, it is replaced. After an error some copies may be
+        written; the next `pending` deletes stale ones.
 
         Args:
             rows: Rows of `pending`; their keys are Records.

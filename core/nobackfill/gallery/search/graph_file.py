@@ -300,8 +300,8 @@ def build_graph(links: GraphLinks, dim: int, fill: Callable[[Vectors], Mask]) ->
         links: The links, which must have passed `check_links`.
         dim: Dimension of the vectors.
         fill: Writes the vectors, float32 [count, dim], and returns which of them must not be found,
-            bool [count]. Walks pass through these; each gets a position between its neighbours.
-            Its error ends the work.
+            bool [count]. Walks pass through these; each gets a position between its neighbours, or
+            zeros if all of them are such. Its error ends the work.
 
     Returns:
         The graph; each element's label is its number.

@@ -106,8 +106,8 @@ def read_tracing(environment: Mapping[str, str]) -> Tracing | None:
         environment: the environment variables; an empty value counts as none.
 
     Returns:
-        The exporter, which the caller closes; None if no traces are requested, or OTEL_SDK_DISABLED
-        is true or OTEL_TRACES_EXPORTER is none.
+        The exporter, which has a thread of its own and which the caller closes; None if no traces
+        are requested, or OTEL_SDK_DISABLED is true or OTEL_TRACES_EXPORTER is none.
 
     Raises:
         ConfigurationError: the exporter, or the extra that it needs, is not installed.

@@ -115,7 +115,7 @@ def writes_locked(galleries: GalleryRegistry) -> Iterator[None]:
     Galleries are locked in the order of their names, as a flip locks them.
 
     It waits without a time limit for puts that run. A gallery that is created meanwhile is not
-    locked. Deletions wait, too.
+    locked. Deletions wait, too, at most 60 s, and then fail.
 
     Raises:
         LockOrderError: the thread holds a lock that comes later.
@@ -134,7 +134,7 @@ def fail(
     A release that is active already is not marked. Returns once the failure is durable, so that
     only an operator can start the release again. If that fails, as on a full disk, the record alone
     is tried again every second, until `cancelled` is set or another gateway leads. Plans are made
-    again at the end, and old ones are waited for. Puts wait meanwhile.
+    again at the end, and old ones are waited for, at most 120 s each. Puts wait meanwhile.
 
     It raises no error: if the record cannot be made, it logs that and returns. Unexpected errors
     are logged and counted.
@@ -192,7 +192,8 @@ def _record_failure(record: Callable[[], object], cancelled: threading.Event | N
 def lagging_galleries(parts: Parts) -> dict[str, str]:
     """Return the galleries that are not in the active release's space, with the reason of each.
 
-    Galleries that are set aside are left out. Without an active release all are listed.
+    They come in the order of their names. Galleries that are set aside are left out. Without an
+    active release all are listed.
 
     Raises:
         NotFoundError: the gallery is closed or deleted.
@@ -369,6 +370,7 @@ class Activations:
             VerificationError: the shared state or a new gallery is damaged, or a model fails its
                 check.
             LockOrderError: the thread holds a lock that comes later.
+            NotFoundError: a gallery was deleted meanwhile.
         """
         if self._parts.state.current.activation is None or self.running() is not None:
             return None
@@ -416,7 +418,8 @@ class Activations:
     def change_canary(self, release: int, canary: Canary) -> None:
         """Change the share, steps and bounds of a running canary.
 
-        The step begins again if share or steps change. A promotion that was recorded stays.
+        The step begins again if share or steps change. A promotion that was recorded stays. Any
+        gateway that shares the state may call it.
 
         Args:
             release: the release of the canary.
@@ -572,6 +575,7 @@ class Activations:
             LockOrderError: the thread holds a lock that comes later.
             VerificationError: the shared state or a new gallery is damaged, or a model fails its
                 check.
+            CannotWriteError: the publication's verified metadata cannot be stored.
         """
         check_lock_order(Level.RELEASES)
         if not self._lock.acquire(timeout=_LOCK_SECONDS):
@@ -754,7 +758,8 @@ def check_canary(canary: Canary) -> None:
     """Check the settings of a canary.
 
     Shares must rise from above 0 to at most 1. Steps need a time above 0, at most a leap year.
-    `most_errors` must lie between 0 and 1, `largest_p99_ratio` above 0. NaN is refused.
+    `most_errors` must lie between 0 and 1, neither of them included, `largest_p99_ratio` above 0.
+    NaN is refused.
 
     Raises:
         InvalidInputError: a share, a time or a bound is out of its range.

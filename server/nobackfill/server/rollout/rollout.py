@@ -319,6 +319,7 @@ class Rollout:
             InvalidInputError: a space has too many dimensions for the database.
             ConfigurationError: a gallery has a space of a release that is not published here; or
                 the release embeds texts, and the extra `text` is not installed.
+            OSError: the child process of a trial cannot be started.
         """
         with self._parts.galleries.hold_all():
             folder, manifest = self._verify()

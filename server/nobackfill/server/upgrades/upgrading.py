@@ -707,9 +707,9 @@ class Upgrading:
     def count_re_embedded(self, hosted: Hosted, count: int) -> None:
         """Count re-embedded items, and measure the kept neighbours again.
 
-        The job is saved for other gateways. Without a job, one that is done begins. Neighbours are
-        compared with the newest previous space, and exported as a metric; without such a space they
-        are not measured.
+        The job is saved for other gateways. Without a job, one that is done begins. Calls for one
+        gallery may not overlap, or counts are lost. Neighbours are compared with the newest
+        previous space, and exported as a metric; without such a space they are not measured.
 
         Args:
             hosted: the gallery.

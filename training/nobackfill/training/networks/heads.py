@@ -250,7 +250,7 @@ class FixedClassifier(nn.Module):
         Args:
             embedding: [n, K]; n may be 0.
             labels: int64 [n], rows of the weights; another label, such as -1, raises RuntimeError
-                or IndexError.
+                or IndexError. With the form softmax, -100 gives 0.
 
         Raises:
             ConfigurationError: K is below k.
@@ -289,8 +289,8 @@ class SimplexHead(Head):
         """Return the mean cross-entropy over embeddings [n,dim] and labels int64 [n].
 
         Labels are numbers of classes; those of vertices without a class are accepted. Others raise
-        RuntimeError or IndexError. Embeddings need not be normalised. Only they get a gradient.
-        Without rows the mean is NaN.
+        RuntimeError. Embeddings need not be normalised. Only they get a gradient. Without rows the
+        mean is NaN.
 
         Raises:
             ConfigurationError: the embeddings have fewer than dim elements.

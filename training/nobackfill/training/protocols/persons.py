@@ -181,7 +181,8 @@ def read_pairs(folder: Path) -> VerificationPairs:
 def read_subject_templates(path: Path) -> SubjectTemplates:
     """Read a gallery or probe file of IJB-C, in which a template has one row per media.
 
-    Other columns are ignored. A file without rows gives empty arrays.
+    Other columns are ignored, and so is the letter case of the header. A file without rows gives
+    empty arrays.
 
     Raises:
         NotFoundError: the file does not exist.
@@ -237,7 +238,8 @@ def verify_templates(
     """Measure the true accept rate (TAR) at each false accept rate (FAR).
 
     The first template of a pair is embedded by one model, the second by another (BCT 3.3).
-    Distances are 1 - cosine. A rate that occurs twice is measured once.
+    Distances are 1 - cosine. A rate that occurs twice is measured once. A pair with NaN is never
+    accepted.
 
     Args:
         pairs: pairs of one person and of two, at least one of each.
@@ -286,8 +288,8 @@ def search_templates(
 
     Raises:
         InvalidInputError: a template has no face.
-        ValueError: a gallery has no mated or no non-mated probes, a rate is out of range, or the
-            two models have different dimensions.
+        ValueError: a gallery has no mated or no non-mated probes, a rate is out of range, a vector
+            is not finite, or the two models have different dimensions.
     """
     queries = of_probes.of(probes.templates)
 
