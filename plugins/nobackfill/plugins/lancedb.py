@@ -353,7 +353,7 @@ class LanceSource:
 
         Raises:
             KeyError: `result` lacks the key or the column.
-            ValueError: The column holds no vectors.
+            ValueError, AttributeError: The column holds no vectors of one dimension.
         """
         keys = result[self.key].to_pylist()
         dim = _dim(result.schema.field(column)) or 0
