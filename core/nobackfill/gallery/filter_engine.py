@@ -150,7 +150,8 @@ class KeyColumn:
 def build_column(values: Iterable[tuple[Scalar, int]]) -> KeyColumn:
     """Build a column from values with their rows, in any order.
 
-    An integer of more than 64 bits counts as a float. Without values, the column is empty.
+    An integer of more than 64 bits counts as a float. Without values, the column is empty. NaN is
+    not expected: it would pass every lower bound.
 
     Args:
         values: Texts, numbers and flags, each with its row from 0. A list is given as each of its
@@ -158,6 +159,7 @@ def build_column(values: Iterable[tuple[Scalar, int]]) -> KeyColumn:
 
     Raises:
         OverflowError: An integer beyond the largest float.
+        TypeError: None or a list.
     """
     texts: list[tuple[str, int]] = []
     integers: list[tuple[int, int]] = []

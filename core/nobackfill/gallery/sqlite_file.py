@@ -148,7 +148,8 @@ def to_blobs(vectors: Vectors | None, rows: int) -> Sequence[bytes | None]:
     """Return each row as bytes of little-endian float32.
 
     Args:
-        vectors: float32 [rows, dim], dim at least 1; None returns `rows` times None.
+        vectors: float32 [rows, dim], dim at least 1; other dtypes are converted; None returns
+            `rows` times None.
         rows: Number of rows; used only where `vectors` is None.
     """
     if vectors is None:
@@ -1537,7 +1538,7 @@ class FileConnections:
 
         Raises:
             BusyError: A thread, perhaps this one, still uses a connection after 60 seconds; the
-                connections stay open.
+                connections stay open, other methods go on, and `close` may be called again.
         """
         with self._users:
             if not self._users.wait_for(lambda: not self._using, _CLOSE_S):

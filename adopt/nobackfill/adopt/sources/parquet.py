@@ -465,7 +465,7 @@ class NewParquetFiles:
         return sum(_opened(file).metadata.num_rows for file in self._written())
 
     def finish(self) -> list[str]:
-        """Delete new files whose source file is gone, and return the step of the flip.
+        """Delete new files whose source file or row group is gone, and return the step of the flip.
 
         May be repeated.
 

@@ -110,8 +110,8 @@ class LangChainVectorStore(VectorStore):  # type: ignore[misc]
     ) -> list[str]:
         """Store texts, and return their ids; a missing id becomes a random one.
 
-        Texts are durable when this returns. An existing id is replaced. Other keyword arguments are
-        ignored.
+        Texts are durable when this returns. An existing id is replaced, and the last text of an id
+        counts. Other keyword arguments are ignored.
 
         Args:
             texts: The texts; none: nothing is stored.
