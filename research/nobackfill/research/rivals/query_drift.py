@@ -17,6 +17,8 @@ class QueryDrift:
     def fit(self, train: TrainingVectors, seed: int) -> None:
         """Compute the mean drift; `seed` is not used.
 
+        A second call replaces the drift. Without rows it is NaN.
+
         Raises:
             ConfigurationError: the two spaces differ in dimension.
         """

@@ -143,7 +143,7 @@ def check_free(address: str, option: str) -> None:
         option: the command's option, for the error.
 
     Raises:
-        BusyError: no address of HOST:PORT can be bound.
+        BusyError: no address of HOST:PORT can be bound, also for lack of a permission.
         ValueError: the address has another form.
     """
     host, port = split_address(address, "address")
