@@ -358,7 +358,8 @@ def open_converter(
 
     Withdrawn converters are skipped without a number, unless no other fits. A file that was
     downloaded earlier is verified, not fetched again. The metadata is fetched at each call. Another
-    process that updates the trusted root is waited for up to a minute.
+    process that updates the trusted root is waited for up to a minute. Two calls at once for one
+    publication may disturb each other.
 
     Args:
         release: FOLDER or URL of a publication, with #N for converter N; or N alone for converter N
@@ -380,7 +381,8 @@ def open_converter(
         UnavailableError: The host does not answer.
         CannotWriteError: The state folder cannot be written.
         BusyError: Another process updates the trusted root.
-        OSError: The file system of the state folder has no locks (flock).
+        OSError: The file system of the state folder has no locks (flock), or a downloaded file
+            cannot be read.
     """
     place, number = _place(release)
     trust = _trusted(place, root)

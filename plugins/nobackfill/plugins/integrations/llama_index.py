@@ -89,8 +89,8 @@ class LlamaIndexVectorStore(BasePydanticVectorStore):  # type: ignore[misc]
         """Store nodes, and return their ids.
 
         Nodes are durable when this returns. No nodes store nothing. A node of the same id is
-        replaced. Values of None in its metadata are left out. Other keyword arguments are ignored,
-        here and in the other methods.
+        replaced, and the last node of an id counts. Values of None in its metadata are left out.
+        Other keyword arguments are ignored, here and in the other methods.
 
         Raises:
             ValueError: The store has a `release`, and a node has no embedding.
