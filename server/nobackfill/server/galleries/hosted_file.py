@@ -549,8 +549,10 @@ class HostedInFile(Hosted):
         cached = self._remainder
         if cached is not None and cached[0] is snapshot and cached[1] is other:
             return cached[2]
-        self._remainder = snapshot, other, snapshot.remove(other.labels())
-        return self._remainder[2]
+        # Another search may replace the cached value before this one returns.
+        remainder = snapshot.remove(other.labels())
+        self._remainder = snapshot, other, remainder
+        return remainder
 
     def compares(self, part: PlanPart, ef: int) -> bool:
         """Tell whether a search of a part compares every vector instead of using a graph; see
