@@ -563,7 +563,7 @@ def re_embed(device: GalleryFile, manifest: Manifest, budget: int, output: Outpu
     Args:
         device: the gallery.
         manifest: the release of the space.
-        budget: the most items to take; 0 or less does nothing.
+        budget: the most items to take, those without an image included; 0 or less does nothing.
         output: where to write progress, and a note if no item needs it.
 
     Returns:

@@ -142,9 +142,10 @@ class HttpFetcher:
     def fetch_from(self, url: str, offset: int) -> Iterator[bytes]:
         """Yield the bytes of a file from the host, in pieces.
 
-        Connects at the first `next`, and tries a failed connection twice more, each time for up to
-        10 s. Up to 3 redirects are followed. A host that does not serve ranges sends the whole
-        file; the bytes before `offset` are skipped. The bytes are not decompressed or checked.
+        Connects at the first `next`, and tries twice more if the connection fails or no answer
+        begins within 10 s. Up to 3 redirects are followed. A host that does not serve ranges sends
+        the whole file; the bytes before `offset` are skipped. The bytes are not decompressed or
+        checked.
 
         Closing the iterator early closes the connection. Several threads may call it.
 

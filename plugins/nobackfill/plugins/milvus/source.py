@@ -555,8 +555,8 @@ class MilvusCollection:
         return max(1, _MOST_BYTES // (4 * self._dim))
 
     def records(self, window: Window) -> list[Record]:
-        """Read the items of a window by increasing key, with all fields and their partition, but
-        without their digests.
+        """Read the items of a window by increasing key, with all fields and their partition. The
+        digests that a copy stores are no fields.
 
         Args:
             window: keys above `lower` and up to `upper`. A large window is read in several
@@ -693,8 +693,8 @@ class MilvusCollection:
     def lookup(self, ids: Sequence[str]) -> list[Record]:
         """Read items by id as text; unknown ids are left out.
 
-        They come in any order; their partition and digest are not read. A number in another
-        spelling, such as 01, is unknown.
+        They come in any order; their partition is not read, and counts as "" in `digest`. A number
+        in another spelling, such as 01, is unknown.
 
         Raises:
             UnavailableError: Milvus does not answer within a minute.

@@ -666,8 +666,9 @@ class Embedding:
         """Embed an encoded image or a text as a query, in one batch with those of other calls at
         this moment.
 
-        An image is decoded on this thread, in turns. A vector that `remember` holds for the image
-        is used, and forgotten. An error of the model reaches every query of the batch.
+        It waits while two batches of the release run. An image is decoded on this thread, in turns.
+        A vector that `remember` holds for the image is used, and forgotten. An error of the model
+        reaches every query of the batch.
 
         Args:
             manifest: the release.

@@ -149,8 +149,8 @@ class Rollbacks:
         deleted spaces; if that takes too long, the next start deletes them. A second call returns
         an empty list.
 
-        Releases that a gallery's searches use stay. A space that cannot be deleted is logged. A
-        retired release can be activated again.
+        Releases that a gallery's searches use stay. A space that cannot be deleted is logged. The
+        published files stay, so a retired release can be activated again.
 
         Returns:
             The retired releases, in rising order.
