@@ -107,7 +107,7 @@ def fit_and_judge(
         old: Address of the store with the old vectors.
         new: Address of the new model's vectors of some of these items, with the same ids. Items
             that the old store lacks are skipped and named.
-        files: The files to write.
+        files: The files to write. A publication without a card is not written.
         queries_old: Address of test queries by the old model, each with the id of the item to find;
             None: judge by agreement with the new model.
         queries_new: Address of the same queries by the new model; both or neither.

@@ -93,6 +93,7 @@ def transfer(source: GalleryStore, target: GalleryStore) -> Transferred:
         CannotWriteError: the target cannot be written.
         NotFoundError: a gallery was deleted.
         VerificationError: a gallery is damaged.
+        ConfigurationError: a database refuses a statement, as without rights.
     """
     result = Transferred()
     _copy_spaces(source, target)
@@ -356,6 +357,7 @@ def transfer_all(
         BusyError: a store is locked; run it again.
         UnavailableError: a store does not answer.
         CannotWriteError: the target cannot be written.
+        ConfigurationError: a database refuses a statement, as without rights.
     """
     if source.state.current.active is None:
         raise PreconditionError(

@@ -79,7 +79,7 @@ def read_items(
     Args:
         address: A folder with images at any depth, whose ids are their paths in it; FILE.jsonl with
             an object in each line; or a source, as `open_source` opens it. Hidden files, `@eaDir`
-            and `__MACOSX` are left out.
+            and `__MACOSX` are left out. Images are chosen by their suffix, and not opened.
         column: Column of the source, or field of the file, with the texts; images ignore it.
         key: Column or field with the ids; None for the primary key or `id`. Images ignore it.
         vector: Column of the source's vectors; None for the only one.
@@ -99,6 +99,8 @@ def read_items(
         ConfigurationError: The address would send a password unencrypted, or an extra is not
             installed.
         BusyError: Others hold the store, or its server has too many requests.
+        IncompatibleSpaceError, ImportError, AttributeError: A plug-in raises it, or cannot be
+            imported.
     """
     path = Path(address)
     # Only a table of PostgreSQL takes a condition; `open_source` refuses it for anything else.
@@ -218,7 +220,7 @@ def embed_into(
         progress: Called with the number of items tried so far. Its errors end the run; what was
             embedded before is stored.
         refuse: Called with the id and the reason of each item that the model cannot embed; such an
-            item is left out. None leaves it out silently.
+            item is left out. None leaves it out silently. Its errors end the run, too.
 
     Returns:
         The number of items embedded by this run.

@@ -245,7 +245,8 @@ class NewArray:
     def pending(self, window: Window) -> Rows:
         """Read the old vectors of a window that have no new one; none if the array is complete.
 
-        The key of each row is the window, and its version the number in it.
+        The key of each row is the window, and its version the number in it. All runs for one name
+        must divide the rows into the same windows.
 
         Raises:
             InvalidInputError: A file of the source, or of the new vectors, cannot be read.

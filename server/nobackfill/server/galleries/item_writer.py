@@ -168,6 +168,7 @@ class ItemWriter:
             TooLargeError: the texts together are too large for one call.
             IncompatibleSpaceError: a space of the plan was deleted meanwhile.
             LockOrderError: the thread holds a lock that comes later.
+            ConfigurationError: the database refuses the statement.
         """
         hosted.wake()
         outcome = PutOutcome()
@@ -415,7 +416,8 @@ class Quotas:
 
         Puts of one token wait for each other only while the room is uncertain, at most until the
         call's deadline. Room that the block does not use is counted until the next count, about a
-        second. Galleries that are missing or set aside count 0.
+        second. Galleries that are missing or set aside count 0. If `gallery` is one of them, only
+        short room raises its error.
 
         Args:
             principal: the caller, who may write to the gallery.
