@@ -80,7 +80,7 @@ class Joining:
     ) -> Block:
         """Return how near migrated items are to queries, by both models together.
 
-        How much the anchors are hubs is computed at the first call, and cached.
+        Hubs among the anchors are measured at the first call, and cached.
 
         Args:
             by_old: queries by the old model, float32 [q, a].

@@ -104,7 +104,8 @@ class DualTexts:
         """Return the k nearest texts, nearest first; an item without a text is left out, so there
         may be fewer.
 
-        `score` is the probability of a match. Metadata is empty, and `distance` is 0.
+        `score` is the probability of a match. Metadata is empty, and `distance` is 0. As
+        `Dual.search` it may re-embed candidates and store their vectors.
 
         Args:
             query: The text to search for.
@@ -195,7 +196,8 @@ class GalleryTexts:
             TooLargeError: One text is larger than the gateway accepts.
             ItemQuotaError: The token's galleries would hold too many items.
             CannotWriteError: The gallery cannot be written.
-            ValueError: A vector has values that are no numbers.
+            ValueError: A vector has values that are no numbers, or the connection of `gateway` was
+                closed.
             NotFoundError: No such gallery.
             VerificationError: The gallery is damaged and set aside.
             NotPermittedError: The gateway refuses the token.
@@ -259,6 +261,7 @@ class GalleryTexts:
             NotPermittedError: The gateway refuses the token.
             BusyError: The gateway has too much work.
             UnavailableError: The gateway does not answer within the connection's seconds.
+            ValueError: The connection of `gateway` was closed.
         """
         found = []
         gallery_exists = False
@@ -312,6 +315,7 @@ class GalleryTexts:
             NotPermittedError: The gateway refuses the token.
             BusyError: The gateway has too much work.
             UnavailableError: The gateway does not answer within the connection's seconds.
+            ValueError: The connection of `gateway` was closed.
         """
         if ids is None:
             return self.gateway.delete(self.gallery, where=where or Exists(self.text_key))
@@ -351,6 +355,7 @@ class GalleryTexts:
             NotPermittedError: The gateway refuses the token.
             BusyError: The gateway has too much work.
             UnavailableError: The gateway does not answer within the connection's seconds.
+            ValueError: The connection of `gateway` was closed.
         """
         if vector is None and query is not None and self._embed is not None:
             vector = self._embed(query)

@@ -30,7 +30,7 @@ class LocalAdapters:
         replaces the maps.
 
         Raises:
-            ValueError: there are no pairs, or a value is not finite.
+            ValueError: there are no pairs, or a new vector is not finite.
         """
         # Imported here: it takes a second, and the command's help does not need it.
         from sklearn.cluster import KMeans

@@ -416,8 +416,8 @@ class Quotas:
 
         Puts of one token wait for each other only while the room is uncertain, at most until the
         call's deadline. Room that the block does not use is counted until the next count, about a
-        second. Galleries that are missing or set aside count 0. If `gallery` is one of them, only
-        short room raises its error.
+        second. Galleries that are missing or set aside count 0. If `gallery` is one of them, its
+        error is raised only where room is short.
 
         Args:
             principal: the caller, who may write to the gallery.
