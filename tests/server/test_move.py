@@ -10,7 +10,7 @@ import pytest
 from nobackfill.errors import PreconditionError, VerificationError
 from nobackfill.server.cli.main import main
 from nobackfill.server.gateway import GatewayServer
-from nobackfill.server.storage import forget_move
+from nobackfill.server.storage import forget_move, mark_moved
 from nobackfill.server.transfer import transfer_vault
 from nobackfill.v1 import vault_pb2 as pb
 from tests.server.conftest import Stages, publish_stage
@@ -151,3 +151,20 @@ def test_a_blob_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     blob.mkdir(parents=True)
     with pytest.raises(VerificationError, match=f"{blob}: the blob cannot be read"):
         transfer_vault(tmp_path / "old", tmp_path / "new")
+
+
+@pytest.mark.parametrize(
+    ("to", "shown"),
+    [
+        (
+            "postgresql://ann:secret@db.example:6432/g?sslmode=require",
+            "postgresql://db.example:6432/g",
+        ),
+        ("postgresql:///g?host=/run/pg&user=ann&password=secret", "postgresql:///g"),
+        ("sqlite:/srv/new", "sqlite:/srv/new"),
+    ],
+)
+def test_the_mark_of_a_move_holds_no_password(to: str, shown: str, tmp_path: Path) -> None:
+    mark_moved(tmp_path, to)
+    (mark,) = tmp_path.iterdir()
+    assert json.loads(mark.read_text()) == {"to": shown}

@@ -89,15 +89,15 @@ def mark_moved(folder: Path, to: str) -> None:
 
     Args:
         folder: the folder.
-        to: address of the new store; its user, password, port and options are not written. An
-            address without a host is written whole, with a password in its options.
+        to: address of the new store; its user, password and options are not written.
 
     Raises:
         CannotWriteError: the folder cannot be written.
     """
     url = urlsplit(to)
-    # The name and password are left out.
-    public_address = to if not url.netloc else f"{url.scheme}://{url.hostname}{url.path}"
+    # User and password are left out; they may be options, too.
+    host = url.netloc.rpartition("@")[2]
+    public_address = f"{url.scheme}://{host}{url.path}" if "://" in to else to
     durable.write_file(folder / _MOVED, json.dumps({"to": public_address}).encode(), 0o600)
 
 
