@@ -129,6 +129,8 @@ class DaemonThreads:
     def close(self, seconds: float) -> bool:
         """Cancel work that has not begun, and wait for work that has.
 
+        The pool can be used again, and closed again.
+
         Args:
             seconds: The longest wait; 0 does not wait.
 

@@ -70,6 +70,8 @@ class BatchTokenizer:
     def tokens(self, texts: Sequence[str]) -> Tokens:
         """Tokenize a batch of texts; their size is not checked.
 
+        A text of too many tokens is truncated, and shorter ones are padded to the longest.
+
         Args:
             texts: n texts; n may be 0.
 

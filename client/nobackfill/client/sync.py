@@ -392,7 +392,8 @@ def download_files(
     """Download those of the given files that `models` lacks or holds damaged.
 
     Each file is durable and verified when it appears. Files that are complete before an error stay.
-    An interrupted download is resumed later.
+    An interrupted download is resumed later. The caller holds the sync lock, because overlapping
+    downloads would mix their bytes.
 
     Args:
         models: the folder of the downloaded files.

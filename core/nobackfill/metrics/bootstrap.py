@@ -46,8 +46,8 @@ class Difference:
         """Decide from the bounds whether a > b.
 
         Returns:
-            undecided with fewer than FEWEST_CLASSES classes. Otherwise, also if `classes` is None:
-            holds if `low` is above 0, fails if `high` is below 0, else undecided.
+            undecided with fewer than FEWEST_CLASSES (10) classes. Otherwise, also if `classes` is
+            None: holds if `low` is above 0, fails if `high` is below 0, else undecided.
         """
         if self.of_these_classes:
             return "undecided"

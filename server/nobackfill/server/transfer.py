@@ -213,7 +213,8 @@ def _count_different(source: GalleryStore, target: GalleryStore, space: str) -> 
 
 
 def blobs_of(vault: Path) -> dict[Path, int]:
-    """Return the size in bytes of each complete blob of a vault, by its path in the vault.
+    """Return the size in bytes of each complete blob of a vault, by its path in the vault, in any
+    order.
 
     A missing vault has no blobs. Blobs that are deleted during the call are left out.
 

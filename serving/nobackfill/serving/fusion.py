@@ -234,7 +234,8 @@ def standardise(block: Block, anchors: NDArray[np.int64]) -> Block:
             1e-12 stands for their standard deviation.
 
     Returns:
-        Nearness, float32 [q, g]; larger is nearer, 0 is the anchors' mean.
+        Nearness, float32 [q, g]; larger is nearer, 0 is the anchors' mean. A distance of NaN to an
+        anchor gives NaN for the whole query.
     """
     anchor_block = block[:, anchors]
     spread = np.maximum(anchor_block.std(1, keepdims=True), 1e-12)

@@ -265,7 +265,7 @@ class NewArray:
         """Write the new vectors of one window durably, with the permissions of the old array.
         Vectors that the file has of other rows stay.
 
-        A row whose new vector holds NaN stays pending.
+        A row whose new vector holds NaN stays pending. Only one thread may write.
 
         Args:
             rows: Some of the rows that `pending` returned for one window, at least one.
@@ -498,6 +498,8 @@ class MemorySource:
     def nearest(self, vector: Vectors, count: int, new_name: str | None = None) -> list[str]:
         """Search for the items nearest to a vector by cosine, exactly.
 
+        New vectors are read into memory at their first search; later writes are not found.
+
         Args:
             vector: The query, float32 [dim], of the dimension of the searched vectors.
             count: Largest number of hits, at least 1.
@@ -527,7 +529,7 @@ class MemorySource:
 
     def lookup(self, ids: Sequence[str]) -> Rows:
         """Return old vectors from memory by id, in the order of `ids`; unknown ids are left out,
-        and a repeated one comes once.
+        and a repeated one comes once. They are as they were when this object was made.
         """
         here = [name for name in dict.fromkeys(ids) if name in self._places]
         rows = np.array([self._places[name] for name in here], np.int64)

@@ -242,7 +242,8 @@ def _sentence(error: Exception) -> str:
 def fetcher_for(source: str) -> tuple[Fetcher, str]:
     """Return the fetcher and the base URL of a source; nothing is read yet.
 
-    Addresses with http:// are read without encryption; signatures protect the content.
+    Addresses with http:// are read without encryption; signatures protect the content. For https://
+    the variable NOBACKFILL_CA_FILE is read now; it may name the authority.
 
     Args:
         source: A folder, or an address with http:// or https://. Whether it exists is not checked.
@@ -449,8 +450,8 @@ class TrustedState:
         """Check that no metadata has expired.
 
         Args:
-            time: The time to compare with, UTC with its time zone. Metadata that expires at this
-                moment has expired.
+            time: The time to compare with, UTC with its time zone (TypeError without). Metadata
+                that expires at this moment has expired.
 
         Raises:
             VerificationError: Some has expired; the message names the first in the order root,
@@ -917,7 +918,8 @@ class Trust:
         """Return the manifest of a release; it is fetched once and then read offline.
 
         It is fetched once into the state folder, and then read offline; its digest is checked at
-        each call. A withdrawn release has its manifest, too.
+        each call. First calls for one release must not overlap. A withdrawn release has its
+        manifest, too.
 
         Raises:
             NotFoundError: No such release, nothing was fetched yet, or the host lacks the file.

@@ -96,7 +96,8 @@ def has_journal(connection: Connection, schema: str) -> bool:
 def covers_all_spaces(connection: Connection, schema: str) -> bool:
     """Return whether a gallery's journal covers each of its spaces.
 
-    A gateway without Milvus adds spaces that it does not cover.
+    A gateway without Milvus adds spaces that it does not cover. Whether labels are pending does not
+    matter.
 
     Args:
         connection: a connection to the database.

@@ -558,6 +558,8 @@ class MilvusCollection:
         """Read the items of a window by increasing key, with all fields and their partition. The
         digests that a copy stores are no fields.
 
+        Earlier writes are visible.
+
         Args:
             window: keys above `lower` and up to `upper`. A large window is read in several
                 requests.
@@ -696,6 +698,8 @@ class MilvusCollection:
         They come in any order; their partition is not read, and counts as "" in `digest`. A number
         in another spelling, such as 01, is unknown.
 
+        Earlier writes are visible.
+
         Raises:
             UnavailableError: Milvus does not answer within a minute.
             NotPermittedError: Milvus refuses the token.
@@ -714,6 +718,8 @@ class MilvusCollection:
         """Search the ids nearest to a vector, nearest first.
 
         Milvus may search approximately, by the index' metric.
+
+        Earlier writes are visible.
 
         Args:
             vector: float32 [dim].

@@ -89,7 +89,7 @@ def take_lead(database: Database) -> DatabaseLead | None:
     """Take the lead of an activation.
 
     It begins a new term, by which transactions of earlier leads fail. It does not wait for another
-    gateway.
+    gateway. A second call in this process gives None, too, while the first lead is open.
 
     Returns:
         The lead, which the caller closes; None if another gateway has it.
@@ -487,6 +487,8 @@ class StateRow(GatewayState):
     def transact(self, work: Callable[[], Result], lead: Lead | None = None) -> Result:
         """Run work whose changes other gateways see all at once, or not at all; see
         GatewayState.transact.
+
+        Within another `transact` of this thread, `work` joins that transaction.
 
         Args:
             work: changes galleries and the state; it may be called more than once.
