@@ -200,7 +200,8 @@ def read_texts(
     """Yield the objects of a JSONL file in order, with one line in memory at a time.
 
     Opens the file at the first `next`. Ids may repeat, and the size of texts and lines is not
-    checked.
+    checked. Id and text may be empty, a finite number becomes its text, and the other keys become
+    `notes`.
 
     Args:
         path: A regular file or a pipe, in UTF-8. Empty lines are skipped, and an empty file yields
@@ -214,9 +215,9 @@ def read_texts(
         One object for each valid line.
 
     Raises:
-        InvalidInputError: A line is invalid and `refusals` is None, or the file is neither regular
-            nor a pipe.
-        NotFoundError: The file is missing or cannot be read, also by lack of permission.
+        InvalidInputError: A line is invalid and `refusals` is None, or the file is a device.
+        NotFoundError: The file is missing, is a folder, or cannot be read, also by lack of
+            permission.
     """
     try:
         with path.open("rb") as file:

@@ -208,6 +208,7 @@ class GalleryStore(UpgradableStore, EditableStore, Protocol):
             IncompatibleSpaceError: The gallery does not have the space.
             BusyError, UnavailableError, CannotWriteError, VerificationError, NotFoundError: The
                 store is locked, does not answer, cannot be written, is damaged, or was closed.
+            ConfigurationError: A database refuses the statement, as without rights.
         """
         ...
 

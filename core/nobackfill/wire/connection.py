@@ -31,9 +31,10 @@ def translate_errors(server: str) -> Iterator[None]:
         server: The server or call, for the message.
 
     Raises:
-        NobackfillError: The class that belongs to the gRPC status; NobackfillError itself for a
-            status without one, such as an error inside the gateway. Other errors of the block pass
-            unchanged.
+        NobackfillError: The class follows from the gRPC code and its reason, by `statuses.TABLE`:
+            CANCELLED gives CancelledError, and a connection that broke UnavailableError. Only a
+            code that the table lacks, as of an error inside the gateway, gives NobackfillError
+            itself. Other errors of the block pass unchanged.
     """
     try:
         yield

@@ -580,7 +580,7 @@ class GalleryCalls(Connection):
         """Yield items in the order in which they were stored, reading them page by page.
 
         Each page is retried. Items that are stored or deleted meanwhile may be listed or missing.
-        The first request is sent at the first `next`.
+        An item replaced meanwhile may come twice. The first request is sent at the first `next`.
 
         Args:
             gallery: Name of the gallery.
@@ -590,7 +590,8 @@ class GalleryCalls(Connection):
 
         Raises:
             InvalidInputError: An invalid filter, raised at once; or metadata that this version
-                cannot read, raised at its item.
+                cannot read, raised at its item. The gateway refuses an invalid mapping `where` only
+                at the first item.
             NotFoundError: No such gallery; raised at the first item, like the following errors.
             VerificationError: The gallery is damaged and set aside.
             BusyError: The database of the gallery is busy.

@@ -259,7 +259,8 @@ class LanceSource:
             rows: The size of a window, at least 1; all but the last have exactly this many rows.
 
         Raises:
-            InvalidInputError: A row has no key, or two rows have the same; or LanceDB refuses this.
+            InvalidInputError: A row has no key, or two rows have the same; or LanceDB refuses this,
+                also because a file cannot be read.
             BusyError: Others write the table at this moment.
             ConfigurationError: The process was forked after the table was opened.
         """

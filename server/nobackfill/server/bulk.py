@@ -316,7 +316,7 @@ def models_of(folder: Path, manifest: Manifest) -> dict[str, bytes]:
         manifest: the release.
 
     Raises:
-        VerificationError: a file is missing, or does not match its signed digest.
+        VerificationError: a file is missing, cannot be read, or does not match its signed digest.
     """
     return {file.path: read_verified(folder, file) for file in manifest.embedding_files()}
 

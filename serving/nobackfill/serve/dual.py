@@ -223,9 +223,10 @@ class Dual:
                 not finite, `k` is out of range, or the table was changed.
             UnavailableError, NotPermittedError: the store cannot be read.
             BusyError, CannotWriteError, VerificationError: the file of native vectors cannot be
-                used.
+                used. BusyError also: others hold the store, or its server has too many requests.
             ConfigurationError: the process was forked after the re-embedder was opened.
             NotFoundError: the store has no new vectors of the name `carried`.
+            ValueError: a query has more than one row; an empty store gives no hits instead.
         """
         if not 1 <= k <= HITS:
             raise InvalidInputError(f"k, the number of hits: expected 1 to {HITS}, got {k}")
@@ -457,14 +458,16 @@ class AdapterSearch:
         The store may search approximately.
 
         Args:
-            new: the query by the new model, float32 [b] or [1, b].
+            new: the query by the new model, float32 or float64 [b] or [1, b]; of more rows only the
+                first is searched.
             k: the most hits, 1 or more.
 
         Returns:
             At most k ids; fewer if the store has fewer items.
 
         Raises:
-            InvalidInputError: the vector has another dimension or is not finite, or `k` is below 1.
+            InvalidInputError: the vector has another dimension or dtype or is not finite, or `k` is
+                below 1.
             UnavailableError, NotPermittedError: the store cannot be read.
             UnusableRowsError: as an InvalidInputError: the vector is not finite.
             BusyError: others hold the store, or its server has too many requests.

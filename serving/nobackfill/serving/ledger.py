@@ -68,7 +68,9 @@ class Ledger(Protocol[Key]):
     def release(self, keys: Collection[Key]) -> None:
         """Give up claims of items that failed, and return their cost to the budget.
 
-        The items stay queued, but come last until a query requests them again.
+        The items stay queued, but come last until a query requests them again. Keys must be
+        distinct, as a repeated one may return its cost twice. The cost goes back to the day (UTC)
+        of the claim.
 
         Raises:
             BusyError, CannotWriteError, DamagedError, UnavailableError: the ledger is locked,
@@ -176,7 +178,8 @@ CREATE TABLE IF NOT EXISTS spent (day TEXT PRIMARY KEY, items INTEGER NOT NULL) 
 
         The items stay queued, but come last until a query requests them again; an item without a
         claim is queued, too. Claims of other processes on these items end, too, but their cost is
-        not returned.
+        not returned. Keys must be distinct, as a repeated one returns its cost twice. The cost goes
+        back to the day (UTC) of the claim.
 
         Raises:
             BusyError, CannotWriteError, DamagedError: the file is locked for 30 s, cannot be made

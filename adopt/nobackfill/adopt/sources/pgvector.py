@@ -166,7 +166,8 @@ class PgvectorSource:
         """Return the metric of the old column's indexes; None without an index. It is read once.
 
         With a condition of the rows, indexes of the same condition count first, then those of all
-        rows, then others.
+        rows, then others. Without a condition all indexes count alike, also partial ones. Invalid
+        indexes count, and operator classes of unsupported metrics are ignored.
 
         Raises:
             InvalidInputError: The indexes are of several metrics.

@@ -1453,10 +1453,12 @@ def stale_sentence(place: str, confirmation: str | None) -> str:
     Args:
         place: The vectors, as `column 'v_new'`.
         confirmation: The statement by which the owner confirms that none is stale; None where the
-            triggers are missing or disabled.
+            triggers are missing or disabled. Without it the text gives no advice, so the caller
+            adds any.
 
     Returns:
-        One sentence without a full stop at its end.
+        One sentence without a full stop at its end. With a statement, a second sentence follows
+        that says when to run it.
     """
     sentence = (
         f"{place} may hold stale vectors: its triggers were dropped, disabled or made again since "

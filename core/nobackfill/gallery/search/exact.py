@@ -117,7 +117,8 @@ class ExactIndex:
     ) -> Neighbours:
         """Return the k nearest rows to each query, with distances in float64 that are rounded once.
 
-        Threads may call it at the same time.
+        Threads may call it at the same time, also beside `extended`, which leaves this index as it
+        is; no lock is needed.
 
         Args:
             queries: float32 [q, dim], checked.

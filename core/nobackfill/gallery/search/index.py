@@ -178,7 +178,8 @@ def nearest_candidates(labels: Labels, distances: Vectors, k: int) -> Neighbours
 
     Returns:
         Neighbours [q, k], nearest first, equal distances by label. A label that occurs twice is not
-        merged, and a distance of NaN comes after the padding.
+        merged. A candidate with NaN comes last, after the padding; with c at most k it is always in
+        the result.
     """
     short = k - labels.shape[1]
     if short > 0:

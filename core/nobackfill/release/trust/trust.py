@@ -1200,7 +1200,8 @@ def read_converter(trust: Trust, number: int, folder: Path) -> Converter:
     """Download and parse the manifest of a converter.
 
     The file is fetched once and then read offline; its digest is checked at each call. Whether the
-    converter was withdrawn is not checked: `refuse_withdrawn` does that.
+    converter was withdrawn is not checked: `refuse_withdrawn` does that. Calls for one folder must
+    not overlap.
 
     Args:
         trust: The publication.
@@ -1216,6 +1217,7 @@ def read_converter(trust: Trust, number: int, folder: Path) -> Converter:
             download stays.
         CannotWriteError: The file cannot be written.
         NobackfillError: An error that the fetcher itself raises, such as NotPermittedError.
+        OSError: An existing file or partial download cannot be read.
     """
     path = converter_manifest_path(number)
     try:

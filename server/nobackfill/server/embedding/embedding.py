@@ -340,7 +340,7 @@ class Models(Protocol):
         ...
 
     def side(self, manifest: Manifest, images: Images) -> Vectors | None:
-        """Compute the side-information of images.
+        """Compute the side-information of images; all of them are one batch.
 
         Args:
             manifest: the release.
@@ -350,7 +350,9 @@ class Models(Protocol):
             float32 [n, side_dim]; None if the release has no side encoder.
 
         Raises:
-            UnavailableError: the release is not loaded, or the model server does not answer.
+            UnavailableError: the release is not loaded, or the model server does not answer. A
+                release that is not loaded may raise it even without a side encoder.
+            InvalidInputError: models in this process got images of another shape or dtype.
             DeadlineError: the call's time is over.
             VerificationError: the output has another shape.
             UnusableOutputError: some outputs are not finite; it has their rows.

@@ -1125,7 +1125,8 @@ class ImmediateAnswers:
         receives calls only.
 
         Answers are counted in the metrics and for the gallery's speed. A route that is no longer
-        valid is dropped.
+        valid is dropped. Rights and deadlines are not checked, here or in `answer`: call it only if
+        each caller may use the gallery of `route_gallery`.
 
         Args:
             messages: encoded SearchRequests.

@@ -380,7 +380,8 @@ class Speed:
 def is_light(snapshot: Snapshot) -> bool:
     """Tell whether a search of a snapshot compares few numbers, however busy the machine is.
 
-    Few means less than 2^20.
+    Few means less than 2^20 for one query: dimension times the rows of the delta and of an exact
+    base. The numbers that a graph compares do not count.
     """
     return snapshot.compared_count < _FAST_ELEMENTS
 

@@ -462,6 +462,7 @@ class Healing:
             CannotWriteError: the record cannot be written, or the gallery's file cannot be opened.
             VerificationError: the store or the record is damaged.
             NotFoundError: the gallery is closed or deleted.
+            ConfigurationError: the database refuses the statement, as without rights.
             TypeError: a newer version saved the gallery's source.
         """
         if hosted.plan.heals is None:

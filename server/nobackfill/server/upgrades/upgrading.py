@@ -85,7 +85,10 @@ class Job:
 
     @property
     def is_over(self) -> bool:
-        """Tell whether the job is done or failed."""
+        """Tell whether the job was done or failed when it was read.
+
+        The object never changes, so read the job again to poll.
+        """
         return self.state in (JobState.DONE, JobState.FAILED)
 
     @property

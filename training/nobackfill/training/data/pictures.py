@@ -273,7 +273,9 @@ def in_batches(images: Images, batches: Sequence[Tensor]) -> Iterator[Tensor]:
 def chunks(images: Images) -> Iterator[Tensor]:
     """Yield all images in order, at most CHUNK at a time, uint8 [c,size,size,3].
 
-    Without images, one empty chunk is yielded. Chunks of a tensor are views.
+    Without images, one empty chunk is yielded. Chunks of a tensor are views. Stop an iterator over
+    `Pictures`, or read it to its end, before the next one starts; their processes stay until the
+    object ends.
 
     Raises:
         InvalidInputError: a file is missing or no image.

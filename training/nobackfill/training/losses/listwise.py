@@ -24,7 +24,7 @@ def listwise(predicted: Tensor, target: Tensor, queue: Tensor, temperature: floa
 
     Args:
         predicted: upgraded embeddings [n, d].
-        target: new embeddings [n, d], without gradient.
+        target: new embeddings [n, d]; it is detached here, so no gradient flows into it.
         queue: other new embeddings [m, d]; with m = 0 the values are 0.
         temperature: in units of squared distance, above 0.
 

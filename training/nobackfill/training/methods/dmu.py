@@ -62,8 +62,8 @@ class ForwardAdaptiveHead(nn.Module):
     def forward(self, embedding: Tensor, side: Tensor | None = None) -> Tensor:
         """Map old embeddings [n,old_dim] to [n,new_dim]; `side` is ignored.
 
-        In training mode BatchNorm needs at least two rows, or raises ValueError. With `unit` a zero
-        output stays zero.
+        In training mode a single row raises ValueError (BatchNorm); no rows give [0,new_dim]. With
+        `unit` a zero output stays zero.
         """
         output: Tensor = self.layers(embedding)
         return nn.functional.normalize(output) if self.unit else output

@@ -307,10 +307,11 @@ _CHANNEL = "nobackfill"
 def notify(connection: Connection) -> None:
     """Notify other gateways when this transaction commits.
 
-    Call it within a transaction; without one, others are notified at once.
+    Call it within a transaction; without one, others are notified at once. It reads and writes no
+    table, and increases no epoch; `gallery_changed` does both.
 
     Raises:
-        psycopg.Error: the statement fails, as without the table; the caller translates it.
+        psycopg.Error: the connection or its transaction is broken; the caller translates it.
     """
     run(connection, f"SELECT pg_notify('{_CHANNEL}', '')")
 
