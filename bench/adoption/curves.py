@@ -23,7 +23,7 @@ AGAINST_OLD_TITLE = "On the way, less the old model"
 AGAINST_OLD = (
     "In points, as `nobackfill.serve` ranks while items are embedded again at random, by shares of "
     f"these items, means of {ORDERS} orders; in brackets the 95 % interval of a paired bootstrap "
-    "over queries."
+    "over queries, over classes where items have any."
 )
 
 

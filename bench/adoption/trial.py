@@ -123,7 +123,7 @@ class Trial:
             row: dict[str, Value] = {"pair": self.name, "figure": figure}
             row["old model"] = 100 * float(stay.mean())
             for share, values in zip(SHARES, curves[figure], strict=True):
-                gain = gained([values], [stay], None)
+                gain = gained([values], [stay], self.rest_labels)
                 low, mean, high = (100 * one for one in (gain.low, gain.mean, gain.high))
                 row[f"{share:.0%}"] = f"{mean:+.1f} ({low:.1f} to {high:.1f})"
             rows.append(row)
