@@ -103,26 +103,32 @@ class Trial:
         what the verdict has fitted to its pairs, and by distance in one index."""
         gallery, asked = self.gallery_of(self.rest), self.queries_of(self.rest)
         ranked = {
-            "nobackfill.serve": self.scores(gallery, asked),
-            "distance": (-blocked(asked.new, gallery.migrated), -blocked(asked.new, gallery.new)),
+            "nobackfill.serve": self.served_curves,
+            "distance": _known_curves(
+                asked, -blocked(asked.new, gallery.migrated), -blocked(asked.new, gallery.new)
+            ),
         }
         return [
             row
-            for name, scores in ranked.items()
-            for row in curve_rows(self.name, name, _known_curves(asked, *scores), self.rest_labels)
+            for name, curves in ranked.items()
+            for row in curve_rows(self.name, name, curves, self.rest_labels)
         ]
 
-    def against_old(self) -> list[Row]:
-        """What a search finds while items become native at random, less what the old model finds:
-        means and 95 % intervals in points, at each tenth of the way."""
+    @cached_property
+    def served_curves(self) -> dict[str, PerQuery]:
+        """Figures [shares, q] while other items become native, as nobackfill.serve ranks."""
         gallery, asked = self.gallery_of(self.rest), self.queries_of(self.rest)
-        curves = _known_curves(asked, *self.scores(gallery, asked))
+        return _known_curves(asked, *self.scores(gallery, asked))
+
+    def against_old(self) -> list[Row]:
+        """Compare searches while items become native at random with those of the old model: mean
+        differences and 95 % intervals in points, at each tenth of the way."""
         rows: list[Row] = []
         for figure in KNOWN:
             stay = self.truth["stay"][figure]
             row: dict[str, Value] = {"pair": self.name, "figure": figure}
             row["old model"] = 100 * float(stay.mean())
-            for share, values in zip(SHARES, curves[figure], strict=True):
+            for share, values in zip(SHARES, self.served_curves[figure], strict=True):
                 gain = gained([values], [stay], self.rest_labels)
                 low, mean, high = (100 * one for one in (gain.low, gain.mean, gain.high))
                 row[f"{share:.0%}"] = f"{mean:+.1f} ({low:.1f} to {high:.1f})"

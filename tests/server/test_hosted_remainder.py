@@ -1,4 +1,4 @@
-"""What a search over two spaces of a file takes from the older one, beside other searches."""
+"""Searches over two spaces of a file at once, and what each takes from the older space."""
 
 from pathlib import Path
 from typing import Any

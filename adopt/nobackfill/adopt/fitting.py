@@ -36,6 +36,8 @@ from nobackfill.adopt.verdict import ADAPTER, Cost, Verdict, decide
 from nobackfill.durable import write_file
 from nobackfill.errors import CannotWriteError, InvalidInputError, join_few
 
+# Smallest number of queries for a verdict.
+LEAST_QUERIES = 20
 # Windows of a store that are read to estimate what a migration takes.
 MEASURED_WINDOWS = 3
 # Seconds that PostgreSQL takes to read, write and check an item, in multiples of reading it.
@@ -337,11 +339,11 @@ def known_items(pairs: Pairs, old: Source, new: Source) -> Queries:
         )
     places = {name: row for row, name in enumerate(pairs.ids)}
     known = [row for row, name in enumerate(queries.ids) if name in places]
-    if len(known) < 20:
+    if len(known) < LEAST_QUERIES:
         raise InvalidInputError(
-            f"expected at least 20 queries whose right item has a new vector, found {len(known)} "
-            f"of {len(queries.ids)}; append the ids of their items to the file of `nobackfill "
-            "sample`, and run `nobackfill embed` again"
+            f"expected at least {LEAST_QUERIES} queries whose right item has a new vector, found "
+            f"{len(known)} of {len(queries.ids)}; append the ids of their items to the file of "
+            "`nobackfill sample`, and run `nobackfill embed` again"
         )
     rows = np.array([places[queries.ids[row]] for row in known], np.int64)
     return Queries(queries.old[known], queries.new[known], rows, own=False, metric=pairs.metric)

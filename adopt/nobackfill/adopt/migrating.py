@@ -30,7 +30,7 @@ from nobackfill.adopt.embedding.native_vectors import (
     open_native_vectors,
 )
 from nobackfill.adopt.embedding.vector_folder import ItemList, embed_into, read_items
-from nobackfill.adopt.fitting import FitFiles, fit_and_judge
+from nobackfill.adopt.fitting import LEAST_QUERIES, FitFiles, fit_and_judge
 from nobackfill.adopt.maps import NEW_MODEL, load_map
 from nobackfill.adopt.page import duration
 from nobackfill.adopt.pairs import encode_ids, read_all, read_ids, sample_with
@@ -59,8 +59,6 @@ _MAPPED = "_mapped"
 _EVERY = 1.0
 # Items of the sample, unless the command line gives another number.
 SAMPLE = 2000
-# Smallest number of queries for a verdict.
-_LEAST_QUERIES = 20
 
 
 @dataclass(frozen=True)
@@ -884,10 +882,10 @@ def _check_queries(
         return
     known = set(keys)
     unknown = [name for name in ids if name not in known]
-    if len(ids) - len(unknown) < _LEAST_QUERIES:
+    if len(ids) - len(unknown) < LEAST_QUERIES:
         found = f"found {len(ids) - len(unknown)} of {len(ids)}"
         raise InvalidInputError(
-            f"{plan.queries}: expected at least {_LEAST_QUERIES} queries whose `id` is a key of a "
+            f"{plan.queries}: expected at least {LEAST_QUERIES} queries whose `id` is a key of a "
             f"row with a vector, {found}; add queries, or leave out --queries and --old"
         )
     if unknown:
