@@ -35,7 +35,10 @@ async def _several_call(stack: AsyncExitStack, addresses: str, method: str) -> C
 
     def once(request: bytes) -> bytes:
         answer: bytes = call_until_success(
-            lambda t: ask(request, timeout=t), addresses, seconds=TIMEOUT
+            lambda t: ask(request, timeout=t),
+            addresses,
+            seconds=TIMEOUT,
+            gateways=addresses.count(",") + 1,
         )
         return answer
 

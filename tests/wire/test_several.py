@@ -50,6 +50,18 @@ def test_the_next_is_asked_where_one_is_gone_or_ends() -> None:
             assert scripted[1 - ending].calls == 20
 
 
+def test_the_only_gateway_of_many_is_reached_before_the_pauses_grow(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # The client begins at the first address, so that all that are gone come before the other.
+    monkeypatch.setattr("nobackfill.wire.connection.random.randrange", lambda gateways: 0)
+    with (
+        serving() as (_, address),
+        Gateway(",".join([*([GONE] * 20), address]), seconds=10) as gateway,
+    ):
+        assert ask(gateway) == 7
+
+
 def test_that_none_answers_is_said() -> None:
     with (
         Gateway(f"grpc://{GONE},127.0.0.1:2", seconds=0.5) as gateway,

@@ -43,12 +43,17 @@ def translate_errors(server: str) -> Iterator[None]:
 
 
 def call_until_success(
-    attempt: Callable[[float], T], server: str, *, seconds: float = 30.0, each: float = 10.0
+    attempt: Callable[[float], T],
+    server: str,
+    *,
+    seconds: float = 30.0,
+    each: float = 10.0,
+    gateways: int = 1,
 ) -> T:
     """Call a function until it succeeds; for idempotent calls only.
 
     Pauses grow from 50 ms to 2 s, with jitter, so that many clients do not return at the same
-    moment.
+    moment. They do not grow before each gateway has been tried once.
 
     A retry helps where another process is busy, overloaded or unavailable, where a deadline passed,
     or where a stopping gateway cut the call.
@@ -59,6 +64,7 @@ def call_until_success(
         server: The server or call, for the message.
         seconds: Longest time of all attempts together; at least one attempt is made, also with 0.
         each: Longest time of one attempt.
+        gateways: How many gateways the attempts go to in turn, at least 1.
 
     Returns:
         The result of the first attempt that succeeds.
@@ -69,6 +75,7 @@ def call_until_success(
     """
     deadline = time.monotonic() + seconds
     pause = 0.05
+    failures = 0
     while True:
         try:
             return attempt(min(each, max(0.001, deadline - time.monotonic())))
@@ -78,7 +85,9 @@ def call_until_success(
             if not (is_transient(failure) or _cut(error)) or time.monotonic() + wait >= deadline:
                 raise failure from error
         time.sleep(wait)
-        pause = min(2 * pause, 2.0)
+        failures += 1
+        if failures >= gateways:
+            pause = min(2 * pause, 2.0)
 
 
 def _cut(error: grpc.RpcError) -> bool:
@@ -312,7 +321,13 @@ class Connection:
         """Make an idempotent call with `attempt(timeout)`, with retries if they are on."""
         if not self._retries:
             return self._call_once(attempt)
-        return call_until_success(attempt, self.address, seconds=self.seconds, each=each)
+        return call_until_success(
+            attempt,
+            self.address,
+            seconds=self.seconds,
+            each=each,
+            gateways=self.address.count(",") + 1,
+        )
 
     def _call_once(self, attempt: Callable[[float], T], *, seconds: float | None = None) -> T:
         """Make a call that must not be made twice."""
