@@ -27,7 +27,7 @@ from nobackfill.server.cli.app import (
 from nobackfill.terminal import escape_hidden
 from nobackfill.v1 import gallery_pb2, release_pb2, upgrade_pb2
 from nobackfill.v1 import release_pb2 as pb
-from nobackfill.wire.connection import open_channel, translate_errors
+from nobackfill.wire.connection import call_until_success, open_channel
 from nobackfill.wire.gateway import ROLLOUTS, Gateway
 
 
@@ -172,8 +172,14 @@ def _can_embed(server: str) -> bool:
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
     request = health_pb2.HealthCheckRequest(service="nobackfill.v1.SearchService")
-    with open_channel(server) as channel, translate_errors(server):
-        answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=10)
+    with open_channel(server) as channel:
+        check = health_pb2_grpc.HealthStub(channel).Check
+        answer = call_until_success(
+            lambda seconds: check(request, timeout=seconds),
+            server,
+            seconds=10,
+            gateways=server.count(",") + 1,
+        )
     return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
