@@ -447,11 +447,16 @@ def read_file(path: Path) -> bytes:
     """
     try:
         # Open first and check then, so that the file cannot be replaced in between.
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:  # noqa: PTH123
-            status = os.fstat(file.fileno())
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
                 raise InvalidInputError("expected a regular file, got a folder, pipe or device")
-            data = file.read(LARGEST_BYTES + 1)
+            with open(descriptor, "rb", closefd=False) as file:
+                data = file.read(LARGEST_BYTES + 1)
+        finally:
+            # `open` leaves the descriptor of a folder open when it refuses it.
+            os.close(descriptor)
     except OSError as error:
         raise InvalidInputError(f"cannot be read ({error.strerror})") from error
     if len(data) > LARGEST_BYTES:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from nobackfill.errors import InvalidInputError
-from nobackfill.images import LARGEST_BYTES, decode_file, decode_image
+from nobackfill.images import LARGEST_BYTES, decode_file, decode_image, read_file
 from tests.support import pictures
 from tests.support.pictures import encoded
 
@@ -283,3 +283,17 @@ def test_files_are_named_in_refusals(tmp_path: Path) -> None:
         file.truncate(LARGEST_BYTES + 1)
     with pytest.raises(InvalidInputError, match="bytes"):
         decode_file(large, 8, 8)
+
+
+def test_only_regular_files_are_read_and_no_descriptor_stays_open(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    (tmp_path / "image").write_bytes(b"data")
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for path in (tmp_path, pipe, Path("/dev/zero")):
+        with pytest.raises(InvalidInputError, match="expected a regular file, got a folder, pipe"):
+            read_file(path)
+    with pytest.raises(InvalidInputError, match="No such file"):
+        read_file(tmp_path / "nowhere")
+    assert read_file(tmp_path / "image") == b"data"
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
