@@ -1,6 +1,7 @@
 """Following releases: routes, the flip, the way back, and what a device remembers."""
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -8,12 +9,13 @@ import pytest
 
 from nobackfill.client.device import Device
 from nobackfill.client.maintenance import collect, verify
-from nobackfill.client.photos import add
+from nobackfill.client.photos import Encoder, add
 from nobackfill.client.status import status
 from nobackfill.client.sync import SyncOptions, roll_back, sentence, sync
 from nobackfill.errors import NotFoundError, VerificationError
 from nobackfill.gallery import staging
 from nobackfill.gallery.store import NewVectors
+from nobackfill.images import Pixels
 from nobackfill.release.publishing.draft import Draft
 from nobackfill.release.publishing.publish import publish
 from nobackfill.release.publishing.renew import withdraw
@@ -171,6 +173,30 @@ def test_images_added_while_a_sync_runs_are_carried_along(
     got = edge.contents(setting.gallery)
     assert len(got) == 14
     assert {origin for origin, _ in got.values()} == {"upgraded"}
+
+
+def test_images_are_listed_as_added_although_a_sync_flips_meanwhile(
+    setting: Setting, world: edge.World, tmp_path: Path
+) -> None:
+    world.publish(setting.repo, 2)
+    late = blocks.write_pngs(tmp_path / "late", 2, seed=9)
+    embed = Encoder.vectors
+
+    with Device(setting.gallery) as device, pytest.MonkeyPatch.context() as patch:
+
+        def flip_first(encoder: Encoder, pixels: Sequence[Pixels]) -> NewVectors:
+            patch.undo()
+            edge.follow(setting.gallery)
+            return embed(encoder, pixels)
+
+        patch.setattr(Encoder, "vectors", flip_first)
+        report = add(device, [tmp_path / "late"], {}, lambda done, total: None)
+    assert report.added == [str(path) for path in late] and not report.refusals
+    found = edge.contents(setting.gallery)
+    expected = edge.embedded(setting.repo, 2, late)
+    for path, vector in zip(late, expected, strict=True):
+        assert found[str(path)][0] == "native"
+        np.testing.assert_allclose(found[str(path)][1], vector, atol=1e-5)
 
 
 def test_backfill_re_embeds_the_least_certain_from_their_files(

@@ -434,8 +434,8 @@ class _Adder:
     def store(self, sources: Iterable[PhotoSource], *, include_existing: bool = False) -> None:
         """Store one batch durably, and add its names and refusals to the report.
 
-        If a sync flips meanwhile, the images are embedded and stored once more, for the new space,
-        and are not listed as added.
+        If a sync flips meanwhile, the images are embedded and stored once more, for the new space.
+        An image that the new release refuses is not listed as added.
 
         Args:
             sources: the images; none: nothing is stored.
@@ -464,8 +464,9 @@ class _Adder:
         if self._device.store.active().spec.space not in {e.manifest.space for e in encoders}:
             # A sync flipped in between: store the same images for the new space too.
             self.store([photo.source for photo in photos], include_existing=True)
-        elif not include_existing:
-            self._report.added += [photo.source.name for photo in photos]
+        if not include_existing:
+            names = [photo.source.name for photo in photos]
+            self._report.added += [name for name in names if name not in self._report.refusals]
 
     def _metadata(self, photo: Photo) -> Metadata | None:
         """Return the metadata to store; the same image keeps the metadata that nobody replaces."""
