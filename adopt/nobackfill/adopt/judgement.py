@@ -348,17 +348,14 @@ def sample_queries(queries: Queries, items: int, seed: int = 0) -> Queries:
 
     Args:
         queries: The q queries.
-        items: Number of items that they are judged among, at least 1.
+        items: Number of items that they are judged among.
         seed: Seed of the random choice.
 
     Returns:
         At most 2,000 queries and at most 20,000,000 distances, but at least one query, in their
         order; the same object if there are no more.
-
-    Raises:
-        ZeroDivisionError: `items` is 0.
     """
-    most = max(1, min(MOST_QUERIES, MOST_DISTANCES // items))
+    most = max(1, min(MOST_QUERIES, MOST_DISTANCES // max(1, items)))
     if len(queries.rows) <= most:
         return queries
     rng = np.random.default_rng(seed)
@@ -371,9 +368,6 @@ def item_queries(pairs: Pairs, seed: int = 0) -> Queries:
     Returns:
         Queries with `own`: each item's own answer leaves it out. At most 2,000, in the order of the
         pairs; the same for the same seed.
-
-    Raises:
-        ZeroDivisionError: There are no pairs.
     """
     rows = np.arange(len(pairs), dtype=np.int64)
     queries = Queries(pairs.old, pairs.new, rows, own=True, metric=pairs.metric)

@@ -452,7 +452,6 @@ def decide(
             zero.
         UnavailableError: The server of `source` does not answer.
         NotPermittedError: The server refuses the user, or may hide rows from this role.
-        ZeroDivisionError: There are no pairs at all.
         BusyError: Others hold the store, or its server has too many requests.
         NotFoundError: The table or the collection was deleted meanwhile.
     """
