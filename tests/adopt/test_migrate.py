@@ -18,8 +18,10 @@ from PIL import Image
 from nobackfill.adopt.embedding.embedder import open_embedder
 from nobackfill.adopt.embedding.native_vectors import NativeVectorMaker
 from nobackfill.adopt.embedding.vector_folder import EmbeddingRun
+from nobackfill.adopt.migrating import Migration, MigrationPlan
 from nobackfill.adopt.pairs import sample_with
 from nobackfill.adopt.sources.source import Rows, Window
+from nobackfill.errors import PreconditionError
 from nobackfill.serving.natives import Natives, digest_vector
 from tests.adopt.command import run_nobackfill
 from tests.adopt.models import image_model, text_model, topical
@@ -98,6 +100,24 @@ def same(found: dict[int, list[float]], model: Path, connection: Connection) -> 
 
 
 START = ("--new", "new/model.onnx", "--column", "body", "-n", "120")
+
+
+def test_a_migration_without_a_verdict_writes_nothing(
+    documents: tuple[str, Connection, Path],
+) -> None:
+    source, connection, folder = documents
+    migration = Migration(folder / "work")
+
+    def kill(line: str) -> None:
+        raise KeyboardInterrupt(line)
+
+    request = MigrationPlan(source, "new/model.onnx", column="body", count=120)
+    with pytest.raises(KeyboardInterrupt):
+        migration.decide(request, kill)
+    with pytest.raises(PreconditionError, match=r"expected a verdict, .* that is deciding"):
+        migration.write(print)
+    assert columns(connection) == {"id", "body", "v"}
+    assert migration.plan().state == "deciding"
 
 
 def test_a_table_is_decided_flipped_and_finished(

@@ -359,10 +359,7 @@ class Migration:
     def write(self, tell: Callable[[str], None]) -> CarryResult:
         """Execute the verdict, and flip. No other migration of the table runs meanwhile, in
         whatever working folder it is. After an error or a kill, the written vectors stay, and a
-        second call continues. Call it after `decide`.
-
-        A plan without a verdict is not refused: all items are embedded again, and it flips. After
-        `back` it begins anew.
+        second call continues. Call it after `decide`. After `back` it begins anew.
 
         Args:
             tell: Called with a line of progress about once a second.
@@ -376,8 +373,8 @@ class Migration:
             BusyError: Another process works in this folder or writes to the table by another one,
                 or `pause` was called. Others change rows faster than this writes, or hold the table
                 at the flip.
-            PreconditionError: The table was flipped since the verdict, by another migration or by
-                this one.
+            PreconditionError: There is no verdict, because `decide` did not end. The table was
+                flipped since the verdict, by another migration or by this one.
             UnavailableError: The server ended the session that keeps other migrations out. The
                 server or a model's endpoint does not answer.
             CannotWriteError: The disk of the database or of the folder is full. Run it again.
@@ -395,6 +392,11 @@ class Migration:
             IncompatibleSpaceError: The new model has changed since the verdict.
         """
         with self._alone() as (plan, source, check_lock):
+            if not plan.way:
+                raise PreconditionError(
+                    f"{self._folder}: expected a verdict, found a migration that is {plan.state}; "
+                    "nothing was written. Run `nobackfill migrate` again to complete it"
+                )
             self._check_same_vectors(plan, source)
             if plan.way in ("stay", ADAPTER, "switch"):
                 if plan.way == "switch":
