@@ -5,16 +5,18 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import apsw
 import numpy as np
 import psycopg
 import pytest
+import sqlite_vec
 from qdrant_client import QdrantClient, models
 
 from nobackfill.adopt.carrying import carry
 from nobackfill.adopt.joining import load_joining, save_joining
 from nobackfill.adopt.judgement import Queries, blocked, item_queries
 from nobackfill.adopt.maps import fit_maps
-from nobackfill.adopt.pairs import inspect, match
+from nobackfill.adopt.pairs import inspect, match, read_all
 from nobackfill.adopt.sources.opening import open_searchable, open_source
 from nobackfill.adopt.sources.source import Target
 from nobackfill.adopt.verdict import Cost, decide
@@ -137,6 +139,33 @@ def test_two_metrics_and_other_types_are_refused(database: tuple[str, Connection
     connection.execute("CREATE DOMAIN emb AS vector(24)")
     connection.execute("CREATE TABLE domains (id int PRIMARY KEY, v emb)")
     assert open_source(f"{address}#domains").facts().dim == 24
+
+
+@pytest.mark.parametrize("metric", ["cosine", "l2"])
+def test_a_vector_of_zeros_gets_no_direction_where_only_directions_count(
+    tmp_path: Path, metric: str
+) -> None:
+    """By cosine no search finds it, and none should after a migration."""
+    connection = apsw.Connection(str(tmp_path / "store.db"))
+    connection.enable_load_extension(True)
+    sqlite_vec.load(connection)
+    connection.execute(f"CREATE VIRTUAL TABLE d USING vec0(v float[24] distance_metric={metric})")
+    old = OLD[:40].copy()
+    old[7] = 0
+    for row, vector in enumerate(old):
+        values = (row, vector.astype("<f4").tobytes())
+        connection.execute("INSERT INTO d (rowid, v) VALUES (?, ?)", values)
+    mapping = fit_maps(MADE.old, MADE.new)["affine"]
+    wanted = mapping(old)
+    if metric == "cosine":
+        wanted[7] = 0
+    source = open_source(f"sqlite:{tmp_path / 'store.db'}#d")
+    for _ in range(2):
+        assert carry(source, Target("n", mapping.dims[1], mapping.digest), mapping).total == 40
+    np.testing.assert_allclose(
+        read_all(open_source(f"sqlite:{tmp_path / 'store.db'}#n")).vectors, wanted, atol=1e-6
+    )
+    connection.close()
 
 
 @pytest.mark.parametrize(

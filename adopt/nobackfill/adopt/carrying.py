@@ -131,13 +131,15 @@ class MapMaker:
     Args:
         mapping: The map.
         name: The name of the store in errors.
+        directions: Whether only the direction of a vector counts, as with the metric cosine. A
+            vector of zeros, which no search finds, then stays zeros.
     """
 
     window = WINDOW
     rows_under_lock = WINDOW
 
-    def __init__(self, mapping: Map, name: str) -> None:
-        self._mapping, self._name = mapping, name
+    def __init__(self, mapping: Map, name: str, *, directions: bool = False) -> None:
+        self._mapping, self._name, self._directions = mapping, name, directions
         self.missing: dict[str, str] = {}
 
     def first_ids(self) -> list[str]:
@@ -160,15 +162,19 @@ class MapMaker:
         """
         del window
         checked(rows, self._mapping.dims[0], self._name)
-        return rows, self._mapping(rows.vectors)
+        return rows, self.repeat(rows)
 
-    def repeat(self, rows: Rows) -> Vectors | None:
+    def repeat(self, rows: Rows) -> Vectors:
         """Migrate the old vectors of rows again; the result equals that of `make`.
 
         Raises:
             InvalidInputError: The vectors have another dimension than the map, or NaN or infinity.
         """
-        return self._mapping(rows.vectors)
+        vectors = self._mapping(rows.vectors)
+        if self._directions:
+            # The map would give them the direction of its bias, and searches would find them.
+            vectors[~rows.vectors.any(1)] = 0
+        return vectors
 
 
 def carry(
@@ -234,7 +240,7 @@ def carry(
     if isinstance(maker, Map):
         # A store of directions gives back every vector with norm 1.
         mapping = replace(maker, unit=True) if facts.directions else maker
-        maker = MapMaker(mapping, facts.name)
+        maker = MapMaker(mapping, facts.name, directions=facts.metric in (None, "cosine"))
     rows_at_once = maker.window if window is None else window
     # Vectors written after a flip are the writers' own, in some stores also before it.
     check = not isinstance(place, Flippable) or not (
