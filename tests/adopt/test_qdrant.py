@@ -91,6 +91,19 @@ def test_a_new_vector_is_kept_and_indexed_as_the_old_one(store: Qdrant) -> None:
     assert kept.quantization_config == params.quantization_config
 
 
+@pytest.mark.parametrize("datatype", [models.Datatype.UINT8, models.Datatype.TURBO4])
+def test_a_new_vector_is_not_rounded_as_integers(store: Qdrant, datatype: models.Datatype) -> None:
+    """A server keeps 0 or 1 of each number as uint8, and --flip reads no vector back."""
+    params = models.VectorParams(size=24, distance=models.Distance.COSINE, datatype=datatype)
+    store.client.create_collection("whole", vectors_config={"v": params})
+    made = QdrantClient.create_vector_name
+    with patch.object(
+        QdrantClient, "create_vector_name", autospec=True, side_effect=made
+    ) as create:
+        open_source(f"qdrant:{store.folder}#whole").open_target(TARGET)
+    assert create.call_args.args[3].dense.datatype is None
+
+
 def test_nothing_is_lost_where_others_write_at_the_flip(store: Qdrant) -> None:
     """Writers put both vectors from a moment on; one is late, and puts the old one alone."""
     carry(store.open(), TARGET, MAP)

@@ -452,8 +452,9 @@ class QdrantSource:
     def open_target(self, target: Target) -> "NewNamedVectors":
         """Create the new named vector, or open it if this map created it before.
 
-        It gets the metric, storage and index settings of the old one. The mark is written before
-        the vector, so that a killed call can be repeated. An existing vector of this map is not
+        It gets the metric, storage and index settings of the old one. Its numbers are float16 if
+        those of the old one are, else float32. The mark is written before the vector, so that a
+        killed call can be repeated. An existing vector of this map is not
         changed, and its dimension is not checked. If writing the index settings fails, the vector
         stays with the server's own; a later call does not set them.
 
@@ -483,7 +484,9 @@ class QdrantSource:
             )
         if target.name not in vectors:
             like = self._params
-            datatype = like.datatype and models.VectorStorageDatatype(like.datatype.value)
+            # Others lose too much: uint8 cuts each number of a vector of norm 1 to 0 or 1.
+            half = like.datatype == models.Datatype.FLOAT16
+            datatype = models.VectorStorageDatatype.FLOAT16 if half else None
             dense = models.DenseVectorConfig(
                 size=target.dim, distance=like.distance, datatype=datatype
             )
