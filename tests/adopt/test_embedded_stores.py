@@ -15,6 +15,7 @@ from nobackfill.adopt.pairs import read_all
 from nobackfill.adopt.sources.opening import open_source
 from nobackfill.adopt.sources.source import Reversible, Searchable, Target
 from nobackfill.errors import BusyError, InvalidInputError, NotFoundError
+from nobackfill.plugins.lancedb import LanceSource
 from nobackfill.plugins.sqlite_vec import VecDatabase
 from nobackfill.vectors import Vectors
 from tests.adopt.stores import MADE, Lance, SqliteVec
@@ -145,6 +146,15 @@ def test_half_precision_and_integers_as_keys_in_lancedb(lance: Lance) -> None:
 
 
 def test_sqlite_flips_with_all_columns_and_goes_back(sqlite: SqliteVec) -> None:
+def test_rows_without_a_vector_shift_no_key_in_lancedb(lance: Lance) -> None:
+    lance.table.update(where=f"id = '{MADE.ids[1]}'", values_sql={"vector": "NULL"})
+    source = lance.open()
+    assert isinstance(source, LanceSource)
+    rows = source.rows(source.select(["id", "vector"], None).sort_by("id"), "vector")
+    assert rows.ids == [MADE.ids[0], *MADE.ids[2:]]
+    np.testing.assert_array_equal(rows.vectors, MADE.old[[0, *range(2, 230)]])
+
+
     address = f"sqlite:{sqlite.path}#docs"
     sqlite.connection.execute("CREATE TABLE items (id text primary key)")
     sqlite.connection.execute(

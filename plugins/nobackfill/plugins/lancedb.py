@@ -345,8 +345,7 @@ class LanceSource:
     def rows(self, result: Any, column: str) -> Rows:
         """Convert rows of Arrow to Rows, with the vectors of a column, float32 [n, dim].
 
-        No row may lack the vector: that is not noticed, and later vectors would belong to wrong
-        keys.
+        Rows without the vector are left out.
 
         Args:
             result: The rows, with the key and the column.
@@ -356,6 +355,8 @@ class LanceSource:
             KeyError: `result` lacks the key or the column.
             ValueError, AttributeError: The column holds no vectors of one dimension.
         """
+        # Arrow's flatten drops them, so that later vectors would belong to wrong keys.
+        result = result.filter(result[column].is_valid())
         keys = result[self.key].to_pylist()
         dim = _dim(result.schema.field(column)) or 0
         return Rows([str(one) for one in keys], _vectors(result[column], dim), keys)
