@@ -411,11 +411,13 @@ class LanceSource:
         return [str(one) for one in result[self.key].to_pylist()]
 
     def _looked_up(self, ids: Sequence[str], column: str) -> Any:
-        whole = pa.types.is_integer(self.schema.field(self.key).type)
-        keys_to_read = [one for one in dict.fromkeys(ids) if not whole or _is_number(one)]
-        if not keys_to_read:
+        kind = self.schema.field(self.key).type
+        literals = [
+            _literal(key) for one in dict.fromkeys(ids) if (key := _key(one, kind)) is not None
+        ]
+        if not literals:
             return self.select([self.key, column], "false")
-        keys = ", ".join(_literal(int(one) if whole else one) for one in keys_to_read)
+        keys = ", ".join(literals)
         condition = f"{_quoted(self.key)} IN ({keys}) AND {_quoted(column)} IS NOT NULL"
         return self.select([self.key, column], condition)
 
@@ -1035,10 +1037,17 @@ def _literal(value: object) -> str:
     return "'" + str(value).replace("'", "''") + "'"
 
 
-def _is_number(name: str) -> bool:
-    """Return whether a text is an integer that a column of 64 bits may hold, with or without
-    sign."""
-    return re.fullmatch(r"-?[0-9]{1,20}", name) is not None and -(2**63) <= int(name) < 2**64
+def _key(name: str, kind: Any) -> int | str | None:
+    """Convert a text to a key of a column's type; None if the type cannot hold it."""
+    if not pa.types.is_integer(kind):
+        return name
+    if re.fullmatch(r"-?[0-9]{1,20}", name) is None:
+        return None
+    try:
+        return int(pa.scalar(int(name), kind).as_py())
+    except (OverflowError, pa.ArrowInvalid):
+        # LanceDB refuses the whole condition because of one such literal.
+        return None
 
 
 @contextmanager
