@@ -146,7 +146,6 @@ def test_half_precision_and_integers_as_keys_in_lancedb(lance: Lance) -> None:
     assert kind == pa.list_(pa.float16(), MAP.dims[1])
 
 
-def test_sqlite_flips_with_all_columns_and_goes_back(sqlite: SqliteVec) -> None:
 def test_rows_without_a_vector_shift_no_key_in_lancedb(lance: Lance) -> None:
     lance.table.update(where=f"id = '{MADE.ids[1]}'", values_sql={"vector": "NULL"})
     source = lance.open()
@@ -156,6 +155,7 @@ def test_rows_without_a_vector_shift_no_key_in_lancedb(lance: Lance) -> None:
     np.testing.assert_array_equal(rows.vectors, MADE.old[[0, *range(2, 230)]])
 
 
+def test_sqlite_flips_with_all_columns_and_goes_back(sqlite: SqliteVec) -> None:
     address = f"sqlite:{sqlite.path}#docs"
     sqlite.connection.execute("CREATE TABLE items (id text primary key)")
     sqlite.connection.execute(
@@ -233,6 +233,16 @@ def test_sqlite_refuses_by_name(sqlite: SqliteVec) -> None:
         open_source(f"sqlite:{text}#docs")
     with pytest.raises(InvalidInputError, match="expected no --key"):
         open_source(f"sqlite:{sqlite.path}#docs", key="id")
+    # vec0 takes "bit8" for bit: it stores an eighth of a byte for each.
+    sqlite.connection.execute("CREATE VIRTUAL TABLE bits USING vec0(v float[24], b bit8[16])")
+    for place in (1, 2):
+        vector, bits = MADE.old[place].astype("<f4").tobytes(), bytes([place, 255])
+        sqlite.connection.execute(
+            "INSERT INTO bits (rowid, v, b) VALUES (?, ?, vec_bit(?))", (place, vector, bits)
+        )
+    assert carry(open_source(f"sqlite:{sqlite.path}#bits"), target("bits_new"), MAP).total == 2
+    query = "SELECT hex(b) FROM bits_new ORDER BY rowid"
+    assert sqlite.connection.execute(query).fetchall() == [("01FF",), ("02FF",)]
     # vec0 takes "float16" for float: it stores 32 bits.
     sqlite.connection.execute("CREATE VIRTUAL TABLE halves USING vec0(v float16[24])")
     vector = MADE.old[0].astype("<f4").tobytes()

@@ -119,14 +119,19 @@ class VecColumn:
         """Return the bytes of a vector in its column; 0 for a column of another role."""
         if self.floats:
             return 4 * self.dim
-        return self.dim // 8 if self.type == "bit" else self.dim
+        return self.dim // 8 if self._bits else self.dim
+
+    @property
+    def _bits(self) -> bool:
+        """Return whether vec0 stores bits: it reads no further than `bit`."""
+        return self.type.startswith("bit")
 
     @property
     def placeholder(self) -> str:
         """Return the SQL expression that inserts a value of this column."""
         if self.role != "vector" or self.floats:
             return "?"
-        return "vec_bit(?)" if self.type == "bit" else "vec_int8(?)"
+        return "vec_bit(?)" if self._bits else "vec_int8(?)"
 
 
 @dataclass(frozen=True)
