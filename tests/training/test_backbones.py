@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 from torchvision.models import get_model_weights
+from torchvision.models.mobilenetv2 import InvertedResidual
 
 from nobackfill.errors import ConfigurationError
 from nobackfill.training.networks.backbones import GeM, backbone_names, build_backbone
@@ -165,3 +166,16 @@ def test_small_transformers_learn_from_the_first_step_and_refuse_what_they_canno
         build("small_vit", 28)
     with pytest.raises(ConfigurationError, match="small_mobilenet has no average pooling"):
         build("small_mobilenet", 8, pooling="gem")
+
+
+@pytest.mark.parametrize(
+    ("width", "channels"),
+    [(8, [4, 4, 4, 8]), (24, [20, 36, 36, 72]), (32, [32, 64, 64, 128])],
+)
+def test_checkpoints_of_small_mobilenet_keep_their_shapes(width: int, channels: list[int]) -> None:
+    """Its stages begin with width²/32 channels, in multiples of 4."""
+    network = build_backbone(
+        "small_mobilenet", 24, width=width, pooling="avg", last_nonlin=False, image_size=8
+    )
+    blocks = [one for one in network.modules() if isinstance(one, InvertedResidual)]
+    assert [block.out_channels for block in blocks] == channels

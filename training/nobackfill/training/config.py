@@ -123,7 +123,8 @@ class _Network(_Training):
 
     image_size: int = Field(ge=8, le=1024)
     backbone: str = "small"
-    # Channels of the first stage; used only by networks named `small` or `small_…`.
+    # Used only by networks named `small` or `small_…`, each of which counts it in its own way: see
+    # `nobackfill.training.networks.backbones`.
     width: int = Field(32, ge=4, le=512)
     # A nonlinearity after the last linear layer (the papers report that this fails).
     last_nonlin: bool = False

@@ -125,7 +125,9 @@ def small_mobilenet(embedding_dim: int, width: int, pooling: str, image_size: in
     """
     from torchvision.models import MobileNetV2
 
-    # Per stage: expansion, channels, blocks, stride.
+    # Per stage: expansion, channels, blocks, stride. MobileNetV2 multiplies the channels by its
+    # second argument again, so only width 32 gives `width` of them. It stays so: checkpoints of
+    # earlier runs have these shapes.
     stages = [[1, width, 1, 1], [4, 2 * width, 2, 2], [4, 4 * width, 1, 2]]
     network = MobileNetV2(
         embedding_dim, width / 32, inverted_residual_setting=stages, round_nearest=4, dropout=0.0
