@@ -1,9 +1,11 @@
 """A gallery is deleted beside every use of it: nothing closes under its users, none deadlock."""
 
+import signal
 import threading
+import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -150,6 +152,46 @@ def test_closing_gives_up_where_a_reader_never_ends(
         with store.read_snapshot(), pytest.raises(BusyError, match="a call still uses it"):
             store.close()
         assert store.count() == 0
+
+
+def test_an_interrupted_wait_keeps_nobody_out() -> None:
+    """Who came later to share the lock waited for ever, although nobody waited to hold it alone."""
+    lock, shared, end = WriteLock("a"), threading.Event(), threading.Event()
+    later: list[Future[None]] = []
+
+    def share() -> None:
+        with lock.shared():
+            shared.set()
+            end.wait(60)
+
+    def share_briefly() -> None:
+        with lock.shared():
+            pass
+
+    with ThreadPoolExecutor(3) as pool:
+        pool.submit(share)
+        assert shared.wait(30)
+
+        def interrupted(*_: object) -> None:
+            later.append(pool.submit(share_briefly))
+            # Long enough for it to wait behind this thread.
+            time.sleep(0.3)
+            raise KeyboardInterrupt
+
+        main = threading.main_thread().ident
+        assert main is not None
+        before = signal.signal(signal.SIGUSR1, interrupted)
+        timer = threading.Timer(0.3, signal.pthread_kill, (main, signal.SIGUSR1))
+        timer.start()
+        try:
+            with pytest.raises(KeyboardInterrupt), lock.exclusive():
+                pass
+            later[0].result(30)
+        finally:
+            signal.signal(signal.SIGUSR1, before)
+            end.set()
+    with lock.exclusive():
+        pass
 
 
 def test_waiting_against_the_order_is_refused() -> None:

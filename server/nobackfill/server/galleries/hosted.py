@@ -237,6 +237,8 @@ class WriteLock:
                 self._condition.wait_for(lambda: not self._exclusive and not self._shared)
             finally:
                 self._waiting -= 1
+                # After an interrupted wait nobody else wakes the threads that wait behind it.
+                self._condition.notify_all()
             self._exclusive = True
         try:
             with hold_level(Level.WRITES, self._name):
