@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from nobackfill.errors import BusyError, NotFoundError
+from nobackfill.errors import BusyError, CannotWriteError, NotFoundError
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.gallery.sqlite_gallery import SqliteGallery
 from nobackfill.release.manifest import Manifest
@@ -26,7 +26,7 @@ from nobackfill.server.gateway import GatewayServer
 from nobackfill.v1 import gallery_pb2, release_pb2
 from tests.server.conftest import Stages, publish_stage
 from tests.server.process import serving
-from tests.server.support import Client, embedding, images, refused, running
+from tests.server.support import Client, embedding, images, in_file, refused, running
 
 ROUNDS = 25
 
@@ -152,6 +152,67 @@ def test_closing_gives_up_where_a_reader_never_ends(
         with store.read_snapshot(), pytest.raises(BusyError, match="a call still uses it"):
             store.close()
         assert store.count() == 0
+
+
+def test_a_gallery_that_background_work_reads_stays_until_it_can_be_closed(
+    gateway: GatewayServer, client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gallery was gone, its folder stayed until the next start, and so did its open files."""
+    monkeypatch.setattr("nobackfill.gallery.sqlite_file._CLOSE_S", 0.05)
+    client.create_gallery("g")
+    client.put_images(images(2))
+    assert len(client.find(images(1)[0], k=9).hits) == 2
+    hosted = in_file(gateway)
+    with hosted.store.read_snapshot() as connection:
+        assert connection.execute("SELECT count(*) FROM items").fetchone() == (2,)
+        with refused(BusyError):
+            client.delete_gallery("g")
+        with pytest.raises(BusyError):
+            hosted.close()
+        client.put_images(images(4))
+        assert client.get_gallery("g").items == 4
+        assert len(client.find(images(1)[0], k=9).hits) == 4
+    client.delete_gallery("g")
+    assert not [path for path in (tmp_path / "data" / "galleries").iterdir() if "g" in path.name]
+    hosted.close()
+    with pytest.raises(NotFoundError):
+        hosted.store.count()
+
+
+def test_a_gallery_whose_folder_cannot_be_moved_is_served_as_before(
+    gateway: GatewayServer, client: Client, tmp_path: Path
+) -> None:
+    client.create_gallery("g")
+    client.put_images(images(2))
+    # Nothing can be synced behind a broken link.
+    link = tmp_path / "data" / "galleries" / "g" / "link"
+    link.symlink_to("nowhere")
+    with refused(CannotWriteError):
+        client.delete_gallery("g")
+    client.put_images(images(3))
+    assert len(client.find(images(1)[0], k=9).hits) == 3
+    link.unlink()
+    client.delete_gallery("g")
+    with refused(NotFoundError):
+        client.get_gallery("g")
+
+
+def test_one_gallery_that_cannot_be_closed_leaves_no_other_open(
+    gateway: GatewayServer, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nobackfill.gallery.sqlite_file._CLOSE_S", 0.05)
+    for name in "abc":
+        client.create_gallery(name)
+    a, b, c = (in_file(gateway, name) for name in "abc")
+    with b.store.read_snapshot():
+        with pytest.raises(BusyError):
+            gateway.galleries.close()
+        for hosted in (a, c):
+            with pytest.raises(NotFoundError):
+                hosted.store.count()
+    gateway.galleries.close()
+    with pytest.raises(NotFoundError):
+        b.store.count()
 
 
 def test_an_interrupted_wait_keeps_nobody_out() -> None:

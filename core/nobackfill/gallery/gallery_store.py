@@ -69,12 +69,10 @@ class GalleryStore(UpgradableStore, EditableStore, Protocol):
         """
         ...
 
-    def suspend(self) -> bool:
-        """Close files and connections until they are needed; return False if they are in use.
+    def reopen(self) -> None:
+        """Let a closed store be used again; files and connections are opened at the next call.
 
-        Never waits.
-
-        The next call opens them again, and may raise each error of opening a gallery.
+        The next call may raise each error of opening a gallery. An open store stays as it is.
         """
         ...
 

@@ -1549,6 +1549,11 @@ class FileConnections:
             self._closed = True
             self._shut()
 
+    def reopen(self) -> None:
+        """Let closed connections be opened again when one is needed. Nothing is opened here."""
+        with self._users:
+            self._closed = False
+
     def suspend(self) -> bool:
         """Close the connections and free the lock until one is needed. Never waits.
 

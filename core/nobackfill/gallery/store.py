@@ -567,6 +567,13 @@ class Store:
         """
         self._connections.close()
 
+    def reopen(self) -> None:
+        """Let a closed gallery be used again; the next call opens its connections.
+
+        That call may raise each error of the constructor. An open gallery stays as it is.
+        """
+        self._connections.reopen()
+
     def suspend(self) -> bool:
         """Close every connection until one is needed. Never waits.
 

@@ -860,18 +860,19 @@ class Hosted(ABC):
         self.exact = exact
 
     def close(self) -> None:
-        """Close the store; no call may use the gallery.
+        """Close the store; no call may use the gallery. A second call does nothing.
 
-        Other methods then raise NotFoundError; in a database they still work. Call it once: after
-        BusyError the store stays open, but a second call raises ValueError.
+        Other methods then raise NotFoundError; in a database they still work.
 
         Raises:
-            BusyError: a call that still uses the file does not end within a minute.
-            ValueError: the gallery is closed already.
+            BusyError: a call that still uses the file does not end within a minute; the gallery
+                stays open and follows commits, and `close` may be called again.
         """
-        self.store.unsubscribe(self._forward)
-        self.filtering.close()
         self.store.close()
+        self.filtering.close()
+        with suppress(ValueError):
+            # A gallery that is closed already is not subscribed.
+            self.store.unsubscribe(self._forward)
 
     def _forward(self, change: Change) -> None:
         with self._lock:
@@ -1047,7 +1048,7 @@ class GalleryRegistry:
             hosted.sizes()
             hosted.check_complete()
         except BaseException:
-            hosted.store.close()
+            hosted.close()
             raise
         return hosted
 
@@ -1316,9 +1317,10 @@ class GalleryRegistry:
     def delete(self, name: str) -> None:
         """Delete a gallery once no call uses it; new calls are refused at once.
 
-        It waits up to 60 s for calls that use the gallery. After an error the gallery is served as
-        before, unless only the storage of a deleted gallery could not be freed; the next start
-        frees it. One that is set aside and was never opened is removed without a wait.
+        It waits up to 60 s for calls that use the gallery, and then as long for background work
+        that reads its file. After an error the gallery is served as before, unless only the storage
+        of a deleted gallery could not be freed; the next start frees it. One that is set aside and
+        was never opened is removed without a wait.
 
         Args:
             name: the gallery, which may be set aside.
@@ -1351,13 +1353,15 @@ class GalleryRegistry:
                     f"gallery {name!r} cannot be deleted: calls have used it for "
                     f"{_DRAIN_SECONDS:.0f} seconds; try again when they have ended"
                 )
+            # Before the removal: an open store could open the file of a later gallery of this name.
+            hosted.store.close()
             with self._lock_names():
-                hosted.store.suspend()
                 finish = self._home.remove(name)
                 with self._update_lock:
                     self._hosted = {n: h for n, h in self._hosted.items() if n != name}
                 self._clear_reason(name)
         except BaseException:
+            hosted.store.reopen()
             hosted.is_closing = False
             hosted.users.reopen()
             raise
@@ -1365,16 +1369,15 @@ class GalleryRegistry:
         finish()
 
     def close(self) -> None:
-        """Close all galleries.
-
-        Galleries are closed one after another; an error leaves the later ones open.
+        """Close all galleries, one after another, also after an error. A second call does nothing.
 
         Raises:
-            BusyError: a call that still uses a file does not end within a minute.
-            ValueError: a gallery is closed already.
+            BusyError: a call that still uses a file does not end within a minute; the other
+                galleries are closed.
         """
-        for hosted in self._hosted.values():
-            hosted.close()
+        with ExitStack() as closing:
+            for hosted in self._hosted.values():
+                closing.callback(hosted.close)
 
     def _clear_reason(self, name: str) -> None:
         """Forget why a gallery was set aside: a new one of this name is another gallery."""

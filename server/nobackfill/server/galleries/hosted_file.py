@@ -660,17 +660,17 @@ class HostedInFile(Hosted):
         self.index_path(space).unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Close the store; no call may use the gallery; see Hosted.close.
+        """Close the store and free the views; no call may use the gallery; see Hosted.close.
 
         Raises:
-            BusyError: a call that still uses the file does not end within a minute; the file stays
-                open, but follows no commit, and a second call raises ValueError.
-            ValueError: the gallery is closed already.
+            BusyError: a call that still uses the file does not end within a minute; the gallery
+                stays open and follows commits, and `close` may be called again.
         """
-        self.origins.retain(())
-        for view in self.views().values():
-            view.close()
         super().close()
+        self.origins.retain(())
+        views, self._views = self._views, {}
+        for view in views.values():
+            view.close()
 
     def _forward(self, change: Change) -> None:
         super()._forward(change)

@@ -93,12 +93,8 @@ class PostgresqlGallery(Reads):
         Later calls of other methods still work.
         """
 
-    def suspend(self) -> bool:
-        """Return True: nothing is held open.
-
-        It closes nothing.
-        """
-        return True
+    def reopen(self) -> None:
+        """Do nothing: `close` closes nothing."""
 
     def subscribe(self, listener: Callable[[Change], None]) -> None:
         """Call `listener` with the change after each commit of this process, in order; see
