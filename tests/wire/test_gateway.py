@@ -5,7 +5,9 @@ import inspect
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +20,7 @@ from nobackfill.errors import (
     PreconditionError,
     TooLargeError,
 )
-from nobackfill.gallery.filters import Range
+from nobackfill.gallery.filters import Range, TimeRange
 from nobackfill.images import LARGEST_BYTES
 from nobackfill.v1 import gallery_pb2, release_pb2, search_pb2, upgrade_pb2, vault_pb2
 from nobackfill.wire import Gateway
@@ -129,6 +131,31 @@ def test_metadata_of_another_kind_is_refused_without_sending(place: Place) -> No
         assert refusals["odd"].startswith("metadata: expected a text, a number")
     with pytest.raises(InvalidInputError, match="neither"):
         place.gateway.set_metadata("g", {"n": 1})
+
+
+def test_what_cannot_be_sent_is_refused_by_name(place: Place) -> None:
+    """One such item ended the whole call, and those before it stayed stored."""
+    gateway, half = place.gateway, "\ud800"
+    gateway.create_gallery("unsendable")
+    notes: dict[str, dict[str, Any]] = {
+        "huge": {"n": 10**400}, "half": {"n": half}, "list": {"n": [half]}, "key": {half: 1},
+        "number": {1: "a"}, "time": {"n": datetime(9999, 1, 1, tzinfo=UTC)},  # type: ignore[dict-item]
+        "large": {"n": 2**64},
+    }  # fmt: skip
+    names, refused = ["first", *notes, half, "last"], {*notes, half} - {"large"}
+    refusals = gateway.put("unsendable", dict.fromkeys(names, place.images[0]), notes)
+    assert refusals.keys() == refused
+    # This release embeds no texts: the gateway refuses the others.
+    refusals = gateway.put_texts("unsendable", dict.fromkeys(names, "a text"), notes)
+    assert {name for name in names if refusals[name].startswith(("metadata", "id"))} == refused
+    assert [item.id for item in gateway.list("unsendable")] == ["first", "large", "last"]
+    for where in ({"n": 10**400}, {"n": half}, {half: 1}, TimeRange("n", at_least=2**62)):
+        with pytest.raises(InvalidInputError):
+            gateway.count("unsendable", where=where)
+        with pytest.raises(InvalidInputError):
+            gateway.search("unsendable", image=place.images[0], where=where)
+    with pytest.raises(InvalidInputError, match="largest float"):
+        gateway.set_metadata("unsendable", {"n": -(10**400)}, ids=["first"])
 
 
 def test_searches(place: Place) -> None:

@@ -16,7 +16,7 @@ from nobackfill.v1.gallery_pb2_grpc import GalleryServiceStub
 from nobackfill.v1.search_pb2_grpc import SearchServiceStub
 from nobackfill.wire.answers import Answer, Hit, Image, Item, Status
 from nobackfill.wire.connection import Connection
-from nobackfill.wire.values import fill_value, from_metadata, origin_name, to_filter
+from nobackfill.wire.values import fill_metadata, from_metadata, origin_name, to_filter
 
 Where = Mapping[str, Scalar] | Filter
 # Vectors by the id of their space.
@@ -86,8 +86,7 @@ class SearchCalls(Connection):
             NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
                 time is over), OverloadedError, NotPermittedError (token or role).
             ValueError: The connection was closed, a value of `embeddings` is no number, or `k` or
-                `ef` is negative. Or a time of `where` is outside of the years 1 to 9999.
-            OverflowError: An integer in a mapping `where` is beyond the largest float.
+                `ef` is negative.
         """
         request = search_pb2.SearchRequest(
             gallery=gallery,
@@ -174,8 +173,7 @@ class SearchCalls(Connection):
             NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
                 time is over), OverloadedError, NotPermittedError (token or role).
             ValueError: The connection was closed, a value of `embeddings` is no number, or `k` or
-                `ef` is negative. Or a time of `where` is outside of the years 1 to 9999.
-            OverflowError: An integer in a mapping `where` is beyond the largest float.
+                `ef` is negative.
         """
         request = search_pb2.SearchBatchRequest(
             gallery=gallery,
@@ -422,8 +420,9 @@ class GalleryCalls(Connection):
         """Store images by id; they are durable when this returns.
 
         An existing id is replaced, unless its content is the same. A file that cannot be read or is
-        too large, and metadata of another kind, are refused without sending them. Items are sent in
-        pieces, each retried until the connection's `seconds` are over.
+        too large, and metadata of another kind, are refused without sending them; so are numbers
+        beyond the largest float, and ids, keys and texts that are no valid Unicode. Items are sent
+        in pieces, each retried until the connection's `seconds` are over.
 
         Args:
             gallery: Name of the gallery.
@@ -443,20 +442,21 @@ class GalleryCalls(Connection):
             NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
                 time is over), OverloadedError, NotPermittedError (token or role). Earlier pieces
                 stay stored.
-            ValueError: The connection was closed, or an id, a key or a text has half a surrogate
-                pair.
+            ValueError: The connection was closed.
             VerificationError: The gallery is damaged and set aside, or a model of the release
                 fails.
-            OverflowError: A value is an integer beyond the largest float.
         """
         unsent: dict[str, str] = {}
 
         def items() -> Iterator[gallery_pb2.PutItem]:
             for name, image in images.items():
                 try:
-                    yield _item(name, image, (metadata or {}).get(name, {}))
+                    item = _item(name, (metadata or {}).get(name, {}))
+                    item.image = image_bytes(image)
                 except InvalidInputError as error:
                     unsent[name] = str(error)
+                else:
+                    yield item
 
         return {**self.put_items(gallery, items()), **unsent}
 
@@ -470,7 +470,8 @@ class GalleryCalls(Connection):
         returns.
 
         An existing id is replaced, unless its content is the same. A text that cannot be embedded,
-        and metadata of another kind, are refused without sending them. Items are sent in pieces,
+        and metadata of another kind, are refused without sending them; so are numbers beyond the
+        largest float, and ids, keys and texts that are no valid Unicode. Items are sent in pieces,
         each retried until the connection's `seconds` are over.
 
         Args:
@@ -491,21 +492,21 @@ class GalleryCalls(Connection):
             NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
                 time is over), OverloadedError, NotPermittedError (token or role). Earlier pieces
                 stay stored.
-            ValueError: The connection was closed, or an id, a key or a text has half a surrogate
-                pair.
+            ValueError: The connection was closed.
             VerificationError: The gallery is damaged and set aside, or a model of the release
                 fails.
-            OverflowError: A value is an integer beyond the largest float.
         """
         unsent: dict[str, str] = {}
 
         def items() -> Iterator[gallery_pb2.PutItem]:
             for name, text in texts.items():
                 try:
-                    item = gallery_pb2.PutItem(id=name, text=check_text(text))
-                    yield _with_metadata(item, (metadata or {}).get(name, {}))
+                    item = _item(name, (metadata or {}).get(name, {}))
+                    item.text = check_text(text)
                 except InvalidInputError as error:
                     unsent[name] = str(error)
+                else:
+                    yield item
 
         return {**self.put_items(gallery, items()), **unsent}
 
@@ -597,9 +598,7 @@ class GalleryCalls(Connection):
             BusyError: The database of the gallery is busy.
             NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
                 time is over), OverloadedError, NotPermittedError (token or role).
-            ValueError: The connection was closed, or a time of `where` is outside of the years 1 to
-                9999.
-            OverflowError: An integer in a mapping `where` is beyond the largest float.
+            ValueError: The connection was closed.
         """
         request = gallery_pb2.ListItemsRequest(
             gallery=gallery, filter=to_filter(where), page_size=_PAGE
@@ -630,9 +629,7 @@ class GalleryCalls(Connection):
             BusyError: The database of the gallery is busy.
             NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
                 time is over), OverloadedError, NotPermittedError (token or role).
-            ValueError: The connection was closed, or a time of `where` is outside of the years 1 to
-                9999.
-            OverflowError: An integer in a mapping `where` is beyond the largest float.
+            ValueError: The connection was closed.
         """
         request = gallery_pb2.CountItemsRequest(gallery=gallery, filter=to_filter(where))
         return int(self._retry(lambda t: self._galleries.CountItems(request, timeout=t)).items)
@@ -673,15 +670,13 @@ class GalleryCalls(Connection):
                 changed.
             NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
                 time is over), OverloadedError, NotPermittedError (token or role).
-            ValueError: The connection was closed, or an id, a key or a text has half a surrogate
-                pair. Or a time of `where` is outside of the years 1 to 9999.
-            OverflowError: A value is an integer beyond the largest float.
+            ValueError: The connection was closed, or an id or a key of `remove` has half a
+                surrogate pair.
         """
         request = gallery_pb2.SetMetadataRequest(gallery=gallery, ids=ids, remove=remove)
         if where is not None:
             request.filter.CopyFrom(to_filter(where))
-        for key, value in values.items():
-            fill_value(value, request.set[key])
+        fill_metadata(values, request.set)
         return int(self._retry(lambda t: self._galleries.SetMetadata(request, timeout=t)).items)
 
     def delete(self, gallery: str, ids: Sequence[str] = (), *, where: Where | None = None) -> int:
@@ -710,9 +705,7 @@ class GalleryCalls(Connection):
                 deleted.
             NobackfillError: Any other failure: UnavailableError (no answer), DeadlineError (the
                 time is over), OverloadedError, NotPermittedError (token or role).
-            ValueError: The connection was closed, or a time of `where` is outside of the years 1 to
-                9999.
-            OverflowError: An integer in a mapping `where` is beyond the largest float.
+            ValueError: The connection was closed.
         """
         request = gallery_pb2.DeleteItemsRequest(gallery=gallery, ids=ids)
         if where is not None:
@@ -722,13 +715,15 @@ class GalleryCalls(Connection):
         )
 
 
-def _item(name: str, image: Image, notes: Mapping[str, Scalar]) -> gallery_pb2.PutItem:
-    return _with_metadata(gallery_pb2.PutItem(id=name, image=image_bytes(image)), notes)
-
-
-def _with_metadata(item: gallery_pb2.PutItem, notes: Mapping[str, Scalar]) -> gallery_pb2.PutItem:
-    for key, value in notes.items():
-        fill_value(value, item.metadata[key])
+def _item(name: str, notes: Mapping[str, Scalar]) -> gallery_pb2.PutItem:
+    """Return an item without content."""
+    try:
+        item = gallery_pb2.PutItem(id=name)
+    except (TypeError, ValueError) as error:
+        raise InvalidInputError(
+            f"id: expected valid Unicode text, got {name!r:.64}; use another id"
+        ) from error
+    fill_metadata(notes, item.metadata)
     return item
 
 

@@ -46,10 +46,23 @@ def fill_value(value: MetadataValue, into: types.Value) -> None:
         into: The message; what it held before is replaced, but a list is appended to a list.
 
     Raises:
-        InvalidInputError: None, a mapping, or a list of anything but texts.
-        OverflowError: An integer beyond the largest float.
-        ValueError: A text has half a surrogate pair.
+        InvalidInputError: None, a mapping, or a list of anything but texts; an integer beyond the
+            largest float; or a text with half a surrogate pair.
     """
+    try:
+        _fill(value, into)
+    except OverflowError as error:
+        raise InvalidInputError(
+            "metadata: expected an integer of 64 bits, got one beyond the largest float; store it "
+            "as a text"
+        ) from error
+    except ValueError as error:
+        raise InvalidInputError(
+            f"metadata: expected valid Unicode, got half of a character ({error}); leave it out"
+        ) from error
+
+
+def _fill(value: MetadataValue, into: types.Value) -> None:
     if isinstance(value, bool):
         into.flag = value
     elif isinstance(value, str):
@@ -68,6 +81,27 @@ def fill_value(value: MetadataValue, into: types.Value) -> None:
         )
 
 
+def fill_metadata(metadata: Mapping[str, MetadataValue], into: Values) -> None:
+    """Write metadata into a message, each value as `fill_value` does.
+
+    Args:
+        metadata: The values by key.
+        into: The message; other keys that it holds stay.
+
+    Raises:
+        InvalidInputError: A key is no text or has half a surrogate pair, or `fill_value` refuses a
+            value. Values before it are in the message.
+    """
+    for key, value in metadata.items():
+        try:
+            entry = into[key]
+        except (TypeError, ValueError) as error:
+            raise InvalidInputError(
+                f"metadata: expected keys of valid Unicode text, got {key!r:.64}; leave it out"
+            ) from error
+        fill_value(value, entry)
+
+
 def to_value(value: MetadataValue) -> types.Value:
     """Return a metadata value as a new message.
 
@@ -77,9 +111,8 @@ def to_value(value: MetadataValue) -> types.Value:
         value: The value. NaN and infinity are written without an error.
 
     Raises:
-        InvalidInputError: None, a mapping, or a list of anything but texts.
-        OverflowError: An integer beyond the largest float.
-        ValueError: A text has half a surrogate pair.
+        InvalidInputError: None, a mapping, or a list of anything but texts; an integer beyond the
+            largest float; or a text with half a surrogate pair.
     """
     message = types.Value()
     fill_value(value, message)
@@ -156,22 +189,26 @@ def to_filter(where: Mapping[str, Scalar] | Filter | None) -> types.Filter:
     An empty message passes every item, and so does an empty mapping. A mapping is not checked.
 
     Raises:
-        InvalidInputError: The filter has too many tests, values or levels, a NaN, or an integer of
-            more than 64 bits. A value of a mapping is None, a mapping, or a list of anything but
-            texts.
-        ValueError: A time is outside of the years 1 to 9999, or a text of a mapping has half a
-            surrogate pair.
-        OverflowError: An integer in a mapping is beyond the largest float.
+        InvalidInputError: The filter has too many tests, values or levels, a NaN, an integer of
+            more than 64 bits, a time outside of the years 1 to 9999, or a text with half a
+            surrogate pair. A value of a mapping is None, a mapping, or a list of anything but
+            texts, or an integer beyond the largest float.
     """
     message = types.Filter()
-    if isinstance(where, Mapping):
-        # Gateways before expressions understand conditions, but would ignore an expression.
-        for key, value in where.items():
-            message.conditions.add(key=key, equals=to_value(value))
-    elif where is not None:
-        check_filter(where)
-        message.expression.CopyFrom(to_expression(where))
-        message.conditions.add(key=NEWER, exists=False)
+    try:
+        if isinstance(where, Mapping):
+            # Gateways before expressions understand conditions, but would ignore an expression.
+            for key, value in where.items():
+                message.conditions.add(key=key, equals=to_value(value))
+        elif where is not None:
+            check_filter(where)
+            message.expression.CopyFrom(to_expression(where))
+            message.conditions.add(key=NEWER, exists=False)
+    except ValueError as error:
+        raise InvalidInputError(
+            "filter: expected texts of valid Unicode, and times of the years 1 to 9999, found "
+            f"another ({error}); correct the filter"
+        ) from error
     return message
 
 
@@ -180,9 +217,8 @@ def to_expression(condition: Filter) -> types.Expression:
 
     Raises:
         ValueError: A bound has more than 64 bits, a time is outside of the years 1 to 9999, or a
-            text has half a surrogate pair.
-        InvalidInputError: A value of a OneOf is None, a mapping, or a list of anything but texts.
-        OverflowError: An integer among the values of a OneOf is beyond the largest float.
+            key has half a surrogate pair.
+        InvalidInputError: `fill_value` refuses a value of a OneOf.
     """
     message = types.Expression()
     if isinstance(condition, All | AnyOf):

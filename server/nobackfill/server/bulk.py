@@ -35,7 +35,7 @@ from nobackfill.v1 import gallery_pb2 as pb
 from nobackfill.v1 import types_pb2 as types
 from nobackfill.vectors import Vectors
 from nobackfill.wire.gateway import Gateway
-from nobackfill.wire.values import fill_value
+from nobackfill.wire.values import fill_metadata
 
 if TYPE_CHECKING:
     # It needs the extra `postgres`.
@@ -531,8 +531,7 @@ def _texts_of(place: str, unsent: dict[str, str]) -> Iterator[pb.PutItem]:
     for text in read_texts(Path(place), unsent):
         try:
             item = pb.PutItem(id=_check_name(text.id), text=check_text(text.text))
-            for key, value in text.metadata().items():
-                fill_value(value, item.metadata[key])
+            fill_metadata(text.metadata(), item.metadata)
         except InvalidInputError as error:
             unsent[_printable(text.id)] = str(error)
         else:

@@ -29,7 +29,7 @@ from nobackfill.v1 import gallery_pb2
 from nobackfill.wire import Gateway
 from nobackfill.wire.answers import Hit
 from nobackfill.wire.galleries import Where
-from nobackfill.wire.values import fill_value
+from nobackfill.wire.values import fill_metadata
 
 if TYPE_CHECKING:
     # They need the extra `adopt`, which a gateway's client does without.
@@ -219,8 +219,7 @@ class GalleryTexts:
                 embedding = item.vectors.embedding
                 embedding.space = self._space or ""
                 embedding.values = np.ascontiguousarray(vectors[row], "<f4").tobytes()
-            for key, value in self._metadata(one).items():
-                fill_value(value, item.metadata[key])
+            fill_metadata(self._metadata(one), item.metadata)
             items.append(item)
         refusals = self.gateway.put_items(self.gallery, items)
         if refusals:

@@ -43,10 +43,7 @@ def to_metadata(metadata: Metadata, keys: Collection[str] | None, into: Values) 
             key.
 
     Raises:
-        InvalidInputError: a value is None, a mapping, or a list of anything but texts. Values
-            before it are in the message.
-        ValueError: a text has half a surrogate pair.
-        OverflowError: an integer is beyond the largest float.
+        InvalidInputError: `fill_value` refuses a value. Values before it are in the message.
     """
     for key, value in metadata.items():
         if keys is None or key in keys:
