@@ -16,6 +16,7 @@ from nobackfill.errors import AlreadyExistsError, VerificationError
 from nobackfill.server.cli.main import main
 from nobackfill.server.gateway import GatewayServer
 from nobackfill.server.state import StateFile
+from nobackfill.server.upgrades.upgrading import Job, JobState, from_json
 from nobackfill.v1 import release_pb2
 from tests.server.conftest import Stages, publish_stage
 from tests.server.process import command
@@ -90,6 +91,63 @@ def test_damaged_galleries_are_set_aside_and_named(repo: Path, tmp_path: Path) -
         assert health.Check(asked).status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
     with running(repo, data) as gateway:
         assert gateway.galleries.set_aside_reasons().keys() == reasons.keys() - {name}
+
+
+def test_a_source_of_a_newer_version_spoils_nothing_else(repo: Path, tmp_path: Path) -> None:
+    """Nobody saw any gallery in the list, and no search of this one was answered."""
+    data = tmp_path / "data"
+    names = ("good", "newer", "other")
+    with running(repo, data) as gateway, Client(gateway.address) as client:
+        for name in names:
+            client.create_gallery(name)
+            client.put_images(images(3), name)
+    sources = {"newer": '{"address": "folder:/a", "patience": 3}', "other": '["folder:/a"]'}
+    for name, source in sources.items():
+        with closing(sqlite3.connect(data / "galleries" / name / "gallery.sqlite")) as file, file:
+            file.execute("INSERT INTO state VALUES ('source', ?)", [source])
+    with running(repo, data) as gateway, Client(gateway.address) as client:
+        listed = {gallery.name: gallery for gallery in client.list_galleries()}
+        assert [(name, listed[name].items) for name in names] == [(name, 3) for name in names]
+        assert listed["good"].note == ""
+        for name in sources:
+            assert "newer version" in listed[name].note
+            assert client.get_gallery(name).note == listed[name].note
+            assert not listed[name].HasField("source")
+            assert client.find(images(3)[1], name, 1).hits[0].id == "i1"
+            assert [step.state for step in client.watch_upgrade(name)]
+        command = ("gateway", "update-gallery", "newer", "--source", "none")
+        assert run_here(main, *command, f"--server={gateway.address}").returncode == 0
+        assert client.get_gallery("newer").note == ""
+
+
+def test_the_progress_that_a_newer_gateway_stored_is_refused_with_a_sentence() -> None:
+    """As in a database that gateways of two versions share; it was INTERNAL."""
+    job = Job("g", 1, 2, JobState.DONE, 3, 3)
+    assert from_json(job.to_json()) == job
+    values = json.loads(job.to_json())
+    newer = ({**values, "later": 1}, {**values, "state": "later"}, {"state": "done"}, [values])
+    for text in (*map(json.dumps, newer), "{"):
+        with pytest.raises(VerificationError, match="newer version"):
+            from_json(text)
+
+
+def test_one_that_breaks_meanwhile_spoils_no_list(
+    gateway: GatewayServer, client: Client, tmp_path: Path
+) -> None:
+    for name in ("bad", "good"):
+        client.create_gallery(name)
+        client.put_images(images(3), name)
+    with closing(sqlite3.connect(tmp_path / "data/galleries/bad/gallery.sqlite")) as file, file:
+        file.execute("INSERT INTO state VALUES ('damaged', '{')")
+    # Sizes are known without the file, until something changes.
+    client.put_images(images(4), "bad")
+    client.put_images(images(4), "good")
+    # The state is read again after a change.
+    with refused(VerificationError, "damaged"):
+        client.update_gallery("bad", exact_distances=True)
+    listed = {gallery.name: gallery for gallery in client.list_galleries()}
+    assert listed["good"].items == 4 and not listed["good"].set_aside
+    assert "damaged" in listed["bad"].set_aside and "/" not in listed["bad"].set_aside
 
 
 def test_one_that_cannot_be_brought_back_is_set_aside(

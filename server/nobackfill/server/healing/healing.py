@@ -25,6 +25,7 @@ from nobackfill.errors import (
     NobackfillError,
     NotFoundError,
     UnavailableError,
+    VerificationError,
 )
 from nobackfill.gallery.filters import Matches
 from nobackfill.gallery.search import index
@@ -431,7 +432,6 @@ class Healing:
             BusyError, UnavailableError: the store or the record of re-embedding is busy, or does
                 not answer.
             VerificationError: the store or the record of re-embedding is damaged.
-            TypeError: a newer version saved the gallery's source.
             CannotWriteError: the gallery's file cannot be opened, or the disk fails.
         """
         hosted, part = questions[0].hosted, questions[0].parts[0]
@@ -463,7 +463,6 @@ class Healing:
             VerificationError: the store or the record is damaged.
             NotFoundError: the gallery is closed or deleted.
             ConfigurationError: the database refuses the statement, as without rights.
-            TypeError: a newer version saved the gallery's source.
         """
         if hosted.plan.heals is None:
             return None
@@ -494,7 +493,11 @@ class Healing:
         source = hosted.state(SOURCE)
         if source is None or hosted.is_closing or time.monotonic() < self._trouble.get(hosted, 0.0):
             return None
-        present_source = HealingSource.from_state(source)
+        try:
+            present_source = HealingSource.from_state(source)
+        except VerificationError as error:
+            self._rest(hosted, error)
+            return None
         healer = self._healers.get(hosted)
         if healer is not None and (healer.space, healer.source) == (manifest.space, present_source):
             return healer
@@ -520,8 +523,7 @@ class Healing:
             items, ledger = self.open(source, _OPEN_SECONDS), _ledger(hosted, manifest.space)
             healer = Healer(hosted, manifest, self._embedding, source, items, ledger)
         except (NobackfillError, OSError, sqlite3.Error) as error:
-            log.error("cannot use the source", gallery=hosted.name, error=str(error))
-            self._trouble[hosted] = time.monotonic() + _RETRY_SECONDS
+            self._rest(hosted, error)
         with self._lock:
             self._replace(hosted)
             if healer is None:
@@ -531,6 +533,11 @@ class Healing:
                 return healer
         healer.close(0.0)
         return None
+
+    def _rest(self, hosted: Hosted, error: Exception) -> None:
+        """Log that a gallery's source cannot be used, and leave it alone for a while."""
+        log.error("cannot use the source", gallery=hosted.name, error=str(error))
+        self._trouble[hosted] = time.monotonic() + _RETRY_SECONDS
 
     def open(self, source: HealingSource, seconds: float) -> Items:
         """Open a source.

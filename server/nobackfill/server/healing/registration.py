@@ -9,7 +9,12 @@ from typing import Any, Self
 import urllib3
 from pydantic import SecretStr
 
-from nobackfill.errors import ConfigurationError, InvalidInputError, NotFoundError
+from nobackfill.errors import (
+    ConfigurationError,
+    InvalidInputError,
+    NotFoundError,
+    VerificationError,
+)
 from nobackfill.serving.reembedding import Limits
 from nobackfill.serving.sources import FolderItems, FunctionItems, Items, LineItems, UrlItems
 from nobackfill.vectors import Kind
@@ -78,14 +83,25 @@ class HealingSource:
     def from_state(cls, values: Mapping[str, Any]) -> Self:
         """Read a source from a gallery's state.
 
-        Limits are not checked again.
+        The ranges of limits are not checked again.
 
         Args:
             values: what `to_state` returned.
 
         Raises:
-            TypeError: a key is missing, or unknown as from a newer version.
+            VerificationError: a key is missing or unknown, or a value has another type, as from a
+                newer version.
         """
+        is_sound = isinstance(values, Mapping) and values.keys() == {"address", *_NUMBERS}
+        if (
+            not is_sound
+            or type(values["address"]) is not str
+            or any(type(values[name]) not in (int, float) for name in _NUMBERS)
+        ):
+            raise VerificationError(
+                "its source of items was registered by a newer version, and this one cannot read "
+                "it; update the gateway, or register the source again with `gateway update-gallery`"
+            )
         return cls(**values)
 
     def to_state(self) -> dict[str, Any]:

@@ -186,8 +186,7 @@ class Lifecycle:
             NoEncoderError: the release embeds no images.
             DeadlineError, CancelledError: the call's time is over, or its caller has gone; earlier
                 images stay re-embedded.
-            TypeError, KeyError, ValueError: the saved job is not valid, or a newer version wrote
-                it.
+            VerificationError: the saved job is not valid, or a newer version wrote it.
         """
         active = self._catalog.manifest(self._state.active())
         if release not in (0, active.release):
@@ -278,7 +277,6 @@ class Lifecycle:
             BusyError, UnavailableError: a store or the record of re-embedding is busy, or does not
                 answer.
             CannotWriteError: a file cannot be opened, or the disk fails.
-            TypeError: a newer version saved the gallery's source.
         """
         with self._galleries.use_gallery(name) as hosted:
             return self._healing.progress(hosted)
@@ -296,8 +294,7 @@ class Lifecycle:
             VerificationError: the gallery is set aside, or the state in the database is damaged.
             BusyError, UnavailableError: the state or the database is busy, or does not answer.
             CannotWriteError: the state cannot be written.
-            TypeError, KeyError, ValueError: the saved job is not valid, or a newer version wrote
-                it.
+            VerificationError: the saved job is not valid, or a newer version wrote it.
         """
         with self._galleries.use_gallery(name) as hosted:
             self._upgrading.pause(name)
@@ -316,8 +313,7 @@ class Lifecycle:
             VerificationError: the gallery is set aside.
             UnavailableError: the database does not answer.
             BusyError: the database is busy.
-            TypeError, KeyError, ValueError: the saved job is not valid, or a newer version wrote
-                it.
+            VerificationError: the saved job is not valid, or a newer version wrote it.
             CannotWriteError: the gallery's file cannot be opened, or the disk fails.
         """
         with self._galleries.use_gallery(name) as hosted:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import structlog
 
-from nobackfill.errors import PreconditionError
+from nobackfill.errors import PreconditionError, VerificationError
 from nobackfill.gallery.search import hnsw
 from nobackfill.gallery.search.hnsw import HnswIndex
 from nobackfill.gallery.search.index import lower_thread_priority
@@ -111,12 +111,18 @@ def from_json(text: str) -> Job:
     """Read a job that `Job.to_json` encoded, of this gateway or of one that shares its database.
 
     Raises:
-        ValueError: the text is no JSON, or its state is unknown.
-        KeyError, TypeError: a key is missing, or unknown as from a newer version.
+        VerificationError: the text is no JSON, its state is unknown, or a key is missing or
+            unknown, as from a newer version.
     """
-    values = json.loads(text)
-    state, complete = JobState(values.pop("state")), values.pop("done")
-    return Job(**values, state=state, complete=complete)
+    try:
+        values = json.loads(text)
+        state, complete = JobState(values.pop("state")), values.pop("done")
+        return Job(**values, state=state, complete=complete)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise VerificationError(
+            "the progress of this gallery's upgrade was stored by a newer version, and this one "
+            "cannot read it; update this gateway"
+        ) from error
 
 
 DEFAULT_SPARE_CORES = 0.5
@@ -644,8 +650,7 @@ class Upgrading:
         Raises:
             UnavailableError: the database does not answer.
             BusyError: the database is busy.
-            ValueError, KeyError, TypeError: the saved job is not valid, or a newer version wrote
-                it.
+            VerificationError: the saved job is not valid, or a newer version wrote it.
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
         """
         if self._state.shared:
@@ -685,8 +690,7 @@ class Upgrading:
         Raises:
             BusyError, UnavailableError: the database is busy, or does not answer.
             CannotWriteError: the database cannot write.
-            TypeError, KeyError, ValueError: the saved job is not valid, or a newer version wrote
-                it.
+            VerificationError: the saved job is not valid, or a newer version wrote it.
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
         """
         values: dict[str, object] = {"state": state, "message": message}
@@ -724,8 +728,7 @@ class Upgrading:
             BusyError, UnavailableError: the store is busy, or does not answer.
             VerificationError: the store is damaged.
             IncompatibleSpaceError: a space was deleted meanwhile; the items are counted already.
-            TypeError, KeyError, ValueError: the saved job is not valid, or a newer version wrote
-                it.
+            VerificationError: the saved job is not valid, or a newer version wrote it.
         """
         spec, older = (
             hosted.spec(),

@@ -1,11 +1,16 @@
 """Implement GalleryService: galleries and their items."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 
 import grpc
 
-from nobackfill.errors import InvalidInputError, NotFoundError, TooLargeError
+from nobackfill.errors import (
+    CannotWriteError,
+    InvalidInputError,
+    NotFoundError,
+    TooLargeError,
+    VerificationError,
+)
 from nobackfill.gallery import edits
 from nobackfill.gallery.edits import Selection
 from nobackfill.gallery.filters import check_filter
@@ -385,7 +390,6 @@ class GalleryService(GalleryServiceServicer):
             UnavailableError: the source does not open within 20 s, or the database does not answer.
             BusyError: the gallery's store is busy.
             CannotWriteError: the gallery cannot be written.
-            TypeError: a newer version saved the gallery's source.
         """
         with self._galleries.use_gallery(request.name) as hosted:
             if request.HasField("exact_distances"):
@@ -403,12 +407,13 @@ class GalleryService(GalleryServiceServicer):
     ) -> pb.GetGalleryResponse:
         """Return a gallery with its spaces and counts; the source's address is for admins only.
 
+        A source that a newer version registered is left out, and the note says so.
+
         Raises:
             NotFoundError: no gallery has this name.
             VerificationError: the gallery is set aside.
             UnavailableError: the database does not answer.
             BusyError: the database is busy.
-            TypeError: a newer version saved the gallery's source.
             CannotWriteError: the gallery's file cannot be opened, or the disk fails.
         """
         with self._galleries.use_gallery(request.name) as hosted:
@@ -421,7 +426,7 @@ class GalleryService(GalleryServiceServicer):
 
         Without a page size, all are listed. A page begins after the name in the token, which need
         not exist. A gallery that is not served has only its name and the reason, without folders of
-        this machine.
+        this machine. A source that a newer version registered is left out, and the note says so.
 
         Raises:
             InvalidInputError: the page size is above LARGEST_PAGE (1000).
@@ -429,9 +434,6 @@ class GalleryService(GalleryServiceServicer):
             CancelledError: the caller has cancelled the call.
             UnavailableError: the database does not answer.
             BusyError: the database is busy.
-            VerificationError: a gallery is damaged, or was set aside meanwhile.
-            TypeError: a newer version saved a gallery's source.
-            CannotWriteError: a gallery's file cannot be opened, or the disk fails.
         """
         galleries, caller = self._galleries, current().principal
         if request.page_size > LARGEST_PAGE:
@@ -446,9 +448,15 @@ class GalleryService(GalleryServiceServicer):
             if reason := galleries.set_aside_reasons().get(name):
                 response.galleries.add(name=name, set_aside=without_folders(reason))
                 continue
-            # It may have been deleted since the names were listed.
-            with suppress(NotFoundError), galleries.use_gallery(name) as hosted:
-                response.galleries.append(self._gallery(hosted))
+            try:
+                with galleries.use_gallery(name) as hosted:
+                    response.galleries.append(self._gallery(hosted))
+            except NotFoundError:
+                # It was deleted since the names were listed.
+                continue
+            except (VerificationError, CannotWriteError) as error:
+                # The file of one gallery must not hide the others.
+                response.galleries.add(name=name, set_aside=without_folders(str(error)))
         if len(names) > len(page):
             response.next_page_token = page[-1]
         return response
@@ -683,7 +691,10 @@ def _gallery(hosted: Hosted, ends: Mapping[str, float]) -> pb.Gallery:
     )
     if source := hosted.state(SOURCE):
         is_admin = current().principal.role is Role.ADMIN
-        gallery.source.CopyFrom(to_source(HealingSource.from_state(source), address=is_admin))
+        try:
+            gallery.source.CopyFrom(to_source(HealingSource.from_state(source), address=is_admin))
+        except VerificationError as error:
+            gallery.note = "; ".join(filter(None, (gallery.note, str(error))))
     gallery.created.FromSeconds(int(hosted.state(CREATED) or 0))
     for info in hosted.spaces():
         space = gallery.spaces.add(

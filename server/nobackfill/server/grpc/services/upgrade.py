@@ -95,8 +95,7 @@ class UpgradeService(UpgradeServiceServicer):
             NoEncoderError: the release embeds no images.
             DeadlineError, CancelledError: the call's time is over, or its caller has gone; earlier
                 images stay re-embedded.
-            TypeError, KeyError, ValueError: the saved job is not valid, or a newer version wrote
-                it.
+            VerificationError: the saved job is not valid, or a newer version wrote it.
         """
         job = self._lifecycle.upgrade(
             request.gallery,
@@ -124,7 +123,6 @@ class UpgradeService(UpgradeServiceServicer):
             InvalidInputError: no item has the metadata key `group_by`, or it has more than 200
                 values.
             CannotWriteError: the gallery's file cannot be opened, or the disk fails.
-            TypeError, KeyError, ValueError: a newer version saved the gallery's source or its job.
             DeadlineError: the call's time is over while the quality is measured.
             CancelledError: the caller has cancelled the call meanwhile.
         """
@@ -157,8 +155,7 @@ class UpgradeService(UpgradeServiceServicer):
             CannotWriteError: the state cannot be written.
             UnavailableError: the database does not answer.
             BusyError: the database is busy.
-            TypeError, KeyError, ValueError: the saved job is not valid, or a newer version wrote
-                it.
+            VerificationError: the saved job is not valid, or a newer version wrote it.
         """
         return pb.PauseUpgradeResponse(progress=_message(self._lifecycle.pause(request.gallery)))
 
