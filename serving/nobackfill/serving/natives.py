@@ -46,8 +46,8 @@ class Native:
 class Natives(LedgerFile[ItemVersion]):
     """The native vectors of one model, in an SQLite file; threads may share it.
 
-    A copy of the vectors in memory, made at the first search, follows what other processes store.
-    Every method may raise DamagedError, CannotWriteError and BusyError.
+    A copy of the vectors in memory, made at the first search, follows what other processes store
+    and delete. Every method may raise DamagedError, CannotWriteError and BusyError.
 
     Args:
         path: the file; it and its folder are made if they are missing.
@@ -89,6 +89,8 @@ CREATE TABLE IF NOT EXISTS native (
         self._ids: list[str | None] = []
         self._rows_by_id: dict[str, tuple[int, Native]] = {}
         self._newest = 0
+        # The connection and its PRAGMA data_version when the copy last had what the file has.
+        self._state: tuple[sqlite3.Connection, int] | None = None
         processes.watch_forks(self)
 
     def before_fork(self) -> None:
@@ -116,8 +118,7 @@ CREATE TABLE IF NOT EXISTS native (
     def get(self, ids: Sequence[str]) -> dict[str, Native]:
         """Return the native vectors of items, by id; items without one are absent.
 
-        Whether an item has changed since is not checked; compare `old_digest`. A vector that
-        another process has deleted may still be returned.
+        Whether an item has changed since is not checked; compare `old_digest`.
 
         Args:
             ids: ids; repeated ones count once.
@@ -132,8 +133,6 @@ CREATE TABLE IF NOT EXISTS native (
 
     def nearest(self, query: Vectors, count: int, metric: str = "cosine") -> list[str]:
         """Return the ids of the native vectors nearest to a query, nearest first, by exact search.
-
-        A vector that another process has deleted may still be found.
 
         Args:
             query: float32 [1, dim]; it is not checked.
@@ -275,12 +274,26 @@ CREATE TABLE IF NOT EXISTS native (
         return [key for key in keys if not connection.execute(exists, key).fetchone()]
 
     def _catch_up(self) -> None:
-        """Read the vectors that this and other processes have stored since the last call."""
+        """Follow what this and other processes have stored and deleted since the last call."""
         with self._reading() as connection:
-            rows = connection.execute(
-                "SELECT number, id, seen, vector FROM native WHERE number > ? ORDER BY number",
-                (self._newest,),
-            ).fetchall()
+            # Read before the snapshot: a commit in between is noticed at the next call.
+            state = connection, connection.execute("PRAGMA data_version").fetchone()[0]
+            connection.execute("BEGIN")
+            try:
+                self._read_new(connection)
+                if state != self._state:
+                    self._drop_deleted(connection)
+                    self._state = state
+            finally:
+                if connection.in_transaction:
+                    connection.execute("ROLLBACK")
+        self._pack()
+
+    def _read_new(self, connection: sqlite3.Connection) -> None:
+        rows = connection.execute(
+            "SELECT number, id, seen, vector FROM native WHERE number > ? ORDER BY number",
+            (self._newest,),
+        ).fetchall()
         for number, name, old_digest, blob in rows:
             try:
                 vector = vector_from_bytes(blob, self._dim, what=f"{self._path}: {name!r}")[0]
@@ -292,6 +305,17 @@ CREATE TABLE IF NOT EXISTS native (
             self._drop(name)
             self._add(name, Native(old_digest, vector))
             self._newest = number
+
+    def _drop_deleted(self, connection: sqlite3.Connection) -> None:
+        """Drop what other connections have deleted, once all that they stored was read."""
+        (count,) = connection.execute("SELECT count(*) FROM native").fetchone()
+        if count < len(self._rows_by_id):
+            ids = {name for (name,) in connection.execute("SELECT id FROM native")}
+            for name in self._rows_by_id.keys() - ids:
+                self._drop(name)
+
+    def _pack(self) -> None:
+        """Free the rows of deleted vectors once they are more than those of the others."""
         if len(self._ids) > 2 * len(self._rows_by_id) + _ROOM:
             natives = [(name, native) for name, (_, native) in self._rows_by_id.items()]
             self._ids, self._rows_by_id = [], {}
