@@ -9,7 +9,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Collection, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
@@ -270,7 +270,12 @@ CREATE TABLE IF NOT EXISTS spent (day TEXT PRIMARY KEY, items INTEGER NOT NULL) 
     def _translate_errors(self) -> Iterator[None]:
         try:
             yield
-        except sqlite3.DatabaseError as error:
+        except OSError as error:
+            raise CannotWriteError(
+                f"{self._path}: the file of re-embedding cannot be written ({error.strerror}); "
+                "check its folder and permissions"
+            ) from error
+        except sqlite3.Error as error:
             raise error_from_sqlite(self._path, error) or error from error
 
     @property
@@ -280,27 +285,22 @@ CREATE TABLE IF NOT EXISTS spent (day TEXT PRIMARY KEY, items INTEGER NOT NULL) 
         return self._file
 
     def _open(self) -> sqlite3.Connection:
-        connection = None
-        try:
-            # Vectors and queries are private: no other user may read the file.
-            self._path.touch(0o600)
-            connection = sqlite3.connect(
-                self._path, timeout=30, isolation_level=None, check_same_thread=False
+        # Vectors and queries are private: no other user may read the file.
+        self._path.touch(0o600)
+        with ExitStack() as undo:
+            connection = undo.enter_context(
+                closing(
+                    sqlite3.connect(
+                        self._path, timeout=30, isolation_level=None, check_same_thread=False
+                    )
+                )
             )
             connection.execute("PRAGMA journal_mode=WAL")
             connection.execute(f"PRAGMA synchronous={self.synchronous}")
             for statement in self.opening.split(";")[:-1]:
                 connection.execute(statement)
-            return connection
-        except OSError as error:
-            raise CannotWriteError(
-                f"{self._path}: the file of re-embedding cannot be written ({error.strerror}); "
-                "check its folder and permissions"
-            ) from error
-        except sqlite3.Error as error:
-            if connection is not None:
-                connection.close()
-            raise error_from_sqlite(self._path, error) or error from error
+            undo.pop_all()
+        return connection
 
 
 def _spent(connection: sqlite3.Connection, day: str) -> int:

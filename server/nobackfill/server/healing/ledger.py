@@ -106,12 +106,16 @@ class FileLedger(LedgerFile[int]):
         super().__init__(folder / FILE)
         self._is_closed = False
         try:
-            self._opened_file = self._open()
+            self._check_opens()
         except DamagedError:
             for suffix in ("", "-wal", "-shm"):
                 self._path.with_name(FILE + suffix).unlink(missing_ok=True)
-            self._opened_file = self._open()
+            self._check_opens()
         self._carried = MigratedLabels(store, space)
+
+    def _check_opens(self) -> None:
+        with self._reading():
+            pass
 
     def load(self) -> None:
         """Read what `count_migrated` and `native` need, if it is due, however long that takes; see
