@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -148,6 +149,23 @@ def test_one_that_breaks_meanwhile_spoils_no_list(
     listed = {gallery.name: gallery for gallery in client.list_galleries()}
     assert listed["good"].items == 4 and not listed["good"].set_aside
     assert "damaged" in listed["bad"].set_aside and "/" not in listed["bad"].set_aside
+
+
+def test_one_that_breaks_meanwhile_ends_no_scrape(repo: Path, tmp_path: Path) -> None:
+    """Prometheus got no metric at all of a gateway with one damaged file."""
+    data = tmp_path / "data"
+    with running(repo, data) as gateway, Client(gateway.address) as client:
+        for name in ("bad", "good"):
+            client.create_gallery(name)
+            client.put_images(images(3), name)
+    with running(repo, data) as gateway, Client(gateway.address) as client:
+        with closing(sqlite3.connect(data / "galleries" / "bad" / "gallery.sqlite")) as file, file:
+            file.execute("UPDATE spaces SET dim = 0")
+        # After a change, vectors of a gallery that nobody has searched are counted in its file.
+        assert client.set_metadata("bad", {"a": 1}, ids=["i0"]) == 1
+        with urlopen(f"http://{gateway.metrics_address}/metrics") as answer:
+            lines = answer.read().decode().splitlines()
+    assert 'nobackfill_gallery_items{release="1",state="active"} 3.0' in lines
 
 
 def test_one_that_cannot_be_brought_back_is_set_aside(

@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from nobackfill.errors import UnavailableError
 from nobackfill.gallery.search.hnsw import HnswIndex
 from nobackfill.gallery.search.index import Index, lower_thread_priority
 from nobackfill.gallery.search.view import LiveView, Snapshot
-from nobackfill.server.galleries.hosted import Hosted
+from nobackfill.server.galleries.hosted import UNUSABLE, Hosted
 from nobackfill.server.galleries.hosted_file import HostedInFile, needs_index, tune
 from nobackfill.server.grpc.context import error_boundary
 from nobackfill.server.grpc.metrics import Metrics
@@ -322,23 +323,25 @@ class IndexSizes(Collector):
 def count_vectors(galleries: Iterable[Hosted]) -> Mapping[tuple[int, str], int]:
     """Count the vectors of all galleries, by release and state of their space.
 
-    Galleries that are being deleted are left out.
+    Galleries that are being deleted, and those that cannot be read, are left out: one damaged file
+    must not end a scrape of all metrics.
 
     Returns:
-        The sum by release and state (active, staging, previous); no key without a space.
-
-    Raises:
-        NotFoundError: a gallery was deleted meanwhile.
-        BusyError, UnavailableError: a store is busy, or does not answer.
-        VerificationError: a store is damaged.
-        CannotWriteError: a file cannot be opened, or the disk fails.
+        The sum by release and state (active, staging, previous); no key without a space, or if the
+        database does not answer.
     """
     sizes: dict[tuple[int, str], int] = {}
     for hosted in galleries:
         if hosted.is_closing:
             continue
-        counts = hosted.sizes()
-        for info in hosted.spaces():
+        try:
+            counts, spaces = hosted.sizes(), hosted.spaces()
+        except UnavailableError:
+            # Each further gallery would wait for the same database.
+            return {}
+        except UNUSABLE:
+            continue
+        for info in spaces:
             key = (info.spec.release, info.state)
             sizes[key] = sizes.get(key, 0) + counts.get(info.spec.space, 0)
     return sizes
