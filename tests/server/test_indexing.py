@@ -96,6 +96,17 @@ def test_a_space_that_was_left_is_let_go_of(
     wait_until(lambda: left() is None, "the view is still there")
 
 
+def test_a_build_leaves_no_file_of_a_space_that_was_deleted_meanwhile(
+    swapped: HostedInFile, one: Manifest, two: Manifest
+) -> None:
+    """The file stayed as long as the gallery."""
+    view = swapped.view(one.space)
+    swapped.drop_space(one.space)
+    # As a build that ends now.
+    swapped.make_index(one.space, view, lambda: None, hnsw.one_thread)
+    assert [path.name for path in swapped.folder.glob("*.hnsw")] == [f"{two.space}.hnsw"]
+
+
 def test_what_was_put_joins_the_graph_when_puts_end(
     gateway: GatewayServer, client: Client, one: Manifest
 ) -> None:

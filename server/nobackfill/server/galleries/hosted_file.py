@@ -742,13 +742,16 @@ class HostedInFile(Hosted):
 
     def _save_index(self, space: str, view: LiveView) -> None:
         """Save the base for the next start, which reads later changes from the gallery itself."""
-        index = view.snapshot().base.index
+        index, path = view.snapshot().base.index, self.index_path(space)
         try:
             if isinstance(index, HnswIndex):
-                index.save(self.index_path(space))
+                index.save(path)
         except CannotWriteError as error:
             # The index is a cache: the next start builds it again.
             log.warning("index not saved", error=str(error))
+        if all(info.spec.space != space for info in self.spaces()):
+            # The space was deleted during the build; nothing else would delete its file.
+            path.unlink(missing_ok=True)
 
 
 def needs_index(view: LiveView) -> bool:
