@@ -1299,6 +1299,7 @@ class FileConnections:
         self._writer: sqlite3.Connection | None = None
         self._lock = -1
         self._access = SHARED_ACCESS
+        self._outdated = False
         with self.hold_open():
             pass
 
@@ -1375,11 +1376,12 @@ class FileConnections:
             BusyError: Another process has the file for itself, or holds the lock.
             CannotWriteError: The file cannot be opened, or the disk fails during the block.
             sqlite3.ProgrammingError: The block misuses a connection, such as a closed one.
-            OSError: The file system has no locks (flock).
         """
         with self._users:
             if self._closed:
                 raise NotFoundError(f"{self.path}: the gallery was closed or deleted")
+            if self._outdated and not self._using:
+                self._shut()
             opens = self._writer is None
             if opens:
                 self._open()
@@ -1469,7 +1471,12 @@ class FileConnections:
             try:
                 with _snapshot(connection):
                     yield connection
-                self._access.check_unchanged(self.path)
+                try:
+                    self._access.check_unchanged(self.path)
+                except BusyError:
+                    # SQLite was told that the file never changes: only a new connection sees it.
+                    self._outdated = True
+                    raise
             finally:
                 self._idle.append(connection)
 
@@ -1573,6 +1580,7 @@ class FileConnections:
             self._users.release()
 
     def _shut(self) -> None:
+        self._outdated = False
         self._idle.clear()
         self._writer = None
         while self._all:
