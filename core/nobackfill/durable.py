@@ -198,6 +198,7 @@ _ADVICE = {
     errno.EDQUOT: "free some space",
     errno.EACCES: "check its permissions",
     errno.EROFS: "copy it to a file system that is not read-only",
+    errno.EISDIR: "move the folder of this name away",
 }
 
 
@@ -477,8 +478,8 @@ def lock_file(path: Path, timeout_s: float = 0.0) -> Iterator[None]:
 
     Raises:
         BusyError: Another holder has it for longer than the timeout.
-        CannotWriteError: The file or its folder cannot be made.
-        OSError: The file system has no locks (flock).
+        CannotWriteError: The file or its folder cannot be made, or the file system has no locks
+            (flock).
     """
     deadline = time.monotonic() + timeout_s
     while (handle := _lock_file(path)) < 0:
@@ -504,15 +505,24 @@ def _lock_file(path: Path) -> int:
                 return -1
         undo.callback(os.close, handle)
         try:
-            # A file system without locks raises an OSError, which the caller judges.
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # A holder may have removed the file, with its folder, after it was opened here.
             if not os.path.samestat(os.fstat(handle), path.stat()):
                 return -1
         except (BlockingIOError, FileNotFoundError):
             return -1
+        except OSError as error:
+            raise unlockable(path, error) from error
         undo.pop_all()
         return handle
+
+
+def unlockable(path: Path, error: OSError) -> CannotWriteError:
+    """Return, without raising it, the error for a file whose file system refuses a lock (flock)."""
+    return CannotWriteError(
+        f"{path}: cannot be locked ({error.strerror}); put the folder on a file system that has "
+        "locks, such as a local disk"
+    )
 
 
 @contextlib.contextmanager

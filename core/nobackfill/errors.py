@@ -5,6 +5,7 @@ status, for both ends of a call. A message says what was expected, what was foun
 next. It never holds vectors, tokens or image bytes, and `join_few` shortens its lists.
 """
 
+import errno
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -234,3 +235,28 @@ class ConfigurationError(NobackfillError):
     """The configuration cannot work: unknown key, unknown name, contradictory values."""
 
     exit_code = 78
+
+
+_NO_NAMES = (errno.ENAMETOOLONG, errno.ELOOP, errno.EILSEQ)
+_NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
+
+
+def error_from_os(error: OSError) -> NobackfillError | None:
+    """Translate the system's error for a file that a user named into an error of this project.
+
+    Args:
+        error: The error; its file, if it has one, becomes part of the message.
+
+    Returns:
+        InvalidInputError for a name that no file can have; CannotWriteError for a full or read-only
+        disk and missing permissions; None for any other error.
+    """
+    if error.errno in _NO_NAMES:
+        return InvalidInputError(
+            f"{str(error.filename)[:80]}: no file can have this name ({error.strerror}); name "
+            "another"
+        )
+    if error.errno not in _NOT_WRITABLE:
+        return None
+    place = f"{error.filename}: " if error.filename else ""
+    return CannotWriteError(f"{place}{error.strerror}; free some space or fix the permissions")

@@ -1,5 +1,7 @@
 """The command `gateway`: a life through its commands, refusals with sentences and exit codes."""
 
+import errno
+import fcntl
 import json
 import re
 import shlex
@@ -14,13 +16,14 @@ import pytest
 from typer.main import get_command
 
 from manual import commands
-from nobackfill.errors import BusyError
+from nobackfill.errors import BusyError, CannotWriteError
 from nobackfill.server.cli.app import app
 from nobackfill.server.cli.main import main
 from nobackfill.server.grpc.listener import check_free
+from nobackfill.server.state import StateFile
 from tests.server.conftest import Stages, publish_stage
 from tests.server.process import Served, command, serving
-from tests.server.support import Client, images
+from tests.server.support import Client, images, running
 from tests.support.commands import Ended, run_here
 from tests.support.ports import free_port
 
@@ -192,6 +195,8 @@ def test_a_data_folder_serves_one_gateway(served: Served, repo: Path, tmp_path: 
         (("data", "backup", "target", "--data=missing"), 66, "state.json"),
         (("data", "restore", "missing", "--data=new"), 66, "backup.json"),
         (("data", "verify", "missing"), 66, "state.json"),
+        (("data", "backup", 300 * "x", "--data=served"), 65, "no file can have this name"),
+        (("data", "restore", "missing", f"--data={300 * 'x'}"), 65, "no file can have this name"),
     ],
 )
 def test_refusals(
@@ -202,7 +207,40 @@ def test_refusals(
     words: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "served").mkdir()
+    StateFile(tmp_path / "served" / "state.json").change(paused=("g",))
     assert words in run(*arguments, code=code)
+
+
+@pytest.mark.parametrize("trouble", ["no locks", "folder", "file"])
+def test_a_lock_that_cannot_be_had_is_a_sentence(
+    repo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trouble: str
+) -> None:
+    """A file system without locks, such as a share over NFS, was a traceback."""
+    data, saved, words = tmp_path / "data", tmp_path / "saved", "move the folder of this name away"
+    data.mkdir()
+    StateFile(data / "state.json").change(paused=("g",))
+    run("data", "backup", str(saved), f"--data={data}")
+    empty = tmp_path / "empty"
+    if trouble == "no locks":
+
+        def none(*_: object) -> None:
+            raise OSError(errno.ENOLCK, "No locks available")
+
+        monkeypatch.setattr(fcntl, "flock", none)
+        words = "No locks available"
+        said = run("data", "backup", str(tmp_path / "new"), f"--data={data}", code=73)
+        assert words in said and not (tmp_path / "new").exists()
+        with pytest.raises(CannotWriteError, match=words), running(repo, data):
+            pass
+    elif trouble == "folder":
+        (data / "lock").mkdir()
+        (empty / "lock").mkdir(parents=True)
+    else:
+        data, empty, words = data / "state.json", saved / "state.json", "state.json"
+    assert words in run("data", "restore", str(saved), f"--data={empty}", code=73)
+    if trouble != "no locks":
+        assert words in run("serve", f"--model-repo={repo}", f"--data={data}", code=73)
 
 
 def test_triton_that_cannot_start(repo: Path, tmp_path: Path) -> None:

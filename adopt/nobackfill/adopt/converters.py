@@ -314,8 +314,7 @@ def publish(
         BusyError: Another process publishes in this folder.
         CannotWriteError: The folder cannot be written.
         VerificationError: The folder's metadata is not valid.
-        OSError: A file of a model's weights cannot be read, or the file system has no locks
-            (flock).
+        OSError: A file of a model's weights cannot be read.
         Exception: Any other error of the code of a model `module:function`, which is run.
     """
     again = next(way for way in verdict.ways if way.name == "re-embed")
@@ -381,8 +380,7 @@ def open_converter(
         UnavailableError: The host does not answer.
         CannotWriteError: The state folder cannot be written.
         BusyError: Another process updates the trusted root.
-        OSError: The file system of the state folder has no locks (flock), or a downloaded file
-            cannot be read.
+        OSError: A downloaded file cannot be read.
     """
     place, number = _place(release)
     trust = _trusted(place, root)
@@ -514,8 +512,7 @@ def mapping_for(
         ConfigurationError: The address of an endpoint is not allowed, or an extra is not installed.
         CannotWriteError: The state folder cannot be written.
         BusyError: Another process updates the trusted root.
-        OSError: A file of `model` cannot be read, or the file system of the state folder has no
-            locks (flock).
+        OSError: A file of `model` cannot be read.
         Exception: Any other error of the code of a model `module:function`, which is run.
     """
     if (file is None) == (release is None):

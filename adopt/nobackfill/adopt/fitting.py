@@ -140,8 +140,7 @@ def fit_and_judge(
         BusyError: Another process publishes in the publication folder. Others hold a store, or its
             server has too many requests.
         UnfitError: The converter is no linear map.
-        OSError: A file of a published model cannot be read, or the state folder of the converter
-            has no locks (flock).
+        OSError: A file of a published model cannot be read.
     """
     _check_folders(files)
     trainer = None if trainer_name is None else open_trainer(trainer_name)

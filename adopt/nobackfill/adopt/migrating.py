@@ -225,7 +225,6 @@ class Migration:
                 not installed.
             VerificationError: The model returns no usable vectors.
             CannotWriteError: The folder cannot be written.
-            OSError: The file system of the folder has no locks (flock).
             IncompatibleSpaceError: A model has changed since an earlier run embedded a part of the
                 sample.
         """
@@ -386,7 +385,6 @@ class Migration:
             VerificationError: The store does not hold the vectors that were written, or the model
                 returns no usable ones.
             NotPermittedError: The server refuses the user.
-            OSError: The file system of the folder has no locks (flock).
             ConfigurationError: An address would send vectors or a password unencrypted, or an extra
                 is not installed.
             IncompatibleSpaceError: The new model has changed since the verdict.
@@ -554,7 +552,6 @@ class Migration:
             PreconditionError: No process works on it.
             InvalidInputError: The file of the plan cannot be read.
             CannotWriteError: The folder cannot be written.
-            OSError: The file system of the folder has no locks (flock).
         """
         self.plan()
         try:
@@ -593,7 +590,6 @@ class Migration:
             BusyError: Another process works in this folder or writes to the table by another one,
                 or others hold the table.
             UnavailableError: The server does not answer.
-            OSError: The file system of the folder has no locks (flock).
             ConfigurationError: An address would send vectors or a password unencrypted, or an extra
                 is not installed.
             CannotWriteError: The folder or the store cannot be written. The table may be changed by
@@ -629,7 +625,6 @@ class Migration:
                 or others hold the table.
             UnavailableError: The server does not answer.
             NotPermittedError: The server refuses the user.
-            OSError: The file system of the folder has no locks (flock).
             ConfigurationError: An address would send vectors or a password unencrypted, or an extra
                 is not installed.
             CannotWriteError: The folder or the store cannot be written. The table may be changed by

@@ -57,7 +57,7 @@ def init(
         UnavailableError: the source does not answer.
         BusyError: another process makes this gallery. This does not wait.
         CannotWriteError: the disk is full or read-only.
-        OSError: the file system has no locks, or this user may not look into the folder.
+        OSError: this user may not look into the folder.
     """
     try:
         str(path.absolute()).encode()

@@ -73,7 +73,7 @@ class Device(GalleryFile):
                 missing folder, or the token or certificate for the gateway cannot be read.
             BusyError: another process makes this gallery. This does not wait.
             CannotWriteError: the disk is full or read-only.
-            OSError: the file system has no locks, or this user may not look into the folder.
+            OSError: this user may not look into the folder.
         """
         from nobackfill.client import creation
 
@@ -381,7 +381,7 @@ class Device(GalleryFile):
             NotPermittedError: the gateway refuses the token.
             UnavailableError: the source does not answer; finished downloads stay.
             CannotWriteError: the disk is full or read-only.
-            OSError: a file of the models folder cannot be read, or the file system has no locks.
+            OSError: a file of the models folder cannot be read.
         """
         from nobackfill.client.sync import SyncOptions, sync
 
@@ -404,7 +404,6 @@ class Device(GalleryFile):
             VerificationError: the gallery file is damaged.
             BusyError: a sync is writing vectors, or another process holds the gallery file.
             CannotWriteError: the disk is full or read-only.
-            OSError: the file system has no locks.
         """
         from nobackfill.client.sync import roll_back
 

@@ -194,7 +194,6 @@ class GalleryFile:
         Raises:
             BusyError: another sync has the lock; this does not wait.
             CannotWriteError: the lock file cannot be created.
-            OSError: the file system has no locks.
         """
         return durable.lock_file(self.models / "sync.lock")
 
@@ -206,7 +205,6 @@ class GalleryFile:
         Raises:
             BusyError: another push or pull has the lock; this does not wait.
             CannotWriteError: the lock file cannot be created.
-            OSError: the file system has no locks.
         """
         return durable.lock_file(self.models / "vault.lock")
 
@@ -222,7 +220,6 @@ class GalleryFile:
         Raises:
             BusyError: another process held the lock for `timeout_s` seconds.
             CannotWriteError: the lock file cannot be created.
-            OSError: the file system has no locks.
         """
         return durable.lock_file(self.models / "change.lock", timeout_s)
 

@@ -184,7 +184,7 @@ def collect(device: GalleryFile) -> dict[str, Any]:
         NotFoundError: the release of a space is not installed, or the gallery was closed.
         VerificationError: a manifest or the gallery file is damaged.
         CannotWriteError: the disk is full or read-only.
-        OSError: the file system has no locks, or a file of the gallery disappears meanwhile.
+        OSError: a file of the gallery disappears meanwhile.
     """
     with device.change_lock():
         bytes_before = disk_bytes(device)
@@ -349,7 +349,6 @@ def rescue(path: Path, to: Path) -> dict[str, Any]:
         BusyError: another process has the gallery open; only an exclusive holder is waited for, 5
             seconds.
         CannotWriteError: the disk is full or read-only, or the damaged file cannot be read.
-        OSError: the file system has no locks.
     """
     if not path.is_file():
         raise NotFoundError(f"{path}: there is no gallery; name the damaged one with --gallery")

@@ -947,7 +947,6 @@ def roll_back(device: GalleryFile) -> tuple[int, int]:
         BusyError: a sync is writing vectors, or another process holds the gallery file.
         DamagedError: the gallery file is damaged.
         CannotWriteError: the disk is full or read-only.
-        OSError: the file system has no locks.
     """
     with device.change_lock():
         release = device.store.active().spec.release
@@ -1134,7 +1133,7 @@ def sync(device: GalleryFile, options: SyncOptions, output: Output) -> SyncRepor
         NotPermittedError: the gateway refuses the token.
         UnavailableError: the source does not answer; finished downloads stay.
         CannotWriteError: the disk is full or read-only.
-        OSError: a file of the models folder cannot be read, or the file system has no locks.
+        OSError: a file of the models folder cannot be read.
     """
     source = normalised_source(options.source) if options.source else device.state("source")
     with device.sync_lock(), open_source(source) as (fetcher, base_url):

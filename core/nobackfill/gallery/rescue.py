@@ -92,7 +92,6 @@ def rescue(source: Path, target: Path, others: Mapping[str, str]) -> RescueRepor
         CannotWriteError: `source` cannot be read, `target` exists or cannot be written, or its disk
             is full.
         ValueError: A table of `others` has no column `item`.
-        OSError: The file system of `source` has no locks (flock).
     """
     with _source(source) as old:
         check_tables(old, source)

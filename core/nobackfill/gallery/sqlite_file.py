@@ -1188,15 +1188,19 @@ def lock_gallery(handle: int, path: Path, timeout_s: float) -> bool:
 
     Raises:
         BusyError: Another process holds it exclusively for longer.
-        OSError: The file system has no locks (flock).
+        CannotWriteError: The file system has no locks (flock).
         ValueError: `handle` is -1.
     """
     deadline = time.monotonic() + timeout_s
     while True:
         for kind, exclusive in ((fcntl.LOCK_EX, True), (fcntl.LOCK_SH, False)):
-            with contextlib.suppress(BlockingIOError):
+            try:
                 fcntl.flock(handle, kind | fcntl.LOCK_NB)
                 return exclusive
+            except BlockingIOError:
+                continue
+            except OSError as error:
+                raise durable.unlockable(path, error) from error
         if time.monotonic() >= deadline:
             raise BusyError(
                 f"{path}: another process has this gallery open exclusively; try again after it "
@@ -1285,7 +1289,6 @@ class FileConnections:
             BusyError: Another process has it for itself.
             CannotWriteError: It cannot even be read, has an old format and cannot be written, or
                 has no room for SQLite's files.
-            OSError: The file system has no locks (flock).
         """
         self.path = path
         self._writing = threading.RLock()
@@ -1414,7 +1417,6 @@ class FileConnections:
             NotFoundError: The connections were closed for good, or the file is gone.
             VerificationError: The file is damaged, or a statement fails in another way, such as by
                 a constraint.
-            OSError: The file system has no locks (flock).
         """
         with self.writer() as writer:
             self._access.check_writable()
@@ -1433,7 +1435,6 @@ class FileConnections:
                 way.
             BusyError: Another process has the file for itself, or holds the lock.
             CannotWriteError: The file cannot be opened, or the disk fails during the block.
-            OSError: The file system has no locks (flock).
         """
         with self.hold_open(), self._writing:
             assert self._writer is not None, "open while it is used"
@@ -1454,8 +1455,7 @@ class FileConnections:
             CannotWriteError: The file cannot be opened, or the disk fails.
             VerificationError: The file is damaged, or an SQLite error in the block says so.
             NotFoundError: The connections were closed for good, or the file is gone.
-            OSError: The file system has no locks (flock), or a file that was read without a lock is
-                gone at the end of the block.
+            OSError: A file that was read without a lock is gone at the end of the block.
         """
         with self.hold_open():
             if self._access.sole:
@@ -1495,7 +1495,6 @@ class FileConnections:
             NotFoundError: The connections were closed for good, or the file is gone.
             VerificationError: The file is damaged.
             BusyError: Another process has the file for itself.
-            OSError: The file system has no locks (flock).
         """
         with self.writer() as writer:
             self._access.check_writable()
@@ -1526,7 +1525,6 @@ class FileConnections:
             CannotWriteError: The file is read-only, or the disk fails or is full.
             NotFoundError: The connections were closed for good, or the file is gone.
             VerificationError: The file is damaged.
-            OSError: The file system has no locks (flock).
         """
         with self.writer() as writer, translate_sqlite_errors(self.path):
             self._access.check_writable()
@@ -1645,7 +1643,6 @@ def create_file(path: Path, spec: SpaceSpec) -> None:
         CannotWriteError: The file cannot be written, the disk has less than 256 KiB free, or it
             allows no write-ahead log.
         BusyError: Another process creates it, or holds its lock file; it is not waited for.
-        OSError: The file system has no locks (flock).
         sqlite3.Error: A statement failed, such as for a space with invalid values.
     """
     durable.make_dir(path.parent, mode=0o700)

@@ -32,8 +32,7 @@ class SqliteGallery(Store):
 
     Methods without a docstring are those of GalleryStore. All methods raise NotFoundError after
     `close`, VerificationError if the file is damaged, and BusyError or CannotWriteError as Store
-    does. OSError passes if the file system has no locks (flock). `estimate_upgrade` writes a
-    temporary file next to the gallery's folder.
+    does. `estimate_upgrade` writes a temporary file next to the gallery's folder.
     """
 
     def labels_of(self, ids: Sequence[str]) -> Labels:

@@ -458,7 +458,6 @@ def add_staging_space(store: Store, spec: SpaceSpec) -> None:
         CannotWriteError: The file is read-only, or the disk fails or is full.
         VerificationError: The file is damaged.
         NotFoundError: The gallery was closed, or its file is gone.
-        OSError: The file system has no locks (flock).
         Exception: An error of a listener; the change stays committed, and later listeners are not
             called.
     """
@@ -529,7 +528,6 @@ def write_vectors(
         VerificationError: The file is damaged.
         NotFoundError: The gallery was closed, or its file is gone.
         ValueError: Nested lists of unequal lengths.
-        OSError: The file system has no locks (flock).
         Exception: An error of a listener; the change stays committed, and later listeners are not
             called.
     """
@@ -619,7 +617,7 @@ def left_behind_items(store: Store, space: str, limit: int = 1000) -> list[Store
             lock.
         CannotWriteError: The file cannot be opened, or the disk fails.
         NotFoundError: The gallery was closed, or its file is gone.
-        OSError: The file system has no locks (flock), or a file read without a lock is gone.
+        OSError: A file read without a lock is gone.
     """
     with store.read_snapshot() as connection:
         table = vector_table(find_space(connection, space).number)
@@ -651,7 +649,6 @@ def flip(
         NotFoundError: The gallery was closed, or its file is gone.
         TypeError, ValueError: A value of `state` cannot be written as JSON, or contains NaN or
             infinity; nothing is changed.
-        OSError: The file system has no locks (flock).
         Exception: An error of a listener; the change stays committed, and later listeners are not
             called.
     """
@@ -688,7 +685,6 @@ def rollback(
         VerificationError: The file is damaged.
         TypeError, ValueError: A value of `state` cannot be written as JSON, or contains NaN or
             infinity; nothing is changed.
-        OSError: The file system has no locks (flock).
         Exception: An error of a listener; the change stays committed, and later listeners are not
             called.
     """
@@ -769,7 +765,6 @@ def drop_space(store: Store, space: str) -> None:
         NotFoundError: The gallery was closed, or its file is gone.
         Exception: An error of a listener; the space stays removed, but its bytes are scrubbed only
             by `Store.scrub`, or by a later change that deletes.
-        OSError: The file system has no locks (flock).
     """
     with store.changing() as (connection, changes):
         info = find_space(connection, space)
@@ -802,7 +797,7 @@ def least_certain(store: Store, space: str, limit: int = 100) -> list[StoredItem
             lock.
         CannotWriteError: The file cannot be opened, or the disk fails.
         NotFoundError: The gallery was closed, or its file is gone.
-        OSError: The file system has no locks (flock), or a file read without a lock is gone.
+        OSError: A file read without a lock is gone.
     """
     with store.read_snapshot() as connection:
         table = vector_table(find_space(connection, space).number)
@@ -837,7 +832,7 @@ def find_migrated(store: Store, space: str, ids: Sequence[str]) -> list[StoredIt
             lock.
         CannotWriteError: The file cannot be opened, or the disk fails.
         NotFoundError: The gallery was closed, or its file is gone.
-        OSError: The file system has no locks (flock), or a file read without a lock is gone.
+        OSError: A file read without a lock is gone.
     """
     with store.read_snapshot() as connection:
         table = vector_table(find_space(connection, space).number)
@@ -874,7 +869,7 @@ def sample_pairs(
             lock.
         CannotWriteError: The file cannot be opened, or the disk fails.
         NotFoundError: The gallery was closed, or its file is gone.
-        OSError: The file system has no locks (flock), or a file read without a lock is gone.
+        OSError: A file read without a lock is gone.
     """
     with store.read_snapshot() as connection:
         first, second = find_space(connection, space), find_space(connection, other)
@@ -932,7 +927,7 @@ class RemainingVectors:
                 lock.
             CannotWriteError: The file cannot be opened, or the disk fails.
             NotFoundError: The gallery was closed, or its file is gone.
-            OSError: The file system has no locks (flock), or a file read without a lock is gone.
+            OSError: A file read without a lock is gone.
         """
         last = dict.fromkeys(self._passes, 0)
         more = True
@@ -980,7 +975,7 @@ class RemainingVectors:
                 lock.
             CannotWriteError: The file cannot be opened, or the disk fails.
             NotFoundError: The gallery was closed, or its file is gone.
-            OSError: The file system has no locks (flock), or a file read without a lock is gone.
+            OSError: A file read without a lock is gone.
         """
         by = {"label": "s.label", "uncertainty": "s.uncertainty DESC, s.label"}[order]
         where = {None: "TRUE", True: "s.side IS NOT NULL", False: "s.side IS NULL"}[with_side]
@@ -1013,7 +1008,7 @@ class RemainingVectors:
                 lock.
             CannotWriteError: The file cannot be opened, or the disk fails.
             NotFoundError: The gallery was closed, or its file is gone.
-            OSError: The file system has no locks (flock), or a file read without a lock is gone.
+            OSError: A file read without a lock is gone.
         """
         condition, parameters = labels_condition(labels)
         with self.store.read_snapshot() as connection:

@@ -529,7 +529,6 @@ class Store:
             CannotWriteError: The file cannot be written, the disk has less than 256 KiB free, or it
                 allows no write-ahead log.
             BusyError: Another process creates it, or holds its lock file.
-            OSError: The file system has no locks (flock).
         """
         create_file(path, spec)
         return cls(path)
@@ -552,7 +551,6 @@ class Store:
             BusyError: Another process has the file to itself.
             CannotWriteError: The file cannot be read, has an old format and cannot be written, or
                 has no room for SQLite's files.
-            OSError: The file system has no locks (flock).
         """
         return cls(path, residents)
 
@@ -605,8 +603,7 @@ class Store:
             BusyError: Another process has the file to itself, or changed it during the read without
                 a lock.
             CannotWriteError: The file cannot be read, or the disk fails.
-            OSError: The file system has no locks (flock), or a file that was read without a lock is
-                gone at the end of the block.
+            OSError: A file that was read without a lock is gone at the end of the block.
         """
         return self._connections.read_snapshot()
 

@@ -589,7 +589,6 @@ class LanceSource:
         Raises:
             BusyError: Another migration of the table runs.
             CannotWriteError: The lock file cannot be created.
-            OSError: The file system has no locks.
         """
         path = Path(self._folder).resolve() / f".{self._name}-nobackfill.lock"
         return lock_by_file(path, self._name)

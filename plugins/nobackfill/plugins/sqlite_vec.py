@@ -946,7 +946,6 @@ class SqliteVecSource:
         Raises:
             BusyError: Another migration in the same file runs.
             CannotWriteError: The lock file cannot be created.
-            OSError: The file system has no locks.
         """
         path = Path(self._database.path).resolve()
         return lock_by_file(path.with_name(f"{path.name}-nobackfill.lock"), self._table.name)

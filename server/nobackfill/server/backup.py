@@ -114,7 +114,6 @@ def backup(data: Path, target: Path) -> Summary:
         CannotWriteError: a file cannot be read or written, or the disk lacks room for the backup
             and RESERVE bytes.
         VerificationError: a gallery, a blob or the state is damaged.
-        OSError: the file system has no locks (flock).
     """
     if not (data / _STATE).is_file():
         raise NotFoundError(
@@ -290,7 +289,6 @@ def restore(source: Path, data: Path) -> Summary:
         BusyError: a gateway serves `data`.
         VerificationError: the backup is damaged, or has another format.
         CannotWriteError: a file cannot be read or written, or the disk lacks room.
-        OSError: the file system has no locks (flock).
     """
     data = data.resolve()
     _refuse_full(data)

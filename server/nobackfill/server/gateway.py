@@ -115,7 +115,6 @@ class GatewayServer:
             UnavailableError: the database does not answer, the publication folder cannot be read,
                 or the venv has no Triton.
             CannotWriteError: the data folder cannot be written.
-            OSError: the file system has no locks (flock).
             ImportError, AttributeError: a plug-in (store, traces or console) cannot be imported, or
                 lacks its object.
         """

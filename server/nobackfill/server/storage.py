@@ -52,7 +52,6 @@ def storage_of(settings: Settings) -> "Storage":
         VerificationError: the state is damaged, a newer version wrote it, or a restore did not
             finish.
         CannotWriteError: the folder cannot be created, or the database cannot write.
-        OSError: the file system has no locks (flock).
         ImportError, AttributeError: the engine's plug-in cannot be imported, or lacks its object.
         OSError, ValueError, KeyError: the mark of a move cannot be read, or is damaged.
     """
@@ -238,7 +237,6 @@ class Storage:
             VerificationError: the state is damaged, a newer version wrote it, or a restore did not
                 finish.
             CannotWriteError: the folder cannot be created, or the database cannot write.
-            OSError: the file system has no locks (flock).
             ImportError, AttributeError: the engine's plug-in cannot be imported, or lacks its
                 object.
         """

@@ -771,7 +771,6 @@ def lock_by_file(path: Path, name: str) -> Iterator[Callable[[], None]]:
     Raises:
         BusyError: Another migration holds the lock.
         CannotWriteError: The lock file cannot be created.
-        OSError: The file system has no locks (flock).
     """
     with ExitStack() as locks:
         try:

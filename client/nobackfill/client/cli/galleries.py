@@ -77,7 +77,6 @@ def init(arguments: Namespace) -> None:
         NotPermittedError, UnavailableError: the source refuses the token, or does not answer.
         BusyError: another process makes this gallery.
         CannotWriteError: the disk is full or read-only.
-        OSError: the file system has no locks.
     """
     from nobackfill.client.creation import init as make
     from nobackfill.client.gallery_file import keep_reserve
@@ -336,7 +335,7 @@ def gc(arguments: Namespace) -> None:
         VerificationError: a manifest or the gallery file is damaged.
         BusyError: a sync is writing vectors, or another process holds the gallery file.
         CannotWriteError: the disk is full or read-only.
-        OSError: the file system has no locks, or a file of the gallery disappears meanwhile.
+        OSError: a file of the gallery disappears meanwhile.
     """
     from nobackfill.client.device import Device
     from nobackfill.client.gallery_file import free_reserve, keep_reserve

@@ -5,7 +5,6 @@ only a sync needs.
 """
 
 import argparse
-import errno
 import gc
 import os
 import sys
@@ -16,7 +15,7 @@ from typing import Any, NoReturn
 
 from nobackfill.client.cli import galleries, releases
 from nobackfill.client.cli.options import Command, Parser, named_path
-from nobackfill.errors import CannotWriteError, InvalidInputError, NobackfillError
+from nobackfill.errors import InvalidInputError, NobackfillError, error_from_os
 from nobackfill.terminal import escape_hidden
 
 _CLOSING = """\
@@ -37,9 +36,6 @@ or failed verification, 66 no such gallery, item or release, 69 server unavailab
 73 cannot write, 75 busy, try again, 77 not permitted, 78 configuration,
 130 interrupted.
 """
-# Errors of the operating system outside the modules that write, for example in stdout's folder.
-_NO_NAMES = (errno.ENAMETOOLONG, errno.ELOOP, errno.EILSEQ)
-_NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
 
 
 def main() -> None:
@@ -228,14 +224,10 @@ def _refusing() -> Iterator[None]:
     except UnicodeEncodeError as error:
         _refuse(InvalidInputError(f"{error.object[:80]!r}: expected UTF-8 text; rename it"))
     except OSError as error:
-        if error.errno in _NO_NAMES:
-            _refuse(InvalidInputError(f"{str(error.filename)[:80]}…: {error.strerror}"))
-        if error.errno not in _NOT_WRITABLE:
+        translation = error_from_os(error)
+        if translation is None:
             raise
-        place = f"{error.filename}: " if error.filename else ""
-        _refuse(
-            CannotWriteError(f"{place}{error.strerror}; free some space or fix the permissions")
-        )
+        _refuse(translation)
 
 
 def _refuse(error: NobackfillError) -> NoReturn:

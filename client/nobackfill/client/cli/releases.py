@@ -27,7 +27,7 @@ def sync(arguments: Namespace) -> None:
         NotPermittedError, UnavailableError: the source refuses the token, or does not answer.
         BusyError: another sync runs, or other commands keep changing the gallery.
         CannotWriteError: the disk is full or read-only.
-        OSError: a file of the models folder cannot be read, or the file system has no locks.
+        OSError: a file of the models folder cannot be read.
     """
     from nobackfill.client.device import Device
     from nobackfill.client.gallery_file import keep_reserve
@@ -103,7 +103,6 @@ def rollback(arguments: Namespace) -> None:
         VerificationError: the gallery file is damaged.
         BusyError: a sync is writing vectors, or another process holds the gallery file.
         CannotWriteError: the disk is full or read-only.
-        OSError: the file system has no locks.
     """
     from nobackfill.client.device import Device
     from nobackfill.client.sync import roll_back
@@ -138,7 +137,6 @@ def push(arguments: Namespace) -> None:
         CannotWriteError: the disk is full or read-only.
         InvalidInputError: the vault refuses a ciphertext, also as too large (TooLargeError).
         AlreadyExistsError: the vault holds another blob under the random id.
-        OSError: the file system has no locks.
     """
     from nobackfill.client.device import Device
     from nobackfill.client.vault.transfer import push as upload
@@ -191,7 +189,6 @@ def pull(arguments: Namespace) -> None:
         BusyError: another push or pull runs, another process holds the gallery file, or the
             gateway has too much work.
         CannotWriteError: the disk is full or read-only.
-        OSError: the file system has no locks.
     """
     from nobackfill.client.device import Device
     from nobackfill.client.vault.transfer import pull as restore

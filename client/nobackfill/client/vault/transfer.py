@@ -109,7 +109,6 @@ def push(
     Raises:
         ConfigurationError: a key is missing or malformed, the address is no gateway, or another
             vault than the stored one lacks pushed images.
-        OSError: the file system has no locks.
         UnavailableError: the vault does not answer, or an upload makes no progress, also because
             the gateway's disk is full.
         NotPermittedError: the gateway refuses the token.
@@ -459,7 +458,6 @@ def pull(
         BusyError: another push or pull runs (this does not wait), or another process holds the
             gallery file, or the gateway has too much work.
         CannotWriteError: the disk is full or read-only.
-        OSError: the file system has no locks.
     """
     report = PullReport()
     durable.make_dir(folder)

@@ -115,7 +115,7 @@ def verify_publication(
             converter.
         UnavailableError: The folder cannot be read.
         CannotWriteError: The temporary folder cannot be written.
-        OSError: The child process cannot be started, or the temporary folder has no locks (flock).
+        OSError: The child process cannot be started.
     """
     with tempfile.TemporaryDirectory(prefix="nobackfill-") as temporary:
         trust = TrustedFolder(repo, Path(temporary), root)

@@ -73,7 +73,7 @@ def clear_staging(repo: Path) -> None:
 
     Raises:
         CannotWriteError: A file cannot be removed; the others may be gone.
-        OSError: The file system has no locks (flock), or the folder cannot be listed.
+        OSError: The folder cannot be listed.
     """
     top = staging_folder(repo)
     for path in sorted(top.iterdir()) if top.is_dir() else ():
@@ -100,7 +100,6 @@ def draft_folder(repo: Path) -> Iterator[Path]:
     Raises:
         BusyError: Another process publishes for more than a minute.
         CannotWriteError: The folder cannot be made, or at the end it cannot be removed.
-        OSError: The file system has no locks (flock).
     """
     with contextlib.ExitStack() as locks:
         with durable.lock_file(lock_path(repo), _LOCK_SECONDS):
@@ -186,7 +185,7 @@ def publish(
         BusyError: Another publisher holds the lock; it is not waited for.
         CannotWriteError: The disk fails, or the folder is a mount point. Readers see the old state,
             or the new one if only the last sync failed.
-        OSError: The file system has no locks (flock), or the child process cannot be started.
+        OSError: The child process cannot be started.
     """
     keys = keys or SigningKeys.of(repo)
     if dry_run:
@@ -222,7 +221,7 @@ def lock_publication(repo: Path) -> Iterator[None]:
         BusyError: Another publisher holds it; it is not waited for.
         CannotWriteError: The folder is a mount point, so that nothing can be renamed into it, or
             the lock file cannot be made.
-        OSError: The folder is missing, or the file system has no locks (flock). The lock file may
+        OSError: The folder is missing. The lock file may
             stay.
     """
     folder = repo.absolute()
@@ -267,8 +266,8 @@ def put_metadata(repo: Path, files: list[tuple[str, bytes]]) -> None:
             cleared.
 
     Raises:
-        CannotWriteError: A file cannot be written; earlier ones may be in place already.
-        OSError: The file system has no locks (flock); the new metadata is in place then.
+        CannotWriteError: A file cannot be written; earlier ones may be in place already. Or the
+            file system has no locks (flock); the new metadata is in place then.
     """
     durable.make_dir(staging_folder(repo))
     for name, data in files:
@@ -383,7 +382,6 @@ def begin_publication(repo: Path, keys: SigningKeys) -> None:
         ConfigurationError: A file is no key, or others may read it.
         CannotWriteError: A file cannot be written, or the folder is a mount point.
         VerificationError: The root metadata is invalid.
-        OSError: The file system has no locks (flock).
     """
     refuse_begun(repo)
     durable.make_dir(repo.absolute())
@@ -406,8 +404,8 @@ def ensure_root(repo: Path, keys: SigningKeys) -> Root:
     Raises:
         VerificationError: The root metadata is invalid.
         ConfigurationError: A file is no key, or others may read it.
-        CannotWriteError: A file cannot be written.
-        OSError: Metadata is written, and the file system has no locks (flock).
+        CannotWriteError: A file cannot be written. Or metadata is written, and the file system has
+            no locks (flock).
     """
     newest = read_root(repo)
     if newest is None:
@@ -474,7 +472,6 @@ def publish_converter(
         ConfigurationError: A key is missing or invalid, or others may read it.
         VerificationError: The published metadata is invalid.
         pydantic.ValidationError: `data` is empty.
-        OSError: The file system has no locks (flock).
     """
     keys = keys or SigningKeys.of(repo)
     durable.make_dir(repo.absolute())

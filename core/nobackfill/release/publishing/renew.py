@@ -80,7 +80,6 @@ def resign(repo: Path, keys: SigningKeys | None = None, dry_run: bool = False) -
         BusyError: Another publisher holds the lock; it is not waited for.
         CannotWriteError: A file cannot be written, or the folder is a mount point.
         VerificationError: The published metadata is invalid.
-        OSError: The file system has no locks (flock).
     """
     keys = keys or SigningKeys.of(repo)
     ledger = require_ledger(repo)
@@ -128,7 +127,6 @@ def rotate(
         BusyError: Another publisher holds the lock; it is not waited for.
         CannotWriteError: A file cannot be written, or the folder is a mount point.
         VerificationError: The published metadata is invalid.
-        OSError: The file system has no locks (flock).
     """
     keys = keys or SigningKeys.of(repo)
     if not roles or not set(roles) <= set(ROLES):
@@ -230,7 +228,6 @@ def withdraw(
         BusyError: Another publisher holds the lock; it is not waited for.
         CannotWriteError: A file cannot be written, or the folder is a mount point.
         VerificationError: The published metadata is invalid.
-        OSError: The file system has no locks (flock).
     """
     if not reason.strip() or not reason.isprintable():
         raise PreconditionError(
@@ -274,7 +271,6 @@ def roll_out(
         BusyError: Another publisher holds the lock; it is not waited for.
         CannotWriteError: A file cannot be written, or the folder is a mount point.
         VerificationError: The published metadata is invalid.
-        OSError: The file system has no locks (flock).
     """
     if not 0 < share <= 1:
         raise InvalidInputError(f"share: expected above 0 and at most 1, got {share:g}")

@@ -787,7 +787,6 @@ class Trust:
             CannotWriteError: The state or a temporary folder cannot be written.
             BusyError: Another process refreshes for more than a minute.
             NobackfillError: An error that the fetcher itself raises, such as NotPermittedError.
-            OSError: The file system has no locks (flock).
         """
         durable.make_dir(self._folder, mode=0o700)
         with durable.lock_file(self._folder / "lock", _LOCK_SECONDS):
@@ -1288,8 +1287,7 @@ def read_publication(model_repo: Path, state: Path | None = None) -> Publication
         UnavailableError: The folder cannot be read.
         BusyError: Another process uses the state folder for more than a minute.
         CannotWriteError: The state cannot be written.
-        OSError: The file system of `state` has no locks (flock), or no temporary folder can be
-            made.
+        OSError: No temporary folder can be made.
     """
     if not (model_repo / "timestamp.json").is_file():
         return Publication({}, frozenset())

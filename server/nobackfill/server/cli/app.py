@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from nobackfill.errors import ConfigurationError, NobackfillError
+from nobackfill.errors import ConfigurationError, NobackfillError, error_from_os
 from nobackfill.extras import require_extra
 from nobackfill.terminal import escape_hidden
 
@@ -177,17 +177,26 @@ def exit_codes() -> Iterator[None]:
     It silences gRPC's own log lines, unless GRPC_VERBOSITY is set.
 
     Raises:
-        typer.Exit: the block raised a NobackfillError (its exit code), lacks a module of the extra
-            `server` (78), or was interrupted (130).
+        typer.Exit: the block raised a NobackfillError (its exit code), named a file that the system
+            refuses (65, 73), lacks a module of the extra `server` (78), or was interrupted (130).
     """
     try:
         with require_extra("server"):
             yield
     except NobackfillError as error:
-        typer.echo(escape_hidden(f"gateway: {error}"), err=True)
-        raise typer.Exit(error.exit_code) from error
+        raise _refuse(error) from error
+    except OSError as error:
+        translation = error_from_os(error)
+        if translation is None:
+            raise
+        raise _refuse(translation) from error
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
+
+
+def _refuse(error: NobackfillError) -> typer.Exit:
+    typer.echo(escape_hidden(f"gateway: {error}"), err=True)
+    return typer.Exit(error.exit_code)
 
 
 def show(as_json: bool, result: dict[str, Any], rows: list[list[str]]) -> None:

@@ -12,7 +12,13 @@ import torch
 from nobackfill.class_folders import ImageListing, list_images
 from nobackfill.digests import sha256_file
 from nobackfill.durable import lock_file, remove_tree
-from nobackfill.errors import BusyError, ConfigurationError, InvalidInputError, join_few
+from nobackfill.errors import (
+    BusyError,
+    CannotWriteError,
+    ConfigurationError,
+    InvalidInputError,
+    join_few,
+)
 from nobackfill.training.config import (
     Config,
     EmbedderConfig,
@@ -117,9 +123,9 @@ def _run_lock(run_dir: Path) -> Iterator[None]:
                     f"another process is training in the run folder {run_dir}; wait until it ends, "
                     "or set another run_dir"
                 ) from error
-            except OSError as error:
+            except CannotWriteError as error:
                 # Some network file systems have no locks, and a cluster may have nothing else.
-                if error.errno not in _NO_LOCKS:
+                if getattr(error.__cause__, "errno", None) not in _NO_LOCKS:
                     raise
         yield
         if _leads():

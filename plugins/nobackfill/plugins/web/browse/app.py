@@ -657,7 +657,7 @@ class ReleasePages:
         says so.
 
         Raises:
-            OSError: a file of the models folder cannot be read, or the file system has no locks.
+            OSError: a file of the models folder cannot be read.
         """
         try:
             report = sync(self._device, SyncOptions(dry_run=True), Output(bars=False))
@@ -699,7 +699,6 @@ class ReleasePages:
             BusyError: a sync is writing vectors, or another process holds the gallery file.
             VerificationError: a file of the gallery is damaged.
             CannotWriteError: the disk is full or read-only.
-            OSError: the file system has no locks.
         """
         roll_back(self._device)
         return self._site.go(request, "/release")
