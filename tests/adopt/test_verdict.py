@@ -318,14 +318,20 @@ def test_more_pairs_bring_more_and_the_next_doubling_is_told() -> None:
     assert gain_of_doubling([CurvePoint(1, 0.2)]) is None
 
 
+def test_too_few_queries_are_refused() -> None:
+    made = world(20)
+    for count in (0, 1):
+        with pytest.raises(InvalidInputError, match=f"at least 2 queries, .*, got {count};"):
+            decide(made.pairs, SLOW, made.queries.part(np.arange(count)))
+
+
 @pytest.mark.parametrize("count", [0, 1, 9])
 @pytest.mark.parametrize("known", [True, False])
 def test_too_few_pairs_are_refused(count: int, known: bool) -> None:
     made = world(20)
     pairs = Pairs(made.ids[:count], made.old[:count], made.new[:count])
-    queries = made.queries.part(np.flatnonzero(made.answers < count))
     with pytest.raises(InvalidInputError, match=f"expected at least 10 items .*, got {count};"):
-        decide(pairs, SLOW, queries if known else None)
+        decide(pairs, SLOW, made.queries if known else None)
 
 
 def test_hubs_are_told_by_other_queries_and_taken_off_where_that_helps(tmp_path: Path) -> None:

@@ -43,6 +43,7 @@ from nobackfill.adopt.maps import (
 )
 from nobackfill.adopt.pairs import Pairs
 from nobackfill.adopt.sources.source import Source
+from nobackfill.errors import InvalidInputError
 from nobackfill.metrics.bootstrap import paired_bootstrap
 from nobackfill.metrics.ranking import Ints
 from nobackfill.ridge import Moments, split_into_blocks
@@ -431,8 +432,8 @@ def decide(
     Args:
         pairs: At least 10 pairs of old and new vectors.
         cost: Number of items of the gallery, and measured seconds of the models and of the store.
-        queries: Queries with known answers among the pairs. None: items are the queries, and the
-            verdict holds for finding similar things only.
+        queries: At least 2 queries with known answers among the pairs. None: items are the queries,
+            and the verdict holds for finding similar things only.
         items_available: Whether the items themselves can still be embedded; if not, the verdict is
             never "lazily" or "re-embed".
         old_model_available: Whether the old model can still embed queries; if not, the verdict is
@@ -444,8 +445,8 @@ def decide(
             the options are judged among all of its items. None judges them among the pairs.
 
     Raises:
-        InvalidInputError: Fewer than 10 pairs, unusable layers of the trainer, or an unusable
-            vector in `source`.
+        InvalidInputError: Fewer than 10 pairs, fewer than 2 queries, unusable layers of the
+            trainer, or an unusable vector in `source`.
         IncompatibleSpaceError: The converter has other dimensions than the pairs. Files of `source`
             record different models.
         ValueError: A vector of the pairs or the queries holds NaN or infinity, or with cosine is
@@ -455,6 +456,11 @@ def decide(
         BusyError: Others hold the store, or its server has too many requests.
         NotFoundError: The table or the collection was deleted meanwhile.
     """
+    if queries is not None and len(queries.rows) < 2:
+        raise InvalidInputError(
+            "expected at least 2 queries, because what one half of them chooses is judged by the "
+            f"other half, got {len(queries.rows)}; add queries, or leave them out"
+        )
     similar = judgement.item_queries(pairs)
     judged_queries = similar if queries is None else judgement.sample_queries(queries, len(pairs))
     known_items = not judged_queries.own
