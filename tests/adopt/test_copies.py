@@ -108,6 +108,19 @@ def test_every_command_knows_the_store(store: Chroma | Milvus, tmp_path: Path) -
     [pytest.param(name, marks=pytest.mark.scale) for name in ("milvus-lite", "milvus")],
     indirect=True,
 )
+def test_a_copy_forgets_items_as_its_original_does(store: Milvus) -> None:
+    store.client.alter_collection_properties("docs", {"collection.ttl.seconds": "86400"})
+    carry(store.open(), TARGET, MAP)
+    properties = store.client.describe_collection("docs_to")["properties"]
+    assert properties["collection.ttl.seconds"] == "86400"
+    assert carry(store.open(), TARGET, MAP).write_count == 0
+
+
+@pytest.mark.parametrize(
+    "store",
+    [pytest.param(name, marks=pytest.mark.scale) for name in ("milvus-lite", "milvus")],
+    indirect=True,
+)
 def test_an_alias_flips_and_what_it_leads_to_is_not_taken_back(store: Milvus) -> None:
     store.client.create_alias("docs", "live")
     by_alias = open_source(f"milvus:{store.place}#live")

@@ -258,6 +258,8 @@ _METRICS: Mapping[str, SearchMetric] = {
 }  # fmt: skip
 _LEAST = -(1 << 63)
 _MARK = "nobackfill."
+# Properties of a collection that its copy needs, too; the first one deletes old items.
+_PROPERTIES = ("collection.ttl.seconds", "mmap.enabled", "partitionkey.isolation")
 # The partition of items that were put without a partition.
 _DEFAULT = "_default"
 
@@ -347,7 +349,8 @@ class MilvusStore:
 
         Args:
             target: name and dimension of the new collection; its other fields are ignored.
-            like: the existing collection, whose fields, indexes and partitions are copied.
+            like: the existing collection, whose fields, indexes, partitions and time to live are
+                copied.
             facts: facts to record in the same step.
 
         Raises:
@@ -362,7 +365,7 @@ class MilvusStore:
         if not isinstance(like, MilvusCollection):
             raise TypeError(like)
         schema = like.schema(target.dim)
-        properties = {_MARK + name: value for name, value in facts.items()}
+        properties = like.properties | {_MARK + name: value for name, value in facts.items()}
         indexes = like.indexes()
         call_milvus(
             target.name,
@@ -436,6 +439,7 @@ class MilvusCollection:
     Attributes:
         name: the collection's name, also if it was opened by an alias.
         copy_facts: the facts that were recorded when it was created as a copy.
+        properties: the owner's properties that a copy gets, too.
         numbers_itself: whether Milvus generates the keys.
         own_partitions: options of the creation call, if Milvus chooses the partition of an item.
     """
@@ -447,11 +451,11 @@ class MilvusCollection:
         self._fields = {str(one["name"]): one for one in results["fields"]}
         self._dynamic = bool(results.get("enable_dynamic_field"))
         # Marks are properties, because milvus-lite loses the description.
+        properties = {key: str(one) for key, one in (results.get("properties") or {}).items()}
         self.copy_facts = {
-            key.removeprefix(_MARK): str(value)
-            for key, value in (results.get("properties") or {}).items()
-            if key.startswith(_MARK)
+            key.removeprefix(_MARK): one for key, one in properties.items() if key.startswith(_MARK)
         }
+        self.properties = {key: properties[key] for key in _PROPERTIES if key in properties}
         self._key = next(n for n, one in self._fields.items() if one.get("is_primary"))
         self._texts = self._fields[self._key]["type"] == DataType.VARCHAR
         self.numbers_itself = bool(results.get("auto_id") or self._fields[self._key].get("auto_id"))
