@@ -36,6 +36,15 @@ def refused(
     return said
 
 
+@pytest.mark.parametrize("name", [300 * "x", f"parquet:{300 * 'x'}"])
+def test_a_name_that_no_file_can_have(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was a traceback."""
+    said = refused(["inspect", name], 65, monkeypatch, capsys)
+    assert said.startswith("nobackfill: ") and "no file can have this name" in said
+
+
 @pytest.fixture
 def paths(tmp_path: Path) -> dict[str, str]:
     """Files that go together: old, new, a map."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from nobackfill.errors import InvalidInputError, NobackfillError, NotFoundError
+from nobackfill.errors import InvalidInputError, NobackfillError, NotFoundError, error_from_os
 from nobackfill.framing import Fit, Interpolation
 from nobackfill.terminal import escape_hidden
 from nobackfill.version_option import Version
@@ -1283,9 +1283,12 @@ def main() -> None:
     """
     try:
         app()
-    except NobackfillError as error:
-        print(escape_hidden(f"nobackfill: {error}"), file=sys.stderr)
-        sys.exit(error.exit_code)
+    except (NobackfillError, OSError) as error:
+        refusal = error_from_os(error) if isinstance(error, OSError) else error
+        if refusal is None:
+            raise
+        print(escape_hidden(f"nobackfill: {refusal}"), file=sys.stderr)
+        sys.exit(refusal.exit_code)
 
 
 if __name__ == "__main__":
