@@ -3,10 +3,12 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+import apsw
 import lancedb
 import numpy as np
 import pyarrow as pa
 import pytest
+import sqlite_vec
 from lancedb import index
 
 from nobackfill.adopt.carrying import carry
@@ -14,7 +16,7 @@ from nobackfill.adopt.maps import fit_maps
 from nobackfill.adopt.pairs import read_all
 from nobackfill.adopt.sources.opening import open_source
 from nobackfill.adopt.sources.source import Reversible, Searchable, Target
-from nobackfill.errors import BusyError, InvalidInputError, NotFoundError
+from nobackfill.errors import AlreadyExistsError, BusyError, InvalidInputError, NotFoundError
 from nobackfill.plugins.lancedb import LanceSource
 from nobackfill.plugins.sqlite_vec import VecDatabase
 from nobackfill.vectors import Vectors
@@ -191,6 +193,66 @@ def test_sqlite_keeps_rows_that_a_writer_puts_into_both_tables(sqlite: SqliteVec
     found = vectors_of(f"sqlite:{sqlite.path}#docs")
     np.testing.assert_allclose(found["both"], MADE.new[4], atol=1e-6)
     np.testing.assert_allclose(found[MADE.ids[7]], MAP(MADE.old[9:10])[0], atol=1e-5)
+
+
+def test_texts_that_look_like_numbers_are_keys_in_sqlite(tmp_path: Path) -> None:
+    connection = apsw.Connection(str(tmp_path / "store.db"))
+    connection.enable_load_extension(True)
+    sqlite_vec.load(connection)
+    connection.execute("CREATE VIRTUAL TABLE docs USING vec0(id text primary key, v float[24])")
+    names = ["7", "007", "1e3", "1000", "1.0", "1", "-0", str(2**53 + 1), " 5", "0x10"]
+    old = dict(zip(names, MADE.old[: len(names)], strict=True))
+
+    def put(name: str) -> None:
+        values = (name, old[name].astype("<f4").tobytes())
+        connection.execute("DELETE FROM docs WHERE id = ?", (name,))
+        connection.execute("INSERT INTO docs VALUES (?, ?)", values)
+
+    def check(relation: str) -> None:
+        new = vectors_of(f"sqlite:{tmp_path / 'store.db'}#{relation}")
+        assert set(new) == set(old)
+        for name, vector in old.items():
+            np.testing.assert_allclose(new[name], MAP(vector[None])[0], atol=1e-5)
+
+    for name in names:
+        put(name)
+    source = reversible(f"sqlite:{tmp_path / 'store.db'}#docs")
+    assert carry(source, target("docs_new"), MAP).write_count == len(names)
+    assert carry(source, target("docs_new"), MAP).write_count == 0
+    old["007"], old["1000"] = MADE.old[100:102]
+    put("007")
+    put("1000")
+    connection.execute("DELETE FROM docs WHERE id = '1.0'")
+    del old["1.0"]
+    assert carry(source, target("docs_new"), MAP).write_count == 2
+    check("docs_new")
+    carry(source, target("docs_new"), MAP, flip=True)
+    check("docs")
+    assert reversible(f"sqlite:{tmp_path / 'store.db'}#docs").flip_back("docs_new") == 0
+    connection.close()
+
+
+def test_digests_of_an_earlier_version_are_read_or_refused_in_sqlite(sqlite: SqliteVec) -> None:
+    """It declared their key as ANY."""
+    carry(sqlite.open(), target("docs_new"), MAP)
+    connection = sqlite.connection
+    connection.execute("DROP INDEX nobackfill_items_place")
+    connection.execute("ALTER TABLE nobackfill_items RENAME TO other")
+    connection.execute(
+        "CREATE TABLE nobackfill_items (map TEXT, key ANY, place INTEGER, of TEXT, made TEXT, "
+        "PRIMARY KEY (map, key)) WITHOUT ROWID"
+    )
+    connection.execute("INSERT INTO nobackfill_items SELECT * FROM other")
+    connection.execute("DROP TABLE other")
+    assert carry(sqlite.open(), target("docs_new"), MAP).write_count == 0
+    sqlite.put("007", MADE.old[7])
+    assert carry(sqlite.open(), target("docs_new"), MAP).write_count == 1
+    assert carry(sqlite.open(), target("docs_new"), MAP).write_count == 0
+    connection.execute("UPDATE nobackfill_items SET key = 7 WHERE key = '007'")
+    with pytest.raises(AlreadyExistsError, match="keys such as '007' as numbers"):
+        carry(sqlite.open(), target("docs_new"), MAP)
+    assert sqlite.open().rollback("docs_new")
+    assert carry(sqlite.open(), target("docs_new"), MAP).write_count == 231
 
 
 def test_texts_of_an_ordinary_table_make_a_row_stale(sqlite: SqliteVec) -> None:

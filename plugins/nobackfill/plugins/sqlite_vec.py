@@ -80,12 +80,22 @@ _FORMS: Mapping[str, re.Pattern[str]] = {
 _SHADOWS = re.compile(
     r"_(info|chunks|rowids|auxiliary|vector_chunks\d+|metadatachunks\d+|metadatatext\d+)"
 )
+# A column of the type BLOB stores texts and numbers as they are.
 _OURS = """
 CREATE TABLE IF NOT EXISTS nobackfill_copies (
   name TEXT PRIMARY KEY, facts TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS nobackfill_items (
-  map TEXT, key ANY, place INTEGER, of TEXT, made TEXT, PRIMARY KEY (map, key)) WITHOUT ROWID;
+  map TEXT, key BLOB, place INTEGER, of TEXT, made TEXT, PRIMARY KEY (map, key)) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS nobackfill_items_place ON nobackfill_items (map, place);
+"""
+# An earlier version declared the key as ANY, which made a number of the text '007'.
+_ANY = "key ANY"
+_WITH_ANY = f"""
+DROP INDEX IF EXISTS nobackfill_items_place;
+ALTER TABLE nobackfill_items RENAME TO nobackfill_items_before;
+{_OURS}
+INSERT INTO nobackfill_items SELECT * FROM nobackfill_items_before;
+DROP TABLE nobackfill_items_before;
 """
 
 
@@ -325,7 +335,7 @@ class VecDatabase:
         """Record facts about a table in place of earlier ones; no facts remove the record.
 
         Facts with the value None or "" are left out. The tables for it are created if they are
-        missing. Call it in a transaction.
+        missing, as by `make_tables`. Call it in a transaction.
 
         Args:
             name: The table's name; it need not exist.
@@ -335,11 +345,23 @@ class VecDatabase:
             ConfigurationError: The file is read-only.
             InvalidInputError: Any other error of SQLite, such as a full disk or a dropped table.
         """
-        for statement in filter(None, map(str.strip, _OURS.split(";"))):
-            self.all(statement)
+        self.make_tables()
         self.all("DELETE FROM nobackfill_copies WHERE name = ?", name)
         if facts := {key: one for key, one in facts.items() if one}:
             self.all("INSERT INTO nobackfill_copies VALUES (?, ?)", name, json.dumps(facts))
+
+    def make_tables(self) -> None:
+        """Create the tables of facts and of digests, or give those of an earlier version their
+        present form. Call it in a transaction.
+
+        Raises:
+            BusyError: Others hold the file for longer than 10 s.
+            ConfigurationError: The file is read-only.
+            InvalidInputError: Any other error of SQLite, such as a full disk.
+        """
+        old = _ANY in (self.tables().get("nobackfill_items") or "")
+        for statement in filter(None, map(str.strip, (_WITH_ANY if old else _OURS).split(";"))):
+            self.all(statement)
 
 
 class VecTable:
@@ -848,7 +870,8 @@ class SqliteVecSource:
             target: The table's name and dimension, and the digest of the map.
 
         Raises:
-            AlreadyExistsError: Another table has the name.
+            AlreadyExistsError: Another table has the name. An earlier version made the table, and
+                noted keys of text as numbers.
             InvalidInputError: The name is not allowed, or this table holds the vectors of this map
                 already; or SQLite reports another error.
             ConfigurationError: The file is read-only.
@@ -872,6 +895,15 @@ class SqliteVecSource:
                 raise AlreadyExistsError(
                     f"{table.name}: table {name!r} exists already and was not made by this map; "
                     "choose another --to, or remove it with --rollback"
+                )
+            database.make_tables()
+            numbers = "SELECT 1 FROM nobackfill_items WHERE map = ? AND typeof(key) <> 'text'"
+            if there and table.textual and database.all(numbers, _items(name, target)):
+                raise AlreadyExistsError(
+                    f"{table.name}: an earlier version of nobackfill made table {name!r}, and "
+                    "noted keys such as '007' as numbers, so that some of its vectors may be stale "
+                    "or missing; remove it with `carry --rollback` or `migrate back`, and run it "
+                    "again"
                 )
             if not there:
                 database.note(name, wanted | {"model": target.model})
