@@ -32,7 +32,7 @@ def taking_a_file_of_ours(repo: Path) -> bytes:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        (lambda _: NEWER, "release 3 needs a newer nobackfill: its manifest has format 5"),
+        (lambda _: NEWER, "release 3 needs a newer nobackfill: its manifest has format 6"),
         (
             unknown_key,
             "release 3 needs a newer nobackfill: its manifest has keys that this version does not "

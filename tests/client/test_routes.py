@@ -123,6 +123,21 @@ def test_a_release_that_searches_old_vectors_directly_takes_them_as_they_are(
     assert answer.hits[0].score is not None
 
 
+@pytest.mark.parametrize("upgrades", [(), (1,)], ids=["adapter", "adapter and upgrade"])
+def test_a_device_uses_no_query_adapter(setting: Setting, upgrades: tuple[int, ...]) -> None:
+    """Its vectors never stay as they are: it follows an upgrade, or stays where it is."""
+    blocks.publish_block_release(setting.repo, 2, upgrades, adapts=(1,))
+    report = edge.follow(setting.gallery)
+    if upgrades:
+        assert (report.state, report.routes) == ("upgraded", [[1, 2]])
+        assert {origin for origin, _ in edge.contents(setting.gallery).values()} == {"upgraded"}
+        return
+    assert (report.state, report.release) == ("behind", 1)
+    (note,) = report.notes
+    assert note.endswith("its query adapter is for gateways, and devices do not use it")
+    assert {origin for origin, _ in edge.contents(setting.gallery).values()} == {"native"}
+
+
 def test_side_information_that_is_carried_stays(setting: Setting, tmp_path: Path) -> None:
     repo = tmp_path / "carries" / "repo"
     blocks.publish_block_release(repo, 1)

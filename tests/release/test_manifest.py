@@ -114,8 +114,8 @@ def test_upgrades_come_from_distinct_older_releases(fields: dict[str, Any]) -> N
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"format": 5, "release": "three", "all": "new"}, "its manifest has format 5, and this "
-         "version reads formats up to 4"),
+        ({"format": 6, "release": "three", "all": "new"}, "its manifest has format 6, and this "
+         "version reads formats up to 5"),
         ({"surprise": 1, "gate": {"verdict": "passed", "by": "a person"}},
          "its manifest has keys that this version does not know, gate.by, surprise"),
         ({f"key{n}": n for n in range(9)},

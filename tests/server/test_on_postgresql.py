@@ -22,6 +22,15 @@ from nobackfill.wire.gateway import Gateway as Caller
 from tests.server.conftest import Stages, publish_stage
 from tests.server.process import serving
 from tests.server.support import Client, images, refused, running
+from tests.server.test_adapters import (
+    life as life,
+)
+from tests.server.test_adapters import (
+    test_an_adapter_searches_old_vectors as test_an_adapter_searches_old_vectors,
+)
+from tests.server.test_adapters import (
+    test_new_items_are_ranked_among_old_ones as test_new_items_are_ranked_among_old_ones,
+)
 from tests.server.test_life import (
     test_a_chain_of_releases as test_a_chain_of_releases,
 )

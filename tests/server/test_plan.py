@@ -28,7 +28,7 @@ from nobackfill.gallery.store import NewVectors
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.canary.canaries import Canaries, CanaryAnswerer
 from nobackfill.server.catalog import Catalog
-from nobackfill.server.embedding.embedding import Embedding, InProcessModels
+from nobackfill.server.embedding.embedding import Embedding, InProcessModels, QueryAdapters
 from nobackfill.server.galleries.answering import Answerers, PlainAnswerer, SpaceChoice
 from nobackfill.server.galleries.hosted import GalleryRegistry, Hosted, Users
 from nobackfill.server.galleries.hosted_file import FileHome
@@ -57,12 +57,14 @@ TRIAL = ACTIVATION.model_copy(update={"canary": Canary(share=0.5)})
 
 @pytest.fixture(scope="module")
 def manifests(tmp_path_factory: pytest.TempPathFactory) -> Mapping[int, Manifest]:
-    """Release 1; 2 with weights of both models; 3, which searches 2 directly."""
+    """Release 1; 2 with weights of both models; 3, which searches 2 directly; 4, which has a query
+    adapter to 2."""
     folder = tmp_path_factory.mktemp("drafts")
     one = releases.draft(folder, 1).manifest
     two = releases.draft(folder, 2, [one], both=(0.5, 0.5, 0.0)).manifest
     three = releases.draft(folder, 3, [one, two], directly=[two]).manifest
-    return {1: one, 2: two, 3: three}
+    four = releases.draft(folder, 4, adapts=[two]).manifest
+    return {1: one, 2: two, 3: three, 4: four}
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,10 @@ def parts(manifests: Mapping[int, Manifest], tmp_path: Path) -> Iterator[Parts]:
     embedding = Embedding(InProcessModels(tmp_path), metrics)
     canaries = Canaries(state, metrics)
     healing = Healing(embedding, Settings(model_repo=tmp_path, data=tmp_path), metrics)
-    answerers = Answerers(embedding, catalog, state, metrics, canaries.answerer, healing.answerer)
+    adapters = QueryAdapters(tmp_path)
+    answerers = Answerers(
+        embedding, adapters, catalog, state, metrics, canaries.answerer, healing.answerer
+    )
     home = FileHome(tmp_path / "galleries", SuspendablePool(8))
     galleries = GalleryRegistry(home, catalog, state, answerers.of)
     yield Parts(manifests, state, catalog, canaries, answerers, galleries)
@@ -138,6 +143,10 @@ PLANS: dict[str, tuple[dict[str, object], tuple[object, ...]]] = {
     "direct": (
         {"spaces": [(2, "active"), (3, "staging")], "rollout": "direct", "state": State(active=3)},
         ([(3, 3), (3, 2)], {2}, [2, 3], "PlainAnswerer"),
+    ),
+    "direct by a query adapter": (
+        {"spaces": [(2, "active"), (4, "staging")], "rollout": "direct", "state": State(active=4)},
+        ([(4, 4), (4, 2)], {2}, [2, 4], "PlainAnswerer"),
     ),
     "a space that a rollback left": (
         {"spaces": [(1, "active"), (2, "staging")], "rollout": "dual", "state": State(active=1)},
@@ -194,6 +203,8 @@ def test_plans(parts: Parts, given: dict[str, object], expected: tuple[object, .
         type(plan.answerer).__name__,
     ) == expected
     assert plan.query is plan.parts[0].query
+    adapted = [part.release for part in plan.parts if part.adapter is not None]
+    assert adapted == ([2] if plan.query.release == 4 else [])
 
 
 AFTER_SWAP: Sequence[tuple[int, SpaceState]] = [(1, "previous"), (2, "active")]
@@ -204,7 +215,8 @@ CHOICES: list[tuple[Sequence[tuple[int, SpaceState]], set[int], object, str]] = 
     (AFTER_SWAP, {1}, [(1, 1)], ""),
     (AFTER_SWAP, {1, 2}, [(2, 2)], ""),
     (AFTER_SWAP, {3}, [(3, 2)], ""),
-    (AFTER_SWAP, {4}, IncompatibleSpaceError, "embedding of release 2, .* no release known here"),
+    (AFTER_SWAP, {4}, IncompatibleSpaceError, "embedding of release 2, .* got one of release 4"),
+    (AFTER_SWAP, {5}, IncompatibleSpaceError, "embedding of release 2, .* no release known here"),
     (DUAL, {1, 2}, [(2, 2), (1, 1)], ""),
     (DUAL, {1}, [(1, 1)], ""),
     (DUAL, {2}, NeedsImageError, "an embedding of each of releases 2 and 1"),
@@ -232,6 +244,19 @@ def test_spaces_of_a_query(
     else:
         chosen = choosing.parts(query, plan.parts)
         assert [(part.query.release, part.release) for part in chosen] == expected
+
+
+def test_an_adapter_is_used_by_the_active_release_alone(parts: Parts) -> None:
+    """Its activation has tried it."""
+    plan = parts.plan([(2, "active")], State(active=4), None)
+    choosing = SpaceChoice(parts.catalog, parts.state, plan.parts, plan.single_parts)
+    query = {parts.manifests[4].space: b""}
+    with pytest.raises(IncompatibleSpaceError):
+        choosing.parts(query, plan.parts)
+    parts.state.change(active=4)
+    (part,) = choosing.parts(query, plan.parts)
+    assert (part.query.release, part.release) == (4, 2)
+    assert part.adapter == parts.manifests[4].adapters[0]
 
 
 def test_a_space_ends_at_its_time_and_when_it_is_retired(parts: Parts) -> None:

@@ -28,6 +28,7 @@ def publish_block_release(
     upgrades_from: Sequence[int] = (),
     *,
     directly: Sequence[int] = (),
+    adapts: Sequence[int] = (),
     side: Side = "maps",
     int8: bool = False,
     gate: GateVerdict | None = None,
@@ -38,14 +39,15 @@ def publish_block_release(
     """Publish release `number` with upgrades from published releases; keys lie beside `repo`.
 
     `directly`: releases whose vectors its queries may meet as they are (it shares the first one's
-    block). `middle`, `scale`, `both`: see releases.draft. What it is made of stays in
-    `<repo>.drafts`.
+    block). `adapts`: releases that it has a query adapter to. `middle`, `scale`, `both`: see
+    releases.draft. What it is made of stays in `<repo>.drafts`.
     """
     draft = releases.draft(
         repo.with_name(f"{repo.name}.drafts"),
         number,
         [manifest(repo, source) for source in upgrades_from],
         directly=[manifest(repo, source) for source in directly],
+        adapts=[manifest(repo, target) for target in adapts],
         side=side,
         int8=int8,
         gate=gate,

@@ -98,6 +98,16 @@ def upgrade(source: int, target: int, *, reads_side: bool, maps_side: bool) -> o
     return model(nodes, inputs, outputs, constants)
 
 
+def adapter(source: int, target: int) -> onnx.ModelProto:
+    """The query adapter from one release's block to another's."""
+    nodes = [
+        helper.make_node("MatMul", ["embedding", "move"], ["moved"]),
+        helper.make_node("LpNormalization", ["moved"], ["adapted"], axis=1, p=2),
+    ]
+    constants = {"move": move(source, target, BLOCK)}
+    return model(nodes, [vector("embedding", DIM)], [vector("adapted", DIM)], constants)
+
+
 def vector(name: str, dim: int) -> onnx.ValueInfoProto:
     """A float32 value of shape [n, dim]."""
     return helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", dim])

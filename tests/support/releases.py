@@ -17,8 +17,10 @@ from nobackfill.release.manifest import (
     PublishedEmbedder,
     PublishedFile,
     PublishedSideEncoder,
+    QueryAdapter,
     RouteEvidence,
     Upgrade,
+    adapter_path,
     embedder_path,
     probes_path,
     release_space_id,
@@ -26,7 +28,7 @@ from nobackfill.release.manifest import (
     upgrade_int8_path,
     upgrade_path,
 )
-from nobackfill.release.models import open_embedder, open_side_encoder, open_upgrade
+from nobackfill.release.models import open_adapter, open_embedder, open_side_encoder, open_upgrade
 from nobackfill.release.publishing.draft import Draft, describe_file
 from tests.support import graphs
 
@@ -48,6 +50,7 @@ def draft(
     sources: Sequence[Manifest] = (),
     *,
     directly: Sequence[Manifest] = (),
+    adapts: Sequence[Manifest] = (),
     side: Literal["maps", "carries", "none"] = "maps",
     int8: bool = False,
     gate: GateVerdict | None = None,
@@ -59,10 +62,11 @@ def draft(
     """Release `number` with an upgrade from each of `sources`, its files below `folder`/NUMBER.
 
     `directly`: releases whose vectors it searches as they are, so it embeds into the first one's
-    block. `side`: each release has its own side encoder and upgrades map into it; or it keeps the
-    encoder of the first source; or there is none. `ways`: what the upgrade from a source does with
-    side-information, where it is not that. `middle`: see graphs.encoder. `scale`: of carried
-    vectors beside native ones; `both`: weights of both models.
+    block. `adapts`: releases that it has a query adapter to. `side`: each release has its own side
+    encoder and upgrades map into it; or it keeps the encoder of the first source; or there is none.
+    `ways`: what the upgrade from a source does with side-information, where it is not that.
+    `middle`: see graphs.encoder. `scale`: of carried vectors beside native ones; `both`: weights of
+    both models.
     """
     folder = folder / str(number)
     files = {embedder_path(number): folder / embedder_path(number)}
@@ -88,7 +92,9 @@ def draft(
         unit=True,
     )
     space = release_space_id(published_embedder)
+    adapters = tuple(_adapter(folder, (number, block), target, files) for target in adapts)
     manifest = Manifest(
+        format=5 if adapters else 1,
         release=number,
         space=space,
         embedder=published_embedder,
@@ -96,13 +102,14 @@ def draft(
         side_encoder=encoder,
         upgrades=upgrades,
         searches_directly=tuple(m.space for m in directly),
+        adapters=adapters,
         routes=tuple(
             RouteEvidence(
                 releases=(s.release, number), map=0.9, cmc1=0.9, kept=0.95, both=_both(both)
             )
             for s in sources
         ),
-        calibration=_calibration(space, sources, directly, scale),
+        calibration=_calibration(space, sources, (*directly, *adapts), scale),
         gate=gate or GateVerdict(verdict="passed" if number > 1 else "first"),
         probes=Probes(
             file=PublishedFile(path=probes_path(number), sha256="0" * 64, length=1),
@@ -197,6 +204,22 @@ def _upgrade(
     )
 
 
+def _adapter(
+    folder: Path, source: tuple[int, int], target: Manifest, files: dict[str, Path]
+) -> QueryAdapter:
+    number, block = source
+    path = adapter_path(number, target.release)
+    files[path] = graphs.save(graphs.adapter(block, block_of(target)), folder / path)
+    return QueryAdapter(
+        to_release=target.release,
+        to_space=target.space,
+        to_dim=graphs.DIM,
+        to_unit=True,
+        method="block",
+        file=published(folder, path),
+    )
+
+
 def _calibration(
     space: str,
     sources: Sequence[Manifest],
@@ -244,6 +267,11 @@ def _with_probes(
         arrays[f"{name}/upgraded"] = got.embedding
         if upgrade.side == "maps" and got.side is not None:
             arrays[f"{name}/upgraded_side"] = got.side
+    for adapter in manifest.adapters:
+        name = f"adapter_{adapter.to_release}"
+        arrays[f"{name}/embedding"] = arrays["embedding"]
+        adapted = open_adapter(files, manifest, adapter).run(arrays["embedding"])
+        arrays[f"{name}/adapted"] = adapted
     path = probes_path(manifest.release)
     with (folder / path).open("wb") as file:
         np.savez(file, allow_pickle=False, **arrays)

@@ -301,7 +301,10 @@ def _leg(
     device: GalleryFile, manifests: Mapping[int, Manifest], source: SpaceInfo, target: int
 ) -> Leg | None:
     spec = source.spec
-    route = plan_route(manifests, spec.release, target, spec.side_space, directly=spec.space)
+    # A device runs no query adapter: vectors that only an adapter searches cannot stay.
+    adapted = target in manifests and manifests[target].adapter_to(spec.space) is not None
+    directly = None if adapted else spec.space
+    route = plan_route(manifests, spec.release, target, spec.side_space, directly=directly)
     if route is None:
         return None
     return Leg(source, route, device.store.count(spec.space))
@@ -1300,9 +1303,12 @@ class _Sync:
         plan = make_plan(self._device, self._trust, release, int8=self._options.int8)
         if plan is None:
             at = self._report.from_release
+            has_adapter = bool(self._trust.manifest(release).adapters)
             self._fall_behind(
                 f"release {release}: no route of upgrades leads there from release {at}, so this "
                 "gallery cannot follow it"
+                + "; its query adapter is for gateways, and devices do not use it"
+                * has_adapter
             )
         return plan
 

@@ -106,7 +106,7 @@ def _strict(
         queries.native(old),
         vectors,
         relevance,
-        queries.metric(name.query),
+        queries.metric_of(name),
     )
     values = {"strict_apart": shares.other_class, "strict_together": shares.same_class}
     return {key: None if np.isnan(share) else share for key, share in values.items()}

@@ -12,8 +12,14 @@ from nobackfill.errors import InvalidInputError, NotFoundError, join_few
 from nobackfill.metrics.distances import Metric, to_unit_norm
 from nobackfill.quality.cells import CellName
 from nobackfill.quality.listing import TextListing
-from nobackfill.release.manifest import Manifest, TextRole
-from nobackfill.release.models import Files, Upgraded, open_embedder, open_side_encoder
+from nobackfill.release.manifest import Manifest, QueryAdapter, TextRole
+from nobackfill.release.models import (
+    Files,
+    Upgraded,
+    open_adapter,
+    open_embedder,
+    open_side_encoder,
+)
 from nobackfill.release.routes import open_route, route_along
 from nobackfill.release.text_models import open_text_encoder
 from nobackfill.vectors import Vectors
@@ -63,6 +69,26 @@ class EmbeddedListing(ABC):
         Raises:
             NotFoundError: No such release.
         """
+
+    def adapted(self, cell: CellName) -> Vectors | None:
+        """Return the queries of a cell in the space of its gallery, by the release's query adapter.
+
+        Returns:
+            float32 [n, old dim]; None if the cell's queries pass no adapter. Encoders in training
+            have none.
+        """
+        return None
+
+    def metric_of(self, cell: CellName) -> Metric:
+        """Return the metric by which queries of a cell search its gallery: l2 or cosine.
+
+        It is the one of the query's space. Queries that pass an adapter use the one of the old
+        space.
+
+        Raises:
+            NotFoundError: A release of the cell does not exist.
+        """
+        return self.metric(cell.query)
 
 
 class PublishedListing(EmbeddedListing):
@@ -198,6 +224,50 @@ class PublishedListing(EmbeddedListing):
         """
         return _METRICS[self.manifest(release).embedder.metric]
 
+    def query_adapter(self, cell: CellName) -> QueryAdapter | None:
+        """Return the query adapter that queries of a cell pass; None without one.
+
+        Raises:
+            NotFoundError: A release of the cell does not exist.
+        """
+        if not cell.is_raw:
+            return None
+        return self.manifest(cell.query).adapter_to(self.manifest(cell.gallery[0]).space)
+
+    def adapted(self, cell: CellName) -> Vectors | None:
+        """Return the queries of a cell in the space of its gallery, by the release's query adapter.
+
+        The adapter is opened and run at each call; only the embeddings are computed once.
+
+        Returns:
+            float32 [n, old dim]; None if the cell's queries pass no adapter.
+
+        Raises:
+            NotFoundError: A release of the cell does not exist.
+            NoEncoderError: The release has no model for this kind of item, images or texts.
+            ConfigurationError: The library for its tokenizer is not installed.
+            VerificationError: A file differs from the manifest, cannot be loaded, or returns no
+                usable vectors.
+            InvalidInputError: A file is no image.
+            ValueError: The listing is empty.
+        """
+        adapter = self.query_adapter(cell)
+        if adapter is None:
+            return None
+        model = open_adapter(self.files, self.manifest(cell.query), adapter, self._threads)
+        return model.run(self.native(cell.query))
+
+    def metric_of(self, cell: CellName) -> Metric:
+        """Return the metric by which queries of a cell search its gallery: l2 or cosine.
+
+        It is the one of the query's space. Queries that pass an adapter use the one of the old
+        space.
+
+        Raises:
+            NotFoundError: A release of the cell does not exist.
+        """
+        return self.metric(cell.query if self.query_adapter(cell) is None else cell.gallery[0])
+
     def manifest(self, release: int) -> Manifest:
         """Return the manifest of a release. Changes of `manifests` count at the next call.
 
@@ -234,7 +304,8 @@ def cell_vectors(
 ) -> tuple[Vectors, Vectors]:
     """Return query and gallery vectors of a cell, of the same dimension.
 
-    Longer queries search raw vectors with their first elements (BCT section 3.6).
+    Queries search raw vectors through the release's query adapter, if there is one. Otherwise
+    longer queries search raw vectors with their first elements (BCT section 3.6).
 
     The arrays may be those that the listings store: do not change them.
 
@@ -265,7 +336,8 @@ def cell_vectors(
 def query_vectors(cell: CellName, queries: EmbeddedListing, vectors: Vectors) -> Vectors:
     """Return the query vectors of a cell for given gallery vectors, float32 [q, dim].
 
-    Longer queries search raw vectors with their first elements (BCT section 3.6).
+    Queries search raw vectors through the release's query adapter, if there is one. Otherwise
+    longer queries search raw vectors with their first elements (BCT section 3.6).
 
     The result may be the array that `queries` stores: do not change it.
 
@@ -285,7 +357,8 @@ def query_vectors(cell: CellName, queries: EmbeddedListing, vectors: Vectors) ->
         NoEncoderError: The query's release has no model for this kind of item, images or texts.
         ConfigurationError: The library for a tokenizer is not installed.
     """
-    own = queries.native(cell.query)
+    adapted = queries.adapted(cell)
+    own = queries.native(cell.query) if adapted is None else adapted
     if cell.is_raw and own.shape[1] > vectors.shape[1]:
         own = as_old(own, vectors, queries.metric(cell.query))
     if own.shape[1] != vectors.shape[1]:

@@ -67,7 +67,7 @@ def measure_cell(
     neighbours: int = 0,
     int8: bool = False,
 ) -> CellFigures:
-    """Measure a cell by exact search, in the metric of the query's release.
+    """Measure a cell by exact search, in the metric of the searched space.
 
     Args:
         cell: The cell.
@@ -91,9 +91,7 @@ def measure_cell(
         IndexError: Relevance names a position outside the gallery.
     """
     vectors = cell_vectors(cell, queries, gallery, int8=int8)
-    return search_and_measure(
-        *vectors, relevance, queries.metric(cell.query), neighbours=neighbours
-    )
+    return search_and_measure(*vectors, relevance, queries.metric_of(cell), neighbours=neighbours)
 
 
 def search_and_measure(
@@ -193,11 +191,11 @@ def search_cell(
         ConfigurationError: The library for a tokenizer is not installed.
     """
     query_vectors, gallery_vectors = cell_vectors(cell, queries, gallery, int8=int8)
-    spec = SpaceSpec.of(queries.manifest(cell.query))
-    own = queries.native(cell.query).shape[1]
-    if gallery_vectors.shape[1] != own:
+    adapted = queries.query_adapter(cell) is not None
+    spec = SpaceSpec.of(queries.manifest(cell.gallery[0] if adapted else cell.query))
+    if gallery_vectors.shape[1] != spec.dim:
         raise InvalidInputError(
-            f"cell {cell}: a gateway's gallery has vectors of one dimension, got {own} of the "
+            f"cell {cell}: a gateway's gallery has vectors of one dimension, got {spec.dim} of the "
             f"queries and {gallery_vectors.shape[1]} of the gallery; migrate the gallery along a "
             "route"
         )
@@ -269,7 +267,7 @@ def evaluate_cells(
     neighbours: int,
     int8: bool = False,
 ) -> list[MatrixCell]:
-    """Measure cells by exact search, in the metric of the query's release.
+    """Measure cells by exact search, in the metric of the searched space.
 
     Verification pairs are those of a fixed random draw of queries, about four million pairs.
 
@@ -312,7 +310,7 @@ def _evaluate(
     neighbours: int,
     int8: bool,
 ) -> MatrixCell:
-    vectors, metric = cell_vectors(name, queries, gallery, int8=int8), queries.metric(name.query)
+    vectors, metric = cell_vectors(name, queries, gallery, int8=int8), queries.metric_of(name)
     cell = search_and_measure(
         *vectors, relevance, metric, neighbours=max(neighbours, HUB_NEIGHBOURS)
     )

@@ -91,6 +91,16 @@ def upgrade_int8_path(from_release: int, to_release: int) -> str:
     return f"{upgrade_model(from_release, to_release)}/1/model.int8.onnx"
 
 
+def adapter_model(from_release: int, to_release: int) -> str:
+    """Return Triton's name of the query adapter N->M, where M is the older release."""
+    return f"adapter_{from_release}_to_{to_release}"
+
+
+def adapter_path(from_release: int, to_release: int) -> str:
+    """Return the published path of the ONNX file of the query adapter N->M."""
+    return f"{adapter_model(from_release, to_release)}/1/model.onnx"
+
+
 def config_path(model: str) -> str:
     """Return the published path of a model's Triton configuration, by its Triton name."""
     return f"{model}/config.pbtxt"
@@ -108,7 +118,7 @@ TextRole = Literal["query", "document"]
 TEXT_ROLES: tuple[TextRole, ...] = ("query", "document")
 LARGEST_LENGTH = 8192
 # The last format is NEWEST_FORMAT.
-Format = Literal[1, 2, 3, 4]
+Format = Literal[1, 2, 3, 4, 5]
 # Name, dtype (uint8, int64 or float32) and shape of one item; None is the length of a text. The
 # batch axis comes first.
 Tensor = tuple[str, str, tuple[int | None, ...]]
@@ -283,17 +293,22 @@ def explain_contradiction(embedder: PublishedEmbedder, text: TextEncoder | None)
     return None
 
 
-def lowest_format(embedder: PublishedEmbedder, text: TextEncoder | None) -> Format:
+def lowest_format(
+    embedder: PublishedEmbedder, text: TextEncoder | None, *, adapts_queries: bool = False
+) -> Format:
     """Return the lowest format whose readers understand a release.
 
-    Format 4 has an interpolation other than bilinear. Otherwise format 3 has a separate model for
-    queries. Otherwise format 2 has texts, a fit other than stretch, or no image embedder.
-    Everything else has format 1.
+    Format 5 has a query adapter. Otherwise format 4 has an interpolation other than bilinear.
+    Otherwise format 3 has a separate model for queries. Otherwise format 2 has texts, a fit other
+    than stretch, or no image embedder. Everything else has format 1.
 
     Args:
         embedder: Its embedder.
         text: Its text encoder, None without one.
+        adapts_queries: Whether it has a query adapter.
     """
+    if adapts_queries:
+        return 5
     if embedder.interpolation != "bilinear":
         return 4
     if text is not None and text.query_file is not None:
@@ -499,6 +514,29 @@ class Upgrade(ManifestPart):
         return self.from_side_space is not None
 
 
+class QueryAdapter(ManifestPart):
+    """A map of this release's queries to the space of an older release.
+
+    So queries of this release search vectors of the older one, which stay as they are. The ONNX
+    file has the input `embedding` float32 [n, dim] and the output `adapted` float32 [n, to_dim].
+
+    Attributes:
+        to_release: The older release.
+        to_space: Id of its space.
+        to_dim: Dimension of its vectors.
+        to_unit: Whether its vectors have norm 1; each output is checked for it.
+        method: How the map was fitted, for people.
+        file: The ONNX file.
+    """
+
+    to_release: ReleaseNumber
+    to_space: SpaceId
+    to_dim: int = Field(ge=1, le=65536)
+    to_unit: bool
+    method: str
+    file: PublishedFile
+
+
 class Calibration(ManifestPart):
     """The curve from distance to probability of a match, for (query space, gallery space, origin).
 
@@ -565,7 +603,8 @@ class Probes(ManifestPart):
     The file is `probes-N.npz`. Its arrays: `image` uint8 [p,H,W,3], `embedding` [p,dim], `side`
     [p,side_dim]; with a text encoder `text` uint8 (JSON: p texts), `text/query` and `text/document`
     [p,dim]; for each upgrade from M `upgrade_M/embedding`, `upgrade_M/side`, `upgrade_M/upgraded`
-    and `upgrade_M/upgraded_side`.
+    and `upgrade_M/upgraded_side`; for each query adapter to M `adapter_M/embedding` and
+    `adapter_M/adapted`.
 
     An output is right if every |difference| <= tolerance * max(1, |expected|); int8 files use
     `int8_tolerance`.
@@ -594,6 +633,8 @@ class Manifest(ManifestPart):
     upgrades: tuple[Upgrade, ...] = ()
     # Spaces of older releases that this release's queries can search directly.
     searches_directly: tuple[SpaceId, ...] = ()
+    # Query adapters to spaces of older releases, which are none of `searches_directly`.
+    adapters: tuple[QueryAdapter, ...] = Field((), exclude_if=lambda adapters: not adapters)
     routes: tuple[RouteEvidence, ...] = ()
     evidence: tuple[Cell, ...] = ()
     # Evidence for text queries on images, if the release embeds both.
@@ -616,7 +657,8 @@ class Manifest(ManifestPart):
             raise ValueError("expected no side encoder without an embedder of images")
         if problem := explain_contradiction(self.embedder, self.text_encoder):
             raise ValueError(problem)
-        if self.format != (lowest := lowest_format(self.embedder, self.text_encoder)):
+        lowest = lowest_format(self.embedder, self.text_encoder, adapts_queries=bool(self.adapters))
+        if self.format != lowest:
             raise ValueError(
                 f"expected format {lowest}, the lowest that has the features of this release, got "
                 f"{self.format}"
@@ -625,6 +667,17 @@ class Manifest(ManifestPart):
         if len(set(sources)) != len(sources) or any(m >= self.release for m in sources):
             raise ValueError(
                 f"expected upgrades from distinct older releases, got {join_few(sources)}"
+            )
+        targets = [adapter.to_release for adapter in self.adapters]
+        if len(set(targets)) != len(targets) or any(m >= self.release for m in targets):
+            raise ValueError(
+                f"expected query adapters to distinct older releases, got {join_few(targets)}"
+            )
+        spaces = [adapter.to_space for adapter in self.adapters]
+        if len(set(spaces)) != len(spaces) or set(spaces) & {self.space, *self.searches_directly}:
+            raise ValueError(
+                "expected query adapters to distinct spaces, none of them the release's own or in "
+                "searches_directly"
             )
         if any(route.releases[-1] != self.release for route in self.routes):
             others = [route.releases[-1] for route in self.routes]
@@ -670,6 +723,8 @@ class Manifest(ManifestPart):
             if upgrade.int8_file is not None:
                 int8_path = upgrade_int8_path(upgrade.from_release, self.release)
                 yield int8_path, upgrade.int8_file
+        for adapter in self.adapters:
+            yield adapter_path(self.release, adapter.to_release), adapter.file
 
     @property
     def frame(self) -> Frame:
@@ -714,9 +769,9 @@ class Manifest(ManifestPart):
         """Return the files that are needed to embed in its space: every encoder and the
         tokenizer.
 
-        A side encoder of an older release is among them; upgrades and probes are not. Empty if the
-        release publishes no model. The order is image, text and query encoder, tokenizer, side
-        encoder.
+        A side encoder of an older release is among them; upgrades, query adapters and probes are
+        not. Empty if the release publishes no model. The order is image, text and query encoder,
+        tokenizer, side encoder.
         """
         text, side = self.text_encoder, self.side_encoder
         files = (
@@ -733,11 +788,16 @@ class Manifest(ManifestPart):
         return next((u for u in self.upgrades if u.from_release == release), None)
 
     def searches(self, space: SpaceId) -> bool:
-        """Tell whether queries of this release can search vectors of an older space directly.
+        """Tell whether queries of this release can search vectors of an older space as they are.
 
-        The manifest declares these spaces; its own is not among them.
+        The queries are used unchanged, or pass a query adapter (`adapter_to`). The manifest
+        declares these spaces; its own is not among them.
         """
-        return space in self.searches_directly
+        return space in self.searches_directly or self.adapter_to(space) is not None
+
+    def adapter_to(self, space: SpaceId) -> QueryAdapter | None:
+        """Return the query adapter to an older space, or None if it publishes none."""
+        return next((adapter for adapter in self.adapters if adapter.to_space == space), None)
 
     def direct_retention(self, release: int) -> float | None:
         """Return mAP of this release's queries on vectors of an older release, as a share of
@@ -794,6 +854,10 @@ class Manifest(ManifestPart):
             outputs.append(("uncertainty", "float32", ()))
         return tuple(inputs), tuple(outputs)
 
+    def adapter_interface(self, adapter: QueryAdapter) -> ModelInterface:
+        """Return the ONNX inputs and outputs of a query adapter of this release."""
+        return (_vector("embedding", self.embedder.dim),), (_vector("adapted", adapter.to_dim),)
+
     def triton_configs(self) -> dict[str, str]:
         """Return the Triton configuration of each model that this release publishes, by published
         path. A side encoder that an older release published is not among them, and no int8 twin."""
@@ -810,6 +874,9 @@ class Manifest(ManifestPart):
         for upgrade in self.upgrades:
             name = upgrade_model(upgrade.from_release, self.release)
             models[name] = self.upgrade_interface(upgrade)
+        for adapter in self.adapters:
+            name = adapter_model(self.release, adapter.to_release)
+            models[name] = self.adapter_interface(adapter)
         return {config_path(name): _config(name, ends) for name, ends in models.items()}
 
     def _image(self) -> Tensor:

@@ -22,7 +22,7 @@ from nobackfill.vectors import Vectors, check_vectors
 
 if TYPE_CHECKING:
     # Importing pydantic takes longer than a device's search: see image_model.py.
-    from nobackfill.release.manifest import Manifest, Upgrade
+    from nobackfill.release.manifest import Manifest, QueryAdapter, Upgrade
 
 # A publication folder, or for a draft the local file of each published path.
 Files = Path | Mapping[str, Path]
@@ -168,6 +168,38 @@ class UpgradeModel:
         return side if self.upgrade.side == "carries" else None
 
 
+class AdapterModel:
+    """The model of a query adapter; opened by `open_adapter`."""
+
+    def __init__(self, session: "Session", manifest: "Manifest", adapter: "QueryAdapter") -> None:
+        self._session = session
+        self._dim = manifest.embedder.dim
+        self._adapter = adapter
+
+    def run(self, queries: Vectors) -> Vectors:
+        """Map queries of the release to the older space.
+
+        Threads may call it at the same time. The argument is not changed.
+
+        Args:
+            queries: float32 or float64 [n, dim], n at least 1.
+
+        Returns:
+            float32 [n, to_dim], in the order of `queries`.
+
+        Raises:
+            InvalidInputError: Another shape or dtype, or a value that is not finite
+                (UnusableRowsError, which lists the rows).
+            VerificationError: onnxruntime cannot run the model, or its output has another shape.
+            UnusableOutputError: Some outputs are no vectors of the older space; the error lists the
+                rows.
+        """
+        checked = check_vectors(queries, self._dim, what="query to adapt")
+        (adapted,) = self._session.run({"embedding": checked}, ["adapted"])
+        adapter = self._adapter
+        return check_output(adapted, len(checked), adapter.to_dim, "adapted", unit=adapter.to_unit)
+
+
 def count_cores() -> int:
     """Return the number of processor cores that this process may use, for `threads`; at least 1.
 
@@ -261,6 +293,26 @@ def open_upgrade(
             "without int8; use its float32 file"
         )
     return UpgradeModel(open_session(files, file, threads), manifest, upgrade)
+
+
+def open_adapter(
+    files: Files, manifest: "Manifest", adapter: "QueryAdapter", threads: int = 1
+) -> AdapterModel:
+    """Load the model of a query adapter on the CPU.
+
+    Reads the file once. The model needs no closing.
+
+    Args:
+        files: The publication folder or the draft's files.
+        manifest: The release that published the adapter.
+        adapter: An adapter of this release; this is not checked.
+        threads: Threads of the session, at least 1.
+
+    Raises:
+        VerificationError: The file is missing, cannot be read, differs from the manifest's, or
+            cannot be loaded.
+    """
+    return AdapterModel(open_session(files, adapter.file, threads), manifest, adapter)
 
 
 def no_vector_error(manifest: "Manifest | ImageModel") -> InvalidInputError:

@@ -3,7 +3,7 @@
 import re
 
 # The newest format of manifests that this program reads.
-NEWEST_FORMAT = 4
+NEWEST_FORMAT = 5
 
 # No more digits than a manifest may have in its number.
 _MANIFEST = re.compile(r"release-(0|[1-9][0-9]{0,6})\.json")

@@ -30,6 +30,7 @@ from nobackfill.release.manifest import (
     Manifest,
     ModelInterface,
     PublishedFile,
+    QueryAdapter,
     Tensor,
     TextRole,
     Upgrade,
@@ -38,6 +39,7 @@ from nobackfill.release.models import (
     Files,
     Images,
     locate_file,
+    open_adapter,
     open_embedder,
     open_side_encoder,
     open_upgrade,
@@ -82,9 +84,9 @@ def check_probes(
 ) -> None:
     """Run the models of a release on its golden probes, in this process.
 
-    Checks the embedder, the text encoder, the side encoder, and upgrades with their int8 twins, as
-    far as `files` has them. An output is right if every |difference| <= tolerance * max(1,
-    |expected|).
+    Checks the embedder, the text encoder, the side encoder, upgrades with their int8 twins, and
+    query adapters, as far as `files` has them. An output is right if every |difference| <=
+    tolerance * max(1, |expected|).
 
     A crafted file may end the process: `trial.try_release` runs this in a child.
 
@@ -120,6 +122,8 @@ def check_probes(
     for upgrade in manifest.upgrades:
         if upgrades is None or upgrade.from_release in upgrades:
             _check_upgrade(files, manifest, upgrade, probes, threads, rows)
+    for adapter in manifest.adapters:
+        _check_adapter(files, manifest, adapter, probes, threads)
 
 
 def check_encoders(
@@ -260,6 +264,18 @@ def _check_upgrade(
             _agree(f"{label}/upgraded_side", repeat("upgraded_side"), output.side, tolerance)
 
 
+def _check_adapter(
+    files: Files, manifest: Manifest, adapter: QueryAdapter, probes: Arrays, threads: int
+) -> None:
+    if not _holds(files, adapter.file):
+        return
+    name = f"adapter_{adapter.to_release}"
+    model = open_adapter(files, manifest, adapter, threads)
+    with _refuse_probes(name):
+        output = model.run(_array(probes, f"{name}/embedding"))
+    _agree(f"{name}/adapted", _array(probes, f"{name}/adapted"), output, manifest.probes.tolerance)
+
+
 def _holds(files: Files, file: PublishedFile) -> bool:
     return not isinstance(files, Path) or (files / file.path).is_file()
 
@@ -395,6 +411,7 @@ def check_release(files: Files, manifest: Manifest) -> None:
         checks.append((upgrade.file, ends))
         if upgrade.int8_file is not None:
             checks.append((upgrade.int8_file, ends))
+    checks += [(one.file, manifest.adapter_interface(one)) for one in manifest.adapters]
     longest = 1 if text is None else text.length
     check_onnx(
         {

@@ -15,7 +15,12 @@ from nobackfill.errors import BusyError, ConfigurationError
 from nobackfill.extras import load_plugin
 from nobackfill.server.canary.canaries import Canaries, CanarySeries
 from nobackfill.server.catalog import open_catalog
-from nobackfill.server.embedding.embedding import Embedding, InProcessModels, Models
+from nobackfill.server.embedding.embedding import (
+    Embedding,
+    InProcessModels,
+    Models,
+    QueryAdapters,
+)
 from nobackfill.server.following import Following
 from nobackfill.server.galleries.answering import (
     Answerers,
@@ -161,7 +166,13 @@ class GatewayServer:
         canaries = self.canaries = Canaries(state, metrics)
         healing = self.healing = Healing(embedding, self._settings, metrics)
         answerers = Answerers(
-            embedding, catalog, state, metrics, canaries.answerer, healing.answerer
+            embedding,
+            QueryAdapters(repo),
+            catalog,
+            state,
+            metrics,
+            canaries.answerer,
+            healing.answerer,
         )
         galleries = self.galleries = GalleryRegistry(storage.home, catalog, state, answerers.of)
         self.searching = Searching(state)

@@ -9,7 +9,13 @@ from tuf.api.metadata import TargetFile
 
 from nobackfill.digests import sha256_file
 from nobackfill.errors import GateFailedError, VerificationError, join_few
-from nobackfill.release.manifest import Manifest, PublishedFile, Upgrade, parse_manifest
+from nobackfill.release.manifest import (
+    Manifest,
+    PublishedFile,
+    QueryAdapter,
+    Upgrade,
+    parse_manifest,
+)
 from nobackfill.release.paths import release_of_manifest
 from nobackfill.release.routes import explain_shared_space
 from nobackfill.release.trial import try_release
@@ -72,6 +78,8 @@ def check_draft(draft: Draft, repo: Path, published: Mapping[str, TargetFile]) -
     parse_manifest(manifest.model_dump_json(), manifest.release)
     for upgrade in manifest.upgrades:
         _check_source(upgrade, predecessors)
+    for adapter in manifest.adapters:
+        _check_target(adapter, predecessors)
     _check_side_spaces(manifest, predecessors)
     if (twin := explain_shared_space(manifest, predecessors.values())) is not None:
         raise VerificationError(twin)
@@ -142,6 +150,22 @@ def _check_source(upgrade: Upgrade, predecessors: Mapping[int, Manifest]) -> Non
         raise VerificationError(
             f"{name}: it reads other side-information than the published release stores; train it "
             "again with the published side encoder"
+        )
+
+
+def _check_target(adapter: QueryAdapter, predecessors: Mapping[int, Manifest]) -> None:
+    name = f"query adapter to release {adapter.to_release}"
+    target = predecessors.get(adapter.to_release)
+    if target is None:
+        raise VerificationError(
+            f"{name}: release {adapter.to_release} is not published in this folder; leave the "
+            "adapter out, or publish that release first"
+        )
+    spec = target.embedder
+    if (adapter.to_space, adapter.to_dim, adapter.to_unit) != (target.space, spec.dim, spec.unit):
+        raise VerificationError(
+            f"{name}: it was fitted for another space than that of the published release; fit it "
+            "again on vectors of the published release"
         )
 
 

@@ -428,7 +428,7 @@ def list_leftovers(repo: Path, ledger: MetadataLedger | None) -> list[Path]:
 
 
 _MODEL = re.compile(
-    r"^((embedder|side_encoder|text_encoder|query_encoder)_\d+|upgrade_\d+_to_\d+)\Z"
+    r"^((embedder|side_encoder|text_encoder|query_encoder)_\d+|(upgrade|adapter)_\d+_to_\d+)\Z"
 )
 _FILE = re.compile(r"^(release-\d+\.json|probes-\d+\.npz|converter-\d+\.(json|onnx))\Z")
 _VERSIONED = re.compile(r"^(\d+)\.(targets|snapshot)\.json\Z")

@@ -94,6 +94,7 @@ def releases(server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
     # characters shows whole words.
     for head, cells in (
         ("searches directly", [_numbers(r.searches_directly) for r in answer.releases]),
+        ("adapter to", [_numbers(_adapted(r)) for r in answer.releases]),
         ("old queries until", [_end(r) for r in answer.releases]),
         ("reason", [r.reason for r in answer.releases]),
     ):
@@ -438,3 +439,8 @@ def _seconds(duration: Duration) -> str:
 
 def _numbers(numbers: Any) -> str:
     return ", ".join(map(str, numbers))
+
+
+def _adapted(release: release_pb2.Release) -> list[int]:
+    """Return the releases whose vectors a release searches through its query adapters."""
+    return [one["to_release"] for one in json.loads(release.manifest).get("adapters", ())]

@@ -32,12 +32,14 @@ from nobackfill.errors import (
 )
 from nobackfill.framing import Frame
 from nobackfill.images import Pixels, check_header, decode_after_header
-from nobackfill.release.manifest import Manifest, TextRole
+from nobackfill.release.manifest import Manifest, QueryAdapter, TextRole
 from nobackfill.release.models import (
+    AdapterModel,
     ImageEmbedder,
     Images,
     SideEncoder,
     no_vector_error,
+    open_adapter,
     open_embedder,
     open_side_encoder,
 )
@@ -505,6 +507,50 @@ class InProcessModels:
                 f"the models of release {manifest.release} are not loaded in this gateway; try "
                 "again in a few seconds"
             ) from None
+
+
+class QueryAdapters:
+    """Map queries to older spaces with the query adapters of activated releases.
+
+    An adapter runs in this process, as upgrades do. It is opened at its first query and stays open:
+    it has the size of a matrix.
+    """
+
+    def __init__(self, files: Path) -> None:
+        self._files = files
+        self._lock = threading.Lock()
+        self._models: dict[tuple[int, int], AdapterModel] = {}
+
+    def run(self, manifest: Manifest, adapter: QueryAdapter, queries: Vectors) -> Vectors:
+        """Map queries of a release to the space of its adapter.
+
+        Args:
+            manifest: the release; its adapter has passed a trial.
+            adapter: one of its adapters.
+            queries: float32 [n, dim], n at least 1; the values are checked here.
+
+        Returns:
+            float32 [n, to_dim].
+
+        Raises:
+            InvalidInputError: a query is not a valid vector, or the adapter has no usable vector
+                for it.
+            VerificationError: the file is missing, is not as signed, or cannot be run.
+        """
+        key = manifest.release, adapter.to_release
+        model = self._models.get(key)
+        if model is None:
+            with self._lock:
+                model = self._models.get(key)
+                if model is None:
+                    model = self._models[key] = open_adapter(self._files, manifest, adapter)
+        try:
+            return model.run(queries)
+        except UnusableOutputError as error:
+            raise InvalidInputError(
+                f"query: the query adapter of release {manifest.release} returns no usable vector "
+                f"in the space of release {adapter.to_release} for it; send another query"
+            ) from error
 
 
 Query = TypeVar("Query")

@@ -36,7 +36,13 @@ from nobackfill.gallery.sqlite_file import StoredItem
 from nobackfill.release.calibration import Scale, Scorer
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.catalog import Catalog
-from nobackfill.server.embedding.embedding import Batcher, Embedding, ImageQueue, QueuedImage
+from nobackfill.server.embedding.embedding import (
+    Batcher,
+    Embedding,
+    ImageQueue,
+    QueryAdapters,
+    QueuedImage,
+)
 from nobackfill.server.galleries.hosted import UNUSABLE, GalleryRegistry, Hosted, is_light
 from nobackfill.server.galleries.hosted_file import (
     HitBytes,
@@ -333,6 +339,7 @@ class Answerers:
     def __init__(
         self,
         embedding: Embedding,
+        adapters: QueryAdapters,
         catalog: Catalog,
         state: GatewayState,
         metrics: Metrics,
@@ -343,6 +350,7 @@ class Answerers:
 
         Args:
             embedding: embeds queries.
+            adapters: maps queries to older spaces.
             catalog: published releases.
             state: the gateway's state.
             metrics: counts searches.
@@ -351,7 +359,7 @@ class Answerers:
             healing: makes the answerer that re-embeds hits, from the plain one and the space to
                 re-embed.
         """
-        self._embedding = embedding
+        self._embedding, self._adapters = embedding, adapters
         self._catalog, self._state = catalog, state
         self._canary, self._healing = canary, healing
         self._searches = {kind: metrics.searches.labels(kind) for kind in ("exact", "graph")}
@@ -412,6 +420,26 @@ class Answerers:
             row if isinstance(row, InvalidInputError) else tuple(row[place] for place in places)
             for row in rows
         ]
+
+    def adapt(self, parts: Sequence[PlanPart], vectors: Sequence[Vectors]) -> tuple[Vectors, ...]:
+        """Map a query's vectors into the searched spaces, where a part has a query adapter.
+
+        Args:
+            parts: the parts to search.
+            vectors: the query's vector float32 [1, dim] of each part's query release.
+
+        Returns:
+            A vector float32 [1, dim] in each part's space, in the order of the parts.
+
+        Raises:
+            InvalidInputError: an adapter has no usable vector for the query, or the query is not a
+                valid vector.
+            VerificationError: an adapter's file is missing, is not as signed, or cannot be run.
+        """
+        return tuple(
+            vector if part.adapter is None else self._adapters.run(part.query, part.adapter, vector)
+            for part, vector in zip(parts, vectors, strict=True)
+        )
 
     def count(self, questions: "Iterable[Question]") -> None:
         """Count searches in the metrics, once for each part of a question, by whether they compare
@@ -514,8 +542,8 @@ class PlainAnswerer:
     def questions(
         self, hosted: Hosted, request: SearchRequest
     ) -> list[Question | InvalidInputError]:
-        """Embed the queries of a request, and choose their spaces. Searches are counted in the
-        metrics, except those in the background.
+        """Embed the queries of a request, choose their spaces, and map them there where a part has
+        a query adapter. Searches are counted in the metrics, except those in the background.
 
         Args:
             hosted: the gallery.
@@ -532,7 +560,8 @@ class PlainAnswerer:
             DeadlineError, CancelledError: the call's time is over, or its caller has gone.
             TooLargeError, OverloadedError: the images or texts are too many, for this call or for
                 the gateway.
-            VerificationError: a model's output has another shape.
+            VerificationError: a model's output has another shape, or a query adapter's file is not
+                as signed.
             BusyError, NotFoundError, CannotWriteError: the store is busy, closed, or cannot be
                 opened while searches are counted.
         """
@@ -549,7 +578,8 @@ class PlainAnswerer:
                 else:
                     parts = self._choosing.parts(query, self.parts)
                     vectors = tuple(vector_of(part.query, query) for part in parts)
-                questions.append(Question(hosted, parts, vectors, request.k, request.ef))
+                adapted = self._shared.adapt(parts, vectors)
+                questions.append(Question(hosted, parts, adapted, request.k, request.ef))
             except InvalidInputError as error:
                 questions.append(error)
         if not request.background:
@@ -692,8 +722,8 @@ class SpaceChoice:
         """Choose the parts for a query.
 
         The first that fit are taken: the preferred parts, those of the plan, then one part for a
-        single space. Last comes a direct search from another release's space. An announced end
-        counts for single parts only.
+        single space. Last comes a direct search from another release's space; if it needs a query
+        adapter, only from the active release's. An announced end counts for single parts only.
 
         Args:
             query: embeddings by space; spaces that are not known here are ignored.
@@ -726,8 +756,12 @@ class SpaceChoice:
         active, spaces = self._parts[-1], self._catalog.spaces
         for space in query:
             manifest = spaces.get(space)
-            if manifest is not None and manifest.searches(active.space):
-                return (direct_part(manifest, spaces[active.space]),)
+            if manifest is None or not manifest.searches(active.space):
+                continue
+            part = direct_part(manifest, spaces[active.space])
+            # An activation tries an adapter in a child process before it runs here.
+            if part.adapter is None or manifest.release == self._state.current.active:
+                return (part,)
         raise self._incompatible(answering.release, query)
 
     def _refuse_ended(self, space: str, manifest: Manifest) -> None:

@@ -12,7 +12,7 @@ from nobackfill.gallery.filters import Filter
 from nobackfill.gallery.spec import Origin, SpaceInfo
 from nobackfill.gallery.sqlite_file import StoredItem
 from nobackfill.release.calibration import JointDistance, Scale, Scorer, find_curve
-from nobackfill.release.manifest import Manifest
+from nobackfill.release.manifest import Manifest, QueryAdapter
 from nobackfill.server.state import RolloutName, State
 
 # A gallery's rollout while a canary may search its complete, but not active, space.
@@ -36,6 +36,7 @@ class PlanPart:
         curves: by origin of a vector, the calibration from distance to score.
         scale: how distances of migrated vectors compare with those of native ones; None if they
             compare as they are.
+        adapter: maps the queries to `space`; None if they search it as they are.
     """
 
     space: str
@@ -44,6 +45,7 @@ class PlanPart:
     origin: Origin | None
     curves: Mapping[Origin, Scorer]
     scale: Scale | None = None
+    adapter: QueryAdapter | None = None
 
 
 class RankedHit(NamedTuple):
@@ -284,14 +286,15 @@ def own_part(manifest: Manifest) -> PlanPart:
 def direct_part(new: Manifest, old: Manifest) -> PlanPart:
     """Make a plan's part in which queries of `new` search the space of `old` (rollout direct).
 
-    `new` must declare this space searchable. Hits have a score only if `new` publishes a
-    calibration for them.
+    `new` must declare this space searchable, or have a query adapter to it, which its queries then
+    pass. Hits have a score only if `new` publishes a calibration for them.
 
     Nothing is checked, and the part has no scale.
     """
     curve = find_curve(new, new.space, old.space, "direct")
     curves: dict[Origin, Scorer] = {"direct": Scorer(curve)} if curve else {}
-    return PlanPart(old.space, old.release, new, "direct", curves)
+    adapter = new.adapter_to(old.space)
+    return PlanPart(old.space, old.release, new, "direct", curves, adapter=adapter)
 
 
 def old_model_part(new: Manifest, old: Manifest) -> PlanPart:

@@ -99,7 +99,7 @@ def evaluate_protocol(
             gallery = PublishedListing(protocol.gallery, model_repo, manifests)
         return {
             str(cell): protocol.figures(
-                *cell_vectors(cell, queries, gallery, int8=int8), queries.metric(cell.query)
+                *cell_vectors(cell, queries, gallery, int8=int8), queries.metric_of(cell)
             )
             for cell in cells
         }

@@ -169,8 +169,8 @@ def _query(request: Request, body: bytes) -> bytes | str:
 def _never_meet(release: release_pb2.Release, old: int) -> str:
     return (
         f"Not searched: release {release.number} does not declare release {old} directly "
-        f"searchable, so its queries never meet these vectors. The release's matrix shows what "
-        "such a naive swap would cost."
+        f"searchable, so its queries never meet these vectors as they are. The release's matrix "
+        "shows what such a naive swap would cost."
     )
 
 
