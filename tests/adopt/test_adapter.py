@@ -16,6 +16,7 @@ from nobackfill.adopt.embedding.embedder import open_embedder
 from nobackfill.adopt.maps import fit_maps, load_adapter, load_map, save_map
 from nobackfill.adopt.sources.opening import open_searchable
 from nobackfill.errors import IncompatibleSpaceError, InvalidInputError, NotFoundError
+from nobackfill.onnx_runtime import onnxruntime
 from nobackfill.serve import AdapterSearch
 from nobackfill.vectors import Vectors
 from tests.adopt.command import run_nobackfill as run
@@ -157,6 +158,14 @@ def test_fit_writes_an_adapter_that_is_no_map(
     assert answer["way"] == "query adapter"
     (step,) = answer["steps"]
     assert "AdapterSearch.open(source, Path('adapter.npz'))" in step
+    # As a graph, for a release of a gateway.
+    assert run("fit", *words, *queries, "--adapter", "adapter.onnx") == 0
+    (step,) = json.loads(capsys.readouterr().out)["steps"]
+    assert step == "next: publish the new model by export.py with --adapter adapter.onnx"
+    session = onnxruntime.InferenceSession("adapter.onnx", providers=["CPUExecutionProvider"])
+    (adapted,) = session.run(["adapted"], {"embedding": MADE.queries_new})
+    expected = load_adapter(tmp_path / "adapter.npz")(MADE.queries_new)
+    np.testing.assert_allclose(adapted, expected, atol=1e-5)
     assert run("fit", *words) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["adapter"] is None

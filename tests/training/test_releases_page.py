@@ -30,7 +30,12 @@ def brought(line: str) -> bool:
 
 
 @pytest.mark.parametrize(
-    "line", [line for line in EXPORTS if brought(line) and "--upgrade" not in line]
+    "line",
+    [
+        line
+        for line in EXPORTS
+        if brought(line) and "--upgrade" not in line and "--adapter" not in line
+    ],
 )
 def test_models_of_others_are_published(
     line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -51,19 +56,46 @@ def test_models_of_others_are_published(
 def test_a_map_that_the_page_fits_upgrades_texts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (block,) = (text for _, text in blocks(PAGE, "sh") if "nobackfill fit" in text)
+    block, _ = fits()
     topical(tmp_path / "models" / "minilm", 6, 16, strength=1.0, turned=0)
     topical(tmp_path / "models" / "mpnet", 6, 16, strength=4.0, turned=1)
-    for name in ("known", "held-out"):
-        known(tmp_path / f"{name}.jsonl")
     monkeypatch.chdir(tmp_path)
+    run_on_texts(block.splitlines())
+    assert manifest(REPO, 2).gate.verdict == "passed"
+
+
+def test_an_adapter_that_the_page_fits_searches_old_texts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The old model hears two words in each query that nobody said."""
+    upgrade, block = fits()
+    topical(tmp_path / "models" / "minilm", 6, 16, strength=1.0, turned=0)
+    declared = tmp_path / "models" / "minilm" / "model.json"
+    declared.write_text('{"query_prefix": "w30 w31 "}')
+    topical(tmp_path / "models" / "mpnet", 6, 16, strength=1.0, turned=1)
+    monkeypatch.chdir(tmp_path)
+    embeds = [line for line in upgrade.splitlines() if line.startswith("nobackfill embed")]
+    run_on_texts([*embeds, *block.splitlines()])
+    made = manifest(REPO, 2)
+    assert (made.gate.verdict, made.upgrades) == ("passed", ())
+    assert [adapter.to_release for adapter in made.adapters] == [1]
+
+
+def fits() -> list[str]:
+    """Return the blocks of the page that fit a map, for an upgrade, and an adapter."""
+    return [text for _, text in blocks(PAGE, "sh") if "nobackfill fit" in text]
+
+
+def run_on_texts(rows: list[str]) -> None:
+    """Publish release 1 and run lines of the page, in the current folder."""
+    for name in ("known", "held-out"):
+        known(Path(f"{name}.jsonl"))
     (first,) = (line for line in EXPORTS if line.endswith("--text-encoder models/minilm"))
     with trials.near():
-        for line in (COMMAND + first, *block.splitlines()):
+        for line in (COMMAND + first, *rows):
             words = shlex.split(line.removeprefix(COMMAND).removeprefix("nobackfill "))
             result = invoke(export.app if line.startswith(COMMAND) else adopt, *words)
             assert result.exit_code == 0, f"{line}\n{result.output}"
-    assert manifest(REPO, 2).gate.verdict == "passed"
 
 
 def test_the_exports_of_the_page_run(

@@ -520,7 +520,8 @@ def fit(
         typer.Option(
             metavar="FILE",
             help="File to write the query adapter to, which maps queries of the new model to the "
-            "space of the old vectors. Without this, it is not written.",
+            "space of the old vectors: .npz for AdapterSearch, or .onnx for export.py --adapter. "
+            "Without this, it is not written.",
         ),
     ] = None,
     report: ReportFile = None,

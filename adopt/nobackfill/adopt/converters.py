@@ -210,9 +210,12 @@ def graph_of(mapping: Map) -> bytes:
 def upgrade_of(mapping: Map) -> bytes:
     """Build the ONNX graph of a map as `graph_of` does, with its kind and facts as metadata.
 
-    `export.py --upgrade` reads it. Facts replace a kind among them.
+    `export.py --upgrade` reads it. The output of a query adapter is called `adapted`, and
+    `export.py --adapter` reads it. Facts replace a kind among them.
     """
     model = onnx.load_from_string(graph_of(mapping))
+    if mapping.direction == "new to old":
+        model.graph.output[0].name = model.graph.node[-1].output[0] = "adapted"
     helper.set_model_props(model, {"kind": mapping.kind, **mapping.facts})
     data: bytes = model.SerializeToString()
     return data

@@ -258,8 +258,12 @@ def _write_files(
         save_joining(files.joining, verdict.joining)
         lines.append(f"rank fusion: {files.joining}, for searches by nobackfill.serve")
     if files.adapter is not None:
-        save_map(files.adapter, verdict.adapter.of_models(*models))
-        lines.append(f"query adapter: {files.adapter} ({verdict.adapter.kind})")
+        adapter = verdict.adapter.of_models(*models)
+        if _is_for_releases(files.adapter):
+            write_file(files.adapter, upgrade_of(adapter))
+        else:
+            save_map(files.adapter, adapter)
+        lines.append(f"query adapter: {files.adapter} ({adapter.kind})")
     if files.report is not None:
         write_file(files.report, render(verdict).encode())
         lines.append(f"report: {files.report}")
@@ -272,6 +276,11 @@ def _write_files(
     return lines
 
 
+def _is_for_releases(adapter: Path) -> bool:
+    """Tell whether a query adapter is written as the graph that a release carries."""
+    return adapter.suffix == ".onnx"
+
+
 def _steps(way: str, files: FitFiles) -> list[str]:
     """List the next steps of the recommended option; none for "stay", "switch" and "re-embed"."""
     if way in ("stay", "switch", "re-embed"):
@@ -279,6 +288,8 @@ def _steps(way: str, files: FitFiles) -> list[str]:
     if way == ADAPTER:
         if files.adapter is None:
             return ["next: run this command again with --adapter adapter.npz"]
+        if _is_for_releases(files.adapter):
+            return [f"next: publish the new model by export.py with --adapter {files.adapter}"]
         return [f"next: {adapter_example(files.adapter)}"]
     steps = [f"next: nobackfill carry SOURCE --map {files.out} --to NAME"]
     if way == "map":

@@ -34,7 +34,12 @@ from nobackfill.training.export.assembly import (
     parse_vectors_of,
 )
 from nobackfill.training.export.drafting import Release
-from nobackfill.training.export.external import Pixels, add_onnx_embedder, add_public_embedder
+from nobackfill.training.export.external import (
+    Pixels,
+    add_adapter,
+    add_onnx_embedder,
+    add_public_embedder,
+)
 from nobackfill.training.export.probes import make_probes, single_colour_warnings
 from nobackfill.training.export.text_encoder import add_vectors
 
@@ -127,6 +132,15 @@ Upgrades = Annotated[
         "upgrade.",
     ),
 ]
+Adapters = Annotated[
+    list[Path] | None,
+    typer.Option(
+        metavar="FILE",
+        help="Query adapter, which maps queries of this release to vectors of an older one: the "
+        "FILE.onnx that `nobackfill fit --adapter` wrote; repeat it for more. Gateways then search "
+        "the old vectors from the first minute. Without it, the release has no adapter.",
+    ),
+]
 QueryFolder = Annotated[
     Path | None,
     typer.Option(
@@ -204,13 +218,13 @@ Keys: the first publish makes development keys in DIR.keys. To keep the keys of 
 offline, make them before: `publication keys --model-repo DIR --root-key FILE --targets-key FILE`.
 Every later export then needs --targets-key.
 
-Gate: each way in which older vectors are served (direct search, each route) must beat the older
-release, M(new, served old) > M(old, old), in mAP and CMC-1. The lower bound of the paired
-bootstrap's 95 % interval must be above 0, with int8 files and with float32 files. Otherwise no
-release is published, and a table shows why; --force publishes it all the same and records that in
-the manifest. Release 1 has no predecessor to beat. Without --eval a release has no calibration, so
-its hits have no score. Images of --eval that the runs were trained on are recognised by content. A
-few are left out; many are refused.
+Gate: each way in which older vectors are served (direct search, by a query adapter or without one,
+and each route) must beat the older release, M(new, served old) > M(old, old), in mAP and CMC-1. The
+lower bound of the paired bootstrap's 95 % interval must be above 0, with int8 files and with
+float32 files. Otherwise no release is published, and a table shows why; --force publishes it all
+the same and records that in the manifest. Release 1 has no predecessor to beat. Without --eval a
+release has no calibration, so its hits have no score. Images of --eval that the runs were trained
+on are recognised by content. A few are left out; many are refused.
 
 A gallery takes the best measured route to the newest release. Each release therefore needs an
 upgrade from its predecessor; a second one from an older release makes a direct route.
@@ -281,6 +295,7 @@ def main(
         ),
     ] = False,
     upgrade: Upgrades = None,
+    adapter: Adapters = None,
     evaluate: Annotated[
         Path | None,
         typer.Option(
@@ -347,7 +362,7 @@ def main(
         ),
     ] = False,
 ) -> None:
-    """Publish an embedder, its side encoder and upgrades into it as release N."""
+    """Publish an embedder, its side encoder, upgrades and query adapters as release N."""
     devices = parse_percent(share)
     runs = Runs(embedder, text_encoder, query_encoder, side_encoder, tuple(upgrade or ()))
     check_models(runs, onnx, weights, vectors_of)
@@ -371,6 +386,8 @@ def main(
             draft, onnx, Pixels(mean, std, fit, shortest, interpolation), weights, vectors_of
         )
         add_runs(draft, runs, keep_side_encoder)
+        for file in adapter or ():
+            add_adapter(draft, file)
         manifest, evidence = _measure(draft, published, evaluation, int8_loss)
         manifest = _judge(manifest, evidence, count_trained, force=force, first=first)
         result = publish(model_repo, draft.finished(manifest), keys, dry_run, devices)
@@ -486,8 +503,9 @@ def _judge(
         if evidence is not None and not force:
             raise GateFailedError(
                 f"release {manifest.release} does not pass the gate and was not published: "
-                f"{verdict.detail}. Add an --upgrade for older vectors that have none, train "
-                "longer or on more images, or publish with --force\n" + gate_table(evidence)
+                f"{verdict.detail}. Add an --upgrade for older vectors that have none, leave out "
+                "an --adapter that fails, train longer or on more images, or publish with --force\n"
+                + gate_table(evidence)
             )
         verdict = verdict.model_copy(update={"forced": True})
     if count_trained:

@@ -24,6 +24,7 @@ from nobackfill.release.manifest import (
     PublishedEmbedder,
     PublishedFile,
     PublishedSideEncoder,
+    QueryAdapter,
     TextEncoder,
     Upgrade,
     embedder_path,
@@ -72,6 +73,7 @@ class Release:
         files: local files by the path under which they are published.
         embedder, text_encoder, side_encoder: entries of the models; None until one is added.
         upgrades: entries of the upgrades.
+        adapters: entries of the query adapters.
         withdrawn: numbers of `published` that were withdrawn.
         searches_directly: numbers of `published` whose vectors the release's queries can search.
     """
@@ -87,6 +89,7 @@ class Release:
     text_encoder: TextEncoder | None = None
     side_encoder: PublishedSideEncoder | None = None
     upgrades: list[Upgrade] = field(default_factory=list)
+    adapters: list[QueryAdapter] = field(default_factory=list)
     withdrawn: Collection[int] = ()
     searches_directly: list[int] = field(default_factory=list)
 
@@ -230,7 +233,8 @@ class Release:
     def manifest(self, probes: Probes) -> Manifest:
         """Return the manifest of the parts so far, unmeasured and with the present time.
 
-        Upgrades are sorted by their source, and `searches_directly` names each release once.
+        Upgrades are sorted by their source and adapters by their target, and `searches_directly`
+        names each release once.
         Without an embedder it raises AssertionError.
 
         Args:
@@ -242,7 +246,9 @@ class Release:
         """
         assert self.embedder is not None
         return Manifest(
-            format=lowest_format(self.embedder, self.text_encoder),
+            format=lowest_format(
+                self.embedder, self.text_encoder, adapts_queries=bool(self.adapters)
+            ),
             release=self.number,
             space=release_space_id(self.embedder, self.text_encoder),
             embedder=self.embedder,
@@ -253,6 +259,7 @@ class Release:
             searches_directly=tuple(
                 self.published[number].space for number in sorted(set(self.searches_directly))
             ),
+            adapters=tuple(sorted(self.adapters, key=lambda adapter: adapter.to_release)),
             gate=GateVerdict(verdict="not_measured"),
             probes=probes,
             method=self.method,

@@ -27,7 +27,9 @@ from nobackfill.framing import Fit, Interpolation
 from nobackfill.release.manifest import (
     Manifest,
     PublishedEmbedder,
+    QueryAdapter,
     Upgrade,
+    adapter_path,
     embedder_path,
     release_space_id,
     upgrade_int8_path,
@@ -339,20 +341,16 @@ def add_onnx_upgrade(release: Release, source: Path) -> None:
         OSError: a file cannot be written. Files that were written before an error stay.
     """
     assert release.embedder is not None
-    model = _loaded(source)
+    option = f"--upgrade {source}"
+    command = "`nobackfill fit --onnx FILE`"
+    model = _loaded(source, option, command)
     facts = {one.key: one.value for one in model.metadata_props}
-    dims = _dims(model, source)
-    space = release_space_id(release.embedder, release.text_encoder)
-    made = _model_name(space, release.embedder, release.recipe, facts.get("new_model"))
-    if made is not None and facts.get("new_model", made) != made:
-        raise ConfigurationError(
-            f"--upgrade {source}: the map was fitted on vectors of another new model than the one "
-            "being published; fit it again on vectors of this release's model"
-        )
-    old = _source(release, source, facts.get("old_model"), dims[0])
+    dims = _dims(model, "upgraded", f"{option}: expected a map", command)
+    _check_new_model(release, facts.get("new_model"), f"{option}: the map")
+    old = _source(release, f"{option}: the map", facts.get("old_model"), dims[0])
     if dims[1] != release.embedder.dim:
         raise ConfigurationError(
-            f"--upgrade {source}: the map returns vectors of dimension {dims[1]}, but release "
+            f"{option}: the map returns vectors of dimension {dims[1]}, but release "
             f"{release.number} has dimension {release.embedder.dim}; fit it again on vectors of "
             "this release's model"
         )
@@ -381,14 +379,88 @@ def add_onnx_upgrade(release: Release, source: Path) -> None:
             release.recipe[f"{name}.{key}"] = facts[key]
 
 
-def _loaded(source: Path) -> onnx.ModelProto:
+def add_adapter(release: Release, source: Path) -> None:
+    """Add a query adapter to the release: input `embedding` float32 [n, a], output `adapted`
+    [n, b].
+
+    It leads to the published release whose model it was fitted on. If neither the file nor a
+    release names the model, it leads to the newest release of dimension b, withdrawn ones last. The
+    manifest's recipe gets the digest of the file and, if the file names them, the number of pairs
+    and the penalty. Without an embedder it raises AssertionError.
+
+    Args:
+        release: the release, to which its embedder was added.
+        source: the ONNX file, as `nobackfill fit --adapter FILE.onnx` writes it.
+
+    Raises:
+        InvalidInputError: the file or its external weights cannot be read, or it has another form.
+        ConfigurationError: it was fitted on vectors of another new model or dimension, or no
+            published release has its old model and dimension; or the release has an adapter to that
+            release already, or searches its vectors without one.
+        OSError: the file cannot be written.
+    """
+    assert release.embedder is not None
+    option = f"--adapter {source}"
+    command = "`nobackfill fit --adapter FILE.onnx`"
+    model = _loaded(source, option, command)
+    facts = {one.key: one.value for one in model.metadata_props}
+    dims = _dims(model, "adapted", f"{option}: expected a query adapter", command)
+    _check_new_model(release, facts.get("new_model"), f"{option}: the adapter")
+    if dims[0] != release.embedder.dim:
+        raise ConfigurationError(
+            f"{option}: the adapter reads queries of dimension {dims[0]}, but release "
+            f"{release.number} has dimension {release.embedder.dim}; fit it again on vectors of "
+            "this release's model"
+        )
+    old = _source(release, f"{option}: the adapter", facts.get("old_model"), dims[1])
+    others = {*release.searches_directly, *(one.to_release for one in release.adapters)}
+    if old.release in others:
+        raise ConfigurationError(
+            f"{option}: the adapter leads to release {old.release}, whose vectors this release "
+            "searches already, directly or by another adapter; leave the adapter out"
+        )
+    strip(model)
+    path = adapter_path(release.number, old.release)
+    onnx.save(model, release.local(path))
+    release.adapters.append(
+        QueryAdapter(
+            to_release=old.release,
+            to_space=old.space,
+            to_dim=old.embedder.dim,
+            to_unit=old.embedder.unit,
+            method=facts.get("kind", "brought"),
+            file=release.file(path),
+        )
+    )
+    name = f"adapter_{old.release}"
+    release.recipe[f"{name}.onnx_sha256"] = hash_model_files(weight_files(source))
+    for key in ("pairs", "penalty"):
+        if key in facts:
+            release.recipe[f"{name}.{key}"] = facts[key]
+
+
+def _check_new_model(release: Release, model: str | None, map_name: str) -> None:
+    """Refuse a map of another new model than the release's; None fits every release."""
+    assert release.embedder is not None
+    space = release_space_id(release.embedder, release.text_encoder)
+    own = _model_name(space, release.embedder, release.recipe, model)
+    if model is not None and own is not None and model != own:
+        raise ConfigurationError(
+            f"{map_name} was fitted on vectors of another new model than the one being published; "
+            "fit it again on vectors of this release's model"
+        )
+
+
+def _loaded(source: Path, option: str, command: str) -> onnx.ModelProto:
     try:
         return onnx.load(source)
     except (OSError, DecodeError, onnx.checker.ValidationError) as error:
-        raise InvalidInputError(f"--upgrade {source}: expected an ONNX file ({error})") from error
+        raise InvalidInputError(
+            f"{option}: expected an ONNX file ({error}); {command} writes one"
+        ) from error
 
 
-def _dims(model: onnx.ModelProto, source: Path) -> tuple[int, int]:
+def _dims(model: onnx.ModelProto, output: str, label: str, command: str) -> tuple[int, int]:
     """Return a and b. Raises InvalidInputError for another form."""
     weights = {tensor.name for tensor in model.graph.initializer}
     inputs = [value for value in model.graph.input if value.name not in weights]
@@ -396,11 +468,10 @@ def _dims(model: onnx.ModelProto, source: Path) -> tuple[int, int]:
     shapes = [[size.dim_value for size in one.type.tensor_type.shape.dim] for one in ends]
     floats = all(one.type.tensor_type.elem_type == TensorProto.FLOAT for one in ends)
     open_rows = all(len(shape) == 2 and not shape[0] and shape[1] for shape in shapes)
-    if [one.name for one in ends] != ["embedding", "upgraded"] or not (floats and open_rows):
+    if [one.name for one in ends] != ["embedding", output] or not (floats and open_rows):
         raise InvalidInputError(
-            f"--upgrade {source}: expected a map with input `embedding` float32 [n, a] and output "
-            f"`upgraded` float32 [n, b], n free, got {[one.name for one in ends]} {shapes}; "
-            "`nobackfill fit --onnx FILE` writes one"
+            f"{label} with input `embedding` float32 [n, a] and output `{output}` float32 "
+            f"[n, b], n free, got {[one.name for one in ends]} {shapes}; {command} writes one"
         )
     return shapes[0][1], shapes[1][1]
 
@@ -417,8 +488,8 @@ def _model_name(
     return made if isinstance(made, str) and embedder.file is None else None
 
 
-def _source(release: Release, path: Path, model: str | None, dim: int) -> Manifest:
-    """Return the published release whose vectors the map takes."""
+def _source(release: Release, map_name: str, model: str | None, dim: int) -> Manifest:
+    """Return the published release whose vectors were the old ones of a map or an adapter."""
     found = list(release.published.values())
     if model is not None:
         named = [one for one in found if model in (one.space, one.recipe.get(TEXT_MODEL))]
@@ -428,7 +499,7 @@ def _source(release: Release, path: Path, model: str | None, dim: int) -> Manife
     fitting = [one for one in found if one.embedder.dim == dim]
     if not fitting:
         raise ConfigurationError(
-            f"--upgrade {path}: the map was fitted on old vectors of dimension {dim}"
+            f"{map_name} was fitted on old vectors of dimension {dim}"
             f"{'' if model is None else f' of the model {model[:12]}…'}, but no published release "
             "has these; publish the old model first, or fit the map on vectors of a release"
         )

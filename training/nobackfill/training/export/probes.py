@@ -13,6 +13,7 @@ from nobackfill.errors import UnusableOutputError, join_few
 from nobackfill.release.manifest import Manifest, Probes, PublishedFile, probes_path
 from nobackfill.release.models import (
     ImageEmbedder,
+    open_adapter,
     open_embedder,
     open_side_encoder,
     open_upgrade,
@@ -94,6 +95,11 @@ def make_probes(release: Release) -> Probes:
             for a, b in ((small.embedding, result.embedding), (small.side, result.side)):
                 if a is not None and b is not None:
                     widest = max(widest, float((np.abs(a - b) / np.maximum(1, np.abs(b))).max()))
+    for adapter in manifest.adapters:
+        queries, _ = source_probes(manifest, files)
+        name = f"adapter_{adapter.to_release}"
+        arrays[f"{name}/embedding"] = queries
+        arrays[f"{name}/adapted"] = open_adapter(files, manifest, adapter).run(queries)
     path = release.local(probes_path(release.number))
     with path.open("wb") as file:
         np.savez(file, allow_pickle=False, **arrays)
@@ -108,7 +114,7 @@ def make_probes(release: Release) -> Probes:
 def source_probes(
     source: Manifest, files: Mapping[str, Path]
 ) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
-    """Compute the embeddings and side-information of the probes by a published release.
+    """Compute the embeddings and side-information of the probes by a release.
 
     The probes are images, texts if the release embeds no images, or random unit vectors if it has
     no model. The vectors are the same on every call. Models are loaded each time.
