@@ -116,14 +116,21 @@ class DaemonThreads:
             work: Called without arguments. Its error, if any, is raised by the future's `result`.
 
         Raises:
-            RuntimeError: The system can start no further thread; the work stays queued.
+            RuntimeError: The system can start no thread, and the pool has none that could take the
+                work; it is not queued.
         """
         future: Future[Result] = Future()
         with self._changed:
             self._waiting.append((future, work))
             if self._threads < self._most:
                 self._threads += 1
-                threading.Thread(target=self._run, name=self._name, daemon=True).start()
+                try:
+                    threading.Thread(target=self._run, name=self._name, daemon=True).start()
+                except RuntimeError:
+                    self._threads -= 1
+                    if not self._threads:
+                        self._waiting.pop()
+                        raise
         return future
 
     def close(self, seconds: float) -> bool:

@@ -171,6 +171,26 @@ def test_who_claims_holds_nobody_else_up(ledger: LedgerFile[str]) -> None:
         assert again.kept == set(named(range(10)))
 
 
+def test_items_that_no_thread_can_take_are_free_again(
+    ledger: LedgerFile[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They were claimed and under way for ever, and the pool had lost its only thread."""
+
+    def refused(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    limits = Limits(concurrency=1, batch=2)
+    with closing(Keeping(FunctionItems(text, "text"), limits, ledger)) as again:
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", refused)
+            again.reembed(named(range(5)), seconds=30)
+        assert not again.busy(named(range(5)))
+        assert (again.spent, again.wanted) == (0, set(named(range(5))))
+        assert "can't start new thread" in again.cost.last_failure
+        again.reembed(named(range(5)), seconds=30)
+        assert len(again.kept) == again.spent == 5
+
+
 def test_a_claim_that_fails_leaves_nothing_under_way(ledger: LedgerFile[str]) -> None:
     class Fails(Keeping):
         fails = True

@@ -366,15 +366,20 @@ class Reembedding(ABC, Generic[Key]):
             return ()
 
     def _submit(self, names: Mapping[Key, str]) -> None:
-        """Start claimed items in batches; give the claims up if this is closed."""
+        """Start claimed items in batches; give up the claims of those that no thread can take."""
         bytes_, keys = _Bytes(self.limits.bytes_a_query), list(names)
         with self._lock:
-            refuses = self._refuses
-            for first in range(0, 0 if refuses else len(keys), self.limits.batch):
-                part = {key: names[key] for key in keys[first : first + self.limits.batch]}
-                future = self._threads.submit(partial(self._work, part, bytes_))
+            while keys and not self._refuses:
+                part = {key: names[key] for key in keys[: self.limits.batch]}
+                try:
+                    future = self._threads.submit(partial(self._work, part, bytes_))
+                except RuntimeError as error:
+                    # The system has no thread left; the items stay queued in the ledger.
+                    self.record_failure(error)
+                    break
                 future.add_done_callback(self._callback(list(part)))
-        if refuses and keys:
+                del keys[: self.limits.batch]
+        if keys:
             self._postpone(keys)
             self._end(keys)
 

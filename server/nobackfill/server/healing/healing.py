@@ -555,14 +555,21 @@ class Healing:
         Raises:
             ConfigurationError: the gateway's settings do not allow the source.
             NotFoundError: the source does not exist.
-            UnavailableError: the source is not open in time, such as a network folder that is away.
+            UnavailableError: the source is not open in time, such as a network folder that is away,
+                or the system has no thread left.
             InvalidInputError: the file of texts has an invalid line.
             OSError: this user may not look into the folder.
         """
         with self._lock:
             opening = self._opening.get(source)
             if opening is None:
-                opening = DaemonThreads(1, "source").submit(partial(self._places.open, source))
+                try:
+                    opening = DaemonThreads(1, "source").submit(partial(self._places.open, source))
+                except RuntimeError as error:
+                    raise UnavailableError(
+                        f"source: {source.address[:80]!r} cannot be opened, because the system has "
+                        f"no thread left ({error}); try again later"
+                    ) from error
                 self._opening[source] = opening
         if not wait([opening], seconds).done:
             raise UnavailableError(
