@@ -134,6 +134,34 @@ def test_many_changes_are_read_anew_while_others_are_answered(
     filtering.close()
 
 
+def test_many_changes_are_read_anew_once_there_is_a_thread(
+    store: SqliteGallery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The filter failed, and nothing was ever read anew."""
+
+    def refused(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(engine, "LEAST_CHANGED", 10)
+    gate = gated(monkeypatch, "n")
+    gate.go_on.set()
+    filtering = FilterEngine(store)
+    assert len(filtering.passing(Exists("n"))) == 50
+    put(store, 50, 20)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refused)
+        assert len(filtering.passing(Exists("n"))) == 70
+    gate.go_on.clear()
+    put(store, 70, 1)
+    assert len(filtering.passing(Exists("n"))) == 71
+    (work,) = (thread for thread in threading.enumerate() if thread.name == "filters")
+    gate.go_on.set()
+    work.join(WAIT_S)
+    assert gate.read == ["n", "n"]
+    assert len(filtering.passing(Exists("n"))) == 71
+    filtering.close()
+
+
 def test_more_changes_than_are_remembered_are_read_with_the_rest(
     store: SqliteGallery, monkeypatch: pytest.MonkeyPatch
 ) -> None:

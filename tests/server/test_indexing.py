@@ -107,6 +107,26 @@ def test_a_build_leaves_no_file_of_a_space_that_was_deleted_meanwhile(
     assert [path.name for path in swapped.folder.glob("*.hnsw")] == [f"{two.space}.hnsw"]
 
 
+def test_a_gallery_is_indexed_once_there_is_a_thread(
+    gateway: GatewayServer, client: Client, one: Manifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It counted as busy for ever."""
+    start, asked = threading.Thread.start, threading.Event()
+
+    def refused(thread: threading.Thread) -> None:
+        if thread.name.startswith("index_"):
+            asked.set()
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    client.create_gallery("g")
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refused)
+        put(client, one)
+        assert asked.wait(30)
+    wait_until(in_file(gateway).index_path(one.space).exists, "no index file")
+
+
 def test_what_was_put_joins_the_graph_when_puts_end(
     gateway: GatewayServer, client: Client, one: Manifest
 ) -> None:

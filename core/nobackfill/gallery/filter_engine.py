@@ -763,14 +763,17 @@ class FilterEngine:
             if self._following:
                 self._state = state
                 if len(state.changed) > state.most() and self._renewal is None:
-                    self._renewal = set()
+                    since = set[int]()
                     work = threading.Thread(
                         target=self._renew,
-                        args=(state.segment.cached_keys(), self._renewal),
+                        args=(state.segment.cached_keys(), since),
                         name="filters",
                         daemon=True,
                     )
-                    work.start()
+                    # If the system has no thread left, the next filter tries again.
+                    with contextlib.suppress(RuntimeError):
+                        work.start()
+                        self._renewal = since
         return state
 
     def _renew(self, keys: list[str], since: set[int]) -> None:

@@ -134,7 +134,12 @@ class Indexing:
             has_work = next(self._pending_work(hosted), None) is not None
         if has_work:
             self._busy.add(hosted)
-            self._makers.submit(self._look_after, hosted)
+            try:
+                self._makers.submit(self._look_after, hosted)
+            except RuntimeError:
+                # The system has no thread left; otherwise the gallery would count as busy for ever.
+                self._busy.discard(hosted)
+                raise
 
     def _look_after(self, hosted: HostedInFile) -> None:
         """Do all the work of one gallery, on a thread of the pool."""

@@ -810,8 +810,11 @@ class _Reads:
         with self._changed:
             self._pending.add(read)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._watch, name="reads", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._watch, name="reads", daemon=True)
+                # If the system has no thread left, the next read tries again.
+                with suppress(RuntimeError):
+                    thread.start()
+                    self._thread = thread
         try:
             yield
         except psycopg.Error:
