@@ -13,6 +13,8 @@ import pytest
 from typer.testing import CliRunner
 
 from nobackfill.adopt.cli import app
+from nobackfill.adopt.embedding.onnx_model import OnnxModel
+from nobackfill.adopt.maps import load_adapter
 from nobackfill.client import Device
 from nobackfill.server.gateway import GatewayServer
 from tests.adopt.models import topical
@@ -58,16 +60,19 @@ def nobackfill(*words: object) -> str:
     return result.output
 
 
-def fitted(folder: Path) -> Path:
-    """By the commands of docs/releases.md."""
+def embedded(folder: Path) -> tuple[str, ...]:
+    """Embed some notes by both models; return the options of `fit` that name the vectors."""
     known = lines(folder / "known.jsonl", notes(KNOWN, seed=1))
     for name in ("old", "new"):
         model = folder / name / "model.onnx"
         nobackfill("embed", known, "--with", model, "--out", folder / f"{name}-vectors")
-    said = nobackfill(
-        "fit", "--old", folder / "old-vectors", "--new", folder / "new-vectors",
-        "--out", folder / "map.npz", "--onnx", folder / "upgrade.onnx",
-    )  # fmt: skip
+    return "--old", str(folder / "old-vectors"), "--new", str(folder / "new-vectors")
+
+
+def fitted(folder: Path) -> Path:
+    """By the commands of docs/releases.md."""
+    words = (*embedded(folder), "--out", folder / "map.npz", "--onnx", folder / "upgrade.onnx")
+    said = nobackfill("fit", *words)
     assert "upgrade.onnx, for export.py --upgrade" in said
     return folder / "upgrade.onnx"
 
@@ -151,3 +156,38 @@ def test_a_map_of_another_model_is_refused(tmp_path: Path) -> None:
     )
     assert refused.exit_code == 78
     assert "of another new model than the one being published" in refused.output
+
+
+def test_a_query_adapter_answers_on_the_first_day(tmp_path: Path) -> None:
+    """The old model hears six words in each query that nobody said; its notes are as good as the
+    new one's."""
+    old = topical(tmp_path / "old", TOPICS, DIM, strength=3.0, turned=0)
+    new = topical(tmp_path / "new", TOPICS, DIM, strength=3.0, turned=1)
+    noise = " ".join(f"w{number}" for number in range(30, 36))
+    old.with_name("model.json").write_text(json.dumps({"query_prefix": f"{noise} "}))
+    publish(tmp_path, 1)
+    repo, kept = tmp_path / "repo", notes(KEPT, seed=3)
+    with running(repo, tmp_path / "data") as gateway, Client(gateway.address) as client:
+        client.create_gallery("g")
+        assert not client.put_texts("g", kept)
+        before = look(client)
+
+        vectors = embedded(tmp_path)
+        for name in ("adapter.onnx", "adapter.npz"):
+            file = tmp_path / name
+            nobackfill("fit", *vectors, "--out", tmp_path / "map.npz", "--adapter", file)
+        publish(tmp_path, 2, "--adapter", tmp_path / "adapter.onnx")
+        assert manifest(repo, 2).gate.verdict == "passed"
+        client.swap(2)
+        assert look(client) > before + 0.1
+        # numpy alone: the new model's query, mapped to vectors of the old one.
+        items, adapter = OnnxModel(old).embed([*kept.values()]), load_adapter(file)
+        for text in notes(5, seed=9).values():
+            query = adapter(OnnxModel(new).embed([text]))
+            answer = client.search("g", text=text, k=10)
+            assert {hit.origin for hit in answer.hits} == {"direct"}
+            distances = 1 - (items @ query[0])
+            nearest = np.sort(distances)[:10]
+            np.testing.assert_allclose([hit.distance for hit in answer.hits], nearest, atol=2e-3)
+        assert client.rollback(confirm=True).lost_items == 0
+        assert look(client) == pytest.approx(before, abs=1e-9)
