@@ -318,3 +318,5 @@ def test_sqlite_refuses_by_name(sqlite: SqliteVec) -> None:
     assert isinstance(source, Searchable)
     ids = [str(largest), str(largest + 1), "9" * 5000, "x"]
     assert source.lookup(ids).ids == [str(largest)]
+    # A window begins after the largest rowid.
+    assert carry(source, target("halves_new"), MAP, window=1).total == 2

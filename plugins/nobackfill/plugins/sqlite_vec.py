@@ -461,14 +461,9 @@ class VecTable:
             BusyError: Others hold the file for longer than 10 s.
             InvalidInputError: Any other error of SQLite, such as a damaged file or a dropped table.
         """
-        bounds = [(">", window.lower), ("<=", window.upper)]
-        given = [(sign, bound) for sign, bound in bounds if bound is not None]
-        where = " AND ".join(["true", *(f"rowid {sign} ?" for sign, _ in given)])
-        result = self.database.all(
-            f"SELECT rowid FROM {self.shadow('rowids')} WHERE {where} ORDER BY rowid",
-            *(bound for _, bound in given),
-        )
-        return [place for (place,) in result]
+        where, bounds = _within("rowid", window)
+        query = f"SELECT rowid FROM {self.shadow('rowids')} WHERE {where} ORDER BY rowid"
+        return [place for (place,) in self.database.all(query, *bounds)]
 
     def existing(self, keys: Sequence[Any]) -> dict[Any, int]:
         """Return the rowids of keys that exist, by key.
@@ -1171,17 +1166,9 @@ class NewVecTable:
 
     def _noted(self, window: Window) -> dict[Any, str]:
         """Return the digests of the originals of our items in a window, by key."""
-        lowest, highest = -(2**63), 2**63 - 1
-        lower = lowest if window.lower is None else window.lower
-        last = highest if window.upper is None else window.upper
-        return dict(
-            self._database.all(
-                "SELECT key, of FROM nobackfill_items WHERE map = ? AND place BETWEEN ? AND ?",
-                self._items,
-                lower if window.lower is None else int(str(lower)) + 1,
-                last,
-            )
-        )
+        where, bounds = _within("place", window)
+        query = f"SELECT key, of FROM nobackfill_items WHERE map = ? AND {where}"
+        return dict(self._database.all(query, self._items, *bounds))
 
     def _digests(self, places: Sequence[int]) -> Iterator[tuple[VecRow, str]]:
         """Read rows with the digest of what their new vector is computed from."""
@@ -1357,6 +1344,14 @@ def _connect(path: str) -> Any:
 def _items(name: str, target: Target) -> str:
     """Return the name under which the items of a copy are noted."""
     return f"{name} {target.mark}"
+
+
+def _within(column: str, window: Window) -> tuple[str, list[object]]:
+    """Return the condition that a rowid is in a window, and its parameters."""
+    both = [(">", window.lower), ("<=", window.upper)]
+    given = [(sign, bound) for sign, bound in both if bound is not None]
+    where = " AND ".join(["true", *(f"{column} {sign} ?" for sign, _ in given)])
+    return where, [bound for _, bound in given]
 
 
 def _all_keys(table: VecTable) -> set[Any]:
