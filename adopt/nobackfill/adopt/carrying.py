@@ -437,14 +437,17 @@ def _wrong(
     old, new = source.read(range_), place.read(range_)
     reference = maker.repeat(old) if len(old) else None
     if reference is None:
-        reference, places = vectors, {name: row for row, name in enumerate(ids)}
-        evidence = vectors
+        reference, evidence, names = vectors, vectors, ids
     else:
-        places, evidence = {name: row for row, name in enumerate(old.ids)}, old.vectors
+        evidence, names = old.vectors, old.ids
+    places = {name: row for row, name in enumerate(names)}
     there = [row for row, name in enumerate(new.ids) if name in places]
     if not there:
         return {}
+    # Files may have an id twice; then only the order tells which vector is whose.
     here = np.array([places[new.ids[row]] for row in there], np.int64)
+    if new.ids == names:
+        here = np.arange(len(names))
     differing = np.flatnonzero(_far(reference[here], new.vectors[there]))
     wrong = {
         new.ids[there[one]]: (evidence[here[one]].tobytes(), new.vectors[there[one]].tobytes())
