@@ -19,7 +19,7 @@ from nobackfill.adopt.maps import fit_maps
 from nobackfill.adopt.pairs import match, read_all
 from nobackfill.adopt.sources.opening import open_source
 from nobackfill.adopt.sources.parquet import read_table
-from nobackfill.adopt.sources.source import Target
+from nobackfill.adopt.sources.source import Target, Window
 from nobackfill.errors import AlreadyExistsError, InvalidInputError
 from nobackfill.vectors import Vectors
 from tests.adopt.made import world, write_parquet
@@ -171,3 +171,30 @@ def test_a_damaged_page_is_refused(tmp_path: Path) -> None:
     path.write_bytes(data)
     with pytest.raises(InvalidInputError, match="cannot be read as Parquet"):
         read_table(path)
+
+
+@pytest.mark.parametrize("kind", [pa.string_view(), pa.binary_view()])
+def test_keys_that_are_views_are_read(tmp_path: Path, kind: pa.DataType) -> None:
+    """pyarrow cannot select rows of them."""
+    ids = [f"k{row}" for row in range(20)]
+    vectors = [None if row == 3 else MADE.old[row].tolist() for row in range(20)]
+    texts = pa.array([f"on {one}" for one in ids], pa.string_view())
+    table = pa.table({"id": pa.array(ids).cast(kind), "v": vectors, "text": texts})
+    pq.write_table(table, tmp_path / "a.parquet")
+    source = open_source(str(tmp_path))
+    assert source.column(Window("a.parquet", 0), "text").values[3] == "on k3"
+    for count in (19, 0):
+        assert carry(source, TARGET, MAP).write_count == count
+    new = read_all(open_source(str(tmp_path / "_new"), vector="new"))
+    assert new.ids == ids[:3] + ids[4:]
+    np.testing.assert_allclose(new.vectors[3:], MAP(MADE.old[4:20]), atol=1e-5)
+
+
+def test_rows_that_share_a_key_each_get_their_own_vector(tmp_path: Path) -> None:
+    """As the parts of a document."""
+    table = pa.table({"id": ["a", "a", "b", "b"], "v": [one.tolist() for one in MADE.old[:4]]})
+    pq.write_table(table, tmp_path / "a.parquet")
+    for count in (4, 0):
+        assert carry(open_source(str(tmp_path)), TARGET, MAP).write_count == count
+    new = pq.read_table(tmp_path / "_new" / "a.0.parquet")
+    np.testing.assert_allclose(np.array(new["new"].to_pylist()), MAP(MADE.old[:4]), atol=1e-5)

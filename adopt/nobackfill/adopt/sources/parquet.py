@@ -224,7 +224,7 @@ class ParquetSource:
                 f"{join_few(f'{name} ({kind})' for name, kind in kinds.items()) or 'none'}"
             )
         try:
-            return opened.read_row_group(window.upper, columns=columns)
+            return _without_views(opened.read_row_group(window.upper, columns=columns))
         except (pa.ArrowException, OSError) as error:
             raise InvalidInputError(f"{file}: cannot be read as Parquet ({error})") from error
 
@@ -544,9 +544,22 @@ def read_table(path: Path) -> Any:
         InvalidInputError: The file is missing, or it or one of its pages cannot be read as Parquet.
     """
     try:
-        return _opened(path).read()
+        return _without_views(_opened(path).read())
     except (pa.ArrowException, OSError) as error:
         raise InvalidInputError(f"{path}: cannot be read as Parquet ({error})") from error
+
+
+def _without_views(table: Any) -> Any:
+    """Convert views of texts and bytes (string_view): pyarrow cannot select rows of these.
+
+    Other columns stay as they are.
+    """
+    plain = {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}
+    for number, field in enumerate(table.schema):
+        if kind := plain.get(field.type):
+            column = table.column(number).cast(kind)
+            table = table.set_column(number, field.with_type(kind), column)
+    return table
 
 
 def _opened(path: Path) -> Any:
