@@ -196,7 +196,7 @@ def test_a_search_refuses_an_adapter_of_other_vectors(tmp_path: Path) -> None:
     for query in MADE.queries_new[:5]:
         expected = np.argsort(-(MADE.old @ adapter(query[None])[0]), kind="stable")[:7]
         assert search.search(query, 7) == [MADE.ids[row] for row in expected]
-    with pytest.raises(InvalidInputError, match="expected k of 1 or more, got 0"):
+    with pytest.raises(InvalidInputError, match="k, the number of hits: expected 1 or more, got 0"):
         search.search(MADE.queries_new[0], 0)
     with pytest.raises(InvalidInputError, match="queries by the new model"):
         search.search(MADE.queries_old[0])

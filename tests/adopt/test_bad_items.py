@@ -146,7 +146,7 @@ def test_an_endpoint_that_takes_no_text_at_all_ends_the_run(tmp_path: Path) -> N
     with (
         serving(lambda *_: (400, {}, refuses)) as (url, asked),
         pytest.raises(
-            InvalidInputError, match=r"no such model; the endpoint refuses every other text as well"
+            InvalidInputError, match=r"no such model; it refuses every other text as well"
         ),
     ):
         embed_into(tmp_path / "out", items, Endpoint(url, "m"), batch=8)
@@ -203,7 +203,7 @@ def test_an_index_that_is_repeated_is_told() -> None:
         data = [{"index": 0, "embedding": [1.0, 2.0]} for _ in body["input"]]
         return 200, {}, json.dumps({"data": data}).encode()
 
-    words = "index from 0 to 4 once, got 0 5 times"
+    words = "index from 0 to 4 once; it has index 0 5 times"
     with serving(script) as (url, _), pytest.raises(InvalidInputError, match=words):
         Endpoint(url, "m").embed(["a"] * 5)
 
@@ -243,7 +243,9 @@ def test_a_function_that_fails_on_an_item(tmp_path: Path, monkeypatch: pytest.Mo
     refused: dict[str, str] = {}
     model = open_embedder("failing:embed")
     assert embed_into(tmp_path / "out", items, model, refuse=refused.__setitem__) == 39
-    assert refused == {"7": "failing:embed: ValueError in line 2 of failing.py (seven)"}
+    assert refused == {
+        "7": "failing:embed: the function raised ValueError in line 2 of failing.py (seven)"
+    }
     many = ItemList("text", [str(number) for number in range(2000)], TEXTS * 50)
     with pytest.raises(InvalidInputError, match=r"none of the first 1000 .*ZeroDivisionError"):
         embed_into(tmp_path / "never", many, open_embedder("failing:never"))

@@ -82,7 +82,7 @@ def test_pooling_is_what_a_loop_over_the_tokens_gives(mode: PoolingMode) -> None
 
 
 def test_a_layer_whose_weights_are_gone_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidInputError, match=r"model\.safetensors: cannot be read"):
+    with pytest.raises(InvalidInputError, match=r"model\.safetensors: .* cannot be read"):
         Layer(kind="LayerNorm", folder=tmp_path).open()
 
 
@@ -190,7 +190,7 @@ def test_a_function_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_what_cannot_be_embedded_gets_a_sentence(tmp_path: Path) -> None:
     broken = tmp_path / "broken.onnx"
     broken.write_bytes(b"no model")
-    with pytest.raises(InvalidInputError, match="cannot be read as ONNX"):
+    with pytest.raises(InvalidInputError, match="cannot be read as an ONNX model"):
         open_embedder(str(broken))
     with pytest.raises(NotFoundError, match="no such file"):
         open_embedder(str(tmp_path / "none.onnx"))
@@ -212,7 +212,7 @@ def test_what_cannot_be_embedded_gets_a_sentence(tmp_path: Path) -> None:
         read_items(str(lines), column="text")
     images = image_model(tmp_path / "image.onnx")
     items = read_items(str(write_lines(tmp_path / "t.jsonl", ["a"])), column="text")
-    with pytest.raises(InvalidInputError, match="reads images, the items are texts"):
+    with pytest.raises(InvalidInputError, match="reads images, but the items are texts"):
         embed_into(tmp_path / "out", items, open_embedder(str(images)))
 
 

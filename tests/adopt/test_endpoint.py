@@ -154,7 +154,7 @@ def test_other_dimensions_than_before_are_refused() -> None:
         (400, b"too long", InvalidInputError, "answers 400: too long"),
         (302, b"", InvalidInputError, "answers 302"),
         (200, b"<html>", InvalidInputError, "in the shape of OpenAI's"),
-        (200, b'{"data": []}', InvalidInputError, "expected 2 vectors, got 0"),
+        (200, b'{"data": []}', InvalidInputError, "it returned 0 for 2"),
         (500, b"", UnavailableError, "still answers 500"),
     ],
 )

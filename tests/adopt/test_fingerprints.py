@@ -186,7 +186,7 @@ def test_models_are_named_from_the_pairs_to_what_is_carried(
     assert any(note.startswith(verdict) for note in told["notes"])
     assert open_source(str(tmp_path / "_old.carried")).facts().model == "new model"
     (tmp_path / "shop").mkdir()
-    with pytest.raises(IncompatibleSpaceError, match="not the same space"):
+    with pytest.raises(IncompatibleSpaceError, match="expected vectors of one model"):
         Dual.open(
             loaded(tmp_path / "shop"), Path("map.npz"), Path("j.npz"), Path("n.db"),
             NewModel(fingerprint="another model"),

@@ -140,11 +140,11 @@ def test_vectors_of_another_model_are_refused() -> None:
     found = fit_maps(made.old, made.new)["affine"]
     with pytest.raises(InvalidInputError, match=r"shape \[n, 24\]"):
         found(made.new)
-    with pytest.raises(InvalidInputError, match="at least 2 pairs"):
+    with pytest.raises(InvalidInputError, match="at least 2 items"):
         fit_maps(made.old[:1], made.new[:1])
 
 
 def test_a_kind_that_does_not_exist_is_refused() -> None:
     made = world(30)
-    with pytest.raises(InvalidInputError, match="expected kinds of maps among affine"):
+    with pytest.raises(InvalidInputError, match="kinds of maps: expected some of affine"):
         fit_maps(made.old, made.new, kinds=["linear"])

@@ -418,7 +418,7 @@ def test_a_lost_lock_ends_the_writing(
         patch.setattr(NativeVectorMaker, "make", ending)
         assert run(source, *START, "--yes") == 69
     assert ended == [(True,)]
-    assert "that session kept others out" in capsys.readouterr().err
+    assert "the session that locked the table is gone" in capsys.readouterr().err
     assert not vectors(connection, "v_new")
     assert run(source, *START, "--yes") == 0
     same(vectors(connection), folder / "new", connection)

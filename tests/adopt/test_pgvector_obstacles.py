@@ -66,7 +66,7 @@ ROWS = (
         (DOMAIN.format("NOT NULL"), "domain emb, .*NOT NULL.*TYPE vector"),
         (DOMAIN.format("CONSTRAINT unit CHECK (vector_norm(VALUE) < 2)"), "domain emb, .*unit"),
         (DOMAIN.format(f"DEFAULT '{[1] * 24}'"), "domain emb, .*DEFAULT"),
-        ("ALTER TABLE t ADD v_before vector(24)", "name the old vectors 'v_before'"),
+        ("ALTER TABLE t ADD v_before vector(24)", "renames the old vectors to 'v_before'"),
         (ROWS, "column r of table public.log"),
         ("CREATE VIEW w AS SELECT v FROM t; CREATE TABLE log (r w[])", "table public.log"),
         (

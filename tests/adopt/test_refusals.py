@@ -82,7 +82,7 @@ def test_what_does_not_pair_is_refused(
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     cases = {
-        "at least 20 items with both vectors, found 0": (
+        "at least 20 items with vectors of both models, found 0": (
             [f"other-{n}" for n in range(120)], MADE.new,
         ),
         "got 'item-0' more than once": (["item-0", *MADE.ids[:-1]], MADE.new),
@@ -184,7 +184,7 @@ def test_tables_that_cannot_be_carried_get_a_sentence(
     assert "does not exist" in gone
     nobody = "postgresql://127.0.0.1:1/db#t"
     said = refused(["inspect", nobody], 69, monkeypatch, capsys)
-    assert "PostgreSQL says" in said and "check that the server runs" in said
+    assert "PostgreSQL reports" in said and "check that the server runs" in said
 
 
 def test_a_key_may_be_named_and_a_locked_table_is_not_waited_for(postgres: Server) -> None:

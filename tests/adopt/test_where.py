@@ -116,7 +116,9 @@ def test_new_vectors_go_to_a_table_of_their_own(shared: tuple[str, Connection]) 
     source = open_items(address, address, where=WHERE)
     with pytest.raises(InvalidInputError, match="expected --to table:NAME with --where"):
         carry(source, Target("v_new", MAP.dims[1], MAP.digest), MAP)
-    with pytest.raises(InvalidInputError, match="cannot flip: expected --to table:NAME"):
+    with pytest.raises(
+        InvalidInputError, match="cannot flip to the new vectors: expected --to table:NAME"
+    ):
         carry(source, Target("v_new", MAP.dims[1], MAP.digest), MAP, flip=True)
     before = connection.execute("SELECT * FROM t ORDER BY id").fetchall()
     done = carry(source, TARGET, MAP)
@@ -197,7 +199,7 @@ def test_postgresql_says_what_is_wrong_with_a_condition(
     shared: tuple[str, Connection], where: str, reason: str
 ) -> None:
     address, connection = shared
-    with pytest.raises(InvalidInputError, match=f"--where .*PostgreSQL says: .*{reason}"):
+    with pytest.raises(InvalidInputError, match=f"--where .*PostgreSQL reports: .*{reason}"):
         open_source(address, where=where)
     assert connection.execute("SELECT count(*) FROM t").fetchall() == [(200,)]
 

@@ -230,7 +230,9 @@ def carry(
     """
     facts = source.facts()
     if flip and isinstance(source, WarningSource) and (obstacles := source.obstacles(target)):
-        raise InvalidInputError(f"{facts.name}: cannot flip: {'; '.join(obstacles)}")
+        raise InvalidInputError(
+            f"{facts.name}: searches cannot flip to the new vectors: {'; '.join(obstacles)}"
+        )
     place = source.open_target(target)
     if flip and not isinstance(place, Flippable):
         raise InvalidInputError(

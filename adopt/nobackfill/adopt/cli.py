@@ -93,7 +93,8 @@ All steps for a table of PostgreSQL, LanceDB or SQLite; it asks before it writes
 \b
 nobackfill migrate 'postgresql:///shop#documents' --new new.onnx --column body
 
-Step by step, for any store. Here the texts are in the column `body`:
+Step by step, for any store. The verdict of `fit` advises how to change the model; the map that it
+writes computes new vectors from old ones. Here the texts are in the column `body`:
 
 \b
 S='postgresql:///shop#documents'
@@ -103,12 +104,13 @@ nobackfill embed $S --column body --only sample.txt --with new.onnx --out new/
 nobackfill fit --old $S --new new/ --out map.npz --report verdict.html
 nobackfill carry $S --map map.npz --to embedding_new
 
-If somebody has published a map of the two models, you need no pairs:
+If somebody has published a map of the two models, you need not embed anything:
 
 \b
 nobackfill carry $S --release https://HOST/maps --root 1.root.json --to embedding_new
 
-SOURCE is FILE.parquet or a folder of them, a folder of numpy files (ids.npy and one array),
+SOURCE is the address of a store of vectors: FILE.parquet or a folder of such files, a folder of
+numpy files (ids.npy and one array),
 postgresql://USER@HOST/DATABASE#TABLE with pgvector (put passwords in ~/.pgpass or PGPASSWORD),
 qdrant:https://HOST:PORT#COLLECTION (its key in NOBACKFILL_QDRANT_KEY) or qdrant:FOLDER#COLLECTION,
 milvus:https://HOST:PORT#COLLECTION (NOBACKFILL_MILVUS_TOKEN) or milvus:FILE.db#COLLECTION,
@@ -175,14 +177,17 @@ Root = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
-        help="The publisher's first root metadata, 1.root.json, which is only read. Get it over "
-        "another channel than the publication. It is needed once for each publication.",
+        help="File 1.root.json with the publisher's first root metadata, the keys that this "
+        "machine is to trust; it is only read. Get it over another channel than the publication. "
+        "--release needs it once for each publication.",
         show_default="the one that an earlier run stored for this user",
     ),
 ]
 Json = Annotated[
     bool,
-    typer.Option("--json", help="Print one JSON object on stdout; without this, print sentences."),
+    typer.Option(
+        "--json", help="Print one JSON object on stdout; without this, print readable text."
+    ),
 ]
 # Options that `fit` and the commands of `converter` share.
 Old = Annotated[
@@ -203,30 +208,34 @@ New = Annotated[
 MapFile = Annotated[
     Path,
     typer.Option(
-        metavar="FILE", help="File to write the map to. `nobackfill carry --map` reads it."
+        metavar="FILE",
+        help="File to write the map to, which computes new vectors from old ones. "
+        "`nobackfill carry --map` reads it.",
     ),
 ]
 OnnxFile = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
-        help="Second file to write the map to, as an ONNX graph for `export.py --upgrade`. "
-        "Without this, no ONNX graph is written.",
+        help="Second file to write the map to, as an ONNX graph, which "
+        "`python training/export.py --upgrade` publishes. Without this, no ONNX graph is written.",
     ),
 ]
 JoiningFile = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
-        help="File to write the weights of rank fusion to. Searches that ask both models read it, "
-        "after the verdicts `both` and `lazily`. Without this, no weights are written.",
+        help="File to write the weights of rank fusion to, which merges the hits of both models "
+        "into one ranking. Dual of nobackfill.serve reads it if the verdict is `both` (search by "
+        "both models) or `lazily` (also re-embed hits). Without this, no weights are written.",
     ),
 ]
 ReportFile = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
-        help="File to write the verdict to, as an HTML page. Without this, it is only printed.",
+        help="File to write the verdict, the advice and its figures, to as an HTML page. Without "
+        "this, the verdict is only printed.",
     ),
 ]
 QueriesOld = Annotated[
@@ -235,7 +244,7 @@ QueriesOld = Annotated[
         metavar="SOURCE",
         help="Address of the old model's vectors of test queries, each with the id of the item "
         "that it should find: a folder that `nobackfill embed --queries` wrote. It is only read. "
-        "Without queries, the verdict is judged by agreement with the new model.",
+        "Without queries, options are compared by how many of the new model's own hits they find.",
     ),
 ]
 QueriesNew = Annotated[
@@ -243,8 +252,8 @@ QueriesNew = Annotated[
     typer.Option(
         metavar="SOURCE",
         help="Address of the new model's vectors of the queries of --queries-old, with the same "
-        "ids. It is required with --queries-old, and only read. Without queries, the verdict is "
-        "judged by agreement with the new model.",
+        "ids. It is required with --queries-old, and only read. Without queries, options are "
+        "compared by how many of the new model's own hits they find.",
     ),
 ]
 ItemsGone = Annotated[
@@ -260,7 +269,8 @@ OldGone = Annotated[
     typer.Option(
         "--old-gone",
         help="The old model can embed no more queries, so the verdict never advises what needs it: "
-        "stay, both and lazily. Without this, the verdict assumes that it can.",
+        "`stay` (change nothing), `both` (search by both models) and `lazily` (also re-embed "
+        "hits). Without this, the verdict assumes that it can.",
     ),
 ]
 Also = Annotated[
@@ -339,7 +349,9 @@ def sample(
 
     rows = read_all(open_items(source, source, key=key, vector=vector, where=where))
     if not len(rows):
-        raise InvalidInputError(f"{source}: expected items with vectors, found none")
+        raise InvalidInputError(
+            f"{source}: expected items with vectors, found none; name another SOURCE"
+        )
     ids = pairs.sample(rows, min(count, len(rows)), seed)
     text = pairs.encode_ids(ids, source)
     if out is None:
@@ -519,9 +531,9 @@ def fit(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="File to write the query adapter to, which maps queries of the new model to the "
-            "space of the old vectors: .npz for AdapterSearch, or .onnx for export.py --adapter. "
-            "Without this, it is not written.",
+            help="File to write the query adapter to, which maps the new model's queries so that "
+            "they search the old vectors: FILE.npz for AdapterSearch of nobackfill.serve, or "
+            "FILE.onnx for `python training/export.py --adapter`. Without this, it is not written.",
         ),
     ] = None,
     report: ReportFile = None,
@@ -538,8 +550,9 @@ def fit(
     """Decide how to change the model, and write the map for `nobackfill carry`.
 
     It fits maps from the old model's vectors to the new one's. It compares them with staying, with
-    a query adapter, with a search by both models and with re-embedding, and prints the best option
-    with its figures. The stores are only read.
+    a query adapter (a map of the new model's queries to the old vectors), with a search by both
+    models and with re-embedding, and prints the best option with its figures. The stores are only
+    read.
     """
     from nobackfill.adopt.fitting import FitFiles, fit_and_judge
 
@@ -561,7 +574,7 @@ def fit(
 
 
 converter_commands = typer.Typer(
-    help="Share maps between public models: publish, improve, withdraw.",
+    help="Publish, improve or withdraw a signed map between two public models.",
     rich_markup_mode=None,
     no_args_is_help=True,
 )
@@ -592,8 +605,9 @@ def publish(
         typer.Option(
             "--from",
             metavar="CONVERTER",
-            help="Published map to correct by the pairs, in the forms of `nobackfill carry "
-            "--release`. Without this, maps are fitted to the pairs alone.",
+            help="Published map to start from: one more candidate is this map, corrected by --old "
+            "and --new. Its forms are those of `nobackfill carry --release`. Without this, maps "
+            "are fitted to --old and --new alone.",
         ),
     ] = None,
     root: Root = None,
@@ -608,7 +622,7 @@ def publish(
     vector: Vector = None,
     as_json: Json = False,
 ) -> None:
-    """Publish the map between two public models for users who have no pairs of vectors.
+    """Publish the map between two public models for users who cannot fit one themselves.
 
     The map is fitted and judged as by `nobackfill fit`, then signed. Nothing is published if the
     new model is worse than the old one.
@@ -647,10 +661,10 @@ def improve(
     vector: Vector = None,
     as_json: Json = False,
 ) -> None:
-    """Improve a published map by pairs of your own, and write the result for `nobackfill carry`.
+    """Improve a published map by vectors of your own items, and write it for `nobackfill carry`.
 
     It is `nobackfill fit` with two more candidates: the published map as it is, and the same map
-    corrected by your pairs. Nothing is published.
+    corrected by your vectors of both models. Nothing is published.
     """
     from nobackfill.adopt.fitting import FitFiles, fit_and_judge
 
@@ -677,13 +691,16 @@ def withdraw(
     reason: Annotated[
         str,
         typer.Option(
-            metavar="TEXT", help="Reason to publish. It is shown to users whose command refuses it."
+            metavar="TEXT",
+            help="Reason for the withdrawal, which is published: commands that refuse the map "
+            "show it.",
         ),
     ],
     model_repo: Annotated[
         Path,
         typer.Option(
-            metavar="FOLDER", help="Publication folder of the map; new metadata is written into it."
+            metavar="FOLDER",
+            help="Publication folder that contains the map; new signed metadata is written there.",
         ),
     ] = Path("model_repo"),
     targets_key: Annotated[
@@ -788,8 +805,9 @@ def carry(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="With --with or --vectors: file in which searches by Dual of nobackfill.serve "
-            "stored new vectors of their hits. These vectors are reused. Without this, none are.",
+            help="With --with or --vectors: file in which Dual of nobackfill.serve, the search by "
+            "both models, stored new vectors of its hits. These vectors are reused. Without this, "
+            "none are reused.",
         ),
     ] = None,
     column: Annotated[
@@ -812,18 +830,19 @@ def carry(
         bool,
         typer.Option(
             "--flip",
-            help="Also make searches read the new vectors. PostgreSQL: build the index, lock the "
-            "table, write the last rows, rename the columns. LanceDB, SQLite: write the last rows, "
-            "exchange the names. Qdrant: write the last points; your writers must already put both "
-            "vectors. Without this, the steps are only printed.",
+            help="Also make searches read the new vectors. In PostgreSQL it builds the index, "
+            "locks the table, writes the last rows, renames the columns. In LanceDB and SQLite it "
+            "writes the last rows and exchanges the names. In Qdrant it writes the last points; "
+            "your programs must already write both vectors. Without this, the steps are only "
+            "printed.",
         ),
     ] = False,
     rollback: Annotated[
         bool,
         typer.Option(
             "--rollback",
-            help="Remove the new vectors called --to from the store, and write none. The old "
-            "vectors stay.",
+            help="Remove the new vectors with the name of --to from the store, and write none. The "
+            "old vectors stay.",
         ),
     ] = False,
     key: Key = None,
@@ -950,7 +969,7 @@ class _MigrateGroup(TyperGroup):
 
 migrate_commands = typer.Typer(
     cls=_MigrateGroup,
-    help="Do all steps of a migration in PostgreSQL, LanceDB or SQLite, or say why not.\n\n"
+    help="Do all steps of a migration in PostgreSQL, LanceDB or SQLite, or advise against it.\n\n"
     "`migrate SOURCE` is `migrate start SOURCE`; its options: `nobackfill migrate start --help`.",
     epilog="""Example:
 
@@ -1016,8 +1035,8 @@ def start(
         typer.Option(
             metavar="FILE",
             help="FILE.jsonl of test queries, which is only read: each line has `text`, and as "
-            "`id` the key of the item to find. Without this, the verdict is judged by agreement "
-            "with the new model.",
+            "`id` the key of the item to find. Without this, options are compared by how many of "
+            "the new model's own hits they find.",
         ),
     ] = None,
     items_gone: ItemsGone = False,
@@ -1062,9 +1081,9 @@ def start(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="File in which searches by Dual of nobackfill.serve store new vectors of their "
-            "hits after the verdicts both and lazily. Its vectors are reused, and items that "
-            "searches returned are embedded first.",
+            help="File in which Dual of nobackfill.serve, the search by both models, stores new "
+            "vectors of its hits. These vectors are reused, and items that searches returned are "
+            "embedded first.",
             show_default="natives.db in --work",
         ),
     ] = None,
@@ -1081,7 +1100,7 @@ def start(
     vector: Vector = None,
     where: Where = None,
 ) -> None:
-    """Decide whether to re-embed; then write the new vectors and flip to them, or stay.
+    """Decide whether to re-embed; then write the new vectors and make searches read them, or stay.
 
     It asks before it writes. If it is killed, run the same command again: it continues. The old
     vectors stay until `migrate finish`, and `migrate back` restores them.
@@ -1227,13 +1246,14 @@ def back(
         bool,
         typer.Option(
             "--yes",
-            help="Undo the flip although rows that were written since lose their only vector. "
-            "Without this, the command refuses in that case.",
+            help="Return to the old vectors even if rows that were written since the flip (when "
+            "searches began to read the new vectors) lose their only vector. Without this, the "
+            "command refuses in that case.",
         ),
     ] = False,
     work: Work = _WORK,
 ) -> None:
-    """Undo a migration, before its flip or after it: remove the new vectors, restore the old."""
+    """Undo a migration, also after searches read the new vectors: remove them, restore the old."""
     from nobackfill.adopt.migrating import Migration
 
     lost = Migration(work).back(lose=yes)
@@ -1247,7 +1267,7 @@ def back(
 
 @migrate_commands.command()
 def finish(work: Work = _WORK) -> None:
-    """Drop the old vectors after the flip; `migrate back` cannot restore them then."""
+    """Drop the old vectors once searches read the new ones; `migrate back` then fails."""
     from nobackfill.adopt.migrating import Migration
 
     migration = Migration(work)

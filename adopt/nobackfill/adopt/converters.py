@@ -96,13 +96,16 @@ def read_card(path: Path) -> Card:
     try:
         card = Card.model_validate_json(path.read_bytes().removeprefix(BOM_UTF8))
     except OSError as error:
-        raise InvalidInputError(f"{path}: cannot be read ({error.strerror})") from error
+        raise InvalidInputError(
+            f"{path}: the file of --card cannot be read ({error.strerror}); check its permissions"
+        ) from error
     except ValidationError as error:
         wrong = error.errors(include_url=False)[0]
         place = ".".join(map(str, wrong["loc"]))
         raise InvalidInputError(
-            f'{path}: {place}: {wrong["msg"]}; expected {{"old": {{"name", "licence", "model"}}, '
-            '"new": …, "corpus", "corpus_licence"}}'
+            f"{path}: the file of --card is wrong at {place}: {wrong['msg']}; expected the keys "
+            '{"old": {"name", "licence", "model"}, '
+            '"new": {as of old}, "corpus", "corpus_licence"}'
         ) from error
     for one in (card.old, card.new):
         if one.model.endswith(".onnx"):
@@ -135,9 +138,9 @@ def model_card(model: _Model, vectors: Vectors, made_by: str | None, where: str)
     """
     if made_by is None:
         raise IncompatibleSpaceError(
-            f"{where}: their store does not name the model that computed them (the space of a "
-            "release is no model); embed them with `nobackfill embed`, or give --queries-old, "
-            "whose model is recorded"
+            f"{where}: the store of these vectors does not name the model that computed them; "
+            "embed them with `nobackfill embed`, which records the model, or give --queries-old "
+            "with a folder of `nobackfill embed`"
         )
     embedder = open_embedder(model.model, name=model.model_name)
     same_model(embedder.fingerprint, made_by, f"{model.model} and {where}")
@@ -436,7 +439,8 @@ def _fitting(trust: Trust, folder: Path, place: str, old: str | None, new: str |
         )
     raise IncompatibleSpaceError(
         f"{place}: expected a converter for the model {(old or new or '')[:12]}…, which computed "
-        f"these vectors, found {'; '.join(seen)}; the same dimension is not the same space"
+        f"these vectors, found {'; '.join(seen)}; vectors of two models cannot be compared, even "
+        "if their dimension is the same"
     )
 
 
@@ -521,7 +525,7 @@ def mapping_for(
     if (file is None) == (release is None):
         raise InvalidInputError(
             "expected one of --map FILE and --release CONVERTER, or --with MODEL, --vectors FOLDER "
-            "or --rollback"
+            "or --rollback; got none or both"
         )
     claimed = None if model is None else open_embedder(model).fingerprint
     same_model(facts.model, claimed, f"{facts.name} and --model")
@@ -534,9 +538,9 @@ def mapping_for(
     made_by = fingerprint_of(facts.model, claimed)
     if made_by is None:
         raise IncompatibleSpaceError(
-            f"{facts.name}: the store does not name the model that computed its vectors (the space "
-            "of a release is no model); name it with --model, in the forms of `embed --with`. The "
-            "same dimension is not the same space"
+            f"{facts.name}: the store does not name the model that computed its vectors, so it is "
+            "unknown whether the map is for them; name the model with --model, in the forms of "
+            "`embed --with`"
         )
     opened = open_converter(release, root=root, old=made_by)
     return opened.mapping, [opened.sentence]

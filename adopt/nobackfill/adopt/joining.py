@@ -115,20 +115,26 @@ def load_joining(path: Path) -> Joining:
     with written_by(path, "nobackfill fit --joining"):
         header, arrays = read_arrays(path)
         if header["format"] not in FORMATS:
-            raise ValueError(f"format {header['format']}")
+            raise ValueError(f"it has the unknown format {header['format']}")
         old, carried, new, crowd = (
             check_vectors(arrays[name], arrays[name].shape[1], what=name)
             for name in ("old", "carried", "new", "crowd")
         )
         if not len(old) == len(carried) == len(new) > 0 or 0 in (old.shape[1], new.shape[1]):
-            raise ValueError(f"anchors {old.shape}, {carried.shape} and {new.shape}")
+            raise ValueError(
+                f"its arrays old, carried and new do not fit: {old.shape}, {carried.shape} and "
+                f"{new.shape}"
+            )
         if carried.shape != new.shape or (len(crowd) and crowd.shape[1] != new.shape[1]):
-            raise ValueError(f"vectors of dimensions {carried.shape}, {new.shape}, {crowd.shape}")
+            raise ValueError(
+                f"its arrays carried, new and crowd do not fit: {carried.shape}, {new.shape} and "
+                f"{crowd.shape}"
+            )
         joined, native = (OddsLine(*map(float, header[name])) for name in ("joined", "native"))
         weight, metric = float(header["weight"]), header.get("metric", "cosine")
         numbers = (weight, *astuple(joined), *astuple(native))
         if metric not in get_args(Metric) or not np.isfinite(numbers).all():
-            raise ValueError(f"metric {metric!r}, numbers {numbers}")
+            raise ValueError(f"it has the metric {metric!r} and the weights {numbers}")
         return Joining(
             weight, joined, native, old, carried, new, str(header["mark"]), crowd, metric
         )

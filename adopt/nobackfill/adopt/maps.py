@@ -208,7 +208,7 @@ def _load(path: Path, command: str) -> Map:
     with written_by(path, command):
         header, arrays = read_arrays(path)
         if header["format"] not in (FORMAT, LAYERED, ADAPTER_FORMAT):
-            raise ValueError(f"format {header['format']}")
+            raise ValueError(f"it has the unknown format {header['format']}")
         weight, bias = _linear(arrays["weight"], arrays["bias"])
         layers = tuple(
             _linear(arrays[f"weight_{number}"], arrays[f"bias_{number}"])
@@ -216,12 +216,12 @@ def _load(path: Path, command: str) -> Map:
         )
         ends = [weight.shape[1], *(len(one) for _, one in layers)]
         if layers and ([one.shape[1] for one, _ in layers], ends[-1]) != (ends[:-1], len(bias)):
-            raise ValueError("layers that do not fit one another")
+            raise ValueError("its layers do not fit one another")
         facts = {str(key): str(value) for key, value in header["facts"].items()}
         adapts = header["format"] == ADAPTER_FORMAT
         direction: Direction = header["direction"] if adapts else "old to new"
         if direction not in get_args(Direction):
-            raise ValueError(f"direction {direction!r}")
+            raise ValueError(f"it has the unknown direction {direction!r}")
         return Map(
             str(header["kind"]), weight, bias, bool(header["unit"]), facts, layers, direction
         )
@@ -269,16 +269,16 @@ def read_arrays(path: Path) -> tuple[dict[str, Any], dict[str, Vectors]]:
         KeyError: There is no array `header`.
     """
     if path.stat().st_size > MOST_BYTES:
-        raise ValueError(f"larger than {MOST_BYTES} bytes")
+        raise ValueError(f"it is larger than {MOST_BYTES} bytes")
     data = path.read_bytes()
     arrays: dict[str, Any] = {}
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         entries = archive.infolist()
         if sum(entry.file_size for entry in entries) > len(data):
-            raise ValueError("entries larger than the file")
+            raise ValueError("it has arrays that are larger than the file")
         for entry in entries:
             if entry.compress_type != zipfile.ZIP_STORED:
-                raise ValueError(f"{entry.filename} is packed")
+                raise ValueError(f"its array {entry.filename} is compressed")
             arrays[entry.filename.removesuffix(".npy")] = _array(archive.read(entry))
     header = json.loads(str(arrays.pop("header")))
     return header, arrays
@@ -296,14 +296,14 @@ def _array(data: bytes) -> Any:
     read = known.read_array_header_1_0 if first else known.read_array_header_2_0
     shape, _, dtype = read(file)
     if prod(shape) * dtype.itemsize != len(data) - file.tell():
-        raise ValueError(f"shape {shape} of {dtype} in {len(data)} bytes")
+        raise ValueError(f"it has {len(data)} bytes for an array {dtype} {shape}")
     file.seek(0)
     return known.read_array(file, allow_pickle=False)
 
 
 def _linear(weight: Vectors, bias: Vectors) -> tuple[Vectors, Vectors]:
     if weight.ndim != 2 or 0 in weight.shape or weight.shape[:1] != bias.shape:
-        raise ValueError(f"shapes {weight.shape} and {bias.shape}")
+        raise ValueError(f"it has a layer of the shapes {weight.shape} and {bias.shape}")
     checked = check_vectors(weight, weight.shape[1], what="weight")
     return checked, check_vectors(bias[None], len(bias), what="bias")[0]
 
@@ -369,8 +369,8 @@ def fit_maps(
     """
     if len(old) != len(new) or len(old) < 2 * group:
         raise InvalidInputError(
-            f"expected at least {2 * group} pairs to fit a map to, got {len(old)} old and "
-            f"{len(new)} new vectors"
+            f"expected at least {2 * group} items with an old and a new vector to fit a map to, "
+            f"got {len(old)} old and {len(new)} new vectors; embed more items by the new model"
         )
     blocks = split_into_blocks(old, new)
     solver = Solver(Moments.of(blocks()))
@@ -438,7 +438,7 @@ class Solver:
         """
         if unknown := [kind for kind in kinds if kind not in KINDS]:
             raise InvalidInputError(
-                f"expected kinds of maps among {', '.join(KINDS)}, got {unknown[0]!r}"
+                f"kinds of maps: expected some of {', '.join(KINDS)}, got {unknown[0]!r}"
             )
         moments, maps = self._moments, {}
         affine = None if strength is None else self._affine(strength)

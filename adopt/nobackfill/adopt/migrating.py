@@ -189,7 +189,10 @@ class Migration:
                 "--new MODEL`, or name its folder with --work"
             ) from error
         except (OSError, ValidationError) as error:
-            raise InvalidInputError(f"{self._file}: cannot be read ({error})") from error
+            raise InvalidInputError(
+                f"{self._file}: the state of the migration cannot be read ({error}); restore this "
+                "file from a copy"
+            ) from error
 
     def decide(self, request: MigrationPlan, tell: Callable[[str], None]) -> list[str]:
         """Embed a sample by the new model, and compare the options.
@@ -231,8 +234,8 @@ class Migration:
         _refuse_password(request.source)
         if (request.column is None) == (request.items is None):
             raise InvalidInputError(
-                "expected --column NAME or --items PATH, and not both: they name the texts or "
-                "images that the new model embeds"
+                "expected either --column NAME or --items PATH, got both or neither: they name the "
+                "texts or images that the new model embeds"
             )
         inputs = None if self._file.exists() else self._open(request)
         durable.make_dir(self._folder)

@@ -110,7 +110,8 @@ def read_all(source: Source, only: Collection[str] | None = None) -> Rows:
         vectors.append(rows.vectors[np.asarray(kept, np.int64)])
     if twice := repeated(ids):
         raise InvalidInputError(
-            f"{where}: expected each id once, got {join_few(map(repr, twice))} more than once"
+            f"{where}: expected each id once, got {join_few(map(repr, twice))} more than once; "
+            "remove the duplicates"
         )
     return Rows(ids, np.concatenate(vectors) if vectors else np.empty((0, dim or 0), np.float32))
 
@@ -168,16 +169,21 @@ def match(old: Source, new: Source, *, least: int = 20) -> Matched:
         why = "embed more items by the new model"
         if lost:
             missing = join_few(map(repr, lost))
-            why = f"{old.facts().name} has none for {missing}; are the ids of both sides the same?"
+            why = (
+                f"{old.facts().name} has no vector for {missing}; check that the ids of both sides "
+                "are the same"
+            )
         raise InvalidInputError(
-            f"expected at least {least} items with both vectors, found {len(stored)}: {why}"
+            f"expected at least {least} items with vectors of both models, found {len(stored)}: "
+            f"{why}"
         )
     pairs = Pairs(stored.ids, stored.vectors, sample.vectors[order], judged_by(old.facts()))
     for side, vectors in ((old, pairs.old), (new, pairs.new)):
         if len(zeros := np.flatnonzero(~vectors.any(1))):
             raise InvalidInputError(
-                f"{side.facts().name}: expected vectors with a direction, got zeros only in "
-                f"{join_few(repr(pairs.ids[row]) for row in zeros.tolist())}; leave these items out"
+                f"{side.facts().name}: expected vectors other than zero, got only zeros for the "
+                f"items {join_few(repr(pairs.ids[row]) for row in zeros.tolist())}; leave these "
+                "items out"
             )
     return Matched(pairs, lost)
 
@@ -209,7 +215,9 @@ def sample(rows: Rows, count: int, seed: int = 0) -> list[str]:
         InvalidInputError: `count` is less than 1 or more than there are items.
     """
     if not 1 <= count <= len(rows):
-        raise InvalidInputError(f"expected -n from 1 to {len(rows)} (all items), got {count}")
+        raise InvalidInputError(
+            f"-n, the number of items to choose: expected 1 to {len(rows)}, all items, got {count}"
+        )
     rng = np.random.default_rng(seed)
     cluster = clusters(rows.vectors, min(MOST_CLUSTERS, max(1, count // 8)), rng)
     sizes = np.bincount(cluster)

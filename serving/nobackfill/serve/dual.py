@@ -474,5 +474,5 @@ class AdapterSearch:
             NotFoundError: the table or the collection was deleted.
         """
         if k < 1:
-            raise InvalidInputError(f"expected k of 1 or more, got {k}")
+            raise InvalidInputError(f"k, the number of hits: expected 1 or more, got {k}")
         return self._source.nearest(self._adapter(np.atleast_2d(new))[0], k)

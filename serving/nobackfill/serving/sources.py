@@ -206,7 +206,9 @@ class UrlItems:
                 or answers with another status, a redirect included.
         """
         if name in (".", ".."):
-            raise InvalidInputError(f"item {name!r}: expected an id that names a file")
+            raise InvalidInputError(
+                f"item {name!r}: its id cannot name a file; rename the item, or use another source"
+            )
         try:
             # Quoted as one segment, an id cannot lead to another host or folder.
             url = self._template.replace("{id}", quote(name, safe=""))
@@ -420,7 +422,10 @@ def _open_file(path: Path) -> BinaryIO:
         # Without O_NONBLOCK, opening a pipe would wait for a writer.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
-        raise NotFoundError(f"{path}: cannot be read ({error.strerror})") from error
+        raise NotFoundError(
+            f"{path}: this file of texts cannot be read ({error.strerror}); check its name and "
+            "permissions"
+        ) from error
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return os.fdopen(descriptor, "rb")
     os.close(descriptor)

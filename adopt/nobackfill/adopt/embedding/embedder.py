@@ -220,8 +220,8 @@ class PythonFunction:
             # The user's code may raise any error, also because of one item of many.
             line = traceback.extract_tb(error.__traceback__)[-1]
             raise UnusableItemsError(
-                f"{self._name}: {type(error).__name__} in line {line.lineno} of "
-                f"{Path(line.filename).name} ({error})"
+                f"{self._name}: the function raised {type(error).__name__} in line "
+                f"{line.lineno} of {Path(line.filename).name} ({error})"
             ) from error
         try:
             rows = list(made)

@@ -96,7 +96,7 @@ class Endpoint:
             parsed = urllib3.util.Url()
         if parsed.host is None or parsed.auth is not None:
             raise ConfigurationError(
-                "expected the address of an endpoint as https://HOST/PATH without a user name and "
+                "address of the endpoint: expected https://HOST/PATH without a user name and "
                 f"password, which are not repeated here; put the key in the variable {KEY}"
             )
         address, _, settings = url.partition("#")
@@ -154,7 +154,8 @@ class Endpoint:
         except UnusableItemsError as error:
             if len(items) == 1 and not self._takes_plain():
                 raise InvalidInputError(
-                    f"{error}; the endpoint refuses every other text as well"
+                    f"{error}; it refuses every other text as well, so check the name of the model "
+                    "and the address"
                 ) from error
             raise
 
@@ -176,7 +177,7 @@ class Endpoint:
             source = "as declared" if self._settings else "as before"
             raise InvalidInputError(
                 f"{self._name}: expected vectors of dimension {self._dim} {source}, got "
-                f"{vectors.shape[1]}; does {self._model!r} name one model?"
+                f"{vectors.shape[1]}; check that {self._model!r} always names the same model there"
             )
         self._dim = vectors.shape[1]
         try:
@@ -202,7 +203,7 @@ class Endpoint:
             look = said.faulty and (over or tries >= _TRIES or self._texts_bring_faults)
             if look and self._takes_plain():
                 self._texts_bring_faults = True
-                raise UnusableItemsError(f"{self._name}: {said.words}")
+                raise UnusableItemsError(f"{self._name}: the endpoint {said.words}")
             if over:
                 raise said.error
             time.sleep(wait)
@@ -257,12 +258,14 @@ class Endpoint:
         """
         words, said = f"answers {http_status}", _colon(data)
         if status in _OF_ITEMS:
-            raise UnusableItemsError(f"{self._name}: {words}{said}")
+            raise UnusableItemsError(f"{self._name}: the endpoint {words}{said}")
         if status not in _LATER and http_status != 200:
-            raise InvalidInputError(f"{self._name}: {words}{said}")
+            raise InvalidInputError(f"{self._name}: the endpoint {words}{said}")
         kind, seconds = BusyError if status == 429 else UnavailableError, _seconds(retry_after)
         more = "" if seconds is None else f"; it asks to wait {seconds:.0f} s, see --patience"
-        error = kind(f"{self._name}: still {words} after {self._patience:g} s{more}{said}")
+        error = kind(
+            f"{self._name}: the endpoint still {words} after {self._patience:g} s{more}{said}"
+        )
         return _Refusal(error, words + said, seconds, faulty=status == 500)
 
     def _answer(self, data: bytes, count: int) -> "_Answer | _Refusal":
@@ -297,12 +300,16 @@ class Endpoint:
         strange = [n for n in found if not 0 <= n < count or found[n] > 1]
         if strange:
             raise InvalidInputError(
-                f"{self._name}: expected each index from 0 to {count - 1} once, got {strange[0]} "
-                f"{found[strange[0]]} times in {len(answer.data)} vectors"
+                f"{self._name}: the answer of the endpoint must have each index from 0 to "
+                f"{count - 1} once; it has index {strange[0]} {found[strange[0]]} times. Check "
+                "that it follows OpenAI's embeddings"
             )
         if len(found) != count:
             return _Refusal(
-                InvalidInputError(f"{self._name}: expected {count} vectors, got {len(found)}")
+                InvalidInputError(
+                    f"{self._name}: the endpoint must return one vector for each text; it returned "
+                    f"{len(found)} for {count}"
+                )
             )
         return answer
 
@@ -318,7 +325,10 @@ class Endpoint:
             data += piece
             if len(data) > most:
                 response.close()
-                raise InvalidInputError(f"{self._name}: expected at most {most} bytes, got more")
+                raise InvalidInputError(
+                    f"{self._name}: expected an answer of at most {most} bytes from the endpoint, "
+                    "got more; check its address"
+                )
             if time.monotonic() > end:
                 response.close()
                 raise urllib3.exceptions.TimeoutError("the answer does not end")

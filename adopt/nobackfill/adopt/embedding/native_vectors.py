@@ -181,8 +181,8 @@ def open_contents(source: Source, column: str | None, items: str | None) -> Cont
     """
     if (column is None) == (items is None):
         raise InvalidInputError(
-            "expected either --column NAME or --items PATH: the texts or images that the new model "
-            "embeds"
+            "expected either --column NAME or --items PATH, got both or neither: they name the "
+            "texts or images that the new model embeds"
         )
     if items is not None:
         return ListedContents(read_items(items, column="text"), Path(items))
@@ -318,13 +318,14 @@ class NativeVectorMaker:
         ]
         if not models:
             raise InvalidInputError(
-                "expected --with MODEL or --vectors FOLDER, from which the new vectors come"
+                "expected --with MODEL or --vectors FOLDER, from which the new vectors come, got "
+                "neither"
             )
         same_model(models[0], models[-1], "--with and --vectors")
         if embedder is not None and embedder.kind not in (None, contents.kind):
             raise InvalidInputError(
-                f"this model reads {embedder.kind}s, the items are {contents.kind}s; give other "
-                "items or another model"
+                f"the model of --with reads {embedder.kind}s, but the items are {contents.kind}s; "
+                "give other items (--column, --items) or another model"
             )
         self.model: str = models[0]
         self.missing: dict[str, str] = {}
@@ -445,7 +446,7 @@ class NativeVectorMaker:
         dims = {len(vector) for vector in vectors.values()}
         if len(dims) > 1:
             raise InvalidInputError(
-                f"expected vectors of one dimension, got {join_few(sorted(dims))}; the model "
+                f"the new vectors: expected one dimension, got {join_few(sorted(dims))}; the model "
                 "has changed since --vectors or --natives was written, so leave these out"
             )
         made = np.stack([vectors[rows.ids[row]] for row in places]).astype(np.float32)

@@ -195,7 +195,9 @@ class OnnxModel:
             )
         except Exception as error:
             # onnxruntime's classes are made in C++ and have no common public base.
-            raise InvalidInputError(f"{path}: cannot be read as ONNX ({error})") from error
+            raise InvalidInputError(
+                f"{path}: cannot be read as an ONNX model ({error}); export the model again"
+            ) from error
         self._inputs = {one.name: one for one in self._session.get_inputs()}
         # Sizes that the graph fixes: items in one run, and tokens of a text.
         self._batch, self._tokens = _fixed(self._inputs, 0), _fixed(self._inputs, 1)
@@ -267,7 +269,7 @@ class OnnxModel:
         except ValueError as error:
             raise InvalidInputError(
                 f"{self._path}: the modules behind its pooling do not fit its vectors of dimension "
-                f"{vectors.shape[1]} ({error}); are they of another model?"
+                f"{vectors.shape[1]} ({error}); copy the folders of its own modules next to it"
             ) from error
         try:
             checked = check_vectors(vectors, vectors.shape[1], what=f"output of {self._path}")

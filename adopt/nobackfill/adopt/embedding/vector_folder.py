@@ -143,14 +143,17 @@ def _wanted(
     address: str,
 ) -> ItemList:
     if twice := repeated(ids):
-        raise InvalidInputError(f"{address}: expected each id once, got {twice[0]!r} again")
+        raise InvalidInputError(
+            f"{address}: expected each id once, got {twice[0]!r} again; remove one of the items"
+        )
     if only is not None:
         rows = [row for row, name in enumerate(ids) if name in only]
         ids, values = [ids[row] for row in rows], [values[row] for row in rows]  # type: ignore[assignment]
     for text in (*ids, *(map(str, values) if kind == "text" else ())):
         if not _is_unicode(text):
             raise InvalidInputError(
-                f"{address}: expected ids and texts in valid Unicode, got {text[:64]!r}"
+                f"{address}: expected ids and texts in valid Unicode, got {text[:64]!r}; correct "
+                "this item"
             )
     if not ids:
         raise NotFoundError(
@@ -173,7 +176,9 @@ def content_digest(value: str | Path) -> str:
     try:
         data = value.encode() if isinstance(value, str) else value.read_bytes()
     except OSError as error:
-        raise InvalidInputError(f"{value}: cannot be read ({error.strerror})") from error
+        raise InvalidInputError(
+            f"{value}: the file of texts cannot be read ({error.strerror}); check its permissions"
+        ) from error
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
@@ -238,8 +243,8 @@ def embed_into(
     """
     if embedder.kind not in (None, items.kind):
         raise InvalidInputError(
-            f"this model reads {embedder.kind}s, the items are {items.kind}s; give other items or "
-            "another model"
+            f"the model of --with reads {embedder.kind}s, but the items are {items.kind}s; give "
+            "other items or another model"
         )
     make_dir(folder)
     remove_temporary_files(folder)
@@ -348,8 +353,9 @@ class EmbeddingRun:
         else:
             if self._dim not in (None, vectors.shape[1]):
                 raise InvalidInputError(
-                    f"expected vectors of dimension {self._dim}, as the model returned before, got "
-                    f"{vectors.shape[1]}; one folder holds the vectors of one model"
+                    f"the model of --with: expected vectors of dimension {self._dim}, as it "
+                    f"returned before, got {vectors.shape[1]}; write the vectors of each model "
+                    "into a folder of its own (--out)"
                 )
             self._dim = vectors.shape[1]
             self.made += len(rows)
@@ -367,8 +373,8 @@ class EmbeddingRun:
             self._refuse(self._items.ids[row], why)
         if self.made == 0 and self.tried >= _HOPELESS:
             raise InvalidInputError(
-                f"none of the first {_HOPELESS} items could be embedded; the reason for the last "
-                f"is: {error}"
+                f"none of the first {_HOPELESS} items could be embedded, so check --with; the "
+                f"reason for the last is: {error}"
             ) from error
 
 

@@ -69,7 +69,10 @@ class ArraySource:
     def __init__(self, folder: Path, vector: str | None = None) -> None:
         self._folder = folder
         if not (folder / _IDS).is_file():
-            raise NotFoundError(f"{folder}: expected a file {_IDS} with a key for each row")
+            raise NotFoundError(
+                f"{folder}: expected a file {_IDS} with a key for each row, found none; write it "
+                "with numpy.save"
+            )
         self._ids = _array(folder / _IDS)
         files = sorted(path for path in folder.glob("*.npy") if path.name != _IDS)
         names = [path.stem for path in files if _array(path).ndim == 2]
@@ -385,7 +388,9 @@ def _array(path: Path) -> Any:
         return np.lib.format.open_memmap(path, mode="r")
     except Exception as error:
         # Errors of numpy at the header of another file have no common base class.
-        raise InvalidInputError(f"{path}: cannot be read as a numpy array ({error})") from error
+        raise InvalidInputError(
+            f"{path}: cannot be read as a numpy array ({error}); write it again with numpy.save"
+        ) from error
 
 
 def _mark_path(folder: Path, name: str) -> Path:

@@ -62,11 +62,13 @@ def open_source(
         try:
             address.encode()
         except UnicodeEncodeError as error:
-            raise InvalidInputError(f"{_POSTGRES}: expected an address in UTF-8") from error
+            raise InvalidInputError(
+                f"SOURCE: expected an address in UTF-8, as in {_POSTGRES}, got other bytes"
+            ) from error
         server, _, table = address.partition("#")
         if not table:
             raise InvalidInputError(
-                f"expected the name of a table after #, as in {_POSTGRES}, got none"
+                f"SOURCE: expected the name of a table after #, as in {_POSTGRES}, got none"
             )
         if where is not None:
             return PgvectorSelection(server, table, key, vector, where=where)
@@ -80,8 +82,8 @@ def open_source(
         place, _, collection = rest.partition("#")
         if not place or not collection:
             raise InvalidInputError(
-                f"expected a place and the name of a collection, as in {kind}:PLACE#COLLECTION; "
-                "one is missing"
+                f"SOURCE: expected a place and the name of a collection, as in "
+                f"{kind}:PLACE#COLLECTION; one of them is missing"
             )
         plugin = load_plugin("sources", kind)
         if key is not None and "key" not in signature(plugin).parameters:

@@ -89,7 +89,8 @@ class ParquetSource:
         names = self._schema.names
         if len(set(names)) != len(names):
             raise InvalidInputError(
-                f"{path}: expected each column to have a name of its own, got {join_few(names)}"
+                f"{path}: expected each column to have a name of its own, got {join_few(names)}; "
+                "rename the duplicates"
             )
         if key not in names:
             raise InvalidInputError(
@@ -206,7 +207,8 @@ class ParquetSource:
         """
         if name not in self._schema.names:
             raise InvalidInputError(
-                f"{self._path}: expected a column {name!r}, found {join_few(self._schema.names)}"
+                f"{self._path}: expected a column {name!r}, found only "
+                f"{join_few(self._schema.names)}; correct the name"
             )
         table = self._table(window, name).drop_null()
         return ColumnValues(_ids(table, self._key), list(map(text_of, table[name].to_pylist())))
@@ -226,7 +228,9 @@ class ParquetSource:
         try:
             return _without_views(opened.read_row_group(window.upper, columns=columns))
         except (pa.ArrowException, OSError) as error:
-            raise InvalidInputError(f"{file}: cannot be read as Parquet ({error})") from error
+            raise InvalidInputError(
+                f"{file}: cannot be read as Parquet ({error}); write this file again"
+            ) from error
 
     def file(self, window: Window) -> Path:
         """Return the path of the file that holds a window.
@@ -257,7 +261,9 @@ class ParquetSource:
                 digest = hashlib.sha256(opened.read()).hexdigest()
                 changed = os.fstat(opened.fileno()).st_mtime_ns
         except OSError as error:
-            raise InvalidInputError(f"{file}: cannot be read ({error.strerror})") from error
+            raise InvalidInputError(
+                f"{file}: cannot be read ({error.strerror}); check the disk and the permissions"
+            ) from error
         return json.dumps({"size": size, "mtime_ns": changed, "footer": digest}).encode()
 
     def open_target(self, target: Target) -> "NewParquetFiles":
@@ -546,7 +552,9 @@ def read_table(path: Path) -> Any:
     try:
         return _without_views(_opened(path).read())
     except (pa.ArrowException, OSError) as error:
-        raise InvalidInputError(f"{path}: cannot be read as Parquet ({error})") from error
+        raise InvalidInputError(
+            f"{path}: cannot be read as Parquet ({error}); write this file again"
+        ) from error
 
 
 def _without_views(table: Any) -> Any:
@@ -566,7 +574,9 @@ def _opened(path: Path) -> Any:
     try:
         return pq.ParquetFile(path)
     except (pa.ArrowInvalid, OSError) as error:
-        raise InvalidInputError(f"{path}: cannot be read as Parquet ({error})") from error
+        raise InvalidInputError(
+            f"{path}: cannot be read as Parquet ({error}); write this file again"
+        ) from error
 
 
 def _model(schema: Any) -> str | None:

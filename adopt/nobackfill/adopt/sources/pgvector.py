@@ -126,7 +126,7 @@ class PgvectorSource:
             if others:
                 what_next = (
                     f"vectors of type {join_few(sorted(set(others.values())))} (in "
-                    f"{join_few(others)}) are not carried"
+                    f"{join_few(others)}) cannot be migrated"
                 )
             elif not vectors:
                 what_next = (
@@ -284,7 +284,10 @@ class PgvectorSource:
                 to read, it is NotPermittedError.
         """
         if name not in self._table.columns:
-            raise InvalidInputError(f"{self._table.name}: no column {name!r}")
+            raise InvalidInputError(
+                f"{self._table.name}: this table has no column {name!r}; its columns are "
+                f"{join_few(self._table.columns)}"
+            )
         found = self._table.all(
             "SELECT {key}::text, {name}::text FROM {table} t WHERE {name} IS NOT NULL AND {chosen} "
             "AND {within} ORDER BY t.{key}",
@@ -321,7 +324,10 @@ class PgvectorSource:
             of = pgvector_target.table_names(self._table, self.vector, column)["new_table"]
             column = self.vector
         elif column not in self._table.columns:
-            raise NotFoundError(f"{self._table.name}: no column {column!r}")
+            raise NotFoundError(
+                f"{self._table.name}: this table has no column {column!r}; its columns are "
+                f"{join_few(self._table.columns)}"
+            )
         kind, expression = self._searched(column, of)
         # A table of new vectors holds no rows but those of the condition.
         found = self._table.searched(
@@ -406,7 +412,10 @@ class PgvectorSource:
                 to read, it is NotPermittedError.
         """
         if column not in self._table.columns:
-            raise InvalidInputError(f"{self._table.name}: no column {column!r}")
+            raise InvalidInputError(
+                f"{self._table.name}: this table has no column {column!r}; its columns are "
+                f"{join_few(self._table.columns)}"
+            )
         found = self._table.searched(
             "SELECT {key}::text, {column}::text FROM {table} t "
             "WHERE {column} IS NOT NULL AND {chosen} AND {key} = ANY({ids}::{kind}[])",
@@ -724,7 +733,9 @@ class PgvectorSource:
         table, old = self._table, name_before(self.vector)
         names = self._names(old) | {"name": sql.Identifier(to)}
         if old not in table.columns:
-            raise NotFoundError(f"{table.name}: no column {old!r}: nothing was flipped")
+            raise NotFoundError(
+                f"{table.name}: this table has no column {old!r}, so there is no flip to undo"
+            )
         # A row that is hidden would lose its only vector, uncounted.
         table.every_row_is_seen()
         triggers = table.triggers(names["function"])
@@ -797,7 +808,10 @@ class PgvectorSource:
         """
         old = name_before(self.vector)
         if old not in self._table.columns:
-            raise NotFoundError(f"{self._table.name}: no column {old!r}: nothing was flipped")
+            raise NotFoundError(
+                f"{self._table.name}: this table has no column {old!r}, so there are no old "
+                "vectors to drop"
+            )
         with self._table.changing() as changes:
             names = self._names(old)
             changes.run("DROP FUNCTION IF EXISTS {function}() CASCADE", **names)
@@ -1038,7 +1052,9 @@ class PgvectorSelection(PgvectorSource):
         """
         table, place = self._table, self._place(to)
         if place is None or "flipped" not in place.mark:
-            raise NotFoundError(f"{table.name}: no table {to!r}: nothing was flipped")
+            raise NotFoundError(
+                f"{table.name}: there is no table {to!r}, so there is no flip to undo"
+            )
         table.every_row_is_seen()
         names, new_table = place.names, place.names["new_table"].as_string()
         relation, _, writer = place.mark["flipped"].partition(" ")
@@ -1095,7 +1111,10 @@ class PgvectorSelection(PgvectorSource):
         """
         place = self._place(f"{self.flip_name}_new")
         if place is None:
-            raise NotFoundError(f"{self._table.name}: no table of new vectors: nothing was flipped")
+            raise NotFoundError(
+                f"{self._table.name}: this table has no second table of new vectors, so there is "
+                "no flip to finish"
+            )
         facts = {name: fact for name, fact in place.mark.items() if name != "flipped"}
         with self._table.changing() as changes:
             changes.run(

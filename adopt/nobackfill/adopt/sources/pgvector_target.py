@@ -110,8 +110,8 @@ def make_table(table: SourceTable, vector: str, target: Target) -> tuple[Names, 
         ours = target.mark in (place.mark.get("carried"), place.mark.get("nobackfill"))
         if place.belongs and ours and place.mark.get("where") != table.where:
             raise AlreadyExistsError(
-                f"{table.name}: table {target.name.removeprefix(PREFIX)!r} is that of "
-                f"{_rows_of(place.mark.get('where'))}, and this command reads "
+                f"{table.name}: table {target.name.removeprefix(PREFIX)!r} holds new vectors of "
+                f"{_rows_of(place.mark.get('where'))}, but this command reads "
                 f"{_rows_of(table.where)}; use the same --where, or choose another --to"
             )
         if place.belongs and place.mark.get("carried") == target.mark:
@@ -642,10 +642,10 @@ class PgvectorColumn:
                     )
                     if not done and changes.all(_AS_READ):
                         raise InvalidInputError(
-                            f"{self._table.name}: its rows cannot be changed: a trigger or a rule "
-                            "of the table drops each UPDATE; have it let the column "
-                            f"{self._target.name!r} pass, or carry into a table of their own "
-                            "(--to table:NAME)"
+                            f"{self._table.name}: rows of this table cannot be changed, because a "
+                            "trigger or a rule drops each UPDATE; let it pass UPDATEs of the "
+                            f"column {self._target.name!r}, or write the new vectors into a "
+                            "second table (--to table:NAME)"
                         )
                     changes.run("DROP TABLE pg_temp.nobackfill_pass")
 
@@ -901,21 +901,21 @@ def column_obstacles(table: SourceTable, column: str, target: Target) -> list[st
     obstacles = table.obstacles(column)
     if table.has_column(name_before(column)):
         obstacles.append(
-            f"a flip would name the old vectors {name_before(column)!r}, as another column of the "
-            "table is named; rename that column, or drop it if an earlier flip left it and nothing "
-            "reads it"
+            f"a flip renames the old vectors to {name_before(column)!r}, but the table has a "
+            "column of this name already; rename that column, or drop it if an earlier flip left "
+            "it and nothing reads it"
         )
     if indexes := row_indexes(table):
         obstacles.append(
-            f"these indexes read whole rows, and would keep what they read of the old vectors: "
+            f"these indexes read whole rows, so they would keep the old vectors: "
             f"{join_few(indexes)}; drop them, and build them again after the flip"
         )
     moved = moves(table, column, (table.dim(column), target.dim))
     if moved.immovable:
         obstacles.append(
-            f"a flip would leave these with the old vectors of {column}: "
-            f"{join_few(moved.immovable)}; drop them, carry again and flip, and make them anew for "
-            "the new vectors"
+            f"these would still read the old vectors of {column} after a flip: "
+            f"{join_few(moved.immovable)}; drop them, run the command again, and create them again "
+            "for the new vectors"
         )
     if moved.hindrances:
         obstacles.append(f"these objects prevent a flip: {join_few(moved.hindrances)}")
@@ -947,7 +947,9 @@ def refuse_flip(table: SourceTable, obstacles: list[str]) -> None:
         InvalidInputError: There are obstacles.
     """
     if obstacles:
-        raise InvalidInputError(f"{table.name}: cannot flip: {'; '.join(obstacles)}")
+        raise InvalidInputError(
+            f"{table.name}: searches cannot flip to the new vectors: {'; '.join(obstacles)}"
+        )
 
 
 def unless(table: SourceTable, hindrance: LiteralString, sentence: str, **names: object) -> str:
@@ -1007,7 +1009,7 @@ def check_watched(table: SourceTable, function: sql.Identifier, digest: str | No
 
 _UNWATCHED = (
     "the triggers of nobackfill were disabled or made again since the new vectors were checked, "
-    "so some may be stale: run nobackfill carry again, which checks all of them"
+    "so some may be stale: run the same command again, which checks all of them"
 )
 
 

@@ -109,7 +109,7 @@ def vectors(column: Fields, ids: Sequence[str], where: str) -> Vectors:
         here, there = (len(values[row]) // 4 - 1 for row in (0, other))
         raise InvalidInputError(
             f"{where}: expected one dimension in all rows, got {here} in {ids[0]!r} and {there} in "
-            f"{ids[other]!r}; are these two models' vectors?"
+            f"{ids[other]!r}; select the rows of one model with --where"
         )
     return np.frombuffer(b"".join(values), ">f4").reshape(len(ids), -1)[:, 1:].astype(np.float32)
 

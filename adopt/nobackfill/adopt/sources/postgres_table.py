@@ -209,11 +209,12 @@ def translate_errors(name: str) -> Iterator[None]:
         # Without a state, libpq says so itself: no server answered, or the connection broke.
         unreached = isinstance(error, psycopg.OperationalError) and error.sqlstate is None
         check = (
-            "; check that the server runs, and HOST and PORT of postgresql://USER@HOST:PORT/DATABASE"
+            "; check that the server runs, and HOST and PORT of "
+            "postgresql://USER@HOST:PORT/DATABASE"
             if unreached and "FATAL" not in said[0]
             else ""
         )
-        raise ours(f"{name}: PostgreSQL says: {said[0]}{check}") from error
+        raise ours(f"{name}: PostgreSQL reports: {said[0]}{check}") from error
 
 
 # The content of our comment: the digest of the map while its vectors are carried, and after the
@@ -470,7 +471,9 @@ class SourceTable:
             quoted=self._quoted,
         )
         if not found:
-            raise NotFoundError(f"{self.name}: no such table; ADDRESS#TABLE names one")
+            raise NotFoundError(
+                f"{self.name}: the database has no such table; correct the name after # in SOURCE"
+            )
         return dict(found)
 
     def _refuse_others(self, kind: str) -> None:
@@ -485,8 +488,8 @@ class SourceTable:
             )
             of = f" (of {join_few(name for (name,) in read)})" if read else ""
             raise InvalidInputError(
-                f"{self.name}: is a {_NO_TABLES[kind]}{of}; expected a table, as new vectors go "
-                "beside its rows"
+                f"{self.name}: expected a table, found a {_NO_TABLES[kind]}{of}, which cannot "
+                "store new vectors; name its table after # in SOURCE"
             )
         heirs = self.all(
             "SELECT inhrelid::regclass::text FROM pg_inherits WHERE inhparent = {oid} ORDER BY 1",
@@ -494,9 +497,9 @@ class SourceTable:
         )
         if heirs and not self.partitioned:
             raise InvalidInputError(
-                f"{self.name}: has rows of tables that inherit from it "
-                f"({join_few(name for (name,) in heirs)}), where a key may come twice; expected "
-                "one table with a key of its own: name each of these"
+                f"{self.name}: other tables inherit from this table "
+                f"({join_few(name for (name,) in heirs)}), so a key may occur twice; expected "
+                "one table with unique keys: migrate each of these tables by itself"
             )
 
     def _key_column(self, column: str | None) -> str:
@@ -509,7 +512,10 @@ class SourceTable:
             InvalidInputError: There is no such column.
         """
         if column is not None and column not in self.columns:
-            raise InvalidInputError(f"{self.name}: no column {column!r}")
+            raise InvalidInputError(
+                f"{self.name}: this table has no column {column!r}; its columns are "
+                f"{join_few(self.columns)}"
+            )
         found = self.all(
             "SELECT a.attname, i.indisprimary FROM pg_index i JOIN pg_attribute a "
             "ON a.attrelid = i.indrelid AND a.attnum = i.indkey[0] "
@@ -528,13 +534,12 @@ class SourceTable:
             if self.partitioned:
                 by = self.one("SELECT pg_get_partkeydef({oid})", oid=self.oid)
                 what_next = (
-                    f"a table that is partitioned by {by} can have none but of the column that it "
-                    "is partitioned by, so it cannot be carried; copy its key and its vectors into "
-                    "a table that is not partitioned, and carry that"
+                    f"a table that is partitioned by {by} can have no other unique key, so it "
+                    "cannot be migrated; copy its key and its vectors into a table that is not "
+                    "partitioned, and migrate that table"
                 )
             raise InvalidInputError(
-                f"{self.name}: expected a key of one column, unique and NOT NULL, both valid, "
-                "found none"
+                f"{self.name}: expected a key of one column, unique and NOT NULL, found none"
                 f"{'' if column is None else f' in {column!r}'}; {what_next}"
             )
         return str(keys[0])
@@ -726,7 +731,8 @@ class SourceTable:
         """
         if column is not None and column not in self.columns:
             raise InvalidInputError(
-                f"{self.name}: no column {column!r}; its columns are {join_few(self.columns)}"
+                f"{self.name}: this table has no column {column!r}; its columns are "
+                f"{join_few(self.columns)}"
             )
         changed = sql.SQL(
             " OR (OLD.{0} IS NULL) <> (NEW.{0} IS NULL) OR NOT "
@@ -870,8 +876,8 @@ class SourceTable:
                         connection.execute("SELECT")
                 except UnavailableError as error:
                     raise UnavailableError(
-                        f"{error}; that session kept others out, so this run ends: run the same "
-                        "command again"
+                        f"{error}; the session that locked the table is gone, so this run ends. "
+                        "Run the same command again"
                     ) from error
 
             yield check
@@ -958,9 +964,9 @@ class SourceTable:
         to_type = self.text("ALTER TABLE {table} ALTER COLUMN {one} TYPE ", **names)
         alone = self.text("ALTER TABLE {table} NO INHERIT ")
         sentences = [
-            f"column {column!r} has the domain {domain}, which would be that of the old vectors "
-            f"alone ({parts}): give the column the type that the domain is of, by "
-            f"{to_type}{self.columns[column]}, and what the domain demands to the table"
+            f"column {column!r} has the domain {domain}, whose conditions ({parts}) the new "
+            "vectors would not have: give the column the domain's own type by "
+            f"{to_type}{self.columns[column]}, and add the conditions to the table"
             for domain, parts in domains
             if parts
         ]

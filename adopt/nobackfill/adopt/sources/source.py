@@ -693,8 +693,8 @@ def same_model(first: str | None, second: str | None, what: str) -> None:
     if first != second:
         raise IncompatibleSpaceError(
             f"{what}: expected vectors of one model, got vectors of the models {first[:12]}… and "
-            f"{second[:12]}…. The same dimension is not the same space. If it is one model, embed "
-            "both by the same declaration"
+            f"{second[:12]}…, which cannot be compared even if their dimension is the same. If it "
+            "is one model, embed both with the same options"
         )
 
 
@@ -831,7 +831,10 @@ def mode_of(path: Path) -> int:
     try:
         return path.stat().st_mode & 0o666
     except OSError as error:
-        raise InvalidInputError(f"{path}: cannot be read ({error.strerror})") from error
+        raise InvalidInputError(
+            f"{path}: the record of new vectors cannot be read ({error.strerror}); check its "
+            "permissions"
+        ) from error
 
 
 def read_mark(path: Path) -> object:
@@ -883,7 +886,7 @@ def even(vectors: Sequence[Sequence[float] | Vectors], ids: Sequence[str], where
     if 0 in lengths:
         raise InvalidInputError(
             f"{where}: expected vectors of at least 1 dimension, got an empty one for "
-            f"{ids[lengths.index(0)]!r}"
+            f"{ids[lengths.index(0)]!r}; correct or delete this item"
         )
     other = next((row for row, n in enumerate(lengths) if n != lengths[0]), None)
     if other is not None:
