@@ -397,7 +397,8 @@ def _listing(folder: Path) -> _Listing:
         listing = _Listing.model_validate_json(path.read_bytes())
     except ValidationError as error:
         raise VerificationError(
-            f"{path}: is damaged ({error.errors()[0]['msg']}); use another backup"
+            f"{path}: this list of the backup's files is damaged ({error.errors()[0]['msg']}); use "
+            "another backup"
         ) from error
     if listing.format != _FORMAT:
         raise VerificationError(
@@ -493,7 +494,7 @@ def _check_listing(folder: Path, files: dict[str, str]) -> None:
         wrong = sorted(present ^ set(files))[0]
         failure = "does not belong to the backup" if wrong in present else "is missing"
         raise VerificationError(
-            f"{folder}: {wrong} {failure}, by the list {LISTING}; use another backup"
+            f"{folder}: the file {wrong} {failure}, as its list {LISTING} shows; use another backup"
         )
     for path, digest in files.items():
         if sha256_file(folder / path) != digest:
@@ -509,7 +510,9 @@ def _check_gallery(path: Path) -> int | None:
     def check(connection: sqlite3.Connection) -> int:
         verdict = connection.execute("PRAGMA integrity_check").fetchone()[0]
         if verdict != "ok":
-            raise VerificationError(f"{path}: is damaged ({verdict}); restore a backup")
+            raise VerificationError(
+                f"{path}: this gallery file is damaged ({verdict}); restore a backup"
+            )
         for info in read_spaces(connection):
             what = f"{path}: vectors of release {info.spec.release}"
             try:

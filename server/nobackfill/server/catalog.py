@@ -74,15 +74,15 @@ def fetch(repo: Path, path: str, offset: int, signed: Callable[[str], bool]) -> 
             f"{path[:80]!r}"
         )
     if not _METADATA.fullmatch(path) and not signed(path):
-        raise NotFoundError(f"{path} is not published here")
+        raise NotFoundError(f"path: this gateway's publication has no file {path}")
     try:
         handle = (repo / path).open("rb")
     except OSError:
-        raise NotFoundError(f"{path} is not published here") from None
+        raise NotFoundError(f"path: this gateway's publication has no file {path}") from None
     status = (repo / path).lstat()
     if not stat.S_ISREG(status.st_mode):
         handle.close()
-        raise NotFoundError(f"{path} is not published here")
+        raise NotFoundError(f"path: this gateway's publication has no file {path}")
     if offset > status.st_size:
         handle.close()
         raise OutOfRangeError(

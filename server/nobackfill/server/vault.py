@@ -150,7 +150,7 @@ class VaultBlobs:
             raise _not_found()
         if offset > blob.size:
             raise OutOfRangeError(
-                f"expected an offset up to {blob.size}, the size of the blob, got {offset}"
+                f"offset: expected at most {blob.size}, the size of the blob, got {offset}"
             )
         try:
             handle = path.open("rb")

@@ -45,7 +45,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     epilog=_EPILOG,
-    help="Serve searches of galleries, and change the model behind them without an interruption.",
+    help="Serve searches of galleries, and change the model behind them without an interruption."
+    "\n\nA gallery is a named set of items with vectors. A release is one published version of the "
+    "models, in a publication folder. An upgrade computes its vectors from those of an older one.",
 )
 
 Server = Annotated[
@@ -70,9 +72,9 @@ Rollout = Annotated[
     str | None,
     typer.Option(
         metavar="direct|dual|cutover",
-        help="Answer queries in this way while galleries are upgraded. direct: the new model "
-        "searches the old vectors. dual: both models search. cutover: the old model answers until "
-        "all vectors are upgraded.",
+        help="How queries are answered while galleries are upgraded. With direct, the new model "
+        "searches the old vectors. With dual, both models search. With cutover, the old model "
+        "answers until all vectors are upgraded.",
         show_default="direct if the release declares it, else cutover",
     ),
 ]
@@ -84,22 +86,29 @@ Number = Annotated[
 ]
 DEFAULT_SERVER = "127.0.0.1:50051"
 
-# Keys that --settings FILE.toml may set, with the gateway's defaults. `spare_cores` is the share of
-# cores that an upgrade leaves to searches. `old_space_seconds` is how long queries of the old space
-# are answered; 0 means until `gateway retire`.
+# Keys that --settings FILE.toml may set, with the gateway's defaults.
 ACTIVATION: Mapping[str, float] = {"spare_cores": 0.5, "old_space_seconds": 0}
-# A canary stops above this share of errors, and above this ratio of its p99 latency to the old
-# release's.
 CANARY: Mapping[str, float] = {**ACTIVATION, "most_errors": 0.01, "largest_p99_ratio": 2.0}
-# Limits on what re-embedding from a gallery's source may cost: first hits of a query that are
-# embedded, seconds that the query waits for them, bytes that it reads, concurrent batches, and
-# items a day.
+# Limits on what re-embedding from a gallery's source may cost.
 HEALING: Mapping[str, float] = {
     "hits": 100,
     "seconds": 1.0,
     "bytes_a_query": 64 << 20,
     "concurrency": 2,
     "a_day": 100_000,
+}
+_MEANINGS: Mapping[str, str] = {
+    "spare_cores": "share of the cores that an upgrade leaves to searches",
+    "old_space_seconds": "seconds for which queries of the old release are still answered, or 0 "
+    "until `gateway retire`",
+    "most_errors": "share of failed queries above which the canary stops",
+    "largest_p99_ratio": "ratio of the new release's p99 latency to the old one's above which the "
+    "canary stops",
+    "hits": "first hits of a query that are re-embedded",
+    "seconds": "seconds that the query waits for them",
+    "bytes_a_query": "bytes that are read for a query",
+    "concurrency": "batches that are embedded at a time",
+    "a_day": "items that are re-embedded in a day",
 }
 
 
@@ -112,11 +121,11 @@ def settings_option(defaults: Mapping[str, float]) -> Any:
         defaults: default value by key.
     """
     listing = ", ".join(f"{name} = {value}" for name, value in defaults.items())
+    meanings = "; ".join(f"{name}, the {_MEANINGS[name]}" for name in defaults)
     return typer.Option(
         "--settings",
         metavar="FILE",
-        help="Read some of these numbers from this TOML file. A number that it lacks has its "
-        "value from here.",
+        help=f"TOML file with some of these numbers: {meanings}.",
         show_default=listing,
     )
 

@@ -46,7 +46,7 @@ _Every = Annotated[
     typer.Option(
         metavar="TIME",
         help="Stay so long at each share of --steps: a number and s, m, h or d (seconds, minutes, "
-        "hours, days), such as 10m. Required with --steps, and refused without.",
+        "hours, days), such as 10m. Required with --steps, and refused without --steps.",
     ),
 ]
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}

@@ -42,11 +42,11 @@ def backup(
     data: Data = DEFAULT_DATA,
     as_json: Json = False,
 ) -> None:
-    """Back up a data folder: all galleries and the vault, in one verified copy.
+    """Back up a data folder: all galleries and the vault of encrypted images, in one verified copy.
 
     The copy is consistent even while a gateway serves the folder.
 
-    An error leaves no backup. Indexes are left out, because they can be made again.
+    An error leaves no backup. Search indexes are left out, because the gateway builds them again.
     """
     with exit_codes():
         from nobackfill.server.backup import backup
@@ -274,7 +274,7 @@ def move(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Move every gallery and the vault to another store.
+    """Move every gallery and the vault of encrypted images to another store.
 
     While a gateway serves --from, the command copies everything except its state, and exits with
     75. Stop that gateway and run the command again: it copies the changes and the state, and

@@ -177,9 +177,10 @@ def update_gallery(
         str | None,
         typer.Option(
             metavar="SOURCE",
-            help="Re-embed hits from their originals: folder:DIR, folder:DIR/{id}.jpg, "
-            "https://HOST/{id}.jpg, texts:FILE.jsonl, column:NAME or function:NAME. none ends "
-            "this. Without it, the gallery's source stays as it is.",
+            help="Re-embed hits from their originals in this place: folder:DIR, "
+            "folder:DIR/{id}.jpg, https://HOST/{id}.jpg or texts:FILE.jsonl; column:NAME or "
+            "function:NAME, a column of a database or a Python function that the gateway's "
+            "settings permit. The word none ends this. Without --source, the present place stays.",
         ),
     ] = None,
     settings: Annotated[Path | None, settings_option(HEALING)] = None,
@@ -187,8 +188,9 @@ def update_gallery(
         bool | None,
         typer.Option(
             "--both/--no-both",
-            help="Rank migrated items by the distances of the new and of the previous model, or "
-            "with --no-both by the new model alone. Without either, this stays as it is.",
+            help="Rank migrated items, whose vectors were computed from older ones, by the "
+            "distances of the new and of the previous model; with --no-both by the new model "
+            "alone. Without either, this stays as it is.",
         ),
     ] = None,
     server: Server = DEFAULT_SERVER,
@@ -197,8 +199,8 @@ def update_gallery(
     """Change how a gallery answers after an upgrade, or show it.
 
     With --source, the gateway re-embeds hits from their images or texts when a query finds them;
-    --settings bounds the cost. With --both, the previous model helps to rank migrated items, by
-    weights from the release. Without any option, the command only shows the gallery.
+    --settings bounds the cost. With --both, the previous model helps to rank items whose vectors
+    were computed from its own. Without any option, the command only shows the gallery.
     """
     if source is None and settings is not None:
         raise typer.BadParameter(
@@ -263,8 +265,8 @@ def put(
         str | None,
         typer.Option(
             metavar="CLUSTER",
-            help="Embed on this Ray cluster: HOST:PORT, or auto for the one on this machine. "
-            "Without it, the gateway embeds.",
+            help="Embed the items on this Ray cluster: HOST:PORT, or auto for the one on this "
+            "machine. Without it, the gateway embeds them.",
         ),
     ] = None,
     model_repo: Annotated[

@@ -311,9 +311,10 @@ def estimate(
     """Estimate what an upgrade to a release costs.
 
     The gateway upgrades a small sample and measures seconds, kB on disk and kB of memory. The
-    indexes of the new vectors are built after the upgrade. The quality is the share of the mAP of
-    re-embedding that the publisher measured for this route. Items without what the route needs stay
-    behind. Nothing is changed.
+    indexes of the new vectors are built after the upgrade. The route is the list of releases whose
+    upgrades are applied. The quality is the mAP after the upgrade as a share of the mAP after
+    re-embedding, as the publisher measured it. Items that lack an input of the upgrade are counted
+    as left behind. Nothing is changed.
 
     It fails if the gallery or the release does not exist, or if no upgrade leads there.
     """

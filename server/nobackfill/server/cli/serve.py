@@ -30,8 +30,8 @@ Workers = Annotated[
     int | None,
     typer.Option(
         metavar="N",
-        help="Compute upgrades in this number of processes of this machine, at most 256. Needs "
-        "a --store in PostgreSQL. Without processes, a thread computes them.",
+        help="Compute the vectors of upgrades in this number of processes of this machine, at most "
+        "256. Needs a --store in PostgreSQL. With none, a thread of the gateway computes them.",
         show_default="0",
     ),
 ]
@@ -39,8 +39,8 @@ Ray = Annotated[
     str | None,
     typer.Option(
         metavar="CLUSTER",
-        help="Compute upgrades on this Ray cluster: HOST:PORT, or auto for the one on this "
-        "machine. Needs a --store in PostgreSQL. Without it, this machine computes them.",
+        help="Compute the vectors of upgrades on this Ray cluster: HOST:PORT, or auto for the one "
+        "on this machine. Needs a --store in PostgreSQL. Without it, this machine computes them.",
     ),
 ]
 _Console = Annotated[
@@ -184,8 +184,8 @@ def serve(
         str | None,
         typer.Option(
             metavar="HOST:PORT|in-process",
-            help="Run the models in the tritonserver at this address, for TLS after grpcs://, or "
-            "in the gateway's own process.",
+            help="Run the models in the tritonserver at this address (grpcs://HOST:PORT for TLS), "
+            "or with in-process in the gateway's own process.",
             show_default="a tritonserver of its own if one is installed, else in-process",
         ),
     ] = None,
@@ -202,8 +202,9 @@ def serve(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Trust only releases whose signatures lead back to the root metadata in this "
-            "file. A data folder that began with other root metadata is refused.",
+            help="File with the publisher's root metadata, 1.root.json: only releases are trusted "
+            "whose signatures lead back to it. A data folder that began with other root metadata "
+            "is refused.",
             show_default="1.root.json of --model-repo, read at the first start",
         ),
     ] = None,
@@ -234,8 +235,10 @@ def serve(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Accept only callers with a token of this file. A line is NAME ROLE SHA256, then "
-            "if wanted EXPIRES, rate=N and items=N. Without it, every caller may do everything.",
+            help="Accept only callers with a token of this file. Each line is NAME ROLE SHA256, "
+            "with the role reader, writer, device or admin and the digest of the token; EXPIRES, "
+            "rate=N (calls a second) and items=N may follow. Without it, every caller may do "
+            "everything.",
         ),
     ] = None,
     item_folders: _Folders = None,
@@ -244,8 +247,8 @@ def serve(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Read settings from this TOML file; an option or variable wins over it. Without "
-            "it, no file is read.",
+            help="Read settings from this TOML file; an option or an environment variable wins "
+            "over it. Without it, no file is read.",
         ),
     ] = None,
     force: Annotated[

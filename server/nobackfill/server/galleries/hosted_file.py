@@ -828,7 +828,9 @@ def index_opener(
                 path.unlink(missing_ok=True)
         base = None if source is None else source.snapshot().base.index
         if not isinstance(base, HnswIndex):
-            raise NotFoundError("there is no graph to inherit")
+            raise NotFoundError(
+                "the former space has no search graph that the new one could start from"
+            )
         return hnsw.rebuild_from_skeleton(
             base.skeleton(sums=False), spec, labels, vectors, check_stop
         )

@@ -307,11 +307,11 @@ def _token(fields: list[str], where: str) -> _Token:
         what, _, number = fields.pop().partition("=")
         if what in bounds or what not in ("rate", "items"):
             raise ConfigurationError(
-                f"{where}: {expected}; {what[:32]!r} is unknown, or there twice"
+                f"{where}: {expected}; got {what[:32]!r}, which is unknown or there twice"
             )
         bounds[what] = number
     if len(fields) not in (3, 4):
-        raise ConfigurationError(f"{where}: {expected}")
+        raise ConfigurationError(f"{where}: {expected}; got {len(fields)} fields")
     name, role, digest = fields[:3]
     role, bound, names = role.partition(":")
     if bound and (role not in _BY_GALLERY or not _GALLERIES.fullmatch(names)):

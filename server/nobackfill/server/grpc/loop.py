@@ -934,7 +934,7 @@ class CallExecutor(Executor):
 
     def _end_without_message(self, arrival: Arrival) -> None:
         if arrival.state.client is _server._CLOSED and not arrival.state.statused:
-            arrival.refuse(InvalidInputError("expected one message, got none"))
+            arrival.refuse(InvalidInputError("expected one request message in the call, got none"))
         else:
             arrival.rpc.end(arrival.rpc.code or grpc.StatusCode.CANCELLED)
 
@@ -1008,7 +1008,7 @@ class Server(_server._Server):
         state = self._state
         with state.lock:
             if state.stage is not _server._ServerStage.STOPPED:
-                raise ValueError("the server was started before")
+                raise ValueError("this gRPC server was started before; create another one")
             state.server.start()
             state.stage = _STARTED
             for method in state.registered_method_handlers:

@@ -283,7 +283,7 @@ class Activations:
         """
         if old_space_seconds > _MAX_OLD_SPACE_SECONDS:
             raise InvalidInputError(
-                f"expected old_space_seconds of at most {_MAX_OLD_SPACE_SECONDS} (100 years), got "
+                f"old_space_seconds: expected at most {_MAX_OLD_SPACE_SECONDS} (100 years), got "
                 f"{old_space_seconds}"
             )
         manifest = self._parts.catalog.find(release)
@@ -438,7 +438,7 @@ class Activations:
             record, old = _canary_record(state, release)
             if canary.share < old.share:
                 raise PreconditionError(
-                    f"expected a share of at least {old.share:g}, the present one, got "
+                    f"canary: expected a share of at least {old.share:g}, the present one, got "
                     f"{canary.share:g}; `gateway canary stop {release}` ends the canary"
                 )
             new = canary.model_copy(update={"promoted": old.promoted})

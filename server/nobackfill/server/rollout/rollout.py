@@ -349,10 +349,16 @@ class Rollout:
         manifest = catalog.manifest(number)
         reason = catalog.releases[number]
         if reason is not None:
-            raise PreconditionError(f"release {number} was withdrawn: {reason}")
+            raise PreconditionError(
+                f"release {number} was withdrawn by its publisher ({reason}); activate another "
+                "release, which `gateway releases` lists"
+            )
         gate = manifest.gate
         if gate.verdict not in ("first", "passed") and not gate.forced:
-            raise GateFailedError(f"release {number} did not pass its gate: {gate.detail}")
+            raise GateFailedError(
+                f"release {number} did not pass its gate, the publisher's test against the "
+                f"previous release ({gate.detail}); activate another release"
+            )
         folder = catalog.verified(number)
         sources = {hosted.spec().release for hosted in self._parts.galleries.all()}
         self._parts.upgrading.trials.release(manifest, sources, self._run.stop_if_cancelled)

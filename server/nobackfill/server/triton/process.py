@@ -216,7 +216,9 @@ class TritonProcess:
                     env=self._environment(), cwd=self._folder, start_new_session=True,
                 )  # fmt: skip
         except OSError as error:
-            raise UnavailableError(f"tritonserver cannot be started: {error.strerror}") from error
+            raise UnavailableError(
+                f"tritonserver cannot be started ({error.strerror}); run `gateway install-triton`"
+            ) from error
 
     def alive(self) -> bool:
         """Tell whether the child runs; False before `start`. A child that hangs is alive."""
@@ -295,7 +297,10 @@ class TritonProcess:
         version = _ask(self._python, _VERSION)
         stub = self._triton / "python_backend_stubs" / version / "triton_python_backend_stub"
         if not stub.is_file():
-            raise UnavailableError(f"the wheel has no python backend for Python {version}")
+            raise UnavailableError(
+                f"nvidia-pytriton has no Triton backend for Python {version}; run `gateway "
+                "install-triton` with Python 3.12 or older"
+            )
         shutil.copy(stub, backends / "python")
         shutil.copytree(
             Path(__file__).with_name("backends") / "onnxruntime", backends / "onnxruntime",
@@ -318,7 +323,10 @@ def _ask(python: Path, program: str) -> str:
     try:
         answer = subprocess.run([python, "-I", "-c", program], capture_output=True, check=True)
     except (OSError, subprocess.CalledProcessError) as error:
-        raise UnavailableError(f"{python} does not run; run `gateway install-triton`") from error
+        raise UnavailableError(
+            f"{python}: this Python of Triton's virtual environment does not start; run `gateway "
+            "install-triton` again"
+        ) from error
     return answer.stdout.decode().strip()
 
 
@@ -333,7 +341,8 @@ def _enter(folder: Path) -> int:
         return os.open(folder, os.O_PATH | os.O_DIRECTORY)
     except OSError as error:
         raise CannotWriteError(
-            f"{folder}: cannot be made private for Triton ({error.strerror})"
+            f"{folder}: the rights of this folder cannot be set for Triton ({error.strerror}); run "
+            "the gateway as the folder's owner"
         ) from error
 
 

@@ -246,8 +246,8 @@ def _select_items(
     filtered = from_filter(request.filter)
     if request.ids or filtered is None or not check_filter(filtered):
         raise InvalidInputError(
-            "expected either ids or a filter with at least one condition, because a filter without "
-            "one matches all items; send one of them"
+            "items to change: expected either ids or a filter with at least one condition, because "
+            "a filter without one matches all items; send one of them"
         )
     return edits.select_matches(hosted.filtering, filtered)
 
