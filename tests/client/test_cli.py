@@ -143,7 +143,7 @@ REFUSALS = [
     (["search", "IMAGE", "--sheet", "found.xbm"], 65, "ends in .png"),
     (["list", "--after", f"{2**63}"], 2, "range"),
     (["sync", "--backfill", f"{2**63}"], 2, "range"),
-    (["remove", "x"], 66, "neither an id nor a path"),
+    (["remove", "x"], 66, "has this id or path"),
     (["rollback"], 66, "a rollback is not possible"),
     (["init", "--from", "REPO"], 73, "already exists"),
     (["--gallery", "MISSING", "init", "--from", "MISSING"], 78, "publication folder"),

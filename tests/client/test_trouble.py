@@ -154,7 +154,7 @@ def test_a_locked_database_is_waited_for_then_named(
     world.publish(setting.repo, 2)
     monkeypatch.setattr("nobackfill.gallery.sqlite_file.BUSY_TIMEOUT_MS", 200)
     with held(setting.gallery, begin):
-        with pytest.raises(BusyError, match="another process is writing"):
+        with pytest.raises(BusyError, match="another process writes"):
             edge.follow(setting.gallery)
         # Reading goes on beside a writer.
         assert len(edge.contents(setting.gallery)) == 12

@@ -113,7 +113,7 @@ def test_a_recovery_key_opens_everything_without_the_device(
     recovery = tmp_path / "recovery"
     key = keys.new_identity(recovery)
     vaulted.push(str(key.to_public()))
-    with pytest.raises(ConfigurationError, match="cannot read"):
+    with pytest.raises(ConfigurationError, match="cannot be read"):
         vaulted.pull(tmp_path / "no", identity=tmp_path / "lost")
     other = world.setting(tmp_path / "new-phone")
     with Device(other.gallery) as device:

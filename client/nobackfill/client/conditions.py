@@ -53,8 +53,8 @@ def _read(text: str) -> Filter:
         if text.endswith(_EXISTS) and text != _EXISTS:
             return Exists(text.removesuffix(_EXISTS))
         raise InvalidInputError(
-            "expected KEY=VALUE, KEY!=VALUE, KEY>VALUE (or <, >=, <=) or 'KEY exists', got "
-            f"{text!r}"
+            "condition: expected KEY=VALUE, KEY!=VALUE, KEY>VALUE (or <, >=, <=) or 'KEY exists', "
+            f"got {text!r}"
         )
     key, sign, text = parts.groups()
     value = value_of(text)

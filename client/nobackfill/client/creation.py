@@ -62,7 +62,9 @@ def init(
     try:
         str(path.absolute()).encode()
     except UnicodeEncodeError as error:
-        raise InvalidInputError(f"{path}: expected a name in UTF-8; choose another") from error
+        raise InvalidInputError(
+            f"{path}: expected a name in UTF-8 for the gallery file; choose another name"
+        ) from error
     if path.exists():
         raise AlreadyExistsError(f"{path}: already exists; name another file with --gallery")
     refuse_leftovers(path)
@@ -83,7 +85,9 @@ def init(
         cohort = secrets.token_hex(16)
         newest = trust.newest_release(cohort)
         if newest is None:
-            raise NotFoundError(f"{source}: no release is published there yet")
+            raise NotFoundError(
+                f"{source}: no release is published there yet; run the command again when one is"
+            )
         manifest = trust.manifest(newest)
         fetched = sync.download_files(models, trust, embedding_files(manifest), output)
         sync.check_models(models, manifest, set())

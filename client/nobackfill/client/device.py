@@ -80,7 +80,10 @@ class Device(GalleryFile):
         try:
             trusted = Path(root).read_bytes()
         except OSError as error:
-            raise ConfigurationError(f"{root}: cannot be read ({error.strerror})") from error
+            raise ConfigurationError(
+                f"{root}: this file of root metadata cannot be read ({error.strerror}); check its "
+                "name and permissions"
+            ) from error
         creation.init(Path(path), source, trusted, lambda _: None, Output(bars=False))
         keep_reserve(Path(path))
         return cls(path)

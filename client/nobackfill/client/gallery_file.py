@@ -317,10 +317,14 @@ class GalleryFile:
             text = path.read_bytes()
         except OSError as error:
             raise VerificationError(
-                f"{path}: cannot be read ({error.strerror}); run `edge-client sync`"
+                f"{path}: this file of the release cannot be read ({error.strerror}); run "
+                "`edge-client sync`"
             ) from error
         if hashlib.sha256(text).hexdigest() != digest:
-            raise VerificationError(f"{path}: was changed after download; run `edge-client sync`")
+            raise VerificationError(
+                f"{path}: this file of the release was changed after its download; run "
+                "`edge-client sync`"
+            )
         return text
 
     def active(self) -> "Manifest":

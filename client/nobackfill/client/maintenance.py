@@ -115,7 +115,7 @@ def _find(device: GalleryFile, name: str) -> list[str]:
         ).fetchall()
     if not rows:
         raise NotFoundError(
-            f"{name}: neither an id nor a path of this gallery; see `edge-client list`"
+            f"{name}: no item of this gallery has this id or path; `edge-client list` lists them"
         )
     return [item_id for (item_id,) in rows]
 
@@ -147,8 +147,8 @@ def describe(device: GalleryFile, names: Sequence[str], notes: Metadata) -> int:
     reserved = {"path", "folder", "name"} & notes.keys()
     if reserved:
         raise InvalidInputError(
-            f"{join_few(sorted(reserved))}: locates the item's file, so it cannot be set; use "
-            "other keys"
+            f"metadata {join_few(sorted(reserved))}: the gallery stores the place of an item's "
+            "file under this key; use another key"
         )
     ids = list(dict.fromkeys(i for name in names for i in _find(device, name)))
     items = [item for item in map(device.store.get, ids) if item is not None]
@@ -305,7 +305,8 @@ def _check_space(device: GalleryFile, space: SpaceInfo) -> int:
     if space.state == "active" and count < device.store.count():
         lacking = device.store.count() - count
         raise NotFoundError(
-            f"{lacking} items have no vector in the active space; add their images again"
+            f"{lacking} items have no vector of the release that answers searches; add their "
+            "images again with `edge-client add`"
         )
     return count
 

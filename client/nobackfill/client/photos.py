@@ -87,8 +87,10 @@ def _files(path: Path, scan: ImageScan, gallery: Path | None) -> Iterator[str]:
             return
     except OSError as error:
         if isinstance(error, FileNotFoundError):
-            raise InvalidInputError(f"{path}: no such file or folder") from error
-        raise InvalidInputError(f"{path}: cannot be read ({error.strerror})") from error
+            raise InvalidInputError(f"{path}: no such file or folder; check the path") from error
+        raise InvalidInputError(
+            f"{path}: cannot be read ({error.strerror}); check its permissions"
+        ) from error
     unreadable: list[str] = []
     for folder, folders, files in os.walk(path, onerror=lambda e: unreadable.append(e.filename)):
         enter = []

@@ -98,8 +98,8 @@ def normalised_source(source: str) -> str:
     folder = Path(source).resolve()
     if "://" in source or not folder.is_dir():
         raise ConfigurationError(
-            f"expected grpc://HOST:PORT, grpcs://HOST:PORT, http(s)://… or an existing publication "
-            f"folder, got {source!r}"
+            "the address of a publication: expected grpc://HOST:PORT, grpcs://HOST:PORT, "
+            f"http(s)://… or an existing publication folder, got {source!r}"
         )
     return str(folder)
 
@@ -883,11 +883,16 @@ def send_report(device: GalleryFile, to: str | None) -> dict[str, Any]:
     """
     summary: dict[str, Any] | None = device.state("last_sync")
     if summary is None:
-        raise NotFoundError("no sync has tried another release yet; there is nothing to report")
+        raise NotFoundError(
+            "no sync has tried another release yet, so there is nothing to report; run "
+            "`edge-client sync` first"
+        )
     if to is None:
         return summary
     if not is_gateway(to):
-        raise ConfigurationError(f"expected --to grpc(s)://HOST:PORT, got {to!r}")
+        raise ConfigurationError(
+            f"--to: expected the address of a gateway, grpc(s)://HOST:PORT, got {to!r}"
+        )
     from nobackfill.v1 import release_pb2 as pb
     from nobackfill.wire.gateway import Gateway
 

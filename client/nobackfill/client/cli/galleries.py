@@ -136,7 +136,9 @@ def add(arguments: Namespace) -> None:
     """
     images, notes, texts = arguments.images, dict(arguments.note or ()), arguments.texts
     if bool(images) == (texts is not None) or (texts is not None and notes):
-        arguments.refuse("expected either images, optionally with --set, or --texts FILE")
+        arguments.refuse(
+            "expected either images, optionally with --set, or --texts FILE; got both or neither"
+        )
     if texts is not None:
         add_texts(arguments)
         return
@@ -195,7 +197,9 @@ def search(arguments: Namespace) -> None:
     """
     images, item, text = arguments.images, arguments.item, arguments.text
     if bool(images) + (item is not None) + (text is not None) != 1:
-        arguments.refuse("expected exactly one of images, --text and --id")
+        arguments.refuse(
+            "expected exactly one of images, --text and --id as the query; got none or several"
+        )
     where: Filter | Mapping[str, Scalar] = {}
     if arguments.where:
         from nobackfill.client.conditions import read

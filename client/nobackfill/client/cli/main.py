@@ -26,14 +26,15 @@ Examples:
   edge-client sync
   edge-client status
 
-Only init, sync, report, push and pull need a network. sync upgrades to the newest
-release, and may skip releases in between. 1.root.json lies in the publication
-folder: get it from the publisher by another way than the releases. Every command
-can be run again after an interruption. `edge-client COMMAND --help` lists options.
+A release is one published version of the models. sync upgrades to the newest one,
+and may skip releases in between. Only init, sync, report, push and pull need a
+network. 1.root.json, the keys to trust, lies in the publication folder: get it from
+the publisher by another way than the releases. Every command can be run again after
+an interruption. `edge-client COMMAND --help` lists options.
 
 Exit codes: 0 done, 1 failure, 2 wrong usage, 65 an image that is missing or refused,
 or failed verification, 66 no such gallery, item or release, 69 server unavailable,
-73 cannot write, 75 busy, try again, 77 not permitted, 78 configuration,
+73 cannot write, 75 busy, try again, 77 not permitted, 78 wrong configuration,
 130 interrupted.
 """
 
@@ -105,8 +106,8 @@ def edge_client(words: Sequence[str] = ()) -> Parser:
         type=named_path,
         default=Path(os.environ.get("NOBACKFILL_GALLERY") or "gallery.sqlite"),
         metavar="FILE",
-        help="SQLite file of the gallery, which is read and written; init makes it. The variable "
-        "NOBACKFILL_GALLERY names another one.",
+        help="SQLite file of the gallery, which is read and written; init makes it. The "
+        "environment variable NOBACKFILL_GALLERY names another one.",
     )
     parser.add_argument("--version", action=_Do, const=_print_version, default=False,
                         help="Print the version of nobackfill, and run no command.")  # fmt: skip
@@ -222,7 +223,9 @@ def _refusing() -> Iterator[None]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except UnicodeEncodeError as error:
-        _refuse(InvalidInputError(f"{error.object[:80]!r}: expected UTF-8 text; rename it"))
+        _refuse(
+            InvalidInputError(f"{error.object[:80]!r}: expected a name in UTF-8; rename the file")
+        )
     except OSError as error:
         translation = error_from_os(error)
         if translation is None:

@@ -224,24 +224,24 @@ def _sync_options(command: Command) -> None:
         type=integer(0, 2**63 - 1),
         default=0,
         metavar="N",
-        help="Number of items to re-embed in the new release, the least certain ones first, from "
-        "their files or the vault.",
+        help="Number of items to embed again by the new release's model, from their files or the "
+        "vault; those with the least certain vectors come first.",
     )
     command.add_argument(
         "--keep-original",
         "--drop-original",
         action=Switch,
-        help="Whether vectors that were embedded from images stay after their release, for later "
-        "direct upgrades. The gallery stores the choice. [default: the stored choice, else "
-        "--drop-original]",
+        help="Keep the vectors that a model computed from the images when a newer release replaces "
+        "it, so that later upgrades can start from them; --drop-original deletes them. The gallery "
+        "stores the choice. [default: the stored choice, else --drop-original]",
     )
     command.add_argument(
         "--int8",
         "--fp32",
         action=Switch,
         default=True,
-        help="Whether to compute with quantised upgrade models where they are published, which is "
-        "faster, or with exact ones.",
+        help="Upgrade with quantised (int8) models where they are published, which is faster; with "
+        "--fp32, with the exact ones.",
     )
     command.add_argument(
         "--retry",

@@ -61,7 +61,9 @@ def read_identity(path: Path) -> Identity:
         mode = path.stat().st_mode
         lines = read_file(path).decode("ascii").splitlines()
     except (OSError, InvalidInputError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"cannot read the age identity {path}: {error}") from error
+        raise ConfigurationError(
+            f"{path}: this file of a secret key (an age identity) cannot be read: {error}"
+        ) from error
     if mode & 0o077:
         raise ConfigurationError(
             f"{path}: expected a secret key that only its owner can read; run chmod 600 {path}"
@@ -85,7 +87,9 @@ def read_recipient(text: str) -> Recipient:
     try:
         return Recipient.from_str(text.strip())
     except pyrage.RecipientError as error:
-        raise ConfigurationError(f"expected a public key age1..., got {text!r}: {error}") from error
+        raise ConfigurationError(
+            f"--recipient: expected a public key age1..., got {text!r} ({error})"
+        ) from error
 
 
 def encrypt(plain: bytes, recipients: Sequence[Recipient]) -> bytes:

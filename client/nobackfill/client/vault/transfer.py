@@ -354,7 +354,8 @@ class VaultReader:
         image = self.fetch(blob)
         if hashlib.sha256(image).hexdigest() != entry.image_sha256:
             raise VerificationError(
-                f"blob {entry.blob}: decrypts to another image than was pushed; nothing was written"
+                f"blob {entry.blob}: the vault returned another image than the one that was "
+                "pushed; nothing was written"
             )
         return image
 
@@ -534,7 +535,9 @@ def _free(targets: Sequence[Path], sha256: str) -> Path | None:
             return target
         if target.is_file() and sha256_file(target) == sha256:
             return None
-    raise VerificationError(f"{targets[-1]}: exists with other content; pull into another folder")
+    raise VerificationError(
+        f"{targets[-1]}: a file with other content exists there; pull into another folder (--to)"
+    )
 
 
 def _write(target: Path | None, image: Callable[[], bytes], report: PullReport) -> None:
