@@ -65,7 +65,8 @@ class ChromaServer:
         names = [name for name in parts.path.split("/") if name]
         if len(names) not in (0, 2):
             raise InvalidInputError(
-                "chroma: expected https://HOST:PORT or https://HOST:PORT/TENANT/DATABASE"
+                "chroma: expected https://HOST:PORT or https://HOST:PORT/TENANT/DATABASE as the "
+                "address of the server, got another form"
             )
         tenant, database = map(_part, names or _DEFAULT)
         self._root = (
@@ -107,8 +108,8 @@ class ChromaServer:
         except NotFoundError as error:
             names = [one["name"] for one in self.send("GET", "?limit=4", name)]
             raise NotFoundError(
-                f"{name}: no such collection; there are {', '.join(names) or 'none'} in this "
-                "Chroma database"
+                f"{name}: no such collection in this Chroma database; its collections are "
+                f"{', '.join(names) or 'none'}"
             ) from error
         return description
 

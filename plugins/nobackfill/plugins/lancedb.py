@@ -536,7 +536,8 @@ class LanceSource:
         if not ours and not flipped:
             if _mark(schema, self.vector).get("map") == target.mark:
                 raise InvalidInputError(
-                    f"{self._name}: column {self.vector!r} holds the vectors of this map already"
+                    f"{self._name}: column {self.vector!r} holds the vectors of this map already, "
+                    "so nothing is left to do"
                 )
             kind = pa.list_(schema.field(self.vector).type.value_type, target.dim)
             facts = {"map": target.mark, "model": target.model, "to": name}
@@ -1026,7 +1027,9 @@ def _digest(vector: Vectors, content: object = None) -> str:
 
 def _quoted(column: str) -> str:
     if "`" in column:
-        raise InvalidInputError(f"expected a column name without a backtick, got {column!r}")
+        raise InvalidInputError(
+            f"name of a column: expected one without a backtick, got {column!r}; rename the column"
+        )
     return f"`{column}`"
 
 

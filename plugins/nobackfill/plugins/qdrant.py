@@ -244,7 +244,8 @@ class QdrantSource:
             if not self._client.collection_exists(collection):
                 others = join_few(one.name for one in self._client.get_collections().collections)
                 raise NotFoundError(
-                    f"{collection}: no such collection; there are {others or 'none'} in this Qdrant"
+                    f"{collection}: no such collection in this Qdrant; its collections are "
+                    f"{others or 'none'}"
                 )
         vectors, marks = self._config()
         self._model = marks.get(vector or "", {}).get("model")

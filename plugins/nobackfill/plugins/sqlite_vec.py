@@ -881,7 +881,8 @@ class SqliteVecSource:
             here, facts = database.facts(table.name), database.facts(name)
             if here.get("map") == target.mark:
                 raise InvalidInputError(
-                    f"{table.name}: it holds the vectors of this map already: it was flipped"
+                    f"{table.name}: this table holds the vectors of this map already, so nothing "
+                    "is left to do"
                 )
             wanted = {"map": target.mark, "of": table.name, "vector": self.vector}
             ours = all(facts.get(key) == value for key, value in wanted.items())

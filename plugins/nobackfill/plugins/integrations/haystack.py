@@ -257,7 +257,10 @@ class HaystackRetriever:
             where = to_filter(filters)
             hits = texts.search(query, k, vector=query_embedding, where=where)
         elif query is None or query_embedding is not None or filters:
-            raise InvalidInputError("expected a text alone: Dual takes no vector and no filters")
+            raise InvalidInputError(
+                "query: expected a text alone, because Dual takes no vector and no filters; leave "
+                "them out"
+            )
         else:
             hits = texts.search(query, k)
         return {"documents": [_document(one, one.score) for one in hits]}

@@ -91,7 +91,10 @@ def open_client(place: str) -> Any:
     parts = server_address(place, "milvus", KEY)
     database = parts.path.strip("/")
     if "/" in database:
-        raise ConfigurationError("milvus: expected https://HOST:PORT or https://HOST:PORT/DATABASE")
+        raise ConfigurationError(
+            "milvus: expected https://HOST:PORT or https://HOST:PORT/DATABASE as the address of "
+            "the server, got another form"
+        )
     address = f"{parts.scheme}://{parts.hostname}:{parts.port or _PORT}"
     token = os.environ.get(KEY, "")
     return call_milvus(
@@ -327,7 +330,7 @@ class MilvusStore:
         if not self.exists(name):
             names = join_few(call_milvus(name, self._client.list_collections))
             raise NotFoundError(
-                f"{name}: no such collection; there are {names or 'none'} in this Milvus"
+                f"{name}: no such collection in this Milvus; its collections are {names or 'none'}"
             )
         return MilvusCollection(self._client, name, self._vector)
 
@@ -469,8 +472,8 @@ class MilvusCollection:
         self._vector = vector or dense[0]
         if results.get("functions"):
             raise InvalidInputError(
-                f"{name}: has functions that compute fields; collections with functions cannot be "
-                "migrated yet"
+                f"{name}: this collection has functions that compute fields; such collections "
+                "cannot be migrated yet"
             )
         self._dim = int(self._fields[self._vector]["params"]["dim"])
         by_key = any(one.get("is_partition_key") for one in self._fields.values())
