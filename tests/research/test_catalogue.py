@@ -178,7 +178,7 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
         preset_named("mnist")
     with pytest.raises(ConfigurationError, match="needs --images"):
         compare(CIFAR100_CPU, None, tmp_path, [0], ("core",), 1)
-    with pytest.raises(ConfigurationError, match="no image folder"):
+    with pytest.raises(ConfigurationError, match="there is no such folder"):
         compare(CIFAR100_CPU, tmp_path / "none", tmp_path, [0], ("core",), 1)
     with pytest.raises(InvalidInputError, match="at least 10 class folders"):
         folder_preset(9)

@@ -203,7 +203,7 @@ BAD: dict[str, tuple[Spoil, str]] = {
         _set("upgrades", 0, "file", "path", to="sync.lock"), "cannot be used"),
     "its probes lead out": (
         _set("probes", "file", "path", to="../../gallery.sqlite"), "cannot be used"),
-    "a space id that is no digest": (_set("space", to="sp-" + "0" * 64), "expected space"),
+    "a space id that is no digest": (_set("space", to="sp-" + "0" * 64), "the digest of"),
     "a space id that is a path": (_set("space", to="../sp"), "cannot be used"),
     "another format": (_set("format", to=99), "newer nobackfill"),
     "a format that is no number": (_set("format", to="\x1b[2J"), "cannot be used"),
@@ -228,7 +228,7 @@ BAD: dict[str, tuple[Spoil, str]] = {
     "images of another size": (_embedding_of_images_too_large, "expected [None, 2048, 2048, 3]"),
     "probes that unpack to gigabytes": (_bomb, "at most"),
     "probes that lie": (_lying_array, "golden probes"),
-    "a graph that kills its loader": (_deadly, "not known to be more than 0"),
+    "a graph that kills its loader": (_deadly, "not known to be above 0"),
     "an upgrade of NaN": (_nan, "expected finite values"),
     "an upgrade that fills the memory": (_memory, "elements for one item"),
 }  # fmt: skip

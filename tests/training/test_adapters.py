@@ -140,7 +140,7 @@ def upgrade(file: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "sentence"),
     [
-        (external, "expected an ONNX file"),
+        (external, "as an ONNX file"),
         (of_numpy, "`nobackfill fit --adapter FILE.onnx` writes one"),
         (upgrade, "output `adapted` float32"),
         (lambda file: adapter(turn()[:, :5], file), "reads queries of dimension 5"),

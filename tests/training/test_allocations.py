@@ -64,7 +64,7 @@ def test_what_cannot_be_divided_is_refused() -> None:
         allocate("closed-data", LABELS)
     with pytest.raises(ConfigurationError, match="at least 2 images of class 1"):
         allocate("open-data", np.array([0, 0, 1]))
-    with pytest.raises(ConfigurationError, match="share above 0 and below 1, got 1"):
+    with pytest.raises(ConfigurationError, match="expected above 0 and below 1, got 1"):
         allocate("open-data", LABELS, share=1)
 
 

@@ -81,7 +81,7 @@ def test_files_of_other_kinds_are_named_and_a_folder_is_no_image(
 
 
 def test_a_folder_that_is_not_there() -> None:
-    with pytest.raises(ConfigurationError, match="no image folder"):
+    with pytest.raises(ConfigurationError, match="there is no such folder"):
         list_images(Path("nowhere"))
 
 

@@ -253,7 +253,7 @@ def test_the_quantised_twin_can_be_measured(life: Life, tmp_path: Path) -> None:
         (("--cells", "2/2", "--independent", "3"), 66, "release 3 is not published"),
         (("--cells", "2/2>1"), 66, "no published upgrade leads from release 2 to release 1"),
         (("--model-repo", "nowhere"), 78, "has no published release to measure"),
-        (("--queries", "nowhere"), 78, "no image folder"),
+        (("--queries", "nowhere"), 78, "there is no such folder"),
     ],
 )
 def test_wrong_requests_are_refused(

@@ -270,7 +270,7 @@ def test_a_file_that_is_no_onnx_is_refused(tmp_path: Path) -> None:
     path.write_bytes(b"not at all")
     result = run_export(tmp_path / "model_repo", 1, "--onnx", path)
     assert result.exit_code == 65
-    assert "expected an ONNX file" in result.output
+    assert "as an ONNX file" in result.output
 
 
 def test_a_model_without_its_file_of_weights_is_refused(foreign: Path, tmp_path: Path) -> None:
@@ -282,7 +282,7 @@ def test_a_model_without_its_file_of_weights_is_refused(foreign: Path, tmp_path:
     (tmp_path / "model.data").unlink()
     result = run_export(tmp_path / "model_repo", 1, "--onnx", path)
     assert result.exit_code == 65
-    assert "expected an ONNX file" in result.output
+    assert "as an ONNX file" in result.output
 
 
 def test_a_key_that_is_not_at_hand_is_named_before_anything_is_measured(tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ def no_pooling(folder: Path) -> None:
         (ids_outside_the_vocabulary, "tokens that its model does not accept"),
         (fixed_batch, "with a free number of texts n"),
         (vendor_operators, "only ONNX's own operators"),
-        (no_onnx, "cannot be read as ONNX"),
+        (no_onnx, "cannot be read as an ONNX model"),
         (no_model, "expected an ONNX file, or a folder"),
         (wrong_output, "names the output 'pooled'"),
         (no_pooling, "with pooling mean or cls"),

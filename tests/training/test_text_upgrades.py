@@ -206,9 +206,9 @@ def remove_weights(file: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "sentence"),
     [
-        (lambda file: file.write_bytes(b"no model"), "expected an ONNX file"),
-        (lambda file: file.unlink(), "expected an ONNX file"),
-        (remove_weights, "expected an ONNX file"),
+        (lambda file: file.write_bytes(b"no model"), "as an ONNX file"),
+        (lambda file: file.unlink(), "as an ONNX file"),
+        (remove_weights, "as an ONNX file"),
         (lambda file: text_model(file.parent / "m", 1).rename(file), "float32 [n, a] and"),
         (lambda file: file.write_bytes(narrow(5, 16)), "but no published release has these"),
         (lambda file: file.write_bytes(narrow(16, 5)), "returns vectors of dimension 5"),

@@ -182,5 +182,5 @@ def test_an_upgrade_draws_unknown_classes_more_often(
     copied = upgrade_config(runs, digits / "train", tmp_path / "c", unseen_copies=3, **keys)
     assert abs(train_quietly(copied).step - 2 * plain.step) <= 2
     stored = {"vectors": "v.npy", "paths": "p.txt", "release": 1}
-    with pytest.raises(ConfigurationError, match="unseen_copies needs old as a run"):
+    with pytest.raises(ConfigurationError, match="unseen_copies needs the key old"):
         upgrade_config(runs, digits / "train", tmp_path / "s", unseen_copies=3, old=stored)

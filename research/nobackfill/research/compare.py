@@ -79,7 +79,8 @@ Select methods and options with it, and fill a table with the selection.
 
 --vectors compares maps on frozen vectors of your own, in minutes and without images: an .npz with
 old, new, test_old and test_new, and side, labels, test_side and test_labels if you have them.
---methods then names rivals (research/nobackfill/research/rivals); all run by default.
+--methods then names rivals, the maps to compare (research/nobackfill/research/rivals); all run by
+default.
 
 Examples:
 
@@ -116,8 +117,8 @@ def main(
         str | None,
         typer.Option(
             metavar="NAME,...",
-            help="Methods and groups of methods to compare, separated by commas; with --vectors, "
-            "the rivals to fit.",
+            help="Methods and groups of methods to compare, separated by commas. With --vectors, "
+            "names of rivals: the maps of this and of other projects that are fitted and compared.",
             show_default="all that the data set's preset lists; with --vectors all rivals",
         ),
     ] = None,
@@ -142,8 +143,8 @@ def main(
         Path,
         typer.Option(
             metavar="FOLDER",
-            help="Folder to which runs, cells and result files are written; finished runs in it "
-            "are used again.",
+            help="Folder to which trained models, measured figures and result files are written; "
+            "finished trainings in it are used again.",
         ),
     ] = Path("build/compare"),
     jobs: Annotated[

@@ -299,7 +299,8 @@ def check_classes(images: Path, least: int) -> None:
     count = len(list_images(images).class_names)
     if count < least:
         raise InvalidInputError(
-            f"{images}: expected at least {least} class folders for this comparison, got {count}"
+            f"{images}: expected at least {least} class folders for this comparison, got {count}; "
+            "add folders"
         )
 
 

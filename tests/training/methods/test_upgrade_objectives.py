@@ -144,7 +144,9 @@ def test_ours_trains_on_a_labelled_and_a_mixed_view_of_each_image(tmp_path: Path
     made(batch)
     # The labelled views of all rows, and then the mixed ones.
     assert torch.equal(seen[0], torch.cat((batch["old"][:, 0], batch["old"][:, 1])))
-    with pytest.raises(ConfigurationError, match=r"both_views draws a mixed view.*mixed_views: 1"):
+    with pytest.raises(
+        ConfigurationError, match=r"both_views .*needs a mixed view.*mixed_views: 1"
+    ):
         features.objective(features.inputs(tmp_path / "no", **keys))
 
 

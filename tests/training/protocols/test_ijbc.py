@@ -135,7 +135,7 @@ def test_damaged_files_are_refused_by_name(folder: Path, tmp_path: Path) -> None
     with pytest.raises(InvalidInputError, match="the columns TEMPLATE_ID, SUBJECT_ID"):
         read_subject_templates(folder / "g.csv")
     faces = read_faces(folder)
-    with pytest.raises(InvalidInputError, match="each of the 48 faces of IJB-C, got 47"):
+    with pytest.raises(InvalidInputError, match="each of the 48 faces, got 47"):
         pool_templates(faces, np.ones((47, 8)))
     with pytest.raises(InvalidInputError, match=r"template 999 .* has no face"):
         pool_templates(faces, vectors(faces, 0.1)).of(np.array([0, 999]))

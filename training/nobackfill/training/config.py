@@ -108,12 +108,14 @@ class _Training(_ConfigKeys):
     def _warmup_fits(self) -> Self:
         if self.warmup_epochs >= self.epochs:
             raise ValueError(
-                f"expected warmup_epochs below epochs, got {self.warmup_epochs} of {self.epochs}"
+                f"expected the key warmup_epochs below epochs, got {self.warmup_epochs} of "
+                f"{self.epochs}"
             )
         steps = list(self.lr_steps)
         if steps and (steps != sorted(set(steps)) or steps[-1] >= self.epochs):
             raise ValueError(
-                f"expected lr_steps ascending and below epochs, got {steps} of {self.epochs}"
+                f"expected the key lr_steps with ascending epochs below epochs, got {steps} of "
+                f"{self.epochs}"
             )
         return self
 
@@ -171,13 +173,18 @@ class EmbedderConfig(_Network):
     @model_validator(mode="after")
     def _one_beginning(self) -> Self:
         if self.init is not None and self.weights is not None:
-            raise ValueError("expected one of the keys init and weights to start from, got both")
+            raise ValueError(
+                "expected one of the keys init and weights to start from, got both; leave one out"
+            )
         return self
 
     @model_validator(mode="after")
     def _smoothing_fits(self) -> Self:
         if self.label_smoothing and self.head != "softmax":
-            raise ValueError(f"label_smoothing needs head: softmax, got {self.head}")
+            raise ValueError(
+                f"the key label_smoothing needs head: softmax, got {self.head}; set it, or leave "
+                "label_smoothing out"
+            )
         return self
 
 
@@ -206,7 +213,7 @@ class SideEncoderConfig(_Network):
     def _embedder_fits(self) -> Self:
         if (self.side_info == "inner") != (self.embedder is not None):
             raise ValueError(
-                "expected embedder: RUN with side_info: inner and only then, got "
+                "expected the keys side_info: inner and embedder: RUN together, or neither; got "
                 f"side_info: {self.side_info} and embedder: {self.embedder}"
             )
         return self
@@ -286,7 +293,8 @@ class UpgradeConfig(_Training):
             )
         if isinstance(self.old, StoredVectorFiles) and self.views + self.mixed_views > 1:
             raise ValueError(
-                "stored vectors have one view of each image: expected views: 1 and mixed_views: 0"
+                "the keys views and mixed_views: expected views: 1 and mixed_views: 0, because "
+                "stored vectors have one view of each image"
             )
         if self.side == "maps" and isinstance(self.new, Path) and self.new_side is None:
             raise ValueError(
@@ -294,7 +302,10 @@ class UpgradeConfig(_Training):
                 "folder of its encoder"
             )
         if self.unseen_copies > 1 and not isinstance(self.old, Path):
-            raise ValueError("unseen_copies needs old as a run, whose training classes are known")
+            raise ValueError(
+                "the key unseen_copies needs the key old with a run folder, whose training "
+                "classes are known"
+            )
         return self
 
 
@@ -366,11 +377,15 @@ def load_config(path: Path, overrides: tuple[str, ...] = ()) -> Config:
             f"the configuration file {path} does not exist; ready ones are in {configs()}"
         ) from error
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"{path}: cannot be read as YAML text ({error})") from error
+        raise ConfigurationError(
+            f"{path}: this configuration cannot be read as YAML text ({error}); correct the file"
+        ) from error
     try:
         values = _yaml(text)
     except _NOT_YAML as error:
-        raise ConfigurationError(f"the configuration file {path} is not YAML: {error}") from error
+        raise ConfigurationError(
+            f"the configuration file {path} is not YAML: {error}; correct the file"
+        ) from error
     if not isinstance(values, dict):
         raise ConfigurationError(
             f"{path}: expected a configuration of keys with values, such as `kind: embedder`, got "
@@ -413,7 +428,8 @@ def parse_config(values: dict[str, object], source: str) -> Config:
                 known = ", ".join(_known_keys(_KINDS[str(kind)], problem["loc"][1:-1]))
                 lines.append(f"unknown key {where!r}; expected one of {known}")
             else:
-                lines.append(f"{where}: {problem['msg']}" if where else problem["msg"])
+                message = problem["msg"].removeprefix("Value error, ")
+                lines.append(f"{where}: {message}" if where else message)
         raise ConfigurationError(f"{source}: " + "; ".join(lines)) from error
 
 

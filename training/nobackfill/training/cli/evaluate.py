@@ -76,7 +76,8 @@ def write_picture(cells: Sequence[MatrixCell], path: Path) -> None:
 Curves = dict[str, dict[str, BackfillCurve]]
 
 _EPILOG = """
-Cells: a cell is written QUERY/GALLERY. 2/2 is release 2 on both sides (a full backfill, the upper
+Cells: a cell is one measurement, written QUERY/GALLERY with the releases of the queries and of the
+gallery's vectors. 2/2 is release 2 on both sides, as after re-embedding everything (the upper
 bound). 1/1 is the lower bound. 2/1 searches vectors of release 1 directly with queries of release
 2. 2/1>2 searches vectors of release 1 after the upgrade 1 -> 2; 3/1>2>3 after two upgrades.
 
@@ -88,9 +89,9 @@ of its answers. JSON shares are 0..1: {"left_out": N, "cells": {CELL: {"cmc1", "
 gallery too.
 
 Criteria: update gain (BCT Eq. 9) and degradation (DMU Eq. 7) compare a compatible model with one
-trained independently on the same images: release N of --independent N. BCT Eq. 1 needs old vectors
-that are searched directly; its two figures are the shares of pairs of different classes, and of the
-same class, that satisfy it.
+trained independently on the same images: release N of --independent N. BCT Eq. 1 is measured where
+old vectors are searched directly. Its two figures are the shares of pairs of images of different
+classes, and of pairs of the same class, that satisfy it.
 
 Published test protocols: --protocol NAME --root FOLDER replaces --queries and --gallery. Names:
 ijbc, gldv2, roxford5k, rparis6k, market1501, vggface2; docs/training.md lists the files that each
@@ -103,8 +104,8 @@ python training/evaluate.py --model-repo model_repo --queries photos/queries --g
 
 python training/evaluate.py --model-repo model_repo --protocol market1501 --root Market-1501
 
-Exit codes: 0 measured, 65 refused data or failed verification, 66 a cell names what is not
-published, 78 wrong configuration.
+Exit codes: 0 measured, 65 refused data or failed verification, 66 a cell names a release that is
+not published, 78 wrong configuration.
 """
 
 _NO_CURVE = (
@@ -178,8 +179,8 @@ _Independent = Annotated[
     typer.Option(
         metavar="RELEASE",
         help="Number of a published release that was trained without any older model. Update gain "
-        "and degradation compare the other releases with it. Without it, both are measured only "
-        "for queries of an independently trained release.",
+        "and degradation compare the other releases with it. Without it, these two figures are "
+        "measured only for queries of an independently trained release.",
     ),
 ]
 

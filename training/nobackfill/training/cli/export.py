@@ -127,9 +127,9 @@ Upgrades = Annotated[
     list[Path] | None,
     typer.Option(
         metavar="RUN",
-        help="Upgrade from an older release into this one: the run folder of a training, or the "
-        "FILE.onnx that `nobackfill fit` wrote; repeat it for more. Without it, the release has no "
-        "upgrade.",
+        help="Model to publish that upgrades vectors of an older release to this one: the run "
+        "folder of a training, or the FILE.onnx that `nobackfill fit` wrote; repeat it for more. "
+        "Without it, the release has no upgrade.",
     ),
 ]
 Adapters = Annotated[
@@ -211,23 +211,25 @@ class EvaluationData:
 
 _EPILOG = """
 Exports each run to ONNX, and refuses one whose outputs differ from torch's by more than 1e-4.
-Writes golden probes, measures the exported files on --eval, signs and publishes. One half of --eval
-fits the calibration, the other decides the gate. Runs come from `python training/train.py`.
+Writes golden probes (test inputs with the outputs that the models must give), measures the exported
+files on --eval, signs and publishes. One half of --eval fits the calibration (from distances to
+probabilities), the other decides the gate. Runs come from `python training/train.py`.
 
 Keys: the first publish makes development keys in DIR.keys. To keep the keys of root and targets
 offline, make them before: `publication keys --model-repo DIR --root-key FILE --targets-key FILE`.
 Every later export then needs --targets-key.
 
-Gate: each way in which older vectors are served (direct search, by a query adapter or without one,
-and each route) must beat the older release, M(new, served old) > M(old, old), in mAP and CMC-1. The
+Gate: searches of older vectors by the new release (directly, by a query adapter, and after each
+upgrade) must beat the older release itself, M(new, served old) > M(old, old), in mAP and CMC-1. The
 lower bound of the paired bootstrap's 95 % interval must be above 0, with int8 files and with
 float32 files. Otherwise no release is published, and a table shows why; --force publishes it all
 the same and records that in the manifest. Release 1 has no predecessor to beat. Without --eval a
 release has no calibration, so its hits have no score. Images of --eval that the runs were trained
-on are recognised by content. A few are left out; many are refused.
+on are recognised by content. A few are left out; with many of them, nothing is published.
 
-A gallery takes the best measured route to the newest release. Each release therefore needs an
-upgrade from its predecessor; a second one from an older release makes a direct route.
+A gallery takes the best measured route, a chain of upgrades, to the newest release. Each release
+therefore needs an upgrade from its predecessor; a second one from an older release makes a direct
+route.
 
 Examples:
 
@@ -282,16 +284,17 @@ def main(
         typer.Option(
             metavar="RUN",
             help="Run folder of the finished training of kind side_encoder to publish; it is only "
-            "read. Without it and without --keep-side-encoder, galleries store no "
-            "side-information.",
+            "read. The model computes side-information, a second vector that later upgrades read. "
+            "Without it and without --keep-side-encoder, galleries store none.",
         ),
     ] = None,
     keep_side_encoder: Annotated[
         bool,
         typer.Option(
             "--keep-side-encoder",
-            help="Publish the newest release's side-information encoder again, so that stored "
-            "side-information stays valid. Without this flag, it is not used.",
+            help="Publish the newest release's model of side-information again, so that the "
+            "side-information (second vectors) that galleries store stays valid. Without this "
+            "flag, it is not used.",
         ),
     ] = False,
     upgrade: Upgrades = None,
@@ -301,17 +304,18 @@ def main(
         typer.Option(
             "--eval",
             metavar="FOLDER",
-            help="Folder of images that no run was trained on, one folder in it for each class; "
-            "half of them fit the calibration, the others decide the gate. Without it, image "
-            "search is not measured.",
+            help="Folder of images that no run was trained on, one folder in it for each class. "
+            "Half of them fit the calibration (from distances to probabilities), the others decide "
+            "the gate (whether the release beats the older one). Without it, image search is not "
+            "measured.",
         ),
     ] = None,
     eval_texts: EvalTexts = None,
     split_seed: Annotated[
         int,
         typer.Option(
-            help="Seed of the random halves of --eval and --eval-texts, one for the calibration "
-            "and one for the gate."
+            help="Seed that divides --eval and --eval-texts at random into two halves: one to fit "
+            "the calibration, one to test the release."
         ),
     ] = 0,
     int8_loss: Annotated[
@@ -333,8 +337,9 @@ def main(
         bool,
         typer.Option(
             "--force",
-            help="Publish even if the gate fails, was not measured, or measures training images; "
-            "the manifest records it. Without this flag, such a release is refused.",
+            help="Publish even if the gate, the test against the older release, fails, was not "
+            "measured, or measures training images; the manifest records it. Without this flag, "
+            "such a release is refused.",
         ),
     ] = False,
     dry_run: Annotated[

@@ -10,9 +10,11 @@ from nobackfill.training.cli.command import command_app
 from nobackfill.training.config import load_config
 
 _EPILOG = """
-The key `kind` of a configuration selects what is trained: `embedder` (phi), `side_encoder` (psi) or
-`upgrade` (h and g). Ready configurations are in configs/. training/config.py describes every key;
-an unknown key is refused, with the list of known ones.
+The key `kind` of a configuration selects what is trained: `embedder` (a model from images to
+vectors), `side_encoder` (a model of side-information, a second vector that upgrades read) or
+`upgrade` (a model from an old embedder's vectors to a new one's). Ready configurations are in
+configs/. training/config.py describes every key; an unknown key is refused, with the list of known
+ones.
 
 Writes RUN_DIR/checkpoint.safetensors, config.yaml and stats.jsonl (one JSON object per logged
 step). After an interruption run the same command again: it resumes from the last checkpoint, with
@@ -21,8 +23,8 @@ the same result.
 --weights overrides the key `weights`. It is a name that torchvision has for the backbone (DEFAULT,
 IMAGENET1K_V2), which is downloaded and verified, a file (.safetensors, .pt, .pth), or a public
 model, which also selects the backbone: timm:NAME.TAG or open_clip:NAME/TAG. Public models need the
-extra public-models. The classifier is kept only for classes that both name. Layers that do not fit
-are listed.
+extra public-models. The classifier is loaded only for classes that have the same name in the
+weights and in the images. Layers that stay untrained are listed on stderr.
 
 Examples:
 
@@ -31,9 +33,9 @@ images=photos/train
 
 python training/train.py configs/imagenet/embedder-2.yaml --weights IMAGENET1K_V2
 
-Exit codes: 0 done (now or before), 1 the loss diverged, 65 refused data or another digest, 66 no
-such file of weights, 69 a download without a network, 73 cannot write, 75 another training works in
-RUN_DIR, 78 wrong configuration, 130 interrupted.
+Exit codes: 0 done (now or before), 1 the loss diverged, 65 refused data, or a file whose digest is
+wrong, 66 no such file of weights, 69 a download without a network, 73 cannot write, 75 another
+training works in RUN_DIR, 78 wrong configuration, 130 interrupted.
 """
 
 

@@ -188,11 +188,12 @@ def _vectors(path: Path) -> Vectors:
             read = np.lib.format.read_array(file, allow_pickle=False)
     except (ValueError, OSError, EOFError, MemoryError, TokenError, SyntaxError) as error:
         raise InvalidInputError(
-            f"{path}: expected a .npy file of float32 [n, dim] ({error})"
+            f"{path}: expected stored vectors, a .npy file of float32 [n, dim], got another file "
+            f"({error})"
         ) from error
     if read.ndim != 2 or not read.shape[1]:
         raise InvalidInputError(
-            f"{path}: expected an array of shape [n, dim], got {list(read.shape)}"
+            f"{path}: expected stored vectors, an array of shape [n, dim], got {list(read.shape)}"
         )
     return check_vectors(read, read.shape[1], what=str(path))
 

@@ -145,7 +145,7 @@ def add_embedder_run(release: Release, run_dir: Path) -> None:
     config = checkpoint.config
     if not isinstance(config, EmbedderConfig):
         raise ConfigurationError(
-            f"--embedder {run_dir}: expected the folder of a run of kind embedder, got a "
+            f"--embedder {run_dir}: expected the run folder of a training of kind embedder, got a "
             f"{config.kind}"
         )
     method = embedder_method(config.method)
@@ -248,8 +248,8 @@ def add_side_run(release: Release, run_dir: Path) -> None:
     encoder, checkpoint = load_encoder(run_dir)
     if checkpoint.config.kind != "side_encoder":
         raise ConfigurationError(
-            f"--side-encoder {run_dir}: expected the folder of a run of kind side_encoder, got an "
-            "embedder"
+            f"--side-encoder {run_dir}: expected the run folder of a training of kind "
+            "side_encoder, got an embedder"
         )
     release.add_side_encoder(encoder)
     release.recipe |= {

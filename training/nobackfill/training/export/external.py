@@ -128,7 +128,9 @@ def _load(source: Path) -> onnx.ModelProto:
     try:
         return onnx.load(source)
     except (OSError, DecodeError, onnx.checker.ValidationError) as error:
-        raise InvalidInputError(f"--onnx {source}: expected an ONNX file ({error})") from error
+        raise InvalidInputError(
+            f"--onnx {source}: cannot be read as an ONNX file ({error}); export the model again"
+        ) from error
 
 
 def _names(graph: onnx.GraphProto) -> set[str]:
@@ -456,7 +458,7 @@ def _loaded(source: Path, option: str, command: str) -> onnx.ModelProto:
         return onnx.load(source)
     except (OSError, DecodeError, onnx.checker.ValidationError) as error:
         raise InvalidInputError(
-            f"{option}: expected an ONNX file ({error}); {command} writes one"
+            f"{option}: cannot be read as an ONNX file ({error}); {command} writes one"
         ) from error
 
 

@@ -171,7 +171,10 @@ def run_onnx(
         )
         return list(session.run(list(outputs), dict(inputs)))
     except refusals as error:
-        raise VerificationError(f"onnxruntime cannot run {path.name}: {error}") from error
+        raise VerificationError(
+            f"the exported file {path.name} was not published, because onnxruntime cannot run it: "
+            f"{error}"
+        ) from error
 
 
 def quantise(source: Path, target: Path) -> None:

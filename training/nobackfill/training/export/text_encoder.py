@@ -278,7 +278,7 @@ def _put(release: Release, source: Path, option: str, published: str) -> _Foreig
             outside.insert(0, f"pooling of {' with '.join(declared.pooling_modes)}")
         if outside:
             raise InvalidInputError(
-                f"{', '.join(outside)} is not applied in a release; export the whole model, so "
+                f"a release cannot apply {', '.join(outside)}; export the whole model, so "
                 "that its graph has an output 'sentence_embedding'"
             )
         if declared.max_length > LARGEST_LENGTH:
@@ -292,7 +292,9 @@ def _put(release: Release, source: Path, option: str, published: str) -> _Foreig
         strip(model)
         vectors = _run(model, path, tokenizer, declared, inputs)
     except (OSError, DecodeError, onnx.checker.ValidationError, ValueError, RuntimeError) as error:
-        raise InvalidInputError(f"{option} {file}: cannot be read as ONNX ({error})") from error
+        raise InvalidInputError(
+            f"{option} {file}: cannot be read as an ONNX model ({error}); export the model again"
+        ) from error
     except (InvalidInputError, VerificationError) as error:
         raise InvalidInputError(f"{option} {file}: {error}") from error
     if assumption := describe_assumptions(file, declared):

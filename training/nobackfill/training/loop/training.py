@@ -260,21 +260,25 @@ def _project_inner(config: SideEncoderConfig, run_dir: Path, listing: ImageListi
     """
     old, before = load_encoder(run_dir)
     if not isinstance(before.config, EmbedderConfig):
-        raise ConfigurationError(f"embedder: {run_dir} is a run of kind {before.config.kind}")
+        raise ConfigurationError(
+            "the key embedder: expected the run folder of a training of kind embedder, got "
+            f"{run_dir} of kind {before.config.kind}"
+        )
     for key in _NETWORK:
         expected, found = getattr(before.config, key), getattr(config, key)
         if expected != found:
             raise ConfigurationError(
-                f"side_info: inner needs the network of {run_dir}: expected {key}: {expected}, got "
-                f"{found}"
+                f"the key {key}: expected {expected}, as in {run_dir}, because side_info is inner; "
+                f"got {found}"
             )
     network = bare_backbone(old, before.config)
     layers = linear_layers(network)
     if not layers or layers[-1][1].in_features < config.side_info_dim:
         width = layers[-1][1].in_features if layers else 0
         raise ConfigurationError(
-            f"side_info: inner: the embedding layer of {run_dir} reads {width} features, fewer "
-            f"than side_info_dim: {config.side_info_dim}"
+            f"the key side_info_dim: expected at most {width}, the number of features that the "
+            f"embedding layer of {run_dir} reads, because side_info is inner; got "
+            f"{config.side_info_dim}"
         )
     path, last = layers[-1]
     replace_layer(network, path, torch.nn.Identity())

@@ -85,12 +85,13 @@ def check_choices(method: UpgradeMethod, config: UpgradeConfig) -> None:
         if name not in method.choices:
             names = ", ".join(method.choices) or "none"
             raise ConfigurationError(
-                f"choose: method {config.method} has no option {name!r} whose value can be "
+                f"the key choose: method {config.method} has no option {name!r} whose value can be "
                 f"selected automatically; expected one of: {names}"
             )
         if name in config.options or config.choose.count(name) > 1:
             raise ConfigurationError(
-                f"choose: the option {name} is named twice, or also set in options; leave one out"
+                f"the key choose: the option {name} is named twice, or also set in options; leave "
+                "one out"
             )
 
 
@@ -196,7 +197,7 @@ def make_groups(inputs: UpgradeInputs) -> Groups:
     if len(names) < _FEWEST_GROUPS:
         if len(labels) < _FEWEST_IN_CLUSTER * _CLUSTERS:
             raise InvalidInputError(
-                "choose: to select option values, expected images of at least "
+                "the key choose: to select option values, expected images of at least "
                 f"{_FEWEST_GROUPS} class folders, or at least {_FEWEST_IN_CLUSTER * _CLUSTERS} "
                 f"images, got {len(names)} class folders with {len(labels)} images; leave the key "
                 "choose out"
@@ -209,8 +210,9 @@ def make_groups(inputs: UpgradeInputs) -> Groups:
         names, kind = np.unique(labels), "clusters"
         if len(names) < _FEWEST_GROUPS:
             raise InvalidInputError(
-                f"choose: to select option values, expected at least {_FEWEST_GROUPS} different "
-                f"new embeddings of the images, got {len(names)}; leave the key choose out"
+                f"the key choose: to select option values, expected at least {_FEWEST_GROUPS} "
+                f"different new embeddings of the images, got {len(names)}; leave the key choose "
+                "out"
             )
     group_of = np.searchsorted(names, labels).astype(np.int64)
     drawn = np.random.default_rng(seed).permutation(len(names))
@@ -312,8 +314,8 @@ def open_sources(config: UpgradeConfig) -> Sources:
         new_side = encoder_of_run(config.new_side, "side_encoder")
     if config.side == "maps" and new_side is None:
         raise ConfigurationError(
-            f"side: maps needs the new side encoder, but {config.new} has none; add the key "
-            "new_side with a run folder, or set side: drops"
+            f"the key side: `maps` needs the new side encoder, but {config.new} has none; add the "
+            "key new_side with a run folder, or set side: drops"
         )
     return Sources(
         old,
@@ -457,8 +459,8 @@ def repeat_unseen(
     unseen = torch.tensor([name not in old_classes for name in class_names])
     if not unseen.any():
         raise ConfigurationError(
-            "unseen_copies: the old model was trained on every class of the images, so there is no "
-            "unseen class to repeat; leave the key out"
+            "the key unseen_copies: the old model was trained on every class of the images, so "
+            "there is no unseen class to repeat; leave the key out"
         )
     times = torch.where(unseen, copies, 1)[rows["labels"]]
     return {name: tensor.repeat_interleave(times, 0) for name, tensor in rows.items()}
@@ -514,7 +516,8 @@ def train_upgrade(
     check_choices(method, config)
     if len(train) < 2:
         raise InvalidInputError(
-            f"{train.root}: expected at least two images to train an upgrade, got {len(train)}"
+            f"{train.root}: expected at least two images to train an upgrade, got {len(train)}; "
+            "add images"
         )
     checkpoint = resumable(config)
     if checkpoint is not None and checkpoint.finished:
@@ -616,8 +619,8 @@ def fit_upgrade(
     if method.solve is not None:
         if config.keep_best:
             raise ConfigurationError(
-                f"keep_best: method {config.method} is solved in closed form and has no epochs to "
-                "select from; leave the key keep_best out"
+                f"the key keep_best: method {config.method} is solved in closed form and has no "
+                "epochs to select from; leave the key keep_best out"
             )
         method.solve(upgrade, inputs)
         return write_solved_run({"upgrade": upgrade}, config, inputs.class_names, facts)
@@ -639,8 +642,8 @@ def load_upgrade(checkpoint: Checkpoint) -> UpgradeNetwork:
     config, facts = checkpoint.config, checkpoint.facts
     if not isinstance(config, UpgradeConfig):
         raise ConfigurationError(
-            f"{config.run_dir}: expected the folder of a run of kind upgrade, got one of kind "
-            f"{config.kind}"
+            f"{config.run_dir}: expected the run folder of a training of kind upgrade, got one of "
+            f"kind {config.kind}"
         )
     shape = UpgradeShape(
         int(facts["old_dim"]),

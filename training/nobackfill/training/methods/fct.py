@@ -106,8 +106,8 @@ class FctObjective(Objective):
         self._held_out = inputs.held_out
         if inputs.config.keep_best and not self._held_out:
             raise ConfigurationError(
-                "keep_best: there is no held-out image to select the best epoch by; set held_out "
-                "to a larger share, or leave keep_best out"
+                "the key keep_best: there is no held-out image to select the best epoch by; set "
+                "held_out to a larger share, or leave keep_best out"
             )
         self.best = BestEpoch(upgrade) if inputs.config.keep_best else None
 

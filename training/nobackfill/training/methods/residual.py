@@ -228,7 +228,8 @@ class ResidualObjective(FastFillObjective):
         self.both_views = self.listwise_options.both_views
         if self.both_views and not inputs.config.mixed_views:
             raise ConfigurationError(
-                "option both_views draws a mixed view, but there is none; set mixed_views: 1"
+                "the option both_views of method residual needs a mixed view, but mixed_views is "
+                "0; set mixed_views: 1"
             )
         self.register_buffer("queue", flat(inputs.rows, "new"))
         labelled, labels = inputs.labelled()

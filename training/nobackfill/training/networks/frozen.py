@@ -99,8 +99,8 @@ def load_encoder(run_dir: Path) -> tuple[ImageEncoder, Checkpoint]:
     config = checkpoint.config
     if not isinstance(config, EmbedderConfig | SideEncoderConfig):
         raise ConfigurationError(
-            f"{run_dir}: expected the folder of a run of kind embedder or side_encoder, got one of "
-            f"kind {config.kind}"
+            f"{run_dir}: expected the run folder of a training of kind embedder or side_encoder, "
+            f"got one of kind {config.kind}"
         )
     encoder = build_encoder(config)
     load_part(encoder, checkpoint, "encoder")
@@ -125,7 +125,7 @@ def load_classifier(run_dir: Path) -> Classifier:
     config = checkpoint.config
     if not isinstance(config, EmbedderConfig):
         raise ConfigurationError(
-            f"{run_dir}: expected the folder of a run of kind embedder, got one of kind "
+            f"{run_dir}: expected the run folder of a training of kind embedder, got one of kind "
             f"{config.kind}"
         )
     head: Head = build_head(
@@ -162,7 +162,7 @@ def encoder_of_run(run_dir: Path, kind: str) -> FrozenEncoder:
     encoder, checkpoint = load_encoder(run_dir)
     if checkpoint.config.kind != kind:
         raise ConfigurationError(
-            f"{run_dir}: expected the folder of a run of kind {kind}, got one of kind "
+            f"{run_dir}: expected the run folder of a training of kind {kind}, got one of kind "
             f"{checkpoint.config.kind}"
         )
     device = _device()

@@ -133,7 +133,9 @@ HEAD_NAMES = ("softmax", *_DEFAULTS)
 
 def _require_head_name(name: str) -> None:
     if name not in HEAD_NAMES:
-        raise ConfigurationError(f"head: expected one of {', '.join(HEAD_NAMES)}, got {name!r}")
+        raise ConfigurationError(
+            f"the key head: expected one of {', '.join(HEAD_NAMES)}, got {name!r}"
+        )
 
 
 def build_head(
@@ -336,7 +338,7 @@ def first_elements(embedding: Tensor, k: int) -> Tensor:
     if embedding.shape[1] < k:
         raise ConfigurationError(
             f"the new embedding has {embedding.shape[1]} elements, the old classifier needs {k}; "
-            "set embedding_dim to at least the old one"
+            "set embedding_dim to at least {k}"
         )
     return embedding[:, :k]
 

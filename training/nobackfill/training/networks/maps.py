@@ -135,7 +135,7 @@ def principal(x: Tensor, rank: int) -> AffineMap:
         RuntimeError: a value is NaN or infinite.
     """
     if not 1 <= rank <= x.shape[1]:
-        raise ValueError(f"expected a rank of 1 to {x.shape[1]}, got {rank}")
+        raise ValueError(f"rank of the map: expected 1 to {x.shape[1]}, got {rank}")
     shift = x.double().mean(0)
     xc = x.double() - shift
     _, directions = torch.linalg.eigh(xc.t() @ xc)

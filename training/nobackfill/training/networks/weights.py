@@ -329,7 +329,7 @@ def load_pretrained(
         small_stem = config.image_size <= 64 and problems[0].startswith("conv1.weight")
         raise ConfigurationError(
             f"the weights {weights.name} do not fit the backbone {config.backbone}: "
-            f"{join_few(problems)}" + (_STEM if small_stem else "")
+            f"{join_few(problems)}" + (_STEM if small_stem else "; use weights of this backbone")
         )
     with torch.no_grad():
         for key in target.keys() - untrained:

@@ -139,7 +139,7 @@ def _latin1(text: str, encoding: str) -> bytes:
     """Stand in for _codecs.encode, by which Python 3 writes bytes into an old pickle protocol."""
     if encoding != "latin1":
         raise pickle.UnpicklingError(
-            f"it encodes bytes by {encoding}, expected latin1 as in plain data"
+            f"it encodes bytes as {encoding}, expected latin1 as in plain data"
         )
     return text.encode("latin1")
 
@@ -205,7 +205,10 @@ def read_plain_pickle(path: Path) -> Any:
         AttributeError,
         OverflowError,
     ) as error:
-        raise InvalidInputError(f"{path}: expected a pickle of plain data: {error}") from error
+        raise InvalidInputError(
+            f"{path}: expected a ground truth as a pickle of plain data ({error}); download it "
+            "again"
+        ) from error
 
 
 Difficulty = Literal["easy", "medium", "hard"]
@@ -253,8 +256,7 @@ def read_revisited(path: Path, difficulty: Difficulty) -> Revisited:
     """
     if difficulty not in _SETUPS:
         raise InvalidInputError(
-            "expected the difficulty easy, medium or hard of a landmark protocol, got "
-            f"{difficulty!r}"
+            f"difficulty of a landmark protocol: expected easy, medium or hard, got {difficulty!r}"
         )
     data = read_plain_pickle(path)
     try:
@@ -391,7 +393,7 @@ def _write_cut(image: Path, box: tuple[float, float, float, float], to: Path) ->
             whole.convert("RGB").crop((left, top, right, bottom)).save(to)
     except (InvalidInputError, OSError, ValueError) as error:
         raise InvalidInputError(
-            f"the query image {image} cannot be cut to its box {box}: {error}"
+            f"the query image {image} cannot be cut to its box {box} ({error}); download it again"
         ) from error
 
 

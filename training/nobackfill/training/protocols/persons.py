@@ -149,7 +149,8 @@ def read_faces(folder: Path) -> Faces:
     )
     if not rows:
         raise InvalidInputError(
-            f"{path}: expected lines of image, template and media, got an empty file"
+            f"{path}: expected lines of image, template and media, got an empty file; download it "
+            "again"
         )
     return Faces(tuple(name for name, _, _ in rows), numbers[:, 0], numbers[:, 1])
 
@@ -173,7 +174,7 @@ def read_pairs(folder: Path) -> VerificationPairs:
     if not len(numbers) or not np.isin(numbers[:, 2], (0, 1)).all():
         raise InvalidInputError(
             f"{path}: expected lines of two templates and the label 0 or 1, got another label or "
-            "an empty file"
+            "an empty file; download it again"
         )
     return VerificationPairs(numbers[:, 0], numbers[:, 1], numbers[:, 2] == 1)
 
@@ -199,7 +200,8 @@ def read_subject_templates(path: Path) -> SubjectTemplates:
         )
         if subjects.setdefault(template, subject) != subject:
             raise InvalidInputError(
-                f"{path}: expected one subject for each template, but template {template} has two"
+                f"{path}: expected one subject for each template, but template {template} has "
+                "two; download it again"
             )
     ids = np.array(sorted(subjects), np.int64)
     return SubjectTemplates(ids, np.array([subjects[i] for i in ids.tolist()], np.int64))
@@ -222,7 +224,7 @@ def pool_templates(faces: Faces, vectors: Floats) -> Templates:
     """
     if len(vectors) != len(faces.names):
         raise InvalidInputError(
-            f"expected one vector for each of the {len(faces.names)} faces of IJB-C, got "
+            f"vectors of IJB-C: expected one for each of the {len(faces.names)} faces, got "
             f"{len(vectors)}"
         )
     keys = np.stack((faces.templates, faces.media), 1)
@@ -456,7 +458,8 @@ def read_person_images(folder: Path) -> PersonImages:
     paths = sorted(path for path in folder.iterdir() if path.suffix == ".jpg")
     if not paths:
         raise InvalidInputError(
-            f"{folder}: expected images of Market-1501 such as 0002_c1s1_000451_03.jpg, got none"
+            f"{folder}: expected images of Market-1501 such as 0002_c1s1_000451_03.jpg, got none; "
+            "correct --root"
         )
     persons, cameras = [], []
     for path in paths:

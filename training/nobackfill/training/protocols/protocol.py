@@ -68,7 +68,7 @@ def read_words(path: Path, count: int) -> Iterator[list[str]]:
         if len(columns) != count:
             raise InvalidInputError(
                 f"{path} line {number}: expected {count} words, separated by spaces, got "
-                f"{len(columns)}"
+                f"{len(columns)}; download the file again"
             )
         yield columns
 
@@ -99,8 +99,8 @@ def read_table(path: Path, columns: Sequence[str]) -> Iterator[dict[str, str]]:
     for number, row in enumerate(reader, start=2):
         if any(row[name] is None for name in columns):
             raise InvalidInputError(
-                f"{path} row {number}: expected values of {', '.join(columns)}, but the row is too "
-                "short"
+                f"{path} row {number}: expected values of {', '.join(columns)}, got too few; "
+                "download the file again"
             )
         yield {name: row[name] for name in columns}
 
@@ -117,7 +117,9 @@ def parse_integer(text: str, path: Path) -> int:
     try:
         return int(text)
     except ValueError as error:
-        raise InvalidInputError(f"{path}: expected a whole number, got {text!r}") from error
+        raise InvalidInputError(
+            f"{path}: expected a whole number, got {text!r}; download the file again"
+        ) from error
 
 
 # Shares 0..1 by name.
