@@ -100,7 +100,8 @@ def list_images(
     """
     if not root.is_dir():
         raise ConfigurationError(
-            f"no image folder {root}; expected a folder of class folders of images"
+            f"{root}: there is no such folder; expected a folder with one folder of images for "
+            "each class"
         )
     folders = _folders(root) if class_list is None else _named_folders(root, class_list)
     if not folders:
@@ -110,8 +111,8 @@ def list_images(
         )
     if classes is not None and classes > len(folders):
         raise InvalidInputError(
-            f"{root}: expected at least {classes} class folders (classes: {classes}), "
-            f"got {len(folders)}"
+            f"{root}: expected at least {classes} class folders, because the key classes is "
+            f"{classes}, got {len(folders)}"
         )
     files = _files(folders[:classes])
     for folder, of_class in files.items():
@@ -127,7 +128,10 @@ def _named_folders(root: Path, class_list: Path) -> list[Path]:
     try:
         lines = class_list.read_text("utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"class_list {class_list}: cannot be read ({error})") from error
+        raise ConfigurationError(
+            f"class_list {class_list}: this list of classes cannot be read ({error}); check its "
+            "name and permissions"
+        ) from error
     # Places365 writes "/a/airfield 0", ImageNet "n01440764 tench, Tinca tinca".
     firsts = [line.split()[0].strip("/") for line in lines if line.strip()]
     names = [PurePosixPath(name).as_posix() for name in firsts]
@@ -258,7 +262,9 @@ def hash_file(file: Path) -> str:
     try:
         return sha256_file(file)
     except OSError as error:
-        raise InvalidInputError(f"{file}: cannot be read ({error.strerror})") from error
+        raise InvalidInputError(
+            f"{file}: this image cannot be read ({error.strerror}); check its permissions"
+        ) from error
 
 
 def decode_listing(

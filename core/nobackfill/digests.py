@@ -79,7 +79,9 @@ def side_space_id(encoder_sha256: str) -> str:
 
 def _hex64(digest: str) -> str:
     if len(digest) != 64 or not set(digest) <= set("0123456789abcdef"):
-        raise InvalidInputError(f"expected a SHA-256 of 64 lower-case hex digits, got {digest!r}")
+        raise InvalidInputError(
+            f"digest: expected a SHA-256 of 64 lower-case hex digits, got {digest!r}"
+        )
     return digest
 
 
@@ -131,5 +133,7 @@ def parse_percent(text: str) -> float:
     except ValueError:
         share = 0.0
     if not 0 < share <= 1:
-        raise InvalidInputError(f"expected above 0 and up to 100 percent, as 5%, got {text!r}")
+        raise InvalidInputError(
+            f"expected a share of more than 0 and at most 100 percent, such as 5%, got {text!r}"
+        )
     return share

@@ -157,7 +157,9 @@ def error_from_sqlite(path: Path, error: sqlite3.Error) -> NobackfillError | Non
     """
     code = getattr(error, "sqlite_errorcode", 0)
     if code & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
-        return BusyError(f"{path}: another process is writing ({error}); try again")
+        return BusyError(
+            f"{path}: another process writes to this file ({error}); try again when it has ended"
+        )
     if code & 0xFF in _UNWRITABLE and code != sqlite3.SQLITE_IOERR_SHORT_READ:
         return CannotWriteError(
             f"{path}: cannot be read or written ({error}); free some space, check the disk and "

@@ -112,7 +112,7 @@ def read_header(data: bytes) -> Header:
     else:
         raise InvalidInputError(
             f"image: expected a JPEG, PNG, WebP, HEIC or AVIF file, got {len(data)} bytes of "
-            "another format"
+            "another format; convert the picture"
         )
     width, height = header.width, header.height
     if not width * height:
@@ -462,8 +462,7 @@ def read_file(path: Path) -> bytes:
     if len(data) > LARGEST_BYTES:
         size = max(len(data), status.st_size)
         raise InvalidInputError(
-            f"expected an image file of at most {LARGEST_BYTES} bytes, got {size}; use a smaller "
-            "copy"
+            f"expected a file of at most {LARGEST_BYTES} bytes, got {size}; use a smaller copy"
         )
     return data
 

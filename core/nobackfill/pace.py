@@ -61,8 +61,8 @@ def read_paced(
                 clock >= deadline or count < SLOWEST_BYTES_A_SECOND * (clock - begin)
             ):
                 raise slow(
-                    f"expected at least {SLOWEST_BYTES_A_SECOND} bytes a second and the end before "
-                    "the deadline, got less"
+                    f"the host sends too slowly: expected at least {SLOWEST_BYTES_A_SECOND} bytes "
+                    "a second and the end before the deadline, got less"
                 )
             if piece is None:
                 begin, count = clock, 0

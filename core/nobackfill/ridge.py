@@ -79,7 +79,7 @@ class Moments:
         for x, y in blocks:
             moments.add(x, y)
         if moments.rows < 2:
-            raise ValueError(f"expected at least 2 pairs, got {moments.rows}")
+            raise ValueError(f"to fit a map, expected at least 2 pairs, got {moments.rows}")
         return moments
 
     def add(self, x: Floats, y: Floats) -> None:
@@ -96,14 +96,18 @@ class Moments:
         """
         if x.ndim != 2 or y.ndim != 2 or len(x) != len(y):
             raise ValueError(
-                f"expected paired rows [n, a] and [n, b], got {list(x.shape)} and {list(y.shape)}"
+                f"x and y: expected paired rows [n, a] and [n, b], got {list(x.shape)} and "
+                f"{list(y.shape)}"
             )
         if not len(x):
             return
         if self._origin is None:
             self._begin((x.mean(0, np.float64), y.mean(0, np.float64)))
         if (x.shape[1], y.shape[1]) != self.dims:
-            raise ValueError(f"expected pairs of dimensions {self.dims}, got {x.shape, y.shape}")
+            raise ValueError(
+                f"x and y: expected the dimensions {self.dims} of the first block, got the shapes "
+                f"{x.shape} and {y.shape}"
+            )
         for first in range(0, len(x), _BLOCK_ROWS):
             self._add(
                 *self._shifted(x[first : first + _BLOCK_ROWS], y[first : first + _BLOCK_ROWS])
@@ -143,7 +147,7 @@ class Moments:
 
     def _add(self, x: Doubles, y: Doubles) -> None:
         if not (np.isfinite(x).all() and np.isfinite(y).all()):
-            raise ValueError("expected finite values in every pair, got NaN or infinity")
+            raise ValueError("x and y: expected finite values in every pair, got NaN or infinity")
         for total, more in zip(self._sums, (x.sum(0), y.sum(0)), strict=True):
             total += more
         for total, more in zip(self._products, (x.T @ x, x.T @ y), strict=True):
@@ -278,7 +282,8 @@ def fit_ridge(
     moments = Moments.of(blocks()) if moments is None else moments
     if moments.rows % group or moments.rows < 2 * group:
         raise ValueError(
-            f"expected at least 2 whole groups of {group} rows, got {moments.rows} rows"
+            f"cross-validation: expected at least 2 whole groups of {group} pairs, got "
+            f"{moments.rows} pairs"
         )
     spectrum = _Spectrum(moments)
     held_out = spectrum.hold_out(blocks(), group, seed, sample)
@@ -330,7 +335,10 @@ class _Spectrum:
             first += len(x)
         x, y = (np.concatenate(side) for side in zip(*parts, strict=True))
         if first != self._rows:
-            raise ValueError(f"expected the same {self._rows} pairs a second time, got {first}")
+            raise ValueError(
+                f"the second reading of the pairs: expected the same {self._rows} pairs as in the "
+                f"first, got {first}"
+            )
         rotated = (x - self._means[0]) @ self._vectors
         return _HeldOut(rotated, y - self._means[1], group, self._cross, self._scale, self._rows)
 

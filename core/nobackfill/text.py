@@ -189,7 +189,8 @@ class TextLine:
             texts = isinstance(value, list) and all(isinstance(one, str) for one in value)
             if not texts and not isinstance(value, str | int | float | bool):
                 raise InvalidInputError(
-                    f"{key[:64]!r}: expected a text, a number, a flag or a list of texts"
+                    f"the key {key[:64]!r}: expected a text, a number, a flag or a list of texts, "
+                    "got another type"
                 )
         return values
 
@@ -241,7 +242,9 @@ def read_texts(
                 else:
                     yield one
     except OSError as error:
-        raise NotFoundError(f"{path}: cannot be read ({error})") from error
+        raise NotFoundError(
+            f"{path}: the file of texts cannot be read ({error}); check its name and permissions"
+        ) from error
 
 
 def _is_text(part: object) -> bool:

@@ -50,7 +50,7 @@ def check_vectors(vectors: ArrayLike, dim: int, *, what: str, unit: bool = False
     if array.ndim != 2 or array.shape[1] != dim:
         raise InvalidInputError(
             f"{what}: expected an array of shape [n, {dim}], got {list(array.shape)}; "
-            "was it made by another release's model?"
+            "use vectors that the same release's model computed"
         )
     if array.dtype == _FLOAT32 and _surely_valid(array, unit):
         return np.ascontiguousarray(array)

@@ -16,5 +16,10 @@ def _print_version(requested: bool) -> None:
 
 Version = Annotated[
     bool,
-    typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version."),
+    typer.Option(
+        "--version",
+        callback=_print_version,
+        is_eager=True,
+        help="Print the version of nobackfill, and run no command.",
+    ),
 ]

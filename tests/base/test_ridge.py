@@ -156,7 +156,7 @@ def test_what_is_no_pair_is_refused() -> None:
         Moments.of([(good, good[:3])])
     with pytest.raises(ValueError, match="NaN or infinity"):
         Moments.of([(good, good), (good * np.nan, good)])
-    with pytest.raises(ValueError, match="of dimensions"):
+    with pytest.raises(ValueError, match="expected the dimensions"):
         Moments.of([(good, good), (np.ones((4, 3)), good)])
-    with pytest.raises(ValueError, match="2 whole groups of 4 rows"):
+    with pytest.raises(ValueError, match="2 whole groups of 4 pairs"):
         fit_ridge(split_into_blocks(good, good), group=4)

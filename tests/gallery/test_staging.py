@@ -58,7 +58,7 @@ def test_a_space_with_gaps_is_not_flipped_unless_asked(tmp_path: Path) -> None:
 
 def test_rollback_returns_to_what_was_active_before_step_by_step(tmp_path: Path) -> None:
     with filled(tmp_path / "g.sqlite", 3) as store:
-        with pytest.raises(NotFoundError, match="no previous space"):
+        with pytest.raises(NotFoundError, match="no older release"):
             staging.rollback(store)
         for release in (2, 3):
             staging.add_staging_space(store, spec(release))

@@ -137,11 +137,11 @@ def test_runs_of_other_tests_draw_queries_of_their_own() -> None:
 def test_unanswerable_queries_are_left_out_and_must_pair() -> None:
     a, b = np.array([1.0, np.nan, 1.0]), np.array([0.0, np.nan, 0.0])
     assert paired_bootstrap([a], [b]).mean == 1
-    with pytest.raises(ValueError, match="that only one side answers"):
+    with pytest.raises(ValueError, match="that only one of them answers"):
         paired_bootstrap([a], [np.zeros(3)])
-    with pytest.raises(ValueError, match="paired values"):
+    with pytest.raises(ValueError, match="one value for each query"):
         paired_bootstrap([np.zeros(3)], [np.zeros(4)])
-    with pytest.raises(ValueError, match="same runs"):
+    with pytest.raises(ValueError, match="as many runs"):
         paired_bootstrap([np.zeros(3)], [])
     with pytest.raises(ValueError, match="0 < level < 1"):
         paired_bootstrap([a], [b], level=1)

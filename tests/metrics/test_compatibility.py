@@ -98,5 +98,5 @@ def test_classes_worst_and_ranges() -> None:
     labels = [0, 0, 1, 1, 2]
     assert mean_by_class(values, labels) == {0: 0.5, 1: 0.5, 2: 0.75}
     assert worst_class(np.array([1.0, 0.2]), [4, 9]) == (9, 0.2)
-    with pytest.raises(ValueError, match="a label for each query"):
+    with pytest.raises(ValueError, match="one for each query"):
         mean_by_class(values, [0, 1])

@@ -167,15 +167,15 @@ def test_bad_input_is_refused() -> None:
         distances(good, good * np.array([[1], [0], [1]]), "cosine")
     with pytest.raises(ValueError, match="'l2', 'cosine', 'inner_product'"):
         distances(good, good, "dot")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="relevance for 3 queries, got 2"):
+    with pytest.raises(ValueError, match="each of 3 queries, got 2"):
         rank(good, good, same_label([0, 1], [0, 1, 2]))
-    with pytest.raises(ValueError, match="both sides, or of neither"):
+    with pytest.raises(ValueError, match="or of neither"):
         same_label([0], [0], query_images=["a"])
     with pytest.raises(ValueError, match="one image identity for each label"):
         same_label([0], [0, 1], ["a"], ["a"])
     with pytest.raises(ValueError, match="k must be at least 1"):
         cmc(rank(good, good, same_label([0, 1, 2], [0, 1, 2])), 0)
-    with pytest.raises(ValueError, match=r"expected neighbours \[1, k\]"):
+    with pytest.raises(ValueError, match=r"expected positions \[1, k\]"):
         ranking_module.rank_neighbours(np.zeros((2, 3), int), same_label([0], [0]))
 
 

@@ -162,7 +162,7 @@ def test_rotation_needs_the_root_key(repo: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("roles", [[], ["leaf"]])
 def test_unknown_roles_are_refused(roles: list[Role], repo: Path) -> None:
-    with pytest.raises(ConfigurationError, match="at least one role of"):
+    with pytest.raises(ConfigurationError, match="at least one of"):
         rotate(repo, roles)
 
 

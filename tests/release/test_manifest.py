@@ -133,14 +133,14 @@ def test_what_is_newer_is_told_in_one_line(
 @pytest.mark.parametrize(
     ("at", "value", "sentence"),
     [
-        (("space",), "sp-" + "0" * 64, "expected space sp-"),
+        (("space",), "sp-" + "0" * 64, "expected sp-"),
         (("space",), "sp-x", "space: String should match"),
         (("side_space",), "ss-" + "0" * 64, "expected side_space to be the digest"),
         (("space",), "sp-" + "0" * 64 + "\n", "space: String should match"),
-        (("embedder", "file", "path"), "trusted.json", "expected embedder_2/1/model.onnx"),
-        (("probes", "file", "path"), "sync.lock", "expected probes-2.npz, got sync.lock"),
+        (("embedder", "file", "path"), "trusted.json", "expected the file embedder_2/1/model.onnx"),
+        (("probes", "file", "path"), "sync.lock", "expected the file probes-2.npz, got sync.lock"),
         (("side_encoder", "file", "path"), "release-1.json", "got release-1.json"),
-        (("upgrades", 0, "file", "path"), "1.root.json", "expected upgrade_1_to_2/1/model.onnx"),
+        (("upgrades", 0, "file", "path"), "1.root.json", "expected the file upgrade_1_to_2/"),
         (("embedder", "file", "path"), "embedder_2/1/model.onnx\n", "plain relative path"),
     ],
 )  # fmt: skip

@@ -155,7 +155,7 @@ def test_files_lie_where_their_names_say(tmp_path: Path) -> None:
     spec = first.manifest.embedder.model_copy(update={"file": file})
     files = {**first.files, file.path: first.files[manifest.embedder_path(1)]}
     wrong = Draft(first.manifest.model_copy(update={"embedder": spec}), files)
-    with pytest.raises(VerificationError, match="expected embedder_1"):
+    with pytest.raises(VerificationError, match="expected the file embedder_1"):
         publish(tmp_path / "repo", wrong)
 
 

@@ -60,7 +60,7 @@ WRONG: list[tuple[str, Callable[[Draft], Draft], type[NobackfillError], str]] = 
     ("source space", change_upgrade(from_space=SPACE), VerificationError, "another space"),
     ("source dim", change_upgrade(from_dim=3), VerificationError, "another space"),
     ("source side", change_upgrade(from_side_space=SIDE), VerificationError, "side-information"),
-    ("carried", change_upgrade(side="carries"), VerificationError, "different side spaces"),
+    ("carried", change_upgrade(side="carries"), VerificationError, "different side encoders"),
     ("damaged", damage(manifest.upgrade_path(1, 2)), VerificationError, "upgrade_1_to_2"),
     ("damaged probes", damage(manifest.probes_path(2)), VerificationError, "probes-2"),
     ("missing", lose(manifest.embedder_path(2)), VerificationError, "embedder_2"),

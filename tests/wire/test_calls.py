@@ -104,12 +104,12 @@ def test_every_command_refuses_a_token_without_tls(
     for command in commands:
         said = CliRunner().invoke(server_app, [*command, "--server=127.0.0.1:1"])
         assert said.exit_code == 78, command
-        assert "expected TLS for a bearer token" in said.output
+        assert "is sent over TLS only" in said.output
     gallery = tmp_path / "g.sqlite"
     with pytest.raises(SystemExit) as ended:
         run_line([f"--gallery={gallery}", "init", "--from=grpc://127.0.0.1:1"])
     assert ended.value.code == 78
-    assert "expected TLS for a bearer token" in capsys.readouterr().err
+    assert "is sent over TLS only" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("token", [b"", b"two words", b"\xff", b"a\nb"])

@@ -161,7 +161,10 @@ def _check_numbers(test: Test) -> None:
 
 def _tests(condition: Filter, depth: int) -> Iterator[Test]:
     if depth > MOST_DEPTH:
-        raise InvalidInputError(f"filter: expected at most {MOST_DEPTH} levels, got more")
+        raise InvalidInputError(
+            f"filter: expected at most {MOST_DEPTH} levels of nested conditions, got more; use "
+            "fewer levels"
+        )
     if isinstance(condition, Not):
         yield from _tests(condition.of, depth + 1)
     elif isinstance(condition, All | AnyOf):

@@ -103,7 +103,9 @@ def rescue(source: Path, target: Path, others: Mapping[str, str]) -> RescueRepor
             }
         except sqlite3.DatabaseError as error:
             raise DamagedError(
-                source, f"{error}, in the tables that list its spaces: nothing can be rescued"
+                source,
+                f"{error}, in the tables that list its vectors' models, so that nothing can be "
+                "rescued",
             ) from error
         create_in_place(target, None)
         with contextlib.closing(open_connection(target)) as new:
@@ -219,7 +221,7 @@ class _Rescue:
                 try:
                     item = item_from_row(row)
                     if item.id in self._saved:
-                        raise InvalidInputError(f"{item.id}: the id exists twice")
+                        raise InvalidInputError(f"{item.id}: the damaged gallery has this id twice")
                     batch = store.check_batch([item.id], [item.digest], [item.metadata])
                 except (DamagedError, InvalidInputError):
                     _count(self._report.invalid, "items")

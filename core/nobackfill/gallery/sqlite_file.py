@@ -1382,7 +1382,9 @@ class FileConnections:
         """
         with self._users:
             if self._closed:
-                raise NotFoundError(f"{self.path}: the gallery was closed or deleted")
+                raise NotFoundError(
+                    f"{self.path}: this gallery was closed or deleted meanwhile; open it again"
+                )
             if self._outdated and not self._using:
                 self._shut()
             opens = self._writer is None

@@ -692,8 +692,8 @@ def rollback(
         previous = [info for info in read_spaces(connection) if info.state == "previous"]
         if not previous:
             raise NotFoundError(
-                "this gallery has no previous space to roll back to: it was never upgraded, or the "
-                "previous space was removed"
+                "this gallery has no older release to roll back to: it was never upgraded, or the "
+                "vectors of that release were removed"
             )
         target = max(previous, key=lambda info: info.activated)
         _activate(connection, target, "staging", leave_behind)

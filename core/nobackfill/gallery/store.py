@@ -152,18 +152,21 @@ def check_batch(
     """
     for name, values in (("digests", digests), ("metadata", metadata)):
         if values is not None and len(values) != len(ids):
-            raise InvalidInputError(f"expected {name} for {len(ids)} ids, got {len(values)}")
+            raise InvalidInputError(
+                f"{name}: expected one for each of {len(ids)} items, got {len(values)}"
+            )
     lengths = [len(item_id) for item_id in ids]
     if ids and not (
         1 <= min(lengths) <= max(lengths) <= MAX_ID_CHARACTERS and is_storable("".join(ids))
     ):
         raise InvalidInputError(
-            f"expected ids of 1 to {MAX_ID_CHARACTERS} characters of valid text, got "
+            f"item ids: expected 1 to {MAX_ID_CHARACTERS} characters of valid text in each, got "
             f"lengths from {min(lengths)} to {max(lengths)}"
         )
     if len(set(ids)) != len(ids):
         raise InvalidInputError(
-            "expected each id once in a put, got an id twice; put the second one in another call"
+            "item ids: expected each id once in a put, got one twice; put the second one in "
+            "another call"
         )
     return Batch(
         ids,

@@ -67,7 +67,10 @@ class BackfillCurve:
             ValueError: Another number of values.
         """
         if values.shape != self.shares.shape:
-            raise ValueError(f"expected values {self.shares.shape}, got {values.shape}")
+            raise ValueError(
+                f"backfill curve: expected one value for each share {self.shares.shape}, got "
+                f"{values.shape}"
+            )
         return float(np.trapezoid(values, self.shares))
 
 

@@ -116,7 +116,10 @@ def paired_bootstrap(
             out of range.
     """
     if not 0 < level < 1 or resamples < 1:
-        raise ValueError(f"expected 0 < level < 1 and resamples >= 1, got {level}, {resamples}")
+        raise ValueError(
+            f"bootstrap: expected 0 < level < 1 and resamples >= 1, got level {level} and "
+            f"{resamples} resamples"
+        )
     queries = _queries(a, b)
     units, class_count, tail = queries, None, (1 - level) / 2
     if classes is not None:
@@ -142,19 +145,27 @@ def paired_bootstrap(
 def _queries(a: Sequence[NDArray[np.float64]], b: Sequence[NDArray[np.float64]]) -> list[_Units]:
     """Return the answerable queries of each run, named by their position."""
     if not a or len(a) != len(b):
-        raise ValueError(f"expected the same runs on both sides, got {len(a)} and {len(b)}")
+        raise ValueError(
+            f"bootstrap of a difference: expected as many runs of both models, got {len(a)} and "
+            f"{len(b)}"
+        )
     units = []
     for left, right in zip(a, b, strict=True):
         if left.shape != right.shape or left.ndim != 1:
-            raise ValueError(f"expected paired values [q], got {left.shape} and {right.shape}")
+            raise ValueError(
+                "bootstrap of a difference: expected one value for each query [q] from both "
+                f"models, got {left.shape} and {right.shape}"
+            )
         if (np.isnan(left) != np.isnan(right)).any():
             raise ValueError(
-                "expected NaN at the same queries on both sides, got a query that only one side "
-                "answers"
+                "bootstrap of a difference: expected NaN at the same queries from both models, got "
+                "a query that only one of them answers"
             )
         answerable = np.flatnonzero(~np.isnan(left))
         if not len(answerable):
-            raise ValueError("no query has a relevant item in the gallery")
+            raise ValueError(
+                "no query has a relevant item in the gallery; check the labels of both"
+            )
         units.append(_Units(answerable, (left - right)[answerable], np.ones(len(answerable))))
     return units
 
@@ -164,8 +175,8 @@ def _by_class(
 ) -> list[_Units]:
     if [labels.shape for labels in classes] != [run.shape for run in a]:
         raise ValueError(
-            f"expected a class for each query of each run, {[run.shape for run in a]}, got "
-            f"{[labels.shape for labels in classes]}"
+            f"bootstrap: expected a class for each query of each run, {[run.shape for run in a]}, "
+            f"got {[labels.shape for labels in classes]}"
         )
     units = []
     for run, labels in zip(queries, classes, strict=True):

@@ -24,7 +24,10 @@ def linear_cka(x: Floats, y: Floats) -> float:
         ValueError: A side is not two-dimensional, or they have different numbers of rows.
     """
     if x.ndim != 2 or y.ndim != 2 or len(x) != len(y):
-        raise ValueError(f"expected the same images on both sides, got {x.shape} and {y.shape}")
+        raise ValueError(
+            "CKA: expected embeddings [n, a] and [n, b] of the same images by both models, got "
+            f"{x.shape} and {y.shape}"
+        )
     xc = x.astype(np.float64) - x.mean(axis=0, dtype=np.float64)
     yc = y.astype(np.float64) - y.mean(axis=0, dtype=np.float64)
     scale = np.linalg.norm(xc.T @ xc) * np.linalg.norm(yc.T @ yc)

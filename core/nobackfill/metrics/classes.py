@@ -39,7 +39,7 @@ def worst_class(per_query: PerQuery, labels: ArrayLike) -> tuple[int, float]:
     """
     values = mean_by_class(per_query, labels)
     if not values:
-        raise ValueError("no query has a relevant item in the gallery")
+        raise ValueError("no query has a relevant item in the gallery; check the labels of both")
     label = min(values, key=values.__getitem__)
     return label, values[label]
 
@@ -48,6 +48,6 @@ def _check_labels(per_query: PerQuery, labels: ArrayLike) -> np.ndarray:
     labels = np.asarray(labels)
     if labels.shape != per_query.shape:
         raise ValueError(
-            f"expected a label for each query, got {labels.shape} for {per_query.shape}"
+            f"labels: expected one for each query {per_query.shape}, got {labels.shape}"
         )
     return labels

@@ -123,7 +123,7 @@ def negative_flips(old_cmc1: PerQuery, new_cmc1: PerQuery) -> float:
         )
     answerable = ~np.isnan(old_cmc1)
     if not answerable.any():
-        raise ValueError("no query has a relevant item in the gallery")
+        raise ValueError("no query has a relevant item in the gallery; check the labels of both")
     return float(np.mean((old_cmc1[answerable] == 1) & (new_cmc1[answerable] == 0)))
 
 
@@ -196,6 +196,6 @@ def strict_criterion(
 def _positive(value: float, what: str) -> float:
     if value <= 0:
         raise ValueError(
-            f"expected {what} above 0, because the figure is divided by it, got {value}"
+            f"{what}: expected a figure above 0, because the figure is divided by it, got {value}"
         )
     return value

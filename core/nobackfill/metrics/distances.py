@@ -71,7 +71,10 @@ def to_unit_norm(vectors: Floats) -> Floats:
     """
     norms = np.linalg.norm(vectors, axis=1, keepdims=True)
     if not norms.all():
-        raise ValueError(f"row {int(np.argmin(norms))} is a zero vector: it has no direction")
+        raise ValueError(
+            f"vectors to normalise: row {int(np.argmin(norms))} is a zero vector, which has no "
+            "direction; leave it out"
+        )
     result: Floats = vectors / norms
     return result
 
@@ -86,7 +89,7 @@ def _check(queries: Floats, gallery: Floats, metric: Metric) -> tuple[Floats, Fl
     dtype = np.float32 if single else np.float64
     queries, gallery = queries.astype(dtype, copy=False), gallery.astype(dtype, copy=False)
     if not (np.isfinite(queries).all() and np.isfinite(gallery).all()):
-        raise ValueError("expected finite embeddings, got NaN or infinity")
+        raise ValueError("vectors to compare: expected finite values, got NaN or infinity")
     if metric == "cosine":
         return to_unit_norm(queries), to_unit_norm(gallery)
     if metric not in get_args(Metric):

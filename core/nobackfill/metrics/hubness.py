@@ -42,11 +42,14 @@ def hubness(neighbours: Ints, gallery_size: int) -> Hubness:
     """
     if neighbours.ndim != 2 or not len(neighbours):
         raise ValueError(
-            f"expected neighbours [q, k] of at least one query, got {neighbours.shape}"
+            f"neighbours: expected positions [q, k] of at least one query, got {neighbours.shape}"
         )
     counts = np.bincount(neighbours.ravel(), minlength=gallery_size).astype(np.float64)
     if len(counts) > gallery_size:
-        raise ValueError(f"position {len(counts) - 1} is outside the gallery of {gallery_size}")
+        raise ValueError(
+            f"neighbours: expected positions below {gallery_size}, the size of the gallery, got "
+            f"{len(counts) - 1}"
+        )
     deviations = counts - counts.mean()
     spread = float(np.mean(deviations**2)) ** 0.5
     skewness = float(np.mean(deviations**3)) / spread**3 if spread else 0.0

@@ -74,8 +74,8 @@ def tpir_at_fpir(search: OpenSetSearch, fpir: float) -> float:
     """
     if not len(search.hit_distances) or not len(search.non_mated):
         raise ValueError(
-            f"expected mated and non-mated probes, got {len(search.hit_distances)} and "
-            f"{len(search.non_mated)}"
+            f"identification: expected mated and non-mated probes, got {len(search.hit_distances)} "
+            f"and {len(search.non_mated)}"
         )
     # Infinity marks a miss, which an infinite threshold (fpir 1) must not accept.
     identified = search.hit_distances < threshold_at(search.non_mated, fpir)

@@ -24,7 +24,7 @@ def nearest(queries: Floats, gallery: Floats, k: int, metric: Metric = "l2") -> 
             fit, values are not finite, a vector is zero with cosine, or the metric is unknown.
     """
     if not 1 <= k <= len(gallery):
-        raise ValueError(f"k must be 1 to {len(gallery)} (the gallery), got {k}")
+        raise ValueError(f"k must be 1 to {len(gallery)}, the size of the gallery, got {k}")
     positions, values = [], []
     for _, block in distance_blocks(queries, gallery, metric):
         kth = np.partition(block, k - 1, axis=1)[:, k - 1]

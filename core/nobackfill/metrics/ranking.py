@@ -72,7 +72,8 @@ def same_label(
     query_labels, gallery_labels = np.asarray(query_labels), np.asarray(gallery_labels)
     if query_labels.ndim != 1 or gallery_labels.ndim != 1:
         raise ValueError(
-            f"expected one-dimensional labels, got {query_labels.shape} and {gallery_labels.shape}"
+            f"expected one-dimensional labels of queries and gallery, got {query_labels.shape} "
+            f"and {gallery_labels.shape}"
         )
     order = np.argsort(gallery_labels, kind="stable").astype(np.int64)
     values, starts = np.unique(gallery_labels[order], return_index=True)
@@ -84,9 +85,13 @@ def same_label(
     if query_images is None and gallery_images is None:
         return Relevance(relevant, [none] * len(relevant))
     if query_images is None or gallery_images is None:
-        raise ValueError("give the image identities of both sides, or of neither")
+        raise ValueError(
+            "expected image identities of queries and gallery, or of neither; got one of them"
+        )
     if len(query_images) != len(query_labels) or len(gallery_images) != len(gallery_labels):
-        raise ValueError("expected one image identity for each label, on both sides")
+        raise ValueError(
+            "expected one image identity for each label of queries and gallery, got another number"
+        )
     positions: dict[str | int, list[int]] = {}
     for position, image in enumerate(gallery_images):
         positions.setdefault(image, []).append(position)
@@ -115,7 +120,8 @@ def rank(queries: Floats, gallery: Floats, relevance: Relevance, metric: Metric 
     """
     if len(relevance.relevant) != len(queries) or len(relevance.ignored) != len(queries):
         raise ValueError(
-            f"expected relevance for {len(queries)} queries, got {len(relevance.relevant)}"
+            f"relevance: expected one entry for each of {len(queries)} queries, got "
+            f"{len(relevance.relevant)}"
         )
     ranks: list[Ints] = []
     for first, block in distance_blocks(queries, gallery, metric):
@@ -173,7 +179,7 @@ def rank_neighbours(neighbours: Ints, relevance: Relevance) -> Ranking:
     """
     if neighbours.ndim != 2 or len(neighbours) != len(relevance.relevant):
         raise ValueError(
-            f"expected neighbours [{len(relevance.relevant)}, k], got {neighbours.shape}"
+            f"neighbours: expected positions [{len(relevance.relevant)}, k], got {neighbours.shape}"
         )
     ranks, counts = [], []
     for row, relevant, ignored in zip(

@@ -77,7 +77,7 @@ def mean(per_query: PerQuery) -> float:
     """
     answerable = per_query[~np.isnan(per_query)]
     if not len(answerable):
-        raise ValueError("no query has a relevant item in the gallery; are the labels of one set?")
+        raise ValueError("no query has a relevant item in the gallery; check the labels of both")
     return float(answerable.mean())
 
 

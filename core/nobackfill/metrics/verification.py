@@ -25,7 +25,10 @@ def tar_at_far(genuine: Floats, impostor: Floats, far: float) -> float:
         ValueError: No pairs of one kind, or a rate out of range.
     """
     if not len(genuine) or not len(impostor):
-        raise ValueError("expected genuine and impostor pairs, got none of one kind")
+        raise ValueError(
+            "verification: expected distances of genuine and of impostor pairs, got none of one "
+            "kind"
+        )
     return float(np.mean(genuine < threshold_at(impostor, far)))
 
 
@@ -44,7 +47,7 @@ def threshold_at(wrong: Floats, rate: float) -> float:
         ValueError: The rate is out of range.
     """
     if not 0 <= rate <= 1:
-        raise ValueError(f"expected a rate of 0 to 1, got {rate}")
+        raise ValueError(f"false accept rate: expected a rate of 0 to 1, got {rate}")
     ordered: NDArray[np.floating] = np.sort(wrong)
     # 0.29 * 100 is 28.999999999999996: the product of an exact share must round to the whole
     # number.

@@ -59,8 +59,8 @@ def parse_cell(text: str) -> CellName:
     match = _CELL.match(text.strip())
     if match is None:
         raise ConfigurationError(
-            "expected a cell like 2/2, 2/1 or 2/1>2 (the release of the queries, a slash, the "
-            f"releases of the gallery's route), got {text!r}"
+            "--cells: expected a cell like 2/2, 2/1 or 2/1>2 (the release of the queries, a slash, "
+            f"the gallery's release and those of its upgrades), got {text!r}"
         )
     return CellName(int(match[1]), tuple(int(part) for part in match[2].split(">")))
 

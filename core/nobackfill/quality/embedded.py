@@ -364,7 +364,7 @@ def query_vectors(cell: CellName, queries: EmbeddedListing, vectors: Vectors) ->
     if own.shape[1] != vectors.shape[1]:
         raise InvalidInputError(
             f"cell {cell}: queries and gallery vectors of the dimensions {own.shape[1]} and "
-            f"{vectors.shape[1]} cannot be compared; migrate the gallery along a route"
+            f"{vectors.shape[1]} cannot be compared; measure a cell with an upgrade, such as 2/1>2"
         )
     return own
 

@@ -566,14 +566,18 @@ class Calibration(ManifestPart):
         d, p = self.distances, self.probabilities
         if len(d) != len(p):
             raise ValueError(
-                f"expected one probability for each distance, got {len(p)} for {len(d)}"
+                f"calibration: expected one probability for each distance, got {len(p)} for "
+                f"{len(d)}"
             )
         if any(b <= a for a, b in itertools.pairwise(d)):
-            raise ValueError("expected strictly increasing distances")
+            raise ValueError("calibration: expected strictly increasing distances, got others")
         if any(b >= a for a, b in itertools.pairwise(p)):
-            raise ValueError("expected strictly decreasing probabilities")
+            raise ValueError("calibration: expected strictly decreasing probabilities, got others")
         if self.scale is not None and self.origin != "upgraded":
-            raise ValueError(f"expected a scale only for upgraded vectors, not {self.origin} ones")
+            raise ValueError(
+                "calibration: expected a scale only for upgraded vectors, got one for "
+                f"{self.origin} vectors"
+            )
         return self
 
 
@@ -652,21 +656,26 @@ class Manifest(ManifestPart):
     @model_validator(mode="after")
     def _agrees(self) -> Self:
         if (self.side_space is None) != (self.side_encoder is None):
-            raise ValueError("expected side_space and side_encoder together, or neither")
+            raise ValueError(
+                "expected side_space and side_encoder together, or neither; got one of them"
+            )
         if self.side_encoder is not None and self.embedder.file is None:
-            raise ValueError("expected no side encoder without an embedder of images")
+            raise ValueError(
+                "expected no side_encoder, because the release has no embedder of images; got one"
+            )
         if problem := explain_contradiction(self.embedder, self.text_encoder):
             raise ValueError(problem)
         lowest = lowest_format(self.embedder, self.text_encoder, adapts_queries=bool(self.adapters))
         if self.format != lowest:
             raise ValueError(
-                f"expected format {lowest}, the lowest that has the features of this release, got "
+                f"format: expected {lowest}, the lowest that has the features of this release, got "
                 f"{self.format}"
             )
         sources = [upgrade.from_release for upgrade in self.upgrades]
         if len(set(sources)) != len(sources) or any(m >= self.release for m in sources):
             raise ValueError(
-                f"expected upgrades from distinct older releases, got {join_few(sources)}"
+                "upgrades: expected distinct older releases as their starts, got "
+                f"{join_few(sources)}"
             )
         targets = [adapter.to_release for adapter in self.adapters]
         if len(set(targets)) != len(targets) or any(m >= self.release for m in targets):
@@ -695,7 +704,9 @@ class Manifest(ManifestPart):
         """
         expected = release_space_id(self.embedder, self.text_encoder)
         if self.space != expected:
-            raise ValueError(f"expected space {expected}, got {self.space}")
+            raise ValueError(
+                f"space: expected {expected}, the digest of the embedder, got {self.space}"
+            )
         encoder = self.side_encoder
         if encoder is not None and self.side_space != side_space_id(encoder.file.sha256):
             raise ValueError(
@@ -703,7 +714,7 @@ class Manifest(ManifestPart):
             )
         for path, file in self._places():
             if file.path != path:
-                raise ValueError(f"expected {path}, got {file.path}")
+                raise ValueError(f"expected the file {path}, got {file.path}")
         return self
 
     def _places(self) -> Iterator[tuple[str, PublishedFile]]:
@@ -906,7 +917,8 @@ def parse_manifest(text: str | bytes, release: int | None = None) -> Manifest:
         raise UnfitError(_refusal(name, error)) from error
     if release not in (None, manifest.release):
         raise UnfitError(
-            f"{name}: its manifest has the number of another release, {manifest.release}"
+            f"{name}: its manifest has the number of another release, {manifest.release}; its "
+            "publisher must publish a new release"
         )
     return manifest
 
@@ -925,7 +937,10 @@ def _refusal(name: str, error: ValidationError) -> str:
             f"{name} needs a newer nobackfill: its manifest has keys that this version does not "
             f"know, {join_few(keys)}"
         )
-    return f"{name}: its manifest cannot be used ({join_problems(error)})"
+    return (
+        f"{name}: its manifest cannot be used ({join_problems(error)}); its publisher must publish "
+        "a new release"
+    )
 
 
 def join_problems(error: ValidationError) -> str:
@@ -934,7 +949,10 @@ def join_problems(error: ValidationError) -> str:
     If a key has several problems, the last counts. Longer lists end with the number of the others.
     """
     problems = error.errors(include_url=False, include_context=False)
-    messages = {".".join(map(str, problem["loc"])): problem["msg"] for problem in problems}
+    messages = {
+        ".".join(map(str, problem["loc"])): problem["msg"].removeprefix("Value error, ")
+        for problem in problems
+    }
     return join_few(f"{key}: {message}".removeprefix(": ") for key, message in messages.items())
 
 
@@ -1017,9 +1035,11 @@ class Converter(ManifestPart):
     @model_validator(mode="after")
     def _agrees(self) -> Self:
         if self.file.path != converter_path(self.converter):
-            raise ValueError(f"expected {converter_path(self.converter)}, got {self.file.path}")
+            raise ValueError(
+                f"expected the file {converter_path(self.converter)}, got {self.file.path}"
+            )
         if self.old.fingerprint == self.new.fingerprint:
-            raise ValueError("expected two models, got one fingerprint twice")
+            raise ValueError("expected two different models, got one fingerprint twice")
         return self
 
 
@@ -1061,7 +1081,7 @@ def parse_converter(text: str | bytes, number: int) -> Converter:
     if manifest.converter != number:
         raise UnfitError(
             f"converter {number}: its manifest has the number of another converter, "
-            f"{manifest.converter}"
+            f"{manifest.converter}; its publisher must publish it again"
         )
     return manifest
 

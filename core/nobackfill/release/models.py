@@ -339,7 +339,8 @@ def locate_file(files: Files, path: str) -> Path:
         return files / path
     if path not in files:
         raise VerificationError(
-            f"{path}: the manifest names this file, but no file was given for it in the draft"
+            f"{path}: the manifest names this file, but no file was given for it in the draft; "
+            "export the release again"
         )
     return files[path]
 
@@ -365,7 +366,8 @@ def read_verified(files: Files, file: File) -> bytes:
             data = handle.read(file.length + 1)
     except OSError as error:
         raise VerificationError(
-            f"{file.path}: this file of the release cannot be read ({error.strerror})"
+            f"{file.path}: this file of the release cannot be read ({error.strerror}); check its "
+            "permissions"
         ) from error
     if len(data) != file.length or sha256_bytes(data) != file.sha256:
         raise VerificationError(
@@ -403,7 +405,7 @@ class Session:
                 )
         except self._failures as error:
             raise VerificationError(
-                f"{path}: onnxruntime cannot load it as a model ({error})"
+                f"{path}: onnxruntime cannot load this model ({error}); publish the release again"
             ) from error
 
     def run(self, inputs: dict[str, NDArray[Any]], outputs: list[str]) -> list[NDArray[Any]]:
@@ -427,7 +429,10 @@ class Session:
             with self._denormals_as_zero():
                 return list(self._session.run(outputs, inputs))
         except self._failures as error:
-            raise VerificationError(f"{self._path}: onnxruntime cannot run it ({error})") from error
+            raise VerificationError(
+                f"{self._path}: onnxruntime cannot run this model ({error}); publish the release "
+                "again"
+            ) from error
 
 
 def open_session(files: Files, file: File, threads: int) -> Session:

@@ -83,12 +83,12 @@ def check_onnx_file(
     """
     size = path.stat().st_size
     if not path.is_file() or size > LARGEST_FILE:
-        raise RefusedError(f"expected a file of at most {LARGEST_FILE} bytes, got {size}")
+        raise RefusedError(f"it has {size} bytes, expected at most {LARGEST_FILE}")
     try:
         # onnx.load would choose another format by the file's name.
         model = ModelProto.FromString(path.read_bytes())
     except (DecodeError, ValueError) as error:
-        raise RefusedError(f"is no ONNX file ({error})") from error
+        raise RefusedError(f"it is no ONNX file ({error})") from error
     _check_frame(model)
     graph = model.graph
     _check_tensors([*graph.initializer, *_constants(graph)])
@@ -97,13 +97,13 @@ def check_onnx_file(
         if node.domain not in ("", "ai.onnx") or node.op_type not in OPERATORS:
             name = f"{node.domain}::{node.op_type}" if node.domain else node.op_type
             raise RefusedError(
-                f"uses the operator {name}, which is not on the list of allowed operators"
+                f"it uses the operator {name}, which is not on the list of allowed operators"
             )
         _check_node(node, model.opset_import[0].version)
     _check_ends("inputs", graph.input, inputs)
     _check_ends("outputs", graph.output, outputs)
     if {i.name for i in graph.input} & {t.name for t in graph.initializer}:
-        raise RefusedError("has an initializer for an input; remove it from the graph's inputs")
+        raise RefusedError("it has an initializer for an input; remove it from the graph's inputs")
     try:
         onnx.checker.check_model(model, full_check=True)
         inferred = _check_values(model, tokens)
@@ -115,24 +115,24 @@ def check_onnx_file(
         ValueError,
         RuntimeError,
     ) as error:
-        raise RefusedError(f"does not pass onnx's checker ({error})") from error
+        raise RefusedError(f"it does not pass onnx's checker ({error})") from error
 
 
 def _check_frame(model: ModelProto) -> None:
     if model.ir_version not in IR_VERSIONS:
-        raise RefusedError(f"has IR version {model.ir_version}, expected {_span(IR_VERSIONS)}")
+        raise RefusedError(f"it has IR version {model.ir_version}, expected {_span(IR_VERSIONS)}")
     domains = [opset.domain for opset in model.opset_import]
     if len(domains) != 1 or domains[0] not in ("", "ai.onnx"):
-        raise RefusedError(f"imports operator sets {domains}, expected the default one only")
+        raise RefusedError(f"it imports operator sets {domains}, expected the default one only")
     version = model.opset_import[0].version
     if version not in OPSETS:
-        raise RefusedError(f"has opset {version}, expected {_span(OPSETS)}")
+        raise RefusedError(f"it has opset {version}, expected {_span(OPSETS)}")
     if model.functions:
-        raise RefusedError("defines functions; inline them")
+        raise RefusedError("it defines functions; inline them")
     if model.training_info:
-        raise RefusedError("contains training information; export the model for inference")
+        raise RefusedError("it contains training information; export the model for inference")
     if model.graph.sparse_initializer:
-        raise RefusedError("has sparse initializers; export dense ones")
+        raise RefusedError("it has sparse initializers; export dense ones")
 
 
 def _constants(graph: GraphProto) -> Iterator[TensorProto]:
@@ -144,9 +144,11 @@ def _constants(graph: GraphProto) -> Iterator[TensorProto]:
                 AttributeProto.SPARSE_TENSORS, AttributeProto.TYPE_PROTO,
                 AttributeProto.TYPE_PROTOS,
             ):  # fmt: skip
-                raise RefusedError(f"{node.op_type} has a subgraph, a sparse tensor or a reference")
+                raise RefusedError(
+                    f"its {node.op_type} has a subgraph, a sparse tensor or a reference"
+                )
             if attribute.HasField("g") or attribute.graphs or attribute.HasField("sparse_tensor"):
-                raise RefusedError(f"{node.op_type} hides a subgraph or a sparse tensor")
+                raise RefusedError(f"its {node.op_type} hides a subgraph or a sparse tensor")
             if attribute.HasField("t"):
                 yield attribute.t
             yield from attribute.tensors
@@ -157,21 +159,21 @@ def _check_tensors(tensors: list[TensorProto]) -> None:
     for tensor in tensors:
         if tensor.data_location == TensorProto.EXTERNAL or tensor.external_data:
             raise RefusedError(
-                f"tensor {tensor.name!r} lies in another file; export the model as one file"
+                f"its tensor {tensor.name!r} lies in another file; export the model as one file"
             )
         if tensor.data_type not in _BYTES:
             raise RefusedError(
-                f"tensor {tensor.name!r} has the type {tensor.data_type}, which is not allowed"
+                f"its tensor {tensor.name!r} has the type {tensor.data_type}, which is not allowed"
             )
         if tensor.HasField("segment") or any(size < 0 for size in tensor.dims):
-            raise RefusedError(f"tensor {tensor.name!r} has an impossible shape")
+            raise RefusedError(f"its tensor {tensor.name!r} has an impossible shape")
         size = math.prod(tensor.dims) * _BYTES[tensor.data_type]
         total += size
         if total > LARGEST_FILE:
-            raise RefusedError(f"tensors declare more than {LARGEST_FILE} bytes")
+            raise RefusedError(f"its tensors declare more than {LARGEST_FILE} bytes")
         if tensor.HasField("raw_data") and len(tensor.raw_data) != size:
             raise RefusedError(
-                f"tensor {tensor.name!r} declares {size} bytes, but has {len(tensor.raw_data)}"
+                f"its tensor {tensor.name!r} declares {size} bytes, but has {len(tensor.raw_data)}"
             )
 
 
@@ -179,17 +181,17 @@ def _check_ends(what: str, values: Iterable[ValueInfoProto], declared: tuple[Ten
     names = [value.name for value in values]
     declared_names = [name for name, _, _ in declared]
     if sorted(names) != sorted(declared_names):
-        raise RefusedError(f"has {what} {names}, the manifest declares {declared_names}")
+        raise RefusedError(f"it has {what} {names}, but the manifest declares {declared_names}")
     for name, dtype, declared_shape in declared:
         value = next(value for value in values if value.name == name)
         kind = value.type.tensor_type
         if not value.type.HasField("tensor_type") or kind.elem_type != _TYPES[dtype]:
-            raise RefusedError(f"{name!r} is not {dtype}")
+            raise RefusedError(f"its input or output {name!r} is not {dtype}")
         shape = [d.dim_value if d.HasField("dim_value") else None for d in kind.shape.dim]
         if shape != [None, *declared_shape]:
             raise RefusedError(
-                f"{name!r} has the shape {shape}, expected {[None, *declared_shape]} "
-                "(None: any number of items)"
+                f"its input or output {name!r} has the shape {shape}, expected "
+                f"{[None, *declared_shape]} (None: any number of items)"
             )
 
 
@@ -208,8 +210,8 @@ def _check_values(model: ModelProto, tokens: int) -> GraphProto:
         sizes = [d.dim_value for d in value.type.tensor_type.shape.dim if d.HasField("dim_value")]
         if math.prod(sizes) > LARGEST_VALUE:
             raise RefusedError(
-                f"value {value.name!r} has {math.prod(sizes)} elements for one item, expected at "
-                f"most {LARGEST_VALUE}"
+                f"its value {value.name!r} has {math.prod(sizes)} elements for one item, expected "
+                f"at most {LARGEST_VALUE}"
             )
     return inferred.graph
 
@@ -224,14 +226,14 @@ def _check_node(node: NodeProto, opset: int) -> None:
         optional_input = place < len(formal) and formal[place].option == optional
         # onnxruntime reads a bias that is omitted by an empty name.
         if not name and (not optional_input or node.op_type == "LayerNormalization"):
-            raise RefusedError(f"omits input {place} of a {node.op_type}, which needs it")
+            raise RefusedError(f"it omits input {place} of a {node.op_type}, which needs it")
     for attribute in node.attribute:
         if attribute.name == "axis" and abs(attribute.i) > _MOST_AXES:
-            raise RefusedError(f"has a {node.op_type} along axis {attribute.i}")
+            raise RefusedError(f"it has a {node.op_type} along axis {attribute.i}")
         if attribute.name == "num_outputs" and attribute.i != len(node.output):
             raise RefusedError(
-                f"has a {node.op_type} with num_outputs {attribute.i}, "
-                f"but {len(node.output)} outputs"
+                f"it has a {node.op_type} with num_outputs {attribute.i}, but {len(node.output)} "
+                "outputs"
             )
 
 
@@ -239,10 +241,10 @@ def _check_mode(node: NodeProto) -> None:
     """Refuse training modes: Dropout would be random, BatchNormalization would return
     statistics."""
     if node.op_type == "Dropout" and len([name for name in node.input if name]) > 2:
-        raise RefusedError("has a Dropout with a training mode")
+        raise RefusedError("it has a Dropout with a training mode")
     training = (a.i for a in node.attribute if a.name == "training_mode")
     if any(training) or (node.op_type == "BatchNormalization" and len(node.output) > 1):
-        raise RefusedError(f"has a {node.op_type} in training mode")
+        raise RefusedError(f"it has a {node.op_type} in training mode")
 
 
 def _check_arithmetic(graph: GraphProto) -> None:
@@ -265,7 +267,7 @@ def _check_arithmetic(graph: GraphProto) -> None:
             constant |= set(node.output)
             folded += sum(_elements(values.get(name)) for name in node.output if name)
     if folded > LARGEST_VALUE:
-        raise RefusedError(f"computes {folded} elements from constants; fold them at export")
+        raise RefusedError(f"it computes {folded} elements from constants; fold them at export")
 
 
 def _elements(kind: TypeProto.Tensor | None) -> int:
@@ -290,7 +292,7 @@ def _check_division(
         return
     if divisor not in tensors or not (numpy_helper.to_array(tensors[divisor]) > 0).all():
         raise RefusedError(
-            f"has a {node.op_type} of integers by {divisor!r}, which is not known to be more than 0"
+            f"it has a {node.op_type} of integers by {divisor!r}, which is not known to be above 0"
         )
 
 

@@ -195,7 +195,8 @@ def _texts(data: NDArray[Any]) -> list[str]:
         texts = json.loads(data.astype(np.uint8).tobytes())
     except (ValueError, RecursionError) as error:
         raise VerificationError(
-            f"{_PROBES}: expected the array 'text' to be JSON, got something else ({error})"
+            f"{_PROBES}: expected the array 'text' to be JSON, got something else ({error}); "
+            "publish the release again"
         ) from error
     if not isinstance(texts, list) or not 0 < len(texts) <= _MOST_TEXTS:
         raise VerificationError(
@@ -204,7 +205,9 @@ def _texts(data: NDArray[Any]) -> list[str]:
     try:
         return [check_text(text) for text in texts]
     except (InvalidInputError, AttributeError) as error:
-        raise VerificationError(f"{_PROBES}: a text cannot be used ({error})") from error
+        raise VerificationError(
+            f"{_PROBES}: one of its texts cannot be used ({error}); publish the release again"
+        ) from error
 
 
 def _check_vocabulary(model: TextModel) -> None:
@@ -329,7 +332,7 @@ def _agree(name: str, published: NDArray[Any], output: NDArray[Any], tolerance: 
         raise VerificationError(
             f"golden probe {name} of the release: its model must give the shape "
             f"{list(published.shape)} for the test inputs, and gives {list(output.shape)}; the "
-            "release is not used"
+            "release is not used. Its publisher must publish it again"
         )
     difference = np.abs(output - published) / np.maximum(1, np.abs(published))
     # Also refuses NaN among the published values.
@@ -378,7 +381,9 @@ def check_onnx(files: Mapping[str, OnnxFile]) -> None:
         try:
             check_onnx_file(file.path, file.inputs, file.outputs, file.longest)
         except RefusedError as error:
-            raise VerificationError(f"{name}: the ONNX file is refused: {error}") from error
+            raise VerificationError(
+                f"{name}: the ONNX file is refused: {error}. Its publisher must export it again"
+            ) from error
         except (OSError, MemoryError, RecursionError) as error:
             raise VerificationError(
                 f"{name}: the ONNX file is refused: it cannot be checked "

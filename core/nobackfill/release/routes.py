@@ -245,8 +245,7 @@ def open_route(files: Files, route: Route, threads: int = 1, *, int8: bool = Fal
     """
     if not route.steps:
         raise InvalidInputError(
-            "expected a route with at least one upgrade, got an empty one: the vectors stay as "
-            "they are"
+            "route: expected at least one upgrade, got none: the vectors stay as they are"
         )
     models = tuple(
         open_upgrade(

@@ -13,18 +13,48 @@ from nobackfill.terminal import escape_hidden
 
 
 def command(
-    model_repo: Annotated[Path, typer.Option(help="The publication folder.")],
-    release: Annotated[int, typer.Option(min=1, help="The new release.")],
-    output: Annotated[Path, typer.Option("-o", "--output", help="The HTML file to write.")],
+    model_repo: Annotated[
+        Path,
+        typer.Option(
+            metavar="FOLDER", help="Publication folder with the new release; it is only read."
+        ),
+    ],
+    release: Annotated[
+        int,
+        typer.Option(min=1, metavar="N", help="Number of the release whose upgrade is shown."),
+    ],
+    output: Annotated[
+        Path,
+        typer.Option(
+            "-o",
+            "--output",
+            metavar="FILE",
+            help="HTML file to write; an existing file is replaced.",
+        ),
+    ],
     images: Annotated[
         Path | None,
-        typer.Option(help="A folder of class folders to measure on and to show; it is only read."),
+        typer.Option(
+            metavar="FOLDER",
+            help="Folder of images to measure on and to show, one folder in it for each class; it "
+            "is only read. Without it, the page has only what the publisher measured.",
+        ),
     ] = None,
     console: Annotated[
-        str, typer.Option(help="Link to the gateway's console at this address.")
+        str,
+        typer.Option(
+            metavar="URL",
+            help="Address of the operators' pages, as `gateway serve --console` prints it; the "
+            "page links to it. Without it, there is no such link.",
+        ),
     ] = "",
     browse: Annotated[
-        str, typer.Option(help="Link to the pages of edge-client browse at this address.")
+        str,
+        typer.Option(
+            metavar="URL",
+            help="Address of a device's pages, as `edge-client browse` prints it; the page links "
+            "to it. Without it, there is no such link.",
+        ),
     ] = "",
 ) -> None:
     """Write one HTML file that shows what an upgrade does to a gallery."""

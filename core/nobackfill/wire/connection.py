@@ -228,8 +228,8 @@ def open_channel(address: str, *, tls: bool = False) -> grpc.Channel:
     hosts = [host.strip() for host in host_list.split(",")]
     if scheme not in _SCHEMES or (len(hosts) > 1 and "" in hosts):
         raise ConfigurationError(
-            "expected HOST:PORT, grpc://HOST:PORT or grpcs://HOST:PORT, several hosts separated by "
-            f"commas, got {address!r}"
+            "the gateway's address: expected HOST:PORT, grpc://HOST:PORT or grpcs://HOST:PORT, "
+            f"several hosts separated by commas, got {address!r}"
         )
     options = [
         ("grpc.enable_retries", 0),
@@ -242,8 +242,8 @@ def open_channel(address: str, *, tls: bool = False) -> grpc.Channel:
     if not (_SCHEMES[scheme] or tls):
         if token is not None:
             raise ConfigurationError(
-                "expected TLS for a bearer token: write the address as grpcs://HOST:PORT, "
-                "or unset NOBACKFILL_TOKEN_FILE"
+                "the token of NOBACKFILL_TOKEN_FILE is sent over TLS only: write the gateway's "
+                "address as grpcs://HOST:PORT, or unset the variable"
             )
         return combine_channels([grpc.insecure_channel(host, options) for host in hosts])
     authority = _read("NOBACKFILL_CA_FILE")
@@ -259,7 +259,10 @@ def open_channel(address: str, *, tls: bool = False) -> grpc.Channel:
     )
     if token is not None:
         if not _TOKEN.fullmatch(token.strip()):
-            raise ConfigurationError("NOBACKFILL_TOKEN_FILE: expected one token of printable ASCII")
+            raise ConfigurationError(
+                "NOBACKFILL_TOKEN_FILE: expected a file with one token of printable ASCII, found "
+                "other content"
+            )
         bearer = grpc.access_token_call_credentials(token.decode().strip())
         credentials = grpc.composite_channel_credentials(credentials, bearer)
     return combine_channels([grpc.secure_channel(host, credentials, options) for host in hosts])
@@ -272,7 +275,10 @@ def _read(variable: str) -> bytes | None:
     try:
         return Path(path).read_bytes()
     except OSError as error:
-        raise ConfigurationError(f"{variable}: cannot read {path} ({error.strerror})") from error
+        raise ConfigurationError(
+            f"{variable}: the file {path} cannot be read ({error.strerror}); check its name and "
+            "permissions"
+        ) from error
 
 
 # The base of every service's calls.

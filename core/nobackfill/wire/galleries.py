@@ -124,7 +124,7 @@ class SearchCalls(Connection):
         """
         if kind not in FEEDBACK:
             raise InvalidInputError(
-                f"kind: expected one of {', '.join(sorted(FEEDBACK))}, got {kind!r}"
+                f"kind of feedback: expected one of {', '.join(sorted(FEEDBACK))}, got {kind!r}"
             )
         request = search_pb2.FeedbackRequest(
             gallery=gallery, request_id=request_id, item_id=item, kind=FEEDBACK[kind]
@@ -220,7 +220,9 @@ def _query(
     image: Image | None, text: str | None, embeddings: Embeddings | None
 ) -> search_pb2.Query:
     if sum(one is not None for one in (image, text, embeddings)) != 1:
-        raise InvalidInputError("query: expected one of image=, text= and embeddings=")
+        raise InvalidInputError(
+            "query: expected one of image=, text= and embeddings=, got none or several"
+        )
     if image is not None:
         return search_pb2.Query(image=image_bytes(image))
     if text is not None:

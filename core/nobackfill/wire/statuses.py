@@ -86,11 +86,16 @@ _CONNECTING = (
     ),
     (
         "handshake failed",
-        "the TLS handshake failed; check that it accepts the certificate in NOBACKFILL_CERT_FILE",
+        "the TLS handshake failed; check that the gateway accepts the certificate in "
+        "NOBACKFILL_CERT_FILE",
     ),
-    ("refused", "nothing listens there; start it with `gateway serve`, or check the address"),
+    ("refused", "nothing listens there; run `gateway serve` there, or check the address"),
     ("resolving", "no host of that name; check the address"),
-    ("Socket closed", "it closed the connection; does it expect TLS (grpcs://)?"),
+    (
+        "Socket closed",
+        "the gateway closed the connection; if it needs TLS, write its address as "
+        "grpcs://HOST:PORT",
+    ),
     ("HTTP/2", "the server there is no gateway; check the address"),
 )
 

@@ -38,8 +38,9 @@ Exit codes: 0 success or nothing to do, 2 wrong usage, 65 invalid data or failed
 """
 
 app = typer.Typer(
-    help="Manage the keys and signatures of a publication folder, withdraw releases, check it.\n\n"
-    "training/export.py publishes the releases themselves.",
+    help="Manage a publication folder: its signing keys and signatures, and withdrawn releases.\n\n"
+    "A publication folder has all released models with signed metadata. `python "
+    "training/export.py` publishes releases into it.",
     epilog=_EPILOG,
     rich_markup_mode=None,
     no_args_is_help=True,
@@ -47,23 +48,45 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-Repo = Annotated[Path, typer.Option("--model-repo", help="The publication folder.")]
+Repo = Annotated[
+    Path,
+    typer.Option(
+        "--model-repo",
+        metavar="FOLDER",
+        help="Publication folder, with the released models and their signed metadata.",
+    ),
+]
 RootKey = Annotated[
     Path | None,
     typer.Option(
-        "--root-key", help="File of the root key.", show_default="MODEL_REPO.keys/root.pem"
+        "--root-key",
+        metavar="FILE",
+        help="PEM file of the root key, which signs the list of all keys that readers trust.",
+        show_default="MODEL_REPO.keys/root.pem",
     ),
 ]
 TargetsKey = Annotated[
     Path | None,
     typer.Option(
         "--targets-key",
-        help="File of the targets key.",
+        metavar="FILE",
+        help="PEM file of the targets key, which signs the list of the published files.",
         show_default="MODEL_REPO.keys/targets.pem",
     ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Check and report, but write nothing.")]
+Json = Annotated[
+    bool,
+    typer.Option(
+        "--json", help="Print one JSON object on stdout; without this, print readable text."
+    ),
+]
+DryRun = Annotated[
+    bool,
+    typer.Option(
+        "--dry-run",
+        help="Print what the command would change, but write nothing. Without this, it is written.",
+    ),
+]
 
 DEFAULT_REPO = Path("model_repo")
 
@@ -83,8 +106,9 @@ def keys(
 ) -> None:
     """Make the four signing keys and the root metadata of a new publication.
 
-    The options name the files of the root and targets keys, on an offline medium for instance. The
-    other keys go into MODEL_REPO.keys. Run it again if it was interrupted.
+    --root-key and --targets-key name the files of two of the keys, for example on an offline
+    medium. The snapshot and timestamp keys go into the folder MODEL_REPO.keys. If the command was
+    interrupted, run it again.
     """
     key_files = _keys(model_repo, root_key, targets_key)
     files = {role: str(key_files.path(role)) for role in ROLES}
@@ -113,8 +137,8 @@ def resign(
 ) -> None:
     """Renew the signatures of a publication; run it at least once a month.
 
-    It signs the snapshot and timestamp metadata. It renews root and targets metadata, too, once
-    half of their year is over, if their keys are available.
+    It signs the snapshot and timestamp metadata, which expire first. It also signs root and targets
+    metadata, which are valid for a year, once half of that year is over and their keys are there.
     """
     renewal = renew.resign(model_repo, _keys(model_repo, root_key, targets_key), dry_run)
     _print_renewal("signed again", renewal, dry_run, as_json)
@@ -122,20 +146,26 @@ def resign(
 
 @app.command()
 def rotate(
-    role: Annotated[list[str], typer.Option(help=f"One of {', '.join(ROLES)}; repeatable.")],
+    role: Annotated[
+        list[str],
+        typer.Option(
+            metavar="ROLE",
+            help=f"Role whose key is replaced: {', '.join(ROLES)}. Repeat the option for more.",
+        ),
+    ],
     model_repo: Repo = DEFAULT_REPO,
     root_key: RootKey = None,
     targets_key: TargetsKey = None,
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
-    """Replace the keys of roles; readers reject the old keys afterwards.
+    """Replace the signing keys of --role; readers reject the old keys afterwards.
 
     It needs the root key.
     """
     if strangers := set(role) - set(ROLES):
         raise ConfigurationError(
-            f"expected roles among {', '.join(ROLES)}, got {sorted(strangers)}"
+            f"--role: expected one or more of {', '.join(ROLES)}, got {', '.join(strangers)}"
         )
     roles = [cast(Role, name) for name in role]
     renewal = renew.rotate(model_repo, roles, _keys(model_repo, root_key, targets_key), dry_run)
@@ -144,8 +174,16 @@ def rotate(
 
 @app.command()
 def rollout(
-    release: Annotated[int, typer.Argument(help="Number of the release.")],
-    share: Annotated[str, typer.Option(help="Share of the devices in percent, such as 10%.")],
+    release: Annotated[
+        int, typer.Argument(help="Number of a published release; `publication list` shows them.")
+    ],
+    share: Annotated[
+        str,
+        typer.Option(
+            metavar="PERCENT",
+            help="Share of the devices that may use the release from now on, such as 10%.",
+        ),
+    ],
     model_repo: Repo = DEFAULT_REPO,
     targets_key: TargetsKey = None,
     dry_run: DryRun = False,
@@ -153,8 +191,9 @@ def rollout(
 ) -> None:
     """Offer a release to a larger share of the devices.
 
-    The share can only grow; `publication withdraw` withdraws a release. A device hashes a random id
-    of its own, which never leaves it, to find out whether it belongs to the share.
+    The share can only grow; `publication withdraw` takes a release back from all devices. Each
+    device decides by a random number of its own, which it never sends, whether it belongs to the
+    share.
     """
     part = parse_percent(share)
     key_files = _keys(model_repo, None, targets_key)
@@ -166,8 +205,16 @@ def rollout(
 
 @app.command()
 def withdraw(
-    number: Annotated[int, typer.Argument(help="Number of the release.")],
-    reason: Annotated[str, typer.Option(help="Reason that devices and users are shown.")],
+    number: Annotated[
+        int, typer.Argument(help="Number of a published release; `publication list` shows them.")
+    ],
+    reason: Annotated[
+        str,
+        typer.Option(
+            metavar="TEXT",
+            help="Reason for the withdrawal on one line, which devices and users are shown.",
+        ),
+    ],
     model_repo: Repo = DEFAULT_REPO,
     targets_key: TargetsKey = None,
     dry_run: DryRun = False,
@@ -175,8 +222,8 @@ def withdraw(
 ) -> None:
     """Withdraw a release: devices use the newest release that is not withdrawn.
 
-    It cannot be undone. The reason is one printable line. Another reason replaces the former one,
-    and the same reason changes nothing. `nobackfill converter withdraw` withdraws a converter.
+    It cannot be undone. Another --reason replaces the former one, and the same reason changes
+    nothing. `nobackfill converter withdraw` withdraws a published map.
     """
     key_files = _keys(model_repo, None, targets_key)
     news = renew.withdraw(model_repo, number, reason, key_files, dry_run)
@@ -192,22 +239,33 @@ def withdraw(
 def verify(
     model_repo: Repo = DEFAULT_REPO,
     release: Annotated[
-        int | None, typer.Option(help="Check only this release.", show_default="all")
+        int | None,
+        typer.Option(
+            metavar="N", help="Number of the only release to check.", show_default="all releases"
+        ),
     ] = None,
     root: Annotated[
         Path | None,
-        typer.Option(help="Root metadata to trust.", show_default="1.root.json of --model-repo"),
+        typer.Option(
+            metavar="FILE",
+            help="File of the root metadata to trust, 1.root.json as readers received it.",
+            show_default="1.root.json of --model-repo",
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Check that a publication can be trusted and used.
 
-    It checks signatures, expiry dates, every digest, every ONNX file and all golden probes.
+    It checks signatures, expiry dates, every digest and every ONNX file. It also runs the models
+    on their golden probes, test inputs with the outputs that the models must give.
     """
     try:
         trusted = None if root is None else root.read_bytes()
     except OSError as error:
-        raise ConfigurationError(f"{root}: cannot be read ({error.strerror})") from error
+        raise ConfigurationError(
+            f"{root}: the root metadata of --root cannot be read ({error.strerror}); check its "
+            "name and permissions"
+        ) from error
     health = verify_publication(model_repo, trusted, release)
     lines = [f"release {number}: good" for number in health.releases]
     lines += [f"{role} metadata expires {_day(date)}" for role, date in health.expires.items()]
@@ -226,7 +284,7 @@ def verify(
 
 @app.command("list")
 def list_command(model_repo: Repo = DEFAULT_REPO, as_json: Json = False) -> None:
-    """List the published releases."""
+    """List the published releases with date, method, size, and the releases they upgrade from."""
     entries = list_releases(model_repo)
     lines = [
         f"{e.release:4d}  {e.unfit}"

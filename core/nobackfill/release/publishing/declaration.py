@@ -169,7 +169,9 @@ def tokenizer_bytes(file: Path, declaration: Declaration) -> bytes:
         steps = [{"type": "Lowercase"}] + ([] if own is None else [own])
         tokenizer["normalizer"] = {"type": "Sequence", "normalizers": steps}
     except (ValueError, AttributeError, TypeError) as error:
-        raise InvalidInputError(f"{file}: is no tokenizer.json ({error})") from error
+        raise InvalidInputError(
+            f"{file}: cannot be read as a tokenizer.json ({error}); save the tokenizer again"
+        ) from error
     return json.dumps(tokenizer, ensure_ascii=False).encode()
 
 
@@ -194,7 +196,9 @@ def weight_files(path: Path) -> list[Path]:
     try:
         model = onnx.load(path, load_external_data=False)
     except (OSError, DecodeError) as error:
-        raise InvalidInputError(f"{path}: cannot be read as ONNX ({error})") from error
+        raise InvalidInputError(
+            f"{path}: cannot be read as an ONNX model ({error}); export the model again"
+        ) from error
     for place in sorted(set(_locations(model))):
         relative = PurePosixPath(os.path.normpath(place))
         if relative.is_absolute() or ".." in relative.parts:
@@ -357,7 +361,10 @@ def _parse(file: Path, kind: type[_Model]) -> _Model:
     try:
         return kind.model_validate_json(file.read_bytes().removeprefix(BOM_UTF8))
     except OSError as error:
-        raise InvalidInputError(f"{file}: cannot be read ({error.strerror})") from error
+        raise InvalidInputError(
+            f"{file}: this file about the model cannot be read ({error.strerror}); check its "
+            "permissions"
+        ) from error
     except ValidationError as error:
         raise InvalidInputError(
             f"{file}: this file about the model has unexpected content ({join_problems(error)})"
@@ -504,7 +511,7 @@ def _of_sentence_transformers(path: Path, file: Path, outputs: Sequence[str]) ->
 
 
 def _not_applied(file: Path, what: str, instead: str) -> InvalidInputError:
-    return InvalidInputError(f"{file}: {what} is not applied here; {instead}")
+    return InvalidInputError(f"{file}: nobackfill does not apply {what}; {instead}")
 
 
 def _reading(folder: Path, path: Path, *, complete: bool) -> tuple[int, bool]:

@@ -87,7 +87,7 @@ def check_draft(draft: Draft, repo: Path, published: Mapping[str, TargetFile]) -
     if strangers := set(manifest.searches_directly) - spaces:
         raise VerificationError(
             f"release {manifest.release}: its manifest lists in searches_directly spaces that no "
-            f"published release has: {join_few(sorted(strangers))}"
+            f"published release has: {join_few(sorted(strangers))}; export the release again"
         )
     try_release(draft.files, manifest)
 
@@ -176,12 +176,13 @@ def _check_side_spaces(manifest: Manifest, predecessors: Mapping[int, Manifest])
         if upgrade.side == "maps" and encoder is None:
             raise VerificationError(
                 f"release {manifest.release}: an upgrade writes side-information, but the release "
-                "has no side encoder for it"
+                "has no side encoder for it; publish one with it, or leave the upgrade out"
             )
         if upgrade.side == "carries" and source.side_space != manifest.side_space:
             raise VerificationError(
                 f"release {manifest.release}: an upgrade keeps the side-information of release "
-                f"{source.release}, but the two have different side spaces"
+                f"{source.release}, but the two have different side encoders; publish the same "
+                "one again (--keep-side-encoder)"
             )
     if encoder is None or encoder.origin_release == manifest.release:
         return
@@ -189,5 +190,5 @@ def _check_side_spaces(manifest: Manifest, predecessors: Mapping[int, Manifest])
     if origin is None or origin.side_encoder != encoder:
         raise VerificationError(
             f"release {manifest.release}: release {encoder.origin_release} has not published this "
-            "side encoder"
+            "side encoder; export the release again"
         )

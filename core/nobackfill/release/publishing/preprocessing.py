@@ -248,7 +248,10 @@ def read_preprocessing(path: Path) -> tuple[Path, Preprocessing] | None:
         try:
             preprocessing = kind.model_validate_json(file.read_bytes()).read()
         except OSError as error:
-            raise InvalidInputError(f"{file}: cannot be read ({error.strerror})") from error
+            raise InvalidInputError(
+                f"{file}: this file of the model's preprocessing cannot be read "
+                f"({error.strerror}); check its permissions"
+            ) from error
         except ValueError as error:
             raise InvalidInputError(
                 f"{file}: cannot be applied ({_first(error)}); declare the model's pixels in "

@@ -131,7 +131,7 @@ def rotate(
     keys = keys or SigningKeys.of(repo)
     if not roles or not set(roles) <= set(ROLES):
         raise ConfigurationError(
-            f"expected at least one role of {', '.join(ROLES)}, got {sorted(roles) or 'none'}"
+            f"--role: expected at least one of {', '.join(ROLES)}, got {sorted(roles) or 'none'}"
         )
     ordered = tuple(role for role in ROLES if role in roles)
     ledger = require_ledger(repo)
@@ -273,7 +273,9 @@ def roll_out(
         VerificationError: The published metadata is invalid.
     """
     if not 0 < share <= 1:
-        raise InvalidInputError(f"share: expected above 0 and at most 1, got {share:g}")
+        raise InvalidInputError(
+            f"share of the devices: expected above 0 and at most 1, got {share:g}"
+        )
 
     def mark(path: str, target: TargetFile) -> TargetFile | None:
         return with_share(target, path, share) if _grows(target, release, share) else None
@@ -327,7 +329,8 @@ def _grows(target: TargetFile, release: int, share: float) -> bool:
     present, share = read_share(target), round(share, 6)
     if target.custom is not None and share < present:
         raise PreconditionError(
-            f"release {release} is offered to the share {present:.3g} of the devices and shares "
-            f"only grow, got {share:.3g}; `publication withdraw {release}` withdraws it from all"
+            f"share of the devices: expected at least {present:.3g}, the present one of release "
+            f"{release}, because shares only grow; got {share:.3g}. `publication withdraw "
+            f"{release}` withdraws it from all"
         )
     return target.custom is None or share != present

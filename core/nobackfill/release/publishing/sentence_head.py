@@ -138,7 +138,10 @@ class Layer(BaseModel):
             if missing:
                 raise ValueError(f"it lacks {', '.join(missing)}")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise InvalidInputError(f"{file}: cannot be read as safetensors ({error})") from error
+            raise InvalidInputError(
+                f"{file}: the weights of this module cannot be read as safetensors ({error}); "
+                "save the model again"
+            ) from error
         return tensors
 
 
@@ -146,7 +149,10 @@ def _read_weights(file: Path) -> bytes:
     try:
         return file.read_bytes()
     except OSError as error:
-        raise InvalidInputError(f"{file}: cannot be read ({error.strerror})") from error
+        raise InvalidInputError(
+            f"{file}: the weights of this module cannot be read ({error.strerror}); check its "
+            "permissions"
+        ) from error
 
 
 def _read_safetensors(data: bytes) -> dict[str, Vectors]:
@@ -206,9 +212,15 @@ def read_layer(kind: LayerKind, folder: Path) -> Layer:
         else:
             config = _DenseConfig(in_features=0, out_features=0)
     except OSError as error:
-        raise InvalidInputError(f"{place}: cannot be read ({error.strerror})") from error
+        raise InvalidInputError(
+            f"{place}: the settings of this module cannot be read ({error.strerror}); check its "
+            "permissions"
+        ) from error
     except ValidationError as error:
-        raise InvalidInputError(f"{place}: cannot be understood: {error}") from error
+        raise InvalidInputError(
+            f"{place}: the settings of this module are not as sentence-transformers writes them: "
+            f"{error}"
+        ) from error
     activation = config.activation_function.rpartition(".")[2] if kind == "Dense" else "Identity"
     source = config.module_input_name
     target = config.module_output_name or source
@@ -217,8 +229,8 @@ def read_layer(kind: LayerKind, folder: Path) -> Layer:
         unknown.append(f"from {source} to {target}")
     if unknown:
         raise InvalidInputError(
-            f"{place}: {', '.join(unknown)} is not applied here; export the whole model, so that "
-            "its graph has an output 'sentence_embedding'"
+            f"{place}: nobackfill does not apply {', '.join(unknown)}; export the whole model, so "
+            "that its graph has an output 'sentence_embedding'"
         )
     if not file.is_file():
         raise InvalidInputError(

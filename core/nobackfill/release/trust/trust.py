@@ -371,7 +371,7 @@ class TrustedState:
             return None
         except (OSError, ValidationError, UnicodeDecodeError) as error:
             raise VerificationError(
-                f"{path}: is damaged ({error}); remove this file of trusted metadata to start "
+                f"{path}: this file of trusted metadata is damaged ({error}); remove it to start "
                 "again from the root metadata"
             ) from error
         roles = ("root", *ROLE_FILES)
@@ -1192,7 +1192,9 @@ def refuse_withdrawn(trust: Trust, number: int) -> None:
     """
     reason = withdrawal_reason(trust.signed_entry(converter_manifest_path(number)))
     if reason is not None:
-        raise PreconditionError(f"converter {number} was withdrawn by its publisher: {reason}")
+        raise PreconditionError(
+            f"converter {number} was withdrawn by its publisher ({reason}); use another one"
+        )
 
 
 def read_converter(trust: Trust, number: int, folder: Path) -> Converter:
@@ -1223,7 +1225,7 @@ def read_converter(trust: Trust, number: int, folder: Path) -> Converter:
         trust.signed_entry(path)
     except NotFoundError as error:
         raise NotFoundError(
-            f"converter {number} is not published there, only {known_converters(trust)}"
+            f"converter {number} is not published there; it has {known_converters(trust)}"
         ) from error
     return parse_converter(trust.download(path, folder).read_bytes(), number)
 
