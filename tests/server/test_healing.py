@@ -248,6 +248,11 @@ def test_a_source_is_where_the_settings_say(client: Client, name: str, folder: P
     ):
         with refused(kind, why):
             client.update_gallery(name, source=gallery_pb2.ItemSource(address=address))
+    for seconds in (10**15, -(10**15), 31):
+        patient = gallery_pb2.ItemSource(address="folder:/a")
+        patient.patience.seconds = seconds
+        with refused(InvalidInputError, "seconds: expected 0.01 to 30"):
+            client.update_gallery(name, source=patient)
     with refused(InvalidInputError, "hits: expected 20 to 200"):
         client.update_gallery(
             name, source=gallery_pb2.ItemSource(address=f"folder:{top}/pictures", hits=7)

@@ -16,6 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from nobackfill.errors import AlreadyExistsError, VerificationError
 from nobackfill.server.cli.main import main
 from nobackfill.server.gateway import GatewayServer
+from nobackfill.server.healing.registration import HealingSource
 from nobackfill.server.state import StateFile
 from nobackfill.server.upgrades.upgrading import Job, JobState, from_json
 from nobackfill.v1 import release_pb2
@@ -97,15 +98,20 @@ def test_damaged_galleries_are_set_aside_and_named(repo: Path, tmp_path: Path) -
 def test_a_source_of_a_newer_version_spoils_nothing_else(repo: Path, tmp_path: Path) -> None:
     """Nobody saw any gallery in the list, and no search of this one was answered."""
     data = tmp_path / "data"
-    names = ("good", "newer", "other")
+    sound = {**HealingSource.checked("folder:/a").to_state(), "seconds": 0.5}
+    sources: dict[str, object] = {
+        "newer": {**sound, "later": 3}, "other": ["folder:/a"], "wide": {**sound, "seconds": 1e300},
+        "half": {**sound, "hits": 20.5}, "short": {"address": "folder:/a"},
+    }  # fmt: skip
+    assert HealingSource.from_state(sound).to_state() == sound
+    names = ("good", *sources)
     with running(repo, data) as gateway, Client(gateway.address) as client:
         for name in names:
             client.create_gallery(name)
             client.put_images(images(3), name)
-    sources = {"newer": '{"address": "folder:/a", "patience": 3}', "other": '["folder:/a"]'}
     for name, source in sources.items():
         with closing(sqlite3.connect(data / "galleries" / name / "gallery.sqlite")) as file, file:
-            file.execute("INSERT INTO state VALUES ('source', ?)", [source])
+            file.execute("INSERT INTO state VALUES ('source', ?)", [json.dumps(source)])
     with running(repo, data) as gateway, Client(gateway.address) as client:
         listed = {gallery.name: gallery for gallery in client.list_galleries()}
         assert [(name, listed[name].items) for name in names] == [(name, 3) for name in names]

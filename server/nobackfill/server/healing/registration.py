@@ -83,26 +83,31 @@ class HealingSource:
     def from_state(cls, values: Mapping[str, Any]) -> Self:
         """Read a source from a gallery's state.
 
-        The ranges of limits are not checked again.
-
         Args:
             values: what `to_state` returned.
 
         Raises:
-            VerificationError: a key is missing or unknown, or a value has another type, as from a
-                newer version.
+            VerificationError: a key is missing or unknown, or a value is out of its range or has
+                another type, as from a newer version.
         """
-        is_sound = isinstance(values, Mapping) and values.keys() == {"address", *_NUMBERS}
-        if (
-            not is_sound
-            or type(values["address"]) is not str
-            or any(type(values[name]) not in (int, float) for name in _NUMBERS)
-        ):
+        try:
+            source = cls.checked(**values)
+            # Numbers that are whole here must be so in a message.
+            kinds = dict.fromkeys(_NUMBERS, (int,)) | {
+                "address": (str,),
+                "seconds": (int, float),
+            }
+            is_sound = source.to_state() == values and all(
+                type(value) in kinds[name] for name, value in values.items()
+            )
+        except (TypeError, InvalidInputError):
+            is_sound = False
+        if not is_sound:
             raise VerificationError(
                 "its source of items was registered by a newer version, and this one cannot read "
                 "it; update the gateway, or register the source again with `gateway update-gallery`"
             )
-        return cls(**values)
+        return source
 
     def to_state(self) -> dict[str, Any]:
         """Encode the source for a gallery's state.

@@ -278,7 +278,8 @@ def from_source(message: gallery_pb2.ItemSource) -> HealingSource | None:
     return HealingSource.checked(
         message.address,
         hits=message.hits,
-        seconds=message.patience.ToTimedelta().total_seconds(),
+        # Not by a timedelta, which holds fewer seconds than a message.
+        seconds=message.patience.seconds + message.patience.nanos / 1e9,
         bytes_a_query=message.bytes_a_query,
         concurrency=message.concurrency,
         a_day=message.items_a_day,
