@@ -214,6 +214,12 @@ def test_what_carrying_takes_is_told_of_each_way_that_carries_first() -> None:
     assert told == {
         "stay": 0, "query adapter": 0, "map": 500, "both": 500, "lazily": 1020, "re-embed": 520,
     }  # fmt: skip
+    # Vectors that the new model has made already are reused: 910 items at .02 s are left.
+    rest = decide(
+        made.pairs, replace(SLOW, items=1000, carry_seconds=0.5, embedded=90), made.queries
+    )
+    again = {way.name: way.all_seconds for way in rest.ways}
+    assert again == told | {"lazily": pytest.approx(1018.2), "re-embed": pytest.approx(518.2)}
     unknown = decide(made.pairs, replace(SLOW, carry_seconds=None), made.queries)
     assert [way.all_seconds for way in unknown.ways][2:5] == [None] * 3
 

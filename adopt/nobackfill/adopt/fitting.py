@@ -179,7 +179,10 @@ def fit_and_judge(
     fingerprints = fingerprint_of(old_model, query_model), fingerprint_of(new_model)
     converter = _converter(files, fingerprints)
     migrating = _migration_seconds(old, old_source, pairs)
-    cost = Cost(old_source.count(), old_seconds, _seconds(new_source), migrating, new_seconds)
+    # `migrate` and `carry --vectors` reuse the sample's vectors.
+    cost = Cost(
+        old_source.count(), old_seconds, _seconds(new_source), migrating, new_seconds, len(pairs)
+    )
     verdict = decide(
         pairs,
         cost,

@@ -354,7 +354,10 @@ class Migration:
         """Write a sentence on the money that re-embedding costs; none without a price."""
         if plan.price is None or plan.way not in _REEMBEDDED:
             return []
-        rows = max(0, source.count() - len(read_ids(self._sample)))
+        done = len(read_ids(self._sample))
+        if plan.state == "writing":
+            done = max(done, source.count_vectors(plan.to))
+        rows = max(0, source.count() - done)
         money = plan.price * rows / 1000
         return [f"re-embedding the rest costs about {money:.2f} at the price given"]
 

@@ -329,6 +329,7 @@ class Cost:
         new_seconds: Seconds to embed an item by the new model; None: not measured.
         carry_seconds: Seconds to migrate an item: read, map, write and check; None: not measured.
         new_query_seconds: Seconds to embed a query by the new model; None: as for an item.
+        embedded: Items whose vector by the new model exists already; re-embedding reuses it.
     """
 
     items: int
@@ -336,6 +337,7 @@ class Cost:
     new_seconds: float | None
     carry_seconds: float | None
     new_query_seconds: float | None = None
+    embedded: int = 0
 
 
 @dataclass(frozen=True)
@@ -663,7 +665,8 @@ def _way(name: str, figures: Mapping[str, Figures], cost: Cost, judged_by: str) 
     }  # fmt: skip
     migrate = None if cost.carry_seconds is None else items * cost.carry_seconds
     # Native vectors are read, written and checked like migrated ones.
-    reembed = None if new is None else items * new + (migrate or 0.0)
+    left = max(0, items - cost.embedded)
+    reembed = None if new is None else left * new + (migrate or 0.0)
     all_seconds = {
         "stay": 0.0,
         SWITCH: 0.0,
