@@ -12,6 +12,7 @@ import sqlite_vec
 from lancedb import index
 
 from nobackfill.adopt.carrying import carry
+from nobackfill.adopt.embedding.native_vectors import open_contents
 from nobackfill.adopt.maps import fit_maps
 from nobackfill.adopt.pairs import read_all
 from nobackfill.adopt.sources.opening import open_source
@@ -261,6 +262,10 @@ def test_texts_of_an_ordinary_table_make_a_row_stale(sqlite: SqliteVec) -> None:
     source, wanted = sqlite.open(), target("docs_new", content="items.body")
     name = MADE.ids[5]
     assert source.column(next(source.windows(300)), "items.body").values[0].startswith("about ")
+    assert open_contents(source, "items.body", None).column == "items.body"
+    for wrong in ("items.nope", "nope.body", "body"):
+        with pytest.raises(InvalidInputError, match=f"column of the store, got '{wrong}'; .*text"):
+            open_contents(source, wrong, None)
     assert carry(source, wanted, MAP).write_count == 230
     sqlite.connection.execute("UPDATE items SET body = 'changed' WHERE id = ?", (name,))
     assert carry(source, wanted, MAP).write_count == 1

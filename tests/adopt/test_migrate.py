@@ -861,9 +861,16 @@ def test_a_run_that_opens_nothing_leaves_nothing(
 def test_a_mistyped_column_does_not_bind_the_next_run(
     documents: tuple[str, Connection, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    source, connection, _ = documents
-    assert run(source, "--new", "new/model.onnx", "--column", "bodi", "-n", "60") == 65
-    assert "no column 'bodi'" in capsys.readouterr().err
+    source, connection, folder = documents
+    # It is refused before the model is opened, or any vector read.
+    for model in ("new/model.onnx", "new/modle.onnx"):
+        assert run(source, "--new", model, "--column", "bodi", "-n", "60") == 65
+        error = capsys.readouterr().err
+        assert "expected --column to name a column of the store, got 'bodi'" in error
+        assert "the columns are body" in error and "sampling" not in error
+        assert run(source, "--new", model, "--items", "nowhere.jsonl") in (65, 66)
+        assert "nowhere.jsonl" in capsys.readouterr().err
+    assert not (folder / "nobackfill-migration").exists()
     assert run(source, *START) == 0
     assert "sampling 120 of 300 items" in capsys.readouterr().err
     # From here on, vectors are in the folder: another column would mix texts.

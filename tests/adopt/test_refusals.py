@@ -164,7 +164,10 @@ def test_tables_that_cannot_be_carried_get_a_sentence(
             "paired": (65, "expected a key of one column"),
             "two": (65, "found v, w; name one with --vector"),
             "none": (65, "found none; a column of numbers becomes one by ALTER TABLE"),
-            "absent": (66, "no such table"),
+            "absent": (
+                66,
+                "correct the name after # in SOURCE. Tables with vectors are keyless,",
+            ),
         }
         for table, (code, words) in expected.items():
             said = refused(["inspect", f"{address}#{table}"], code, monkeypatch, capsys)
@@ -178,7 +181,7 @@ def test_tables_that_cannot_be_carried_get_a_sentence(
         said = refused(["sample", f"{address}#mixed"], 65, monkeypatch, capsys)
         assert "got 3 in '1' and 2 in '2'" in said
         said = refused(["inspect", f"{address}#keyless", "--key", "nope"], 65, monkeypatch, capsys)
-        assert "no column 'nope'" in said
+        assert "no column 'nope'; its columns are " in said
     assert "the name of a table" in refused(["inspect", address], 65, monkeypatch, capsys)
     gone = refused(["inspect", f"{address}#keyless"], 69, monkeypatch, capsys)
     assert "does not exist" in gone

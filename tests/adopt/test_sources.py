@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from nobackfill.adopt.carrying import carry
+from nobackfill.adopt.embedding.native_vectors import open_contents
 from nobackfill.adopt.maps import Map, fit_maps
 from nobackfill.adopt.pairs import read_all
 from nobackfill.adopt.sources.arrays import ArraySource
@@ -18,6 +19,7 @@ from nobackfill.errors import (
     AlreadyExistsError,
     BusyError,
     CannotWriteError,
+    InvalidInputError,
     NotFoundError,
     VerificationError,
 )
@@ -90,6 +92,22 @@ def test_a_source_tells_what_it_holds(store: Store) -> None:
     texts = [source.column(window, "text") for window in source.windows(WINDOW)]
     found = {n: v for one in texts for n, v in zip(one.ids, one.values, strict=True)}
     assert found == {name: f"on {name}" for name in MADE.ids}
+
+
+@every
+def test_a_wrong_name_is_refused_before_vectors_are_read(store: Store) -> None:
+    there = r"(found|there are|[Tt]ables).*(vector|docs|Documents)"
+    with pytest.raises((InvalidInputError, NotFoundError), match=there):
+        store.open("nope").facts()
+    source = store.open()
+    window = next(iter(source.windows(WINDOW)))
+    rows = source.read(window)
+    texts = open_contents(source, "text", None).of(rows, window)
+    assert texts == {name: f"on {name}" for name in rows.ids}
+    # Qdrant lists no fields of its points.
+    if source.facts().columns:
+        with pytest.raises(InvalidInputError, match=r"a column of the store, got 'txet'; .*text"):
+            open_contents(source, "txet", None)
 
 
 @every

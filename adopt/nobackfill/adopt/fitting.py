@@ -147,15 +147,7 @@ def fit_and_judge(
     card = None if files.card is None else read_card(files.card)
     old_source = open_items(old, "--old", key=key, vector=vector, where=where)
     new_source = open_items(new, "--new")
-    matched = match(old_source, new_source)
-    pairs = matched.pairs
-    embedded = new_source.facts().model
-    if np.array_equal(pairs.old, pairs.new) and embedded in (None, old_source.facts().model):
-        raise InvalidInputError(
-            "--new: expected vectors by the new model, got the vectors of --old; give the folder "
-            "that `nobackfill embed` wrote with the new model"
-        )
-    queries = None
+    query_sources: tuple[Source, Source] | None = None
     old_model, new_model = old_source.facts().model, new_source.facts().model
     query_model = old_seconds = new_seconds = None
     if (queries_old is None) != (queries_new is None):
@@ -165,6 +157,7 @@ def fit_and_judge(
         )
     if queries_old is not None and queries_new is not None:
         old_queries, new_queries = open_source(queries_old), open_source(queries_new)
+        query_sources = old_queries, new_queries
         same_model(new_model, new_queries.facts().model, "--new and --queries-new")
         query_model = old_queries.facts().model
         same_model(old_model, query_model, "--old and --queries-old")
@@ -172,12 +165,20 @@ def fit_and_judge(
             problem = "their model embeds queries in another way, and these were embedded as items"
             advice = "embed them with `nobackfill embed --queries`"
             not_read_as(source, DOCUMENTS, f"{option}: {problem}; {advice}")
-        queries = known_items(pairs, old_queries, new_queries)
         old_seconds, new_seconds = _seconds(old_queries), _seconds(new_queries)
     models = old_model or query_model, new_model
     # Converters name models by fingerprints; the space of a release is none.
     fingerprints = fingerprint_of(old_model, query_model), fingerprint_of(new_model)
     converter = _converter(files, fingerprints)
+    # All inputs are open: from here on the old store is read, which may take minutes.
+    matched = match(old_source, new_source)
+    pairs = matched.pairs
+    if np.array_equal(pairs.old, pairs.new) and new_model in (None, old_model):
+        raise InvalidInputError(
+            "--new: expected vectors by the new model, got the vectors of --old; give the folder "
+            "that `nobackfill embed` wrote with the new model"
+        )
+    queries = None if query_sources is None else known_items(pairs, *query_sources)
     migrating = _migration_seconds(old, old_source, pairs)
     # `migrate` and `carry --vectors` reuse the sample's vectors.
     cost = Cost(

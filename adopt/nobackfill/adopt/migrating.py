@@ -280,12 +280,14 @@ class Migration:
             return lines + self._cost(plan, source)
 
     def _open(self, request: MigrationPlan) -> _Inputs:
-        """Open the table, the models and the queries, so that a wrong name is refused at once.
+        """Open the table, its items, the models and the queries, so that a wrong name is refused
+        at once.
 
         Raises:
             AlreadyExistsError: The table already has the new model's vectors.
         """
         source = self._source(request)
+        open_contents(source, request.column, request.items)
         new = open_embedder(request.new, name=request.new_name)
         self._refuse_repetition(request, source, new)
         if request.queries is None or request.old is None:

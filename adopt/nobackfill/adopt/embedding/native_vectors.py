@@ -187,12 +187,26 @@ def open_contents(source: Source, column: str | None, items: str | None) -> Cont
     if items is not None:
         return ListedContents(read_items(items, column="text"), Path(items))
     assert column is not None
-    if column not in (known := source.facts().columns):
-        raise InvalidInputError(
-            f"{source.facts().name}: expected --column to name a column of the store, got "
-            f"{column!r}; the columns are {join_few(known) or 'none'}"
-        )
+    _check_column(source, column)
     return ColumnTexts(source, column)
+
+
+def _check_column(source: Source, column: str) -> None:
+    """Raise InvalidInputError where a store has no such column. Not all stores list them."""
+    facts = source.facts()
+    known, name = facts.columns, facts.name
+    if column in known:
+        return
+    try:
+        # sqlite-vec reads a column of another table as TABLE.COLUMN; Qdrant lists no fields.
+        if known and "." not in column:
+            raise InvalidInputError(f"{name}: no column {column!r}")
+        source.column(next(iter(source.windows(1)), Window()), column)
+    except InvalidInputError as error:
+        raise InvalidInputError(
+            f"{name}: expected --column to name a column of the store, got {column!r}; the columns "
+            f"are {join_few(known) or 'none'}"
+        ) from error
 
 
 class VectorFolder:

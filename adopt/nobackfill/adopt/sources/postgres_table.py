@@ -471,8 +471,15 @@ class SourceTable:
             quoted=self._quoted,
         )
         if not found:
+            others = self.all(
+                "SELECT DISTINCT c.oid::regclass::text FROM pg_attribute a "
+                "JOIN pg_type t ON t.oid = atttypid JOIN pg_class c ON c.oid = attrelid "
+                "WHERE typname IN ('vector', 'halfvec') AND NOT attisdropped "
+                "AND relkind IN ('r', 'p') AND NOT relispartition ORDER BY 1"
+            )
             raise NotFoundError(
-                f"{self.name}: the database has no such table; correct the name after # in SOURCE"
+                f"{self.name}: the database has no such table; correct the name after # in SOURCE. "
+                f"Tables with vectors are {join_few(name for (name,) in others) or 'none'}"
             )
         return dict(found)
 
