@@ -343,24 +343,26 @@ def sample(
 ) -> None:
     """Choose items to embed by the new model for `nobackfill fit`, spread over the old vectors."""
     from nobackfill.adopt import pairs
-    from nobackfill.adopt.pairs import read_all
     from nobackfill.adopt.sources.opening import open_items
     from nobackfill.durable import write_file
 
-    rows = read_all(open_items(source, source, key=key, vector=vector, where=where))
-    if not len(rows):
+    opened = open_items(source, source, key=key, vector=vector, where=where)
+    sampling = pairs.sample_source(opened, count, seed=seed)
+    if not sampling.total:
         raise InvalidInputError(
             f"{source}: expected items with vectors, found none; name another SOURCE"
         )
-    ids = pairs.sample(rows, min(count, len(rows)), seed)
+    ids = sampling.ids
     text = pairs.encode_ids(ids, source)
     if out is None:
         print(text, end="")
     else:
         write_file(out, text.encode())
-        print(escape_hidden(f"{out}: written, with the ids of {len(ids)} of {len(rows)} items"))
+        which = f"the ids of {len(ids)} of {sampling.total} items"
+        print(escape_hidden(f"{out}: written, with {which}"))
     # Not on stdout with the ids, which may go into a pipe.
-    print(pairs.coverage(rows, ids, seed).sentence, file=sys.stdout if out else sys.stderr)
+    covered = pairs.coverage(opened, sampling, seed)
+    print(covered.sentence, file=sys.stdout if out else sys.stderr)
 
 
 @app.command()

@@ -11,7 +11,7 @@ continues from there, and every step may be repeated.
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -33,7 +33,7 @@ from nobackfill.adopt.embedding.vector_folder import ItemList, embed_into, read_
 from nobackfill.adopt.fitting import LEAST_QUERIES, FitFiles, fit_and_judge
 from nobackfill.adopt.maps import NEW_MODEL, load_map
 from nobackfill.adopt.page import duration
-from nobackfill.adopt.pairs import encode_ids, read_all, read_ids, sample_with
+from nobackfill.adopt.pairs import encode_ids, read_ids, sample_source
 from nobackfill.adopt.sources.opening import open_items
 from nobackfill.adopt.sources.source import MOST_NAME, Flippable, Reversible, Target
 from nobackfill.adopt.verdict import ADAPTER
@@ -701,18 +701,19 @@ class Migration:
         """
         queries = inputs.queries
         if not self._sample.is_file():
-            rows = read_all(inputs.source)
-            if not len(rows):
+            total = inputs.source.count()
+            if not total:
                 raise InvalidInputError(
                     f"{inputs.source.facts().name}: expected rows with a vector in "
                     f"{plan.vector!r}, found none; embed the table by the new model instead"
                 )
-            count = min(plan.count or SAMPLE, len(rows))
+            count = plan.count or SAMPLE
+            tell(f"sampling {min(count, total)} of {total} items")
             # `fit` judges by queries whose item is in the sample.
             wanted = [] if queries is None else queries.ids
-            _check_queries(plan, wanted, rows.ids, tell)
-            tell(f"sampling {count} of {len(rows)} items")
-            text = encode_ids(sample_with(rows, count, wanted), plan.source)
+            sampling = sample_source(inputs.source, count, wanted)
+            _check_queries(plan, wanted, sampling.query_items, tell)
+            text = encode_ids(sampling.ids, plan.source)
             durable.write_file(self._sample, text.encode(), 0o600)
         counter = _Counter(tell, self._check_pause)
         only = read_ids(self._sample)
@@ -870,14 +871,14 @@ def _complete(request: MigrationPlan, former: MigrationPlan | None) -> Migration
 
 
 def _check_queries(
-    plan: MigrationPlan, ids: Sequence[str], keys: Sequence[str], tell: Callable[[str], None]
+    plan: MigrationPlan, ids: Sequence[str], keys: Collection[str], tell: Callable[[str], None]
 ) -> None:
     """Tell which queries have no item in the table; nothing without queries.
 
     Args:
         plan: The migration.
         ids: The items to find, one for each query.
-        keys: Keys of the rows that have a vector.
+        keys: The ids that are the key of a row with a vector.
         tell: Called with one line if some queries have no item.
 
     Raises:
@@ -885,8 +886,7 @@ def _check_queries(
     """
     if plan.queries is None:
         return
-    known = set(keys)
-    unknown = [name for name in ids if name not in known]
+    unknown = [name for name in ids if name not in keys]
     if len(ids) - len(unknown) < LEAST_QUERIES:
         found = f"found {len(ids) - len(unknown)} of {len(ids)}"
         raise InvalidInputError(

@@ -4,6 +4,7 @@ A pair is the old and the new model's vectors of one item. Maps are fitted to pa
 them.
 """
 
+from array import array
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,11 +109,7 @@ def read_all(source: Source, only: Collection[str] | None = None) -> Rows:
         )
         ids += [rows.ids[i] for i in kept]
         vectors.append(rows.vectors[np.asarray(kept, np.int64)])
-    if twice := repeated(ids):
-        raise InvalidInputError(
-            f"{where}: expected each id once, got {join_few(map(repr, twice))} more than once; "
-            "remove the duplicates"
-        )
+    _refuse_repeated(ids, where)
     return Rows(ids, np.concatenate(vectors) if vectors else np.empty((0, dim or 0), np.float32))
 
 
@@ -159,6 +156,8 @@ def match(old: Source, new: Source, *, least: int = 20) -> Matched:
         NotFoundError: The table or the collection of a source was deleted meanwhile.
         BusyError: Others hold a store, or its server has too many requests.
     """
+    # Before minutes of reading: the metric of `old` may be one that cannot be judged.
+    metric = judged_by(old.facts())
     sample = read_all(new)
     stored = read_all(old, set(sample.ids))
     places = {name: row for row, name in enumerate(sample.ids)}
@@ -177,7 +176,7 @@ def match(old: Source, new: Source, *, least: int = 20) -> Matched:
             f"expected at least {least} items with vectors of both models, found {len(stored)}: "
             f"{why}"
         )
-    pairs = Pairs(stored.ids, stored.vectors, sample.vectors[order], judged_by(old.facts()))
+    pairs = Pairs(stored.ids, stored.vectors, sample.vectors[order], metric)
     for side, vectors in ((old, pairs.old), (new, pairs.new)):
         if len(zeros := np.flatnonzero(~vectors.any(1))):
             raise InvalidInputError(
@@ -219,17 +218,22 @@ def sample(rows: Rows, count: int, seed: int = 0) -> list[str]:
             f"-n, the number of items to choose: expected 1 to {len(rows)}, all items, got {count}"
         )
     rng = np.random.default_rng(seed)
-    cluster = clusters(rows.vectors, min(MOST_CLUSTERS, max(1, count // 8)), rng)
+    cluster = clusters(rows.vectors, _cluster_count(count), rng)
     sizes = np.bincount(cluster)
     draws: list[Ints] = []
-    for number, share in enumerate(_shares(sizes, count)):
+    for number, share in enumerate(_shares(sizes, count, sizes)):
         members = np.flatnonzero(cluster == number)
         draws.append(rng.choice(members, share, replace=False))
     return [rows.ids[row] for row in sorted(np.concatenate(draws).tolist())]
 
 
-def sample_with(rows: Rows, count: int, queried: Sequence[str]) -> list[str]:
-    """Choose items as `sample` does with seed 0, and replace some of them by items of queries.
+def _cluster_count(count: int) -> int:
+    """Return the number of clusters that a sample of `count` items is drawn from."""
+    return min(MOST_CLUSTERS, max(1, count // 8))
+
+
+def sample_with(rows: Rows, count: int, queried: Sequence[str], seed: int = 0) -> list[str]:
+    """Choose items as `sample` does, and replace some of them by items of queries.
 
     An id that is listed twice counts once. At least half of the sample is chosen at random.
 
@@ -238,6 +242,7 @@ def sample_with(rows: Rows, count: int, queried: Sequence[str]) -> list[str]:
         count: Number of items to choose, 1 to all.
         queried: Ids of items that test queries should find, in order of preference. Unknown ids
             are ignored, and at most half of the sample is replaced.
+        seed: Seed of the random choice, as in `sample`.
 
     Returns:
         `count` ids; the items of queries that replaced others come last.
@@ -245,14 +250,154 @@ def sample_with(rows: Rows, count: int, queried: Sequence[str]) -> list[str]:
     Raises:
         InvalidInputError: As `sample`. `count` is less than 1 or more than there are items.
     """
-    drawn = sample(rows, count)
-    others, items = set(rows.ids).difference(drawn), set(queried)
-    spare = [name for name in drawn if name not in items]
-    missing = [name for name in dict.fromkeys(queried) if name in others]
-    missing = missing[: min(count // 2, len(spare))]
+    return _with_queried(sample(rows, count, seed), set(rows.ids), queried)
+
+
+def _with_queried(choice: list[str], ids: Collection[str], queried: Sequence[str]) -> list[str]:
+    """Replace up to half of a random choice by those items of queries that are among all `ids`."""
+    chosen, items = set(choice), set(queried)
+    spare = [name for name in choice if name not in items]
+    missing = [name for name in dict.fromkeys(queried) if name in ids and name not in chosen]
+    missing = missing[: min(len(choice) // 2, len(spare))]
     dropped = np.random.default_rng(0).choice(len(spare), len(missing), replace=False)
     leave = {spare[place] for place in dropped.tolist()}
-    return [name for name in drawn if name not in leave] + missing
+    return [name for name in choice if name not in leave] + missing
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """The result of `sample_source`.
+
+    Attributes:
+        ids: The chosen ids.
+        total: Number of items of the source; 0 for an empty one.
+        query_items: The ids of `queried` that the source has.
+        random: Random items of the source, at most 20,000 or twice the sample; all if it has no
+            more.
+    """
+
+    ids: list[str]
+    total: int
+    query_items: set[str]
+    random: Rows
+
+
+def sample_source(
+    source: Source, count: int, queried: Sequence[str] = (), seed: int = 0
+) -> Sampling:
+    """Choose items of a source as `sample_with` does, without holding all of them in memory.
+
+    A source of more than 20,000 items, or twice the sample, is read twice: k-means is fitted to
+    random items of the first pass, and the second pass draws from each cluster. If an item changes
+    meanwhile, either state may count.
+
+    Args:
+        source: The source; nothing is written.
+        count: Number of items to choose, at least 1; all are chosen if there are fewer.
+        queried: Ids of items that test queries should find, as in `sample_with`.
+        seed: Seed of the random choices; the same seed chooses the same items of a source that has
+            not changed.
+
+    Raises:
+        InvalidInputError: A vector holds NaN or infinity, dimensions differ, an id occurs twice
+            among those held in memory or chosen, or a file is damaged. `count` is less than 1.
+        UnavailableError: The source's server does not answer.
+        NotPermittedError: The server refuses the user, or may hide rows from this role.
+        IncompatibleSpaceError: Files of one folder record different models.
+        NotFoundError: The table or the collection was deleted meanwhile.
+        BusyError: Others hold the store, or its server has too many requests.
+    """
+    where = source.facts().name
+    random, total, query_items = _random_items(
+        source, max(_FITTED_ON, 2 * count), set(queried), seed
+    )
+    _refuse_repeated(random.ids, where)
+    if not total:
+        return Sampling([], 0, set(), random)
+    if total == len(random):
+        ids = sample_with(random, min(count, total), queried, seed)
+    else:
+        choice = _draw_from_clusters(source, random, count, seed)
+        _refuse_repeated(choice, where)
+        ids = _with_queried(choice, query_items, queried)
+    return Sampling(ids, total, query_items, random)
+
+
+def _random_items(
+    source: Source, most: int, query_ids: set[str], seed: int
+) -> tuple[Rows, int, set[str]]:
+    """Draw up to `most` items of a source, each with the same probability (Vitter's algorithm R).
+
+    Returns:
+        The items, in the order of the source if there are no more; the number of all items; the ids
+        of `query_ids` among them.
+    """
+    where, rng = source.facts().name, np.random.default_rng(seed + 1)
+    ids: list[str] = []
+    vectors = np.empty((0, 0), np.float32)
+    query_items, total = set[str](), 0
+    for window in source.windows(WINDOW):
+        rows = checked(source.read(window), vectors.shape[1] if total else None, where)
+        if not len(rows):
+            continue
+        if not total:
+            vectors = np.empty((most, rows.vectors.shape[1]), np.float32)
+        query_items |= query_ids.intersection(rows.ids)
+        numbers = total + np.arange(len(rows))
+        places = (rng.random(len(rows)) * (numbers + 1)).astype(np.int64)
+        places = np.where(numbers < most, numbers, places)
+        for row in np.flatnonzero(places < most).tolist():
+            place = int(places[row])
+            ids[place : place + 1] = [rows.ids[row]]
+            vectors[place] = rows.vectors[row]
+        total += len(rows)
+    return Rows(ids, vectors[: len(ids)]), total, query_items
+
+
+def _draw_from_clusters(source: Source, random: Rows, count: int, seed: int) -> list[str]:
+    """Read a source again, and draw from each cluster of it a share in proportion to its size.
+
+    Each cluster holds several times its expected share at random, so that the sizes of the whole
+    source decide, and nothing else of it is held.
+    """
+    where, rng = source.facts().name, np.random.default_rng(seed)
+    centres = _centres(random.vectors, _cluster_count(count), rng)
+    near = np.bincount(_nearest(random.vectors, centres), minlength=len(centres))
+    most = 32 + 4 * count * near // len(random)
+    # For each cluster, number and id of an item by its place in the cluster's choice.
+    choices: list[dict[int, tuple[int, str]]] = [{} for _ in centres]
+    sizes, number = np.zeros(len(centres), np.int64), 0
+    for window in source.windows(WINDOW):
+        rows = checked(source.read(window), centres.shape[1], where)
+        if not len(rows):
+            continue
+        cluster = _nearest(rows.vectors, centres)
+        added = np.bincount(cluster, minlength=len(centres))
+        # Where each row stands among all rows of its cluster.
+        order = np.argsort(cluster, kind="stable")
+        position = np.empty(len(rows), np.int64)
+        position[order] = np.arange(len(rows)) - np.repeat(np.cumsum(added) - added, added)
+        position += sizes[cluster]
+        places = (rng.random(len(rows)) * (position + 1)).astype(np.int64)
+        places = np.where(position < most[cluster], position, places)
+        for row in np.flatnonzero(places < most[cluster]).tolist():
+            choices[int(cluster[row])][int(places[row])] = number + row, rows.ids[row]
+        sizes += added
+        number += len(rows)
+    held = np.minimum(sizes, most)
+    result: list[tuple[int, str]] = []
+    for one, share in zip(choices, _shares(sizes, min(count, int(held.sum())), held), strict=True):
+        items = list(one.values())
+        result += [items[row] for row in rng.choice(len(items), share, replace=False).tolist()]
+    return [name for _, name in sorted(result)]
+
+
+def _refuse_repeated(ids: Sequence[str], where: str) -> None:
+    if twice := repeated(ids):
+        raise InvalidInputError(
+            f"{where}: expected each id once, got {join_few(map(repr, twice))} more than once; "
+            "remove the duplicates"
+        )
 
 
 def encode_ids(ids: Sequence[str], where: str) -> str:
@@ -322,35 +467,43 @@ class Coverage:
         )
 
 
-def coverage(rows: Rows, ids: Sequence[str], seed: int = 0) -> Coverage:
+def coverage(source: Source, sampling: Sampling, seed: int = 0) -> Coverage:
     """Measure how well a sample covers a source, compared with a random sample.
 
-    A zero vector has the distance 1 to each item.
+    A zero vector has the distance 1 to each item. The source is read again where the sampling does
+    not hold all of it.
 
     Args:
-        rows: All items; distances are measured for a random 20,000 of them at most.
-        ids: Ids of the sample, at least one; unknown ids are ignored.
-        seed: Seed of both random choices.
+        source: The source that was sampled.
+        sampling: The sample; distances are measured for its random items.
+        seed: Seed of the random sample.
 
     Raises:
-        ValueError: No id of `ids` is known.
+        ValueError: The source has none of the sample's ids.
+        InvalidInputError, UnavailableError, NotPermittedError, IncompatibleSpaceError,
+            NotFoundError, BusyError: As `read_all`.
     """
-    rng = np.random.default_rng(seed + 1)
-    wanted = set(ids)
-    sample = np.flatnonzero(np.fromiter((one in wanted for one in rows.ids), bool, len(rows)))
-    random = rng.choice(len(rows), len(sample), replace=False)
-    some = rng.permutation(len(rows))[:_FITTED_ON]
+    some, wanted = sampling.random, set(sampling.ids)
+    every = some if sampling.total == len(some) else read_all(source, wanted)
+    rows = np.array([row for row, name in enumerate(every.ids) if name in wanted], np.int64)
+    sample = every.vectors[rows]
+    random = np.random.default_rng(seed + 1).permutation(len(some))[: len(sample)]
+    others = np.setdiff1d(np.arange(len(some)), random)
+    of_sample = _mean_distance(some.vectors, sample)
+    at_random = _mean_distance(some.vectors[others], some.vectors[random])
+    # An item of the random sample has the distance 0.
+    return Coverage(of_sample, at_random * (1 - len(random) / sampling.total))
 
-    def mean_distance(others: Ints) -> float:
-        near = normalise(rows.vectors[others]).T
-        cosines = [
-            (normalise(rows.vectors[some[first : first + _NEAR_BLOCK]]) @ near).max(1)
-            for first in range(0, len(some), _NEAR_BLOCK)
-        ]
-        # Rounding leaves an item a little off itself, on either side.
-        return max(0.0, 1 - float(np.concatenate(cosines).mean()))
 
-    return Coverage(mean_distance(sample), mean_distance(random))
+def _mean_distance(vectors: Vectors, others: Vectors) -> float:
+    """Return the mean cosine distance of vectors to the nearest of `others`; 0 without vectors."""
+    near = normalise(others).T
+    cosines = [
+        (normalise(vectors[first : first + _NEAR_BLOCK]) @ near).max(1)
+        for first in range(0, len(vectors), _NEAR_BLOCK)
+    ]
+    # Rounding leaves an item a little off itself, on either side.
+    return max(0.0, 1 - float(np.concatenate(cosines).mean())) if cosines else 0.0
 
 
 def clusters(vectors: Vectors, count: int, rng: np.random.Generator) -> Ints:
@@ -369,6 +522,12 @@ def clusters(vectors: Vectors, count: int, rng: np.random.Generator) -> Ints:
     Raises:
         ValueError: There are no vectors.
     """
+    near = _nearest(vectors, _centres(vectors, count, rng))
+    return np.unique(near, return_inverse=True)[1].astype(np.int64)
+
+
+def _centres(vectors: Vectors, count: int, rng: np.random.Generator) -> Vectors:
+    """Return the centres of at most `count` clusters of vectors by k-means, float32 [c, dim]."""
     some = vectors
     if len(vectors) > _FITTED_ON:
         some = vectors[rng.choice(len(vectors), _FITTED_ON, replace=False)]
@@ -380,7 +539,7 @@ def clusters(vectors: Vectors, count: int, rng: np.random.Generator) -> Ints:
         sizes = np.bincount(near, minlength=len(centres))
         filled = sizes > 0
         centres[filled] = (sums[filled] / sizes[filled, None]).astype(np.float32)
-    return np.unique(_nearest(vectors, centres), return_inverse=True)[1].astype(np.int64)
+    return centres
 
 
 def _far_apart(vectors: Vectors, count: int, rng: np.random.Generator) -> Vectors:
@@ -410,13 +569,16 @@ def _nearest(vectors: Vectors, centres: Vectors) -> Ints:
     return np.concatenate(found).astype(np.int64)
 
 
-def _shares(sizes: Ints, count: int) -> list[int]:
-    """Divide `count` in proportion to the sizes, with at least one each while there are enough."""
-    exact = count * sizes / sizes.sum()
-    shares = np.minimum(np.maximum(1, np.floor(exact)), sizes).astype(np.int64)
+def _shares(sizes: Ints, count: int, most: Ints) -> list[int]:
+    """Divide `count` in proportion to the sizes, with at least one each while there are enough.
+
+    No share is larger than its `most`, whose sum is at least `count`.
+    """
+    exact = count * sizes / max(1, sizes.sum())
+    shares = np.minimum(np.maximum(1, np.floor(exact)), most).astype(np.int64)
     # The remainder goes where the most is missing; a surplus comes from where the most is.
     while (left := count - int(shares.sum())) != 0:
-        owed = np.where(shares < sizes, exact - shares, -np.inf) if left > 0 else shares - exact
+        owed = np.where(shares < most, exact - shares, -np.inf) if left > 0 else shares - exact
         owed = np.where(shares > 0, owed, -np.inf) if left < 0 else owed
         shares[int(np.argmax(owed))] += 1 if left > 0 else -1
     return [int(share) for share in shares]
@@ -487,7 +649,7 @@ def inspect(source: Source) -> Inspection:
     A window that cannot be read becomes a sentence in `refusals`. A source with vectors of several
     dimensions is described by these alone.
 
-    An id that occurs twice is not detected. One hash for each vector stays in memory.
+    An id that occurs twice is not detected. One hash for each vector stays in memory, 8 bytes.
 
     Raises:
         UnavailableError: The source's server does not answer.
@@ -506,8 +668,8 @@ def inspect(source: Source) -> Inspection:
             "…, with its key)"
         )
         return Inspection(facts, sum(mixed.values()), None, None, 0, 0, 0, None, [why])
-    hashes = set[int]()
-    count = duplicates = unusable = zeros = 0
+    hashes = array("q")
+    count = unusable = zeros = 0
     low, high, total = np.inf, 0.0, 0.0
     dims: dict[int, str] = {}
     first: list[Vectors] = []
@@ -525,10 +687,7 @@ def inspect(source: Source) -> Inspection:
         dims.setdefault(rows.vectors.shape[1], rows.ids[0])
         good = rows.vectors[np.isfinite(rows.vectors).all(1)]
         unusable += len(rows) - len(good)
-        for vector in good:
-            digest = hash(vector.tobytes())
-            duplicates += digest in hashes
-            hashes.add(digest)
+        hashes.extend(hash(vector.tobytes()) for vector in good)
         norms = np.linalg.norm(good.astype(np.float64), axis=1)
         zeros += int((norms == 0).sum())
         if len(norms):
@@ -544,6 +703,10 @@ def inspect(source: Source) -> Inspection:
             "of their own"
         )
     usable = count - unusable
+    # A set of 10 million hashes would take 1 GB.
+    ordered = np.frombuffer(hashes, np.int64)
+    ordered.sort()
+    duplicates = int((ordered[1:] == ordered[:-1]).sum())
     return Inspection(
         facts=facts,
         count=count,

@@ -7,6 +7,7 @@ items. Each vector is stored with a digest of the content that it was computed f
 import hashlib
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from nobackfill.adopt.sources.parquet import (
     read_table,
     table_bytes,
 )
-from nobackfill.adopt.sources.source import Source, repeated
+from nobackfill.adopt.sources.source import Searchable, Source, repeated
 from nobackfill.durable import make_dir, remove_temporary_files, write_file
 from nobackfill.errors import (
     IncompatibleSpaceError,
@@ -74,7 +75,8 @@ def read_items(
 ) -> ItemList:
     """Read the items to embed: texts into memory, or the paths of images.
 
-    The order is that of the source or file, and of sorted paths for images.
+    The order is that of the source or file, and of sorted paths for images. Wanted texts that a
+    source reads by id are sorted by it.
 
     Args:
         address: A folder with images at any depth, whose ids are their paths in it; FILE.jsonl with
@@ -113,12 +115,31 @@ def read_items(
         images = _wanted("image", names, files, only, address)
         return replace(images, others=len(every) - len(files))
     else:
-        source = _source(address, key, vector, where)
-        found = []
-        for window in source.windows(_WINDOW):
-            values = source.column(window, column)
-            found += zip(values.ids, values.values, strict=True)
+        found = _column_texts(_source(address, key, vector, where), column, only)
     return _wanted("text", [name for name, _ in found], [text for _, text in found], only, address)
+
+
+def _column_texts(
+    source: Source, column: str, only: Collection[str] | None
+) -> list[tuple[str, str]]:
+    """Read ids and texts of a column; a few wanted ones by id where the source can."""
+    if only is not None and isinstance(source, Searchable):
+        # An error: an id is no key of this source, or there is no such column.
+        with suppress(InvalidInputError):
+            ids = sorted(only)
+            parts = (ids[first : first + _WINDOW] for first in range(0, len(ids), _WINDOW))
+            found = [pair for part in parts for pair in sorted(source.texts(part, column).items())]
+            source.close()
+            return found
+    found = []
+    for window in source.windows(_WINDOW):
+        values = source.column(window, column)
+        found += [
+            pair
+            for pair in zip(values.ids, values.values, strict=True)
+            if only is None or pair[0] in only
+        ]
+    return found
 
 
 def _is_picture(file: Path, folder: Path) -> bool:

@@ -52,7 +52,7 @@ class ArraySource:
 
     A window is a range of rows. The files must not change while they are open.
 
-    The arrays are mapped, not read; every array of the folder is opened once.
+    Only the windows that are read are held in memory. Every array of the folder is opened once.
 
     Args:
         folder: The folder, with `ids.npy`.
@@ -132,12 +132,16 @@ class ArraySource:
     def read(self, window: Window) -> Rows:
         """Read the vectors of a window as float32; every row has one.
 
-        Keys become text. The rows have no keys or versions. The vectors may be a read-only view of
-        the file. NaN passes, and a repeated key is not detected.
+        Keys become text. The rows have no keys or versions. NaN passes, and a repeated key is not
+        detected.
+
+        Raises:
+            InvalidInputError: A file is gone or cannot be read.
         """
-        ids = list(map(text_of, self._ids[window.lower : window.upper].tolist()))
-        vectors = np.asarray(self._vectors[window.lower : window.upper], np.float32)
-        return Rows(ids, vectors)
+        rows = slice(window.lower, window.upper)
+        # A map of its own for each window: one for all would hold every page that was read.
+        ids = list(map(text_of, _array(self._folder / _IDS)[rows].tolist()))
+        return Rows(ids, np.array(_array(self.path)[rows], np.float32))
 
     def column(self, window: Window, name: str) -> ColumnValues:
         """Read a one-dimensional array of the folder as text, for the rows of a window.
@@ -366,10 +370,9 @@ class NewArray:
 
     def _check(self, merged: Path) -> None:
         """Compare the joined file with its parts; raise VerificationError if they differ."""
-        joined = _array(merged)
         for part in self._parts.glob("*.npy"):
             first, last = map(int, part.stem.split("-"))
-            if not np.array_equal(joined[first:last], _array(part)):
+            if not np.array_equal(_array(merged)[first:last], _array(part)):
                 raise VerificationError(
                     f"{self._final}: rows {first} to {last} differ from the vectors that were "
                     "written; check the disk, and run `nobackfill carry` again"
