@@ -13,7 +13,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -44,6 +43,7 @@ from nobackfill.vectors import Vectors
 with require_extra("lancedb"):
     import lancedb
     import pyarrow as pa
+    import pyarrow.compute as pc
     from lancedb import index as indexes
 
 _METRICS: Mapping[str, SearchMetric] = {
@@ -61,6 +61,8 @@ _MARK = "nobackfill"
 _DIGEST = 32
 # Keys in one condition.
 _PAGE = 1000
+# Keys that are compared with their neighbours at once.
+_KEYS_AT_ONCE = 100_000
 # Words in LanceDB's errors when others wrote at the same time.
 _CONFLICTS = ("conflict", "concurrent", "Retryable", "Too many")
 
@@ -264,25 +266,35 @@ class LanceSource:
             BusyError: Others write the table at this moment.
             ConfigurationError: The process was forked after the table was opened.
         """
-        keys = self.select([self.key], None)[self.key].to_pylist()
-        if None in keys:
+        lower = None
+        for last in self._bounds(rows):
+            yield Window(lower, last)
+            lower = last
+        # Open at the end, so that it includes rows that are added meanwhile.
+        yield Window(lower)
+
+    def _bounds(self, rows: int) -> list[Any]:
+        """Return each key after which a window of `rows` rows ends, but for the last window."""
+        column = self.select([self.key], None)[self.key]
+        if column.null_count:
             raise InvalidInputError(
                 f"{self._name}.{self.key}: expected a key in every row, found rows without one"
             )
-        keys.sort()
-        duplicates = [one for one, other in pairwise(keys) if one == other]
+        # As values of Python, 10 million keys would take more than 1 GB.
+        keys = column.combine_chunks()
+        order = pc.sort_indices(keys).to_numpy()
+        duplicates: list[Any] = []
+        for first in range(0, len(order), _KEYS_AT_ONCE):
+            part = keys.take(pa.array(order[first : first + _KEYS_AT_ONCE + 1]))
+            duplicates += part[1:].filter(pc.equal(part[1:], part[:-1])).to_pylist()
         if duplicates:
             raise InvalidInputError(
                 f"{self._name}.{self.key}: expected unique keys, found "
                 f"{join_few(map(repr, duplicates))} twice; delete one of each, or name another "
                 "column with --key"
             )
-        lower = None
-        for last in keys[rows - 1 : -1 : rows]:
-            yield Window(lower, last)
-            lower = last
-        # Open at the end, so that it includes rows that are added meanwhile.
-        yield Window(lower)
+        bounds: list[Any] = keys.take(pa.array(order[rows - 1 : -1 : rows])).to_pylist()
+        return bounds
 
     def select(self, columns: Sequence[str], where: str | None) -> Any:
         """Read columns of the rows that fulfil a condition, as a table of Arrow.
