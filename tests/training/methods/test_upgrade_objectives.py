@@ -14,7 +14,7 @@ from scipy.stats import entropy
 
 from nobackfill.errors import ConfigurationError
 from nobackfill.training.loop.loop import ProgressBars
-from nobackfill.training.loop.upgrade import fit_upgrade
+from nobackfill.training.loop.upgrade import fit_upgrade, load_upgrade
 from nobackfill.training.losses.lce import boundary, centre_alignment
 from nobackfill.training.methods.fastfill import FastFillObjective
 from nobackfill.training.methods.fct import FctObjective
@@ -273,3 +273,38 @@ def test_several_networks_learn_apart_and_answer_together(tmp_path: Path) -> Non
     halved = shrunk(made.upgrade, 0.5).h(rows["old"], rows["side"])
     straight = h.straight(h.whitened(rows["old"], rows["side"]))
     torch.testing.assert_close(halved, (straight + together) / 2)
+
+
+def test_several_networks_are_distilled_into_one(tmp_path: Path) -> None:
+    options = {"members": 3, "distilled": True}
+    keys: dict[str, Any] = {"method": "residual", "options": options, "unit": True}
+    made = features.objective(features.inputs(tmp_path / "apart", epochs=40, **keys))
+    assert isinstance(made, ResidualObjective)
+    h = made.upgrade.h.eval()
+    assert isinstance(h, ResidualMap) and len(h.members) == 3
+    for network in h.members:
+        last = network[-1]
+        assert isinstance(last, torch.nn.Linear)
+        torch.nn.init.normal_(last.weight, std=0.3)
+    rows = {k: v[:, 0] for k, v in features.rows(200, 7, unit=True).items() if v.ndim == 3}
+    with torch.no_grad():
+        white = h.whitened(rows["old"], rows["side"])
+        outputs = torch.stack([network(white) for network in h.members])
+        straight = h.straight(white)
+        # By hand, on rows that the distillation does not see.
+        wanted = torch.nn.functional.normalize(straight + outputs.mean(0))
+        first = torch.nn.functional.normalize(straight + outputs[0])
+    made.finish()
+    with torch.no_grad():
+        distilled = h(rows["old"], rows["side"])
+    assert len(h.members) == 1
+    apart = float((first - wanted).square().sum(1).mean())
+    assert float((distilled - wanted).square().sum(1).mean()) < 0.3 * apart
+    # A run's checkpoint holds one network, too.
+    inputs = features.inputs(tmp_path / "run", epochs=2, **keys)
+    loaded = load_upgrade(fit_upgrade(inputs, ProgressBars(visible=False), {})).h
+    assert isinstance(loaded, ResidualMap) and len(loaded.members) == 1
+    with pytest.raises(ConfigurationError, match=r"distilled trains one .*; set members: 3"):
+        features.objective(
+            features.inputs(tmp_path, method="residual", options={"distilled": True})
+        )

@@ -33,6 +33,8 @@ from nobackfill.training.networks.transform import UpgradeNetwork, UpgradeOutput
 # A strong ridge on purpose: int8 has 256 steps for the largest input, so scaled-up directions of
 # small variance would consist of rounding errors.
 _WHITENING, _RIDGE = 0.1, 1e-2
+# The learning rate of Adam at the start of a distillation.
+_DISTILLATION_RATE = 5e-4
 
 
 class ResidualOptions(FastFillOptions):
@@ -51,6 +53,8 @@ class ResidualOptions(FastFillOptions):
     share: float = Field(1.0, ge=0, le=1)
     # Networks of h, each trained separately; the output uses their mean.
     members: int = Field(1, ge=1, le=16)
+    # At the end of the training, one network learns that mean and replaces them.
+    distilled: bool = False
 
 
 class Whitened(nn.Module):
@@ -118,6 +122,13 @@ class ResidualMap(nn.Module):
         They are the modules themselves, in a new list.
         """
         return [self.residual, *(one for one in self.others if isinstance(one, nn.Sequential))]
+
+    def add_members(self, count: int) -> None:
+        """Append `count` networks of the same sizes, with random inner layers, in place."""
+        first = self.residual[0]
+        assert isinstance(first, nn.Linear)
+        sizes = (first.in_features, first.out_features, self.straight.out_features)
+        self.others.extend(_network(*sizes) for _ in range(count))
 
     def forward(self, embedding: Tensor, side: Tensor | None) -> Tensor:
         """Map the inputs that are read, [n,old_dim] and [n,side_dim], to [n,dim].
@@ -191,8 +202,9 @@ def _network(total: int, inner_dim: int, dim: int) -> nn.Sequential:
 def build_residual(config: UpgradeConfig, shape: UpgradeShape) -> UpgradeNetwork:
     """Build h, and g if new side-information is written, with FastFill's variance.
 
-    Its affine parts are random until the objective is made. A residual network starts at zero
-    output, with random inner layers. All come from torch's default generator.
+    With the option `distilled` h has one network; the objective adds the others. Its affine parts
+    are random until the objective is made. A residual network starts at zero output, with random
+    inner layers. All come from torch's default generator.
 
     Raises:
         ConfigurationError: an option is unknown or of a wrong value.
@@ -200,8 +212,9 @@ def build_residual(config: UpgradeConfig, shape: UpgradeShape) -> UpgradeNetwork
     options = read_options(config.options, ResidualOptions, config.method)
     reads = input_shape(config, shape)
     side = shape.new_side_dim
+    members = 1 if options.distilled else options.members
     return UpgradeNetwork(
-        ResidualMap(reads, shape.new_dim, config.inner_dim, shape.unit, options.members),
+        ResidualMap(reads, shape.new_dim, config.inner_dim, shape.unit, members),
         reads_side=shape.side_dim > 0,
         g=ResidualMap(reads, side, config.inner_dim, False) if side else None,
         log_variance=VarianceHead(reads, config.projection_dim),
@@ -213,19 +226,29 @@ class ResidualObjective(FastFillObjective):
 
     The constructor solves the affine parts of h and g. The loss is this project's own, not a
     paper's. The constructor raises ConfigurationError for a wrong option, for `both_views` without
-    mixed views, or if keep_best has no held-out images.
+    mixed views, for `distilled` with one network, or if keep_best has no held-out images.
     """
 
     options_model = ResidualOptions
 
     def __init__(self, upgrade: UpgradeNetwork, inputs: UpgradeInputs) -> None:
+        options = read_options(inputs.options, ResidualOptions, inputs.config.method)
+        if options.distilled:
+            if options.members < 2:
+                raise ConfigurationError(
+                    "option distilled trains one network on the mean of several, but members is 1; "
+                    "set members: 3"
+                )
+            assert isinstance(upgrade.h, ResidualMap)
+            upgrade.h.add_members(options.members - 1)
         super().__init__(upgrade, inputs)
-        self.listwise_options = read_options(inputs.options, ResidualOptions, inputs.config.method)
+        self.listwise_options = options
+        self.inputs = inputs
         side = flat(inputs.rows, "side") if inputs.shape.side_dim else None
         for network, target in ((upgrade.h, "new"), (upgrade.g, "new_side")):
             if isinstance(network, ResidualMap):
                 network.solve(flat(inputs.rows, "old"), side, flat(inputs.rows, target))
-        self.both_views = self.listwise_options.both_views
+        self.both_views = options.both_views
         if self.both_views and not inputs.config.mixed_views:
             raise ConfigurationError(
                 "the option both_views of method residual needs a mixed view, but mixed_views is "
@@ -290,8 +313,48 @@ class ResidualObjective(FastFillObjective):
         return losses.sum() / (view["labels"] >= 0).sum().clamp(min=1)
 
     def adjust_upgrade(self) -> None:
-        """Scale the residual networks by the option `share`; `finish` calls it once."""
+        """Distil the networks and scale the result, by the options `distilled` and `share`.
+
+        `finish` calls it once.
+        """
+        if self.listwise_options.distilled:
+            self._distil()
         shrink(self.upgrade, self.listwise_options.share)
+
+    def _distil(self) -> None:
+        """Train one network on the output of all of them, and replace them by it.
+
+        It starts as the first one. Half of a batch are rows of the training, the others are
+        mixtures of two: the networks answer any input, so it needs no target. BatchNorm keeps the
+        first network's statistics, which mixtures would change.
+        """
+        h, rows, config = self.upgrade.h, self.inputs.rows, self.inputs.config
+        assert isinstance(h, ResidualMap)
+        teacher, device = h.eval(), h.straight.weight.device
+        student = copy.deepcopy(teacher)
+        student.others = nn.ModuleList()
+        old, side = flat(rows, "old"), flat(rows, "side") if self.inputs.shape.side_dim else None
+        size = min(config.batch_size, len(rows["old"]))
+        steps = config.epochs * (len(rows["old"]) // size)
+        optimizer = torch.optim.Adam(student.residual.parameters(), lr=_DISTILLATION_RATE)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+        for _ in range(steps):
+            one, other = torch.randint(len(old), (2, size))
+            share = torch.rand(size, 1)
+            share[: size // 2] = 1
+            read = [
+                None if x is None else torch.lerp(x[other], x[one], share).to(device)
+                for x in (old, side)
+            ]
+            assert read[0] is not None
+            with torch.no_grad():
+                target = teacher(read[0], read[1])
+            loss = (student(read[0], read[1]) - target).square().sum(1).mean()
+            optimizer.zero_grad()
+            torch.autograd.backward(loss)
+            optimizer.step()
+            schedule.step()
+        h.residual, h.others = student.residual, student.others
 
 
 def shrink(upgrade: UpgradeNetwork, share: float) -> None:
