@@ -18,6 +18,7 @@ from nobackfill.research.results import (
     read_results,
 )
 from nobackfill.research.rows import OURS
+from nobackfill.research.vector_bench import BenchDifference, BenchResults, BenchRow, write_bench
 
 ROOT = Path(__file__).parents[2]
 RESULTS = sorted((ROOT / "bench" / "results").glob("compare-*.json"))
@@ -152,3 +153,60 @@ def test_a_page_without_marks_or_results_is_refused(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="does not exist"):
         rewrite_tables(page)
     assert page.read_text() == "<!-- results: none.json -->\n<!-- end of results -->\n"
+
+
+def bench(part: str, ours: float) -> BenchResults:
+    """Two maps beside the old model: ours, which is better, and one that is worse."""
+
+    def difference(mean: float, spread: float = 0.01) -> dict[str, dict[str, BenchDifference]]:
+        one = BenchDifference(mean=mean, low=mean - spread, high=mean + spread, classes=20)
+        return {part: {"cmc1": one, "map": one}}
+
+    def figures(value: float) -> dict[str, dict[str, float]]:
+        return {part: {"cmc1": value, "map": value / 2, "known_item": 0.25}}
+
+    worse = BenchRow(
+        maps="queries", figures=figures(0.4), differences=difference(-0.1),
+        against_ours=difference(0.4 - ours, spread=0.2), seconds=60, parameters=1234,
+    )  # fmt: skip
+    best = BenchRow(
+        maps="items", figures=figures(ours), differences=difference(ours - 0.5), seconds=120,
+        parameters=99,
+    )  # fmt: skip
+    stay = BenchRow(maps="none", figures=figures(0.5), differences={part: {}})
+    return BenchResults(
+        command="a command", machine="a CPU", pairs=10, seeds=1, queries={part: 70},
+        classes={part: 20},
+        rows={"old/old": stay, "residual_side": best, "affine": worse,
+              "fct": BenchRow(maps="items", refusal="no")},
+    )  # fmt: skip
+
+
+def test_results_on_vectors_share_a_table_of_figures_and_of_differences(tmp_path: Path) -> None:
+    for name, ours in (("seen", 0.65), ("unseen", 0.505)):
+        write_bench(tmp_path, name, bench(f"{name} classes", ours))
+        (tmp_path / f"{name}.md").unlink()
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- vectors: seen.json unseen.json -->\n<!-- end of results -->\n")
+    assert rewrite_tables(page) == [tmp_path / "seen.json", tmp_path / "unseen.json"]
+    assert all((tmp_path / f"{name}.md").read_text() for name in ("seen", "unseen"))
+    text = page.read_text()
+    assert text.startswith("before\n<!-- vectors: seen.json unseen.json -->\n| row |")
+    first = "| **residual_side** | items | 65.0 | 32.5 | 25.0 | 50.5 | 25.2 | 25.0 | 120 / 120 s |"
+    assert first in text and "| affine | queries | 40.0 |" in text
+    assert "| fct | items | - | - | - | - | - | - | - | - |" in text
+    lower = "-10.0 [-11.0, -9.0]"
+    assert f"| affine | {lower} | {lower} | {lower} | {lower} | -25.0 [-45.0, -5.0] |" in text
+    told = " ".join(text.split())
+    assert "one seed, which proves nothing about others" in told and "in 3 minutes" in told
+    assert "Best: seen CMC-1 `residual_side` (65.0)" in told
+    above = "Measurably above `old/old`: seen CMC-1 `residual_side`; seen mAP `residual_side`"
+    # An interval with 0 in it says nothing.
+    assert f"{above}; unseen CMC-1 none; unseen mAP none." in told
+    assert "below `residual_side`: seen CMC-1 `affine`; seen mAP `affine`; unseen CMC-1 no" in told
+    again = page.read_text()
+    rewrite_tables(page)
+    assert page.read_text() == again
+    (tmp_path / "seen.json").write_text("{}")
+    with pytest.raises(InvalidInputError, match=r"expected results of compare\.py --vectors"):
+        rewrite_tables(page)

@@ -19,6 +19,7 @@ from nobackfill.research.vector_bench import (
     BenchResults,
     FrozenVectors,
     compare_vectors,
+    read_bench,
     read_vectors,
 )
 from nobackfill.vectors import normalise
@@ -120,6 +121,16 @@ def test_every_rival_runs_and_reports_its_size(tmp_path: Path) -> None:
     cmc1 = {name: row.figures["seen classes"]["cmc1"] for name, row in result.rows.items()}
     assert min(value for name, value in cmc1.items() if name != "query_drift") > 4 / CLASSES, cmc1
     assert cmc1["residual_side"] > cmc1["query_drift"]
+    # Paired with our own row, too: by the same queries, so differences of means are means.
+    ours = result.rows["residual_side"]
+    assert ours.against_ours == {}
+    for part, figures in ours.figures.items():
+        fields = result.rows["affine"].against_ours[part]
+        assert set(fields) == {"cmc1", "map", "agreement", "known_item"}
+        for name, field in fields.items():
+            mine = result.rows["affine"].figures[part][name]
+            assert field.mean == pytest.approx(mine - figures[name], abs=1e-9)
+            assert field.low <= field.mean <= field.high
     # The new view is better, and a difference over classes says over how many.
     better = result.rows[REEMBED].differences["seen classes"]["map"]
     assert 0 < better.low < better.mean < better.high
@@ -211,6 +222,9 @@ def test_the_command_writes_a_page_and_its_figures(tmp_path: Path) -> None:
     assert told.command == (
         "python training/compare.py --vectors features.npz --seeds 1 --methods affine,procrustes"
     )
+    assert read_bench(tmp_path / "out" / "features.json") == told
+    assert told.rows["affine"].against_ours == {} and "Less residual_side" not in page
+    assert "500 training pairs, one seed, which proves nothing about others" in page
     seen = told.rows["affine"].figures["seen classes"]["cmc1"]
     assert f"| affine | items | {100 * seen:.1f} (" in page
     assert json.loads((tmp_path / "out" / "features.json").read_text())["pairs"] == 500

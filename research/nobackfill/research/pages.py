@@ -2,12 +2,13 @@
 
 A mark in a document is a comment on its own line, `<!-- results: PATH -->` or
 `<!-- results: PATH in brief -->`, with PATH relative to the document. `refresh` writes the text up
-to `<!-- end of results -->`. *In brief* means only the fixed rows, and no claims.
+to `<!-- end of results -->`. *In brief* means only the fixed rows, and no claims. The results of
+`compare.py --vectors` have the mark `<!-- vectors: PATH PATH… -->`, and share one table.
 """
 
 import re
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +22,19 @@ from nobackfill.research.results import MAIN, UNSEEN, ClaimOutcome, Results, Row
 from nobackfill.research.rows import OURS, Name
 from nobackfill.research.settings import LIMIT
 from nobackfill.research.summary import FEWEST_SEEDS, FIGURES
+from nobackfill.research.vector_bench import (
+    MEASURES,
+    OUR_MAP,
+    REEMBED,
+    STAY,
+    BenchDifference,
+    BenchResults,
+    BenchRow,
+    page_of,
+    points_of,
+    read_bench,
+    seeds_of_bench,
+)
 
 ENDS = ("old/old", "new/old", "new/new", "new/served")
 TITLES = (*ENDS[:3], "served", "kept", "flips")
@@ -349,7 +363,9 @@ SHOWN = (
     OURS,
 )
 _END = "<!-- end of results -->"
-_MARKED = re.compile(rf"(?m)^<!-- results: (\S+)( in brief)? -->\n(?s:.*?)^{_END}$")
+_MARKED = re.compile(
+    rf"(?m)^<!-- (?:results: (\S+)( in brief)?|vectors: (\S+(?: \S+)*)) -->\n(?s:.*?)^{_END}$"
+)
 
 
 def rewrite_tables(page: Path) -> list[Path]:
@@ -384,6 +400,13 @@ def rewrite_tables(page: Path) -> list[Path]:
     files: list[Path] = []
 
     def replacement(mark: re.Match[str]) -> str:
+        if mark[3] is not None:
+            names = mark[3].split(" ")
+            files.extend(page.parent / name for name in names)
+            measured = [_write_bench_page(page.parent / name) for name in names]
+            links = [name.removesuffix(".json") + ".md" for name in names]
+            first = f"<!-- vectors: {mark[3]} -->"
+            return "\n".join([first, *vectors_table(measured, links), _END])
         file = page.parent / mark[1]
         results = _write_full_page(file)
         files.append(file)
@@ -405,6 +428,118 @@ def _write_full_page(file: Path) -> Results:
     results = read_results(file)
     write_file(file.with_suffix(".md"), full_page(results).encode(), 0o644)
     return results
+
+
+def _write_bench_page(file: Path) -> BenchResults:
+    results = read_bench(file)
+    write_file(file.with_suffix(".md"), page_of(results).encode(), 0o644)
+    return results
+
+
+@dataclass(frozen=True)
+class _Column:
+    """A figure of a part of one file of results."""
+
+    results: BenchResults
+    part: str
+    figure: str
+
+    @property
+    def title(self) -> str:
+        return f"{self.part.removesuffix(' classes')} {MEASURES[self.figure]}"
+
+    def row(self, name: str) -> BenchRow | None:
+        row = self.results.rows.get(name)
+        return None if row is None or row.refusal else row
+
+    def value(self, name: str) -> float | None:
+        row = self.row(name)
+        return None if row is None else row.figures[self.part].get(self.figure)
+
+    def difference(self, name: str, *, to_ours: bool) -> BenchDifference | None:
+        row = self.row(name)
+        if row is None:
+            return None
+        differences = row.against_ours if to_ours else row.differences
+        return differences.get(self.part, {}).get(self.figure)
+
+
+def vectors_table(benches: Sequence[BenchResults], links: Sequence[str]) -> list[str]:
+    """Format results of `compare.py --vectors` as one table of figures and one of differences.
+
+    Args:
+        benches: the results of one or more files, with labels. Rows have the order of the first.
+        links: the addresses of their full pages, as the document links to them.
+
+    Returns:
+        The lines: both tables, how they were made, and the rows that are measurably above or below
+        the old model and our own row.
+    """
+    parts = [(results, part) for results in benches for part in results.queries]
+    columns = [_Column(*one, figure) for one in parts for figure in (*FIGURES, "known_item")]
+    names = list(dict.fromkeys(name for results in benches for name in results.rows))
+    lines = table_head("maps", *(one.title for one in columns), "fit", "parameters")
+    lines[0] = lines[0].replace("| method |", "| row |")
+    for name in names:
+        rows = [results.rows[name] for results in benches if name in results.rows]
+        fits = " / ".join(f"{row.seconds:.0f}" for row in rows)
+        last = [f"{fits} s", f"{rows[0].parameters:,}"] if rows[0].parameters else ["-", "-"]
+        label = f"**{name}**" if name == OUR_MAP else name
+        cells = [_percent(one.value(name)) for one in columns]
+        lines.append(f"| {' | '.join((label, rows[0].maps, *cells, *last))} |")
+    compared = [one for one in columns if one.figure in FIGURES]
+    lines += ["", "In points, with 95 % intervals over classes:", ""]
+    titles = [f"{one.title} less {base}" for base in (STAY, OUR_MAP) for one in compared]
+    lines += table_head(*titles)
+    lines[-2] = lines[-2].replace("| method |", "| row |")
+    for name in names[1:]:
+        cells = [
+            points_of(one.difference(name, to_ours=ours)) for ours in (False, True)
+            for one in compared
+        ]  # fmt: skip
+        lines.append(f"| {' | '.join((name, *cells))} |")
+    return [*lines, "", *_about_vectors(benches, links, names, compared), ""]
+
+
+def _about_vectors(
+    benches: Sequence[BenchResults],
+    links: Sequence[str],
+    names: Sequence[str],
+    columns: Sequence[_Column],
+) -> list[str]:
+    """Say how the results were made, and which rows measurably differ from which."""
+    made = []
+    for results, link in zip(benches, links, strict=True):
+        tests = " and ".join(
+            f"{count} queries of {results.classes[part]} {part}"
+            for part, count in results.queries.items()
+        )
+        minutes = sum(row.seconds for row in results.rows.values()) / 60
+        made.append(
+            f"`{results.command}`: {results.pairs} training pairs, {tests}; all maps were fitted "
+            f"in {minutes:.0f} minutes ([every figure]({link}))."
+        )
+    made.append(f"{benches[0].machine}; {seeds_of_bench(benches[0])}.")
+    maps = [name for name in names if name not in (STAY, REEMBED)]
+    notes = [_wrapped(" ".join(made)), "", _wrapped(f"Best: {_best_maps(columns, maps)}.", "- ")]
+    for base, to_ours in ((STAY, False), (OUR_MAP, True)):
+        for side, word in ((1, "above"), (-1, "below")):
+            found = []
+            for one in columns:
+                signs = {name: one.difference(name, to_ours=to_ours) for name in maps}
+                those = [f"`{name}`" for name, sign in signs.items() if sign and sign.sign == side]
+                found.append(f"{one.title} {', '.join(those) or 'none'}")
+            notes.append(_wrapped(f"Measurably {word} `{base}`: {'; '.join(found)}.", "- "))
+    return notes
+
+
+def _best_maps(columns: Sequence[_Column], maps: Sequence[str]) -> str:
+    texts = []
+    for one in columns:
+        values = {name: value for name in maps if (value := one.value(name)) is not None}
+        best = max(values, key=lambda name: values[name])
+        texts.append(f"{one.title} `{best}` ({_percent(values[best])})")
+    return ", ".join(texts)
 
 
 def short_table(results: Results, link: str, *, brief: bool = False) -> list[str]:

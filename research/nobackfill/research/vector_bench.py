@@ -15,8 +15,9 @@ Each test item queries all others. With labels, items of its class are relevant 
 agreement@10 is the share of the new model's own ten hits that a row also returns. known-item is the
 share of items that are the nearest item to their own new vector.
 
-Every difference is measured against the old model (old/old), paired by query, over all seeds. Its
-95 % interval draws classes where there are at least ten, and queries otherwise.
+Every difference is measured against the old model (old/old) and against our own row, paired by
+query, over all seeds. Its 95 % interval draws classes where there are at least ten, and queries
+otherwise.
 """
 
 import time
@@ -28,7 +29,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from nobackfill.durable import write_file
 from nobackfill.errors import ConfigurationError, InvalidInputError, NotFoundError
@@ -42,8 +43,10 @@ from nobackfill.research.rivals.rows import rivals
 _AGREEMENT = 10
 # Rows without a transform: the search of the old model, and of the new model after a re-embedding.
 STAY, REEMBED = "old/old", "new/new"
+# Our own row, the default of training with side-information.
+OUR_MAP = "residual_side"
 # Names of the figures in tables.
-_TITLES = {"cmc1": "CMC-1", "map": "mAP", "agreement": "agreement@10", "known_item": "known-item"}
+MEASURES = {"cmc1": "CMC-1", "map": "mAP", "agreement": "agreement@10", "known_item": "known-item"}
 
 
 @dataclass(frozen=True)
@@ -214,7 +217,7 @@ class _BenchPart(BaseModel):
 
 
 class BenchDifference(_BenchPart):
-    """A row's figure minus that of old/old: mean and 95 % interval.
+    """A row's figure minus that of another row: mean and 95 % interval.
 
     Attributes:
         classes: how many classes the interval draws; None: it draws queries.
@@ -225,6 +228,13 @@ class BenchDifference(_BenchPart):
     high: float
     classes: int | None
 
+    @property
+    def sign(self) -> int:
+        """1 or -1 if the interval over classes lies on one side of 0, else 0."""
+        if self.classes is None:
+            return 0
+        return int(self.low > 0) - int(self.high < 0)
+
 
 class BenchRow(_BenchPart):
     """The measured figures of one row: of a rival, or of a search without a transform.
@@ -233,6 +243,7 @@ class BenchRow(_BenchPart):
         maps: which vectors it maps: items, queries or none.
         figures: mean over queries and seeds, 0 to 1, by part of the test and name.
         differences: the same minus those of old/old.
+        against_ours: the same minus those of residual_side; empty for itself, or if it was not run.
         seconds: mean time to fit, in seconds; 0 without a transform.
         parameters: the number of fitted values; 0 without a transform.
         refusal: why the row was not run; the other fields are then empty.
@@ -241,6 +252,7 @@ class BenchRow(_BenchPart):
     maps: str
     figures: dict[str, dict[str, float]] = {}
     differences: dict[str, dict[str, BenchDifference]] = {}
+    against_ours: dict[str, dict[str, BenchDifference]] = {}
     seconds: float = 0.0
     parameters: int = 0
     refusal: str = ""
@@ -340,12 +352,18 @@ def compare_vectors(
             rows[name] = BenchRow(maps=maps[name], refusal=refused[name])
             continue
         runs, times = runs_of[name], seconds.get(name, [0.0])
+        ours = runs_of.get(OUR_MAP) if name != OUR_MAP else None
         rows[name] = BenchRow(
             maps=maps[name],
             figures={part: _means(runs, mask) for part, mask in parts.items()},
             differences={
                 part: _differences(runs, runs_of[STAY], mask, vectors.labels)
                 for part, mask in parts.items()
+            },
+            against_ours={
+                part: _differences(runs, ours, mask, vectors.labels)
+                for part, mask in parts.items()
+                if ours is not None
             },
             seconds=sum(times) / len(times),
             parameters=parameters.get(name, 0),
@@ -402,17 +420,17 @@ def _means(runs: Sequence[PerRow], mask: NDArray[np.bool_]) -> dict[str, float]:
 
 def _differences(
     runs: Sequence[PerRow],
-    stay: Sequence[PerRow],
+    base: Sequence[PerRow],
     mask: NDArray[np.bool_],
     labels: NDArray[np.int64] | None,
 ) -> dict[str, BenchDifference]:
     classes = None if labels is None else [labels[mask]] * len(runs)
     differences = {}
     for name in runs[0]:
-        if name not in stay[0]:
+        if name not in base[0]:
             continue
         difference = paired_bootstrap(
-            [run[name][mask] for run in runs], [run[name][mask] for run in stay], classes=classes
+            [run[name][mask] for run in runs], [run[name][mask] for run in base], classes=classes
         )
         differences[name] = BenchDifference(
             mean=difference.mean,
@@ -424,9 +442,10 @@ def _differences(
 
 
 def page_of(results: BenchResults) -> str:
-    """Format results as a page of Markdown: one table for each part of the test.
+    """Format results as a page of Markdown: two tables for each part of the test.
 
-    Rows that were not run follow the tables, with their reasons.
+    The second one compares rows with our own, if that was run. Rows that were not run follow, with
+    their reasons.
 
     Raises:
         KeyError: the results lack the row old/old, or a row lacks a part of the test.
@@ -434,16 +453,16 @@ def page_of(results: BenchResults) -> str:
     lines = [
         "# Maps compared on frozen vectors", "",
         f"`{results.command}`", "",
-        f"{results.pairs} training pairs, {results.seeds} seeds, {results.machine}. Figures in "
+        f"{results.pairs} training pairs, {seeds_of_bench(results)}, {results.machine}. Figures in "
         "percent. In brackets: the difference to old/old and its 95 % interval, over classes where "
         f"there are at least {FEWEST_CLASSES}, else over queries.",
     ]  # fmt: skip
     for part, count in results.queries.items():
         classes = f" of {results.classes[part]} classes" if results.classes[part] else ""
         lines += ["", f"## {part.capitalize()}: {count} queries{classes}", ""]
-        figures = [name for name in _TITLES if name in results.rows[STAY].figures[part]]
+        figures = [name for name in MEASURES if name in results.rows[STAY].figures[part]]
         figures += [] if "known_item" in figures else ["known_item"]
-        titles = ["row", "maps", *(_TITLES[name] for name in figures), "fit", "parameters"]
+        titles = ["row", "maps", *(MEASURES[name] for name in figures), "fit", "parameters"]
         lines += [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
         for name, row in results.rows.items():
             if row.refusal:
@@ -452,11 +471,43 @@ def page_of(results: BenchResults) -> str:
             duration = f"{row.seconds:.1f} s" if row.parameters else "-"
             size = f"{row.parameters:,}" if row.parameters else "-"
             lines.append(f"| {' | '.join((name, row.maps, *cells, duration, size))} |")
+        lines += _against_ours(results, part, figures)
     missing = {name: row.refusal for name, row in results.rows.items() if row.refusal}
     if missing:
         lines += ["", "Not run:", ""]
         lines += [f"- {name}: {sentence}" for name, sentence in missing.items()]
     return "\n".join(lines) + "\n"
+
+
+def seeds_of_bench(results: BenchResults) -> str:
+    """Return the number of seeds in words; one seed says that it stands for no others."""
+    if results.seeds == 1:
+        return "one seed, which proves nothing about others"
+    return f"{results.seeds} seeds"
+
+
+def _against_ours(results: BenchResults, part: str, figures: Sequence[str]) -> list[str]:
+    rows = {name: row for name, row in results.rows.items() if part in row.against_ours}
+    if not rows:
+        return []
+    lines = ["", f"Less {OUR_MAP}, in points:", ""]
+    lines += [f"| {' | '.join(('row', *(MEASURES[name] for name in figures)))} |"]
+    lines += ["|---" * (len(figures) + 1) + "|"]
+    for name, row in rows.items():
+        cells = [points_of(row.against_ours[part].get(figure)) for figure in figures]
+        lines.append(f"| {' | '.join((name, *cells))} |")
+    return lines
+
+
+def points_of(difference: BenchDifference | None) -> str:
+    """Format a difference and its interval in percentage points, such as "+1.2 [+0.4, +2.0]".
+
+    The text is "-" without a difference, or if it is 0 for every query.
+    """
+    if difference is None or difference.low == difference.high == 0:
+        return "-"
+    mean, low, high = (100 * one for one in (difference.mean, difference.low, difference.high))
+    return f"{mean:+.1f} [{low:+.1f}, {high:+.1f}]"
 
 
 def _cell(row: BenchRow, part: str, figure: str) -> str:
@@ -481,3 +532,27 @@ def write_bench(out: Path, name: str, results: BenchResults) -> None:
     out.mkdir(parents=True, exist_ok=True)
     write_file(out / f"{name}.json", (results.model_dump_json(indent=1) + "\n").encode(), 0o644)
     write_file(out / f"{name}.md", page_of(results).encode(), 0o644)
+
+
+def read_bench(path: Path) -> BenchResults:
+    """Read the results that `write_bench` wrote.
+
+    Raises:
+        NotFoundError: the file does not exist.
+        InvalidInputError: it has other content, or unknown keys; the message names the first place.
+        OSError: it cannot be read.
+    """
+    if not path.is_file():
+        raise NotFoundError(
+            f"the results file {path} does not exist; compare.py --vectors FILE.npz writes it as "
+            "OUT/FILE.json"
+        )
+    try:
+        return BenchResults.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise InvalidInputError(
+            f"{path}: expected results of compare.py --vectors, but {where or 'the file'}: "
+            f"{first['msg']}"
+        ) from None

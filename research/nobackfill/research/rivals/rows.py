@@ -28,6 +28,7 @@ def rivals(epochs: int = 30, inner_dim: int = 2048) -> Mapping[str, Callable[[],
     return {
         "residual_side": trained("residual", True),
         "residual_side_three": trained("residual", True, members=3),
+        "residual_side_distilled": trained("residual", True, members=3, distilled=True),
         "residual": trained("residual", False),
         "fct_side": trained("fct", True),
         "fct": trained("fct", False),
