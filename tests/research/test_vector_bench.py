@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from nobackfill.errors import ConfigurationError, InvalidInputError, NotFoundError
 from nobackfill.research.compare import app
-from nobackfill.research.rivals.rival import Floats
+from nobackfill.research.rivals.rival import Floats, UncertainRival
 from nobackfill.research.rivals.rows import rivals
 from nobackfill.research.vector_bench import (
     REEMBED,
@@ -19,6 +19,7 @@ from nobackfill.research.vector_bench import (
     BenchResults,
     FrozenVectors,
     compare_vectors,
+    page_of,
     read_bench,
     read_vectors,
 )
@@ -90,6 +91,48 @@ def test_figures_are_those_of_a_full_sort(tmp_path: Path) -> None:
             total[0] += figures["cmc1"] * mask.sum() / len(mask)
             total[1] += figures["map"] * mask.sum() / len(mask)
         assert total == pytest.approx(brute_force(queries, gallery, vectors.labels), abs=1e-6)
+
+
+def test_orders_of_a_backfill_are_measured_by_full_sorts(tmp_path: Path) -> None:
+    vectors = frozen(tmp_path)
+    names = ["fastfill_side", "fct_side", "affine"]
+    result = compare_vectors(vectors, names=names, registry=SMALL)
+    rows = result.rows
+    # FCT and the affine map predict no variance.
+    assert {name for name, row in rows.items() if row.backfill} == {"fastfill_side"}
+    fitted = SMALL["fastfill_side"]()
+    fitted.fit(vectors.train, 0)
+    assert isinstance(fitted, UncertainRival) and vectors.labels is not None
+    gallery = fitted.transform(vectors.old, vectors.side)
+    variances = fitted.variances(vectors.old, vectors.side)
+    assert variances is not None and (variances > 0).all()
+    orders = {
+        "random": np.random.default_rng(0).permutation(240),
+        "uncertainty": np.argsort(-variances, kind="stable"),
+    }
+    masks, row = vectors.parts(), rows["fastfill_side"]
+    for order, items in orders.items():
+        points = []
+        for share in np.linspace(0, 1, 11):
+            mixed = gallery.copy()
+            first = items[: round(240 * share)]
+            mixed[first] = vectors.new[first]
+            points.append(brute_force(vectors.new, mixed, vectors.labels))
+        for number, figure in enumerate(("cmc1", "map")):
+            curve = np.array([point[number] for point in points])
+            area = float((curve[:-1] + curve[1:]).sum() / 20)
+            told = sum(
+                row.backfill[part][order][figure] * mask.sum() for part, mask in masks.items()
+            )
+            assert told / 240 == pytest.approx(area, abs=1e-6)
+    for part in masks:
+        gains = row.against_random[part]
+        assert list(gains) == ["uncertainty", "gain"]
+        means = row.backfill[part]
+        for order, fields in gains.items():
+            mean = means[order]["map"] - means["random"]["map"]
+            assert fields["map"].mean == pytest.approx(mean, abs=1e-9)
+    assert "Means over the curve of a backfill, seen classes:" in page_of(result)
 
 
 def test_agreement_and_known_items_are_counted(tmp_path: Path) -> None:

@@ -33,11 +33,18 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from nobackfill.durable import write_file
 from nobackfill.errors import ConfigurationError, InvalidInputError, NotFoundError
+from nobackfill.metrics.backfill import (
+    ReembeddingOrder,
+    curves_by_order,
+    gain_order,
+    random_order,
+    uncertainty_order,
+)
 from nobackfill.metrics.bootstrap import FEWEST_CLASSES, paired_bootstrap
 from nobackfill.metrics.neighbours import nearest
 from nobackfill.metrics.ranking import rank, same_label
 from nobackfill.metrics.retrieval import PerQuery, average_precision, cmc
-from nobackfill.research.rivals.rival import Floats, Rival, TrainingVectors
+from nobackfill.research.rivals.rival import Floats, Rival, TrainingVectors, UncertainRival
 from nobackfill.research.rivals.rows import rivals
 
 _AGREEMENT = 10
@@ -45,6 +52,9 @@ _AGREEMENT = 10
 STAY, REEMBED = "old/old", "new/new"
 # Our own row, the default of training with side-information.
 OUR_MAP = "residual_side"
+# Orders in which a gallery is re-embedded.
+RANDOM = "random"
+ORDERS = (RANDOM, "uncertainty", "gain")
 # Names of the figures in tables.
 MEASURES = {"cmc1": "CMC-1", "map": "mAP", "agreement": "agreement@10", "known_item": "known-item"}
 
@@ -244,6 +254,9 @@ class BenchRow(_BenchPart):
         figures: mean over queries and seeds, 0 to 1, by part of the test and name.
         differences: the same minus those of old/old.
         against_ours: the same minus those of residual_side; empty for itself, or if it was not run.
+        backfill: mean over the curve from the mapped to the re-embedded gallery, by part, order and
+            figure; only of a row that predicts variances.
+        against_random: the same minus that of the random order.
         seconds: mean time to fit, in seconds; 0 without a transform.
         parameters: the number of fitted values; 0 without a transform.
         refusal: why the row was not run; the other fields are then empty.
@@ -253,6 +266,8 @@ class BenchRow(_BenchPart):
     figures: dict[str, dict[str, float]] = {}
     differences: dict[str, dict[str, BenchDifference]] = {}
     against_ours: dict[str, dict[str, BenchDifference]] = {}
+    backfill: dict[str, dict[str, dict[str, float]]] = {}
+    against_random: dict[str, dict[str, dict[str, BenchDifference]]] = {}
     seconds: float = 0.0
     parameters: int = 0
     refusal: str = ""
@@ -326,6 +341,7 @@ def compare_vectors(
         REEMBED: [_measure(vectors.new, vectors.new, vectors, own)] * seeds,
     }
     maps = {STAY: "none", REEMBED: "none"}
+    curves_of = dict[str, list[dict[str, PerRow]]]()
     parameters, seconds, refused = dict[str, int](), dict[str, list[float]](), dict[str, str]()
     for seed in range(seeds):
         drawn = vectors if pairs is None else vectors.take_pairs(pairs, seed)
@@ -345,6 +361,8 @@ def compare_vectors(
             else:
                 gallery, queries = vectors.old, rival.transform(vectors.new, None)
             runs_of.setdefault(name, []).append(_measure(queries, gallery, vectors, own))
+            if curves := _backfill(rival, gallery, vectors):
+                curves_of.setdefault(name, []).append(curves)
     parts = vectors.parts()
     rows = {}
     for name in (STAY, REEMBED, *selected):
@@ -353,6 +371,10 @@ def compare_vectors(
             continue
         runs, times = runs_of[name], seconds.get(name, [0.0])
         ours = runs_of.get(OUR_MAP) if name != OUR_MAP else None
+        by_order = {
+            order: [curves[order] for curves in curves_of[name]]
+            for order in (ORDERS if name in curves_of else ())
+        }
         rows[name] = BenchRow(
             maps=maps[name],
             figures={part: _means(runs, mask) for part, mask in parts.items()},
@@ -364,6 +386,20 @@ def compare_vectors(
                 part: _differences(runs, ours, mask, vectors.labels)
                 for part, mask in parts.items()
                 if ours is not None
+            },
+            backfill={
+                part: {order: _means(curves, mask) for order, curves in by_order.items()}
+                for part, mask in parts.items()
+                if by_order
+            },
+            against_random={
+                part: {
+                    order: _differences(by_order[order], by_order[RANDOM], mask, vectors.labels)
+                    for order in ORDERS
+                    if order != RANDOM
+                }
+                for part, mask in parts.items()
+                if by_order
             },
             seconds=sum(times) / len(times),
             parameters=parameters.get(name, 0),
@@ -412,6 +448,30 @@ def _measure(
         ranking = rank(queries, gallery, relevance)
         figures = {"cmc1": cmc(ranking, 1), "map": average_precision(ranking)} | figures
     return figures
+
+
+def _backfill(rival: Rival, gallery: Floats, vectors: FrozenVectors) -> dict[str, PerRow]:
+    """Return each query's area under the curve of a backfill, by order and figure.
+
+    It is empty without labels, or without variances.
+    """
+    if vectors.labels is None or not isinstance(rival, UncertainRival):
+        return {}
+    variances = rival.variances(vectors.old, vectors.side)
+    if variances is None:
+        return {}
+    places = np.arange(len(gallery))
+    items = (
+        random_order(len(gallery), 0),
+        uncertainty_order(variances),
+        gain_order(gallery, variances),
+    )
+    orders = {name: ReembeddingOrder(one) for name, one in zip(ORDERS, items, strict=True)}
+    relevance = same_label(vectors.labels, vectors.labels, places, places)
+    curves = curves_by_order(vectors.new, gallery, vectors.new, orders, relevance)
+    return {
+        name: {"cmc1": curve.cmc1_areas, "map": curve.map_areas} for name, curve in curves.items()
+    }
 
 
 def _means(runs: Sequence[PerRow], mask: NDArray[np.bool_]) -> dict[str, float]:
@@ -472,6 +532,7 @@ def page_of(results: BenchResults) -> str:
             size = f"{row.parameters:,}" if row.parameters else "-"
             lines.append(f"| {' | '.join((name, row.maps, *cells, duration, size))} |")
         lines += _against_ours(results, part, figures)
+        lines += backfill_table(results, part)
     missing = {name: row.refusal for name, row in results.rows.items() if row.refusal}
     if missing:
         lines += ["", "Not run:", ""]
@@ -495,6 +556,30 @@ def _against_ours(results: BenchResults, part: str, figures: Sequence[str]) -> l
     lines += ["|---" * (len(figures) + 1) + "|"]
     for name, row in rows.items():
         cells = [points_of(row.against_ours[part].get(figure)) for figure in figures]
+        lines.append(f"| {' | '.join((name, *cells))} |")
+    return lines
+
+
+def backfill_table(results: BenchResults, part: str) -> list[str]:
+    """Format the means over the curves of a backfill, and other orders less the random one.
+
+    Returns:
+        The lines, which begin with an empty one; none if no row predicts variances.
+    """
+    rows = {name: row for name, row in results.rows.items() if part in row.backfill}
+    if not rows:
+        return []
+    titles = ["row"]
+    for order in ORDERS:
+        less = "" if order == RANDOM else f", less {RANDOM}"
+        titles += [f"{order} {MEASURES[figure]}{less}" for figure in ("cmc1", "map")]
+    lines = ["", f"Means over the curve of a backfill, {part}:", "", f"| {' | '.join(titles)} |"]
+    lines += ["|---" * len(titles) + "|"]
+    for name, row in rows.items():
+        cells = [f"{100 * row.backfill[part][RANDOM][figure]:.1f}" for figure in ("cmc1", "map")]
+        for order in ORDERS[1:]:
+            gains = row.against_random[part][order]
+            cells += [points_of(gains[figure]) for figure in ("cmc1", "map")]
         lines.append(f"| {' | '.join((name, *cells))} |")
     return lines
 

@@ -1,7 +1,7 @@
 """The interface of rivals, and the vectors that they are fitted on."""
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,4 +69,15 @@ class Rival(Protocol):
         """The number of fitted values of the transform.
 
         Call `fit` before.
+        """
+
+
+@runtime_checkable
+class UncertainRival(Rival, Protocol):
+    """A rival of maps "items" that says how far its outputs may be off."""
+
+    def variances(self, vectors: Floats, side: Floats | None) -> Floats | None:
+        """Predict the variance of each mapped vector, float32 [m], above 0.
+
+        Call `fit` before. The arguments are those of `transform`. None: this fit predicts none.
         """

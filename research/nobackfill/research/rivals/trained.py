@@ -16,6 +16,7 @@ from nobackfill.training.loop.loop import ProgressBars
 from nobackfill.training.loop.upgrade import fit_upgrade, load_upgrade, shape_of
 from nobackfill.training.method import UpgradeInputs
 from nobackfill.training.methods import upgrade_method
+from nobackfill.training.networks.transform import UpgradeOutput
 
 _BATCH = 512
 
@@ -104,10 +105,24 @@ class TrainedMap:
         Raises:
             AttributeError: `fit` was not called.
         """
+        return np.asarray(self._run(vectors, side).embedding.numpy(), np.float32)
+
+    def variances(self, vectors: Floats, side: Floats | None) -> Floats | None:
+        """Predict the variance of a dimension of each migrated vector, float32 [m], above 0.
+
+        Call `fit` before. The arguments are those of `transform`. None: the method predicts none.
+
+        Raises:
+            AttributeError: `fit` was not called.
+        """
+        logarithm = self._run(vectors, side).log_variance
+        return None if logarithm is None else np.asarray(logarithm.exp().numpy(), np.float32)
+
+    def _run(self, vectors: Floats, side: Floats | None) -> UpgradeOutput:
         read = torch.from_numpy(side) if self._reads_side and side is not None else None
         with torch.no_grad():
-            mapped = self._upgrade(torch.from_numpy(vectors), read).embedding
-        return np.asarray(mapped.numpy(), np.float32)
+            output: UpgradeOutput = self._upgrade(torch.from_numpy(vectors), read)
+        return output
 
     @property
     def parameters(self) -> int:
