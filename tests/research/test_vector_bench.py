@@ -277,5 +277,14 @@ def test_the_command_writes_a_page_and_its_figures(tmp_path: Path) -> None:
     ):
         refused = run_here(app, *command, *words)
         assert refused.returncode == 78 and sentence in refused.stderr
-    alone = run_here(app, "compare.py", "--pairs", "100")
-    assert alone.returncode == 78 and "also give --vectors FILE.npz" in alone.stderr
+    for option in ("--pairs", "--width"):
+        alone = run_here(app, "compare.py", option, "100")
+        assert alone.returncode == 78 and "also give --vectors FILE.npz" in alone.stderr
+    sizes = []
+    for width in ("8", "16"):
+        narrow = run_here(app, *command, "--methods", "fct", "--seeds", "1", "--width", width)
+        assert narrow.returncode == 0, narrow.stderr
+        told = read_bench(tmp_path / "out" / "features.json")
+        assert told.command.endswith(f"--methods fct --width {width}")
+        sizes.append(told.rows["fct"].parameters)
+    assert sizes[0] < sizes[1]

@@ -40,6 +40,7 @@ from nobackfill.research.presets import (
     preset_named,
 )
 from nobackfill.research.results import MAIN, Provenance, Results, draw, points, write_results
+from nobackfill.research.rivals.rows import rivals
 from nobackfill.research.rows import ComparisonPlace
 from nobackfill.research.serve import costs
 from nobackfill.research.summary import MeasuredRow, summarise
@@ -192,11 +193,24 @@ def main(
             show_default="all",
         ),
     ] = None,
+    width: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Width of the inner layers of maps that --vectors trains; a quarter of it needs "
+            "about a tenth of the arithmetic.",
+            show_default="2048",
+        ),
+    ] = None,
 ) -> None:
     """Train and evaluate methods on the same splits; print the table and the claims."""
     if pairs is not None and not vectors:
         raise ConfigurationError(
             "--pairs is the number of training pairs of --vectors; also give --vectors FILE.npz"
+        )
+    if width is not None and not vectors:
+        raise ConfigurationError(
+            "--width is the width of the maps of --vectors; also give --vectors FILE.npz"
         )
     if vectors:
         others = {
@@ -207,7 +221,7 @@ def main(
                 f"--vectors compares maps on stored vectors and trains no image model; leave out "
                 f"{ignored[0]}"
             )
-        _compare_vectors(vectors, out, seeds, methods, pairs)
+        _compare_vectors(vectors, out, seeds, methods, pairs, width)
         return
     if page:
         for document in page:
@@ -242,11 +256,17 @@ def main(
 
 
 def _compare_vectors(
-    files: Sequence[Path], out: Path, seeds: int, methods: str | None, pairs: int | None
+    files: Sequence[Path],
+    out: Path,
+    seeds: int,
+    methods: str | None,
+    pairs: int | None,
+    width: int | None,
 ) -> None:
     words = ["python training/compare.py", *(f"--vectors {file.name}" for file in files)]
     words += [f"--seeds {seeds}"] + ([f"--methods {methods}"] if methods else [])
     words += [f"--pairs {pairs}"] if pairs else []
+    words += [f"--width {width}"] if width else []
     results = compare_vectors(
         read_vectors(files),
         names=methods.split(",") if methods else None,
@@ -254,6 +274,7 @@ def _compare_vectors(
         seeds=seeds,
         command=" ".join(words),
         machine=machine(),
+        registry=None if width is None else rivals(inner_dim=width),
     )
     write_bench(out, files[0].stem, results)
     print(page_of(results))
