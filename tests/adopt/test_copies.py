@@ -16,7 +16,7 @@ from nobackfill.adopt.fitting import fit_and_judge as fit
 from nobackfill.adopt.maps import fit_maps, load_map
 from nobackfill.adopt.pairs import inspect, match, read_all, sample
 from nobackfill.adopt.sources.opening import open_source
-from nobackfill.adopt.sources.source import Target
+from nobackfill.adopt.sources.source import Target, Window
 from nobackfill.errors import (
     ConfigurationError,
     InvalidInputError,
@@ -101,6 +101,24 @@ def test_every_command_knows_the_store(store: Chroma | Milvus, tmp_path: Path) -
     assert carry(source, target, fitted).total == len(MADE.ids)
     with pytest.raises(NotFoundError, match=r"no such collection in .*docs"):
         store.open("nowhere")
+
+
+@pytest.mark.parametrize(
+    "store",
+    [pytest.param(name, marks=pytest.mark.scale) for name in ("milvus-lite", "milvus")],
+    indirect=True,
+)
+def test_an_item_without_a_vector_is_named(store: Milvus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server answers None for it where the field is nullable, milvus-lite zeros."""
+    source, query = store.open(), type(store.client).query
+
+    def with_null(*args: object, **options: object) -> list[dict[str, object]]:
+        found = [dict(one) for one in query(*args, **options)]
+        return [one | {"vector": None} if one["id"] == MADE.ids[3] else one for one in found]
+
+    monkeypatch.setattr(type(store.client), "query", with_null)
+    with pytest.raises(InvalidInputError, match=f"got an empty one for '{MADE.ids[3]}'"):
+        source.read(Window())
 
 
 @pytest.mark.parametrize(

@@ -783,7 +783,9 @@ class MilvusCollection:
         records = []
         for one in results:
             values = {n: v for n, v in one.items() if n not in (self._key, self._vector, OF)}
-            vector = np.asarray(one[self._vector], np.float32)
+            # A nullable field may have none; no copy can be made of such an item.
+            found = one[self._vector]
+            vector = np.asarray(() if found is None else found, np.float32)
             records.append(Record(one[self._key], vector, values, partition))
         return records
 
