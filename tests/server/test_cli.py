@@ -230,7 +230,9 @@ def test_a_lock_that_cannot_be_had_is_a_sentence(
         monkeypatch.setattr(fcntl, "flock", none)
         words = "No locks available"
         said = run("data", "backup", str(tmp_path / "new"), f"--data={data}", code=73)
-        assert words in said and not (tmp_path / "new").exists()
+        assert words in said
+        # Neither the copy nor the hidden folder that it was begun in.
+        assert {path.name for path in tmp_path.iterdir()} == {"data", "repo", "saved"}
         with pytest.raises(CannotWriteError, match=words), running(repo, data):
             pass
     elif trouble == "folder":
@@ -238,7 +240,9 @@ def test_a_lock_that_cannot_be_had_is_a_sentence(
         (empty / "lock").mkdir(parents=True)
     else:
         data, empty, words = data / "state.json", saved / "state.json", "state.json"
+    before = empty.exists()
     assert words in run("data", "restore", str(saved), f"--data={empty}", code=73)
+    assert empty.exists() is before
     if trouble != "no locks":
         assert words in run("serve", f"--model-repo={repo}", f"--data={data}", code=73)
 

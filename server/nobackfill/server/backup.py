@@ -11,7 +11,7 @@ import shutil
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -126,7 +126,7 @@ def backup(data: Path, target: Path) -> Summary:
     _sweep(target.absolute().parent)
     unfinished = target.with_name(f"{durable.TEMPORARY_PREFIX}{target.name}")
     durable.make_dir(unfinished, 0o700)
-    with durable.lock_file(unfinished / _LOCK), _remove_on_error(unfinished):
+    with _lock(unfinished / _LOCK, unfinished), _remove_on_error(unfinished):
         for path in unfinished.iterdir():
             if path.name != _LOCK:
                 durable.remove_tree(path)
@@ -168,6 +168,24 @@ def _sweep(folder: Path) -> None:
     for lock in folder.glob(f"{durable.TEMPORARY_PREFIX}*/{_LOCK}"):
         with suppress(BusyError), durable.lock_file(lock):
             durable.remove_tree(lock.parent)
+
+
+@contextmanager
+def _lock(path: Path, *made: Path) -> Iterator[None]:
+    """Hold a lock; where none can be had, remove `made`, which no other process then writes.
+
+    Raises:
+        BusyError: another process holds it; nothing is removed.
+        CannotWriteError: it cannot be made, or the file system has no locks.
+    """
+    with ExitStack() as lock:
+        try:
+            lock.enter_context(durable.lock_file(path))
+        except CannotWriteError:
+            for one in made:
+                durable.remove_tree(one)
+            raise
+        yield
 
 
 @contextmanager
@@ -270,7 +288,7 @@ def restore(source: Path, data: Path) -> Summary:
     """Make a data folder from a backup, which is verified first.
 
     After an error, `data` is as it was before, but the rest of a restore that was killed may be
-    gone. After OSError a new folder may be left.
+    gone.
 
     The backup is read twice: to check it, and to copy it. Files of the data folder have mode 0600.
 
@@ -301,10 +319,11 @@ def restore(source: Path, data: Path) -> Summary:
     summary, files = verify(source), _listing(source).files
     unfinished = data / UNFINISHED_RESTORE
     made = [unfinished, data / "lock", *{data / Path(path).parts[0] for path in files}]
-    if not data.exists():
-        made = [data]
+    new = [] if data.exists() else [data]
+    if new:
+        made = new
         durable.make_dir(data, 0o700)
-    with durable.lock_file(data / "lock"), _remove_on_error(*made):
+    with _lock(data / "lock", *new), _remove_on_error(*made):
         _refuse_full(data)
         # A restore that was killed left them.
         for name in _names(data):
