@@ -166,6 +166,13 @@ def test_a_vector_of_zeros_gets_no_direction_where_only_directions_count(
         read_all(open_source(f"sqlite:{tmp_path / 'store.db'}#n")).vectors, wanted, atol=1e-6
     )
     connection.close()
+    if metric == "cosine":
+        rest = np.delete(np.arange(40), 7)
+        best = rest[np.argsort(far("cosine", MADE.queries_old[0], old[rest]))]
+        with closing(open_searchable(f"sqlite:{tmp_path / 'store.db'}#d")) as searched:
+            for count in (1, 5, 39, 40, 100):
+                hits = searched.nearest(MADE.queries_old[0], count)
+                assert hits == [str(row) for row in best[:count]]
 
 
 @pytest.mark.parametrize(

@@ -745,7 +745,8 @@ class SqliteVecSource:
     def nearest(self, vector: Vectors, count: int, new_name: str | None = None) -> list[str]:
         """Search the ids nearest to a vector, nearest first.
 
-        The search is exact, by the column's metric. The order of equal distances is arbitrary.
+        The search is exact, by the column's metric. The order of equal distances is arbitrary. By
+        cosine, vectors of zeros are no hits.
 
         Args:
             vector: float32 [dim].
@@ -761,13 +762,19 @@ class SqliteVecSource:
         table = self._table
         if new_name is not None:
             table = VecTable(self._database, new_name, self.vector)
-        result = self._database.all(
-            f"SELECT {_quoted(table.key)} FROM {table.quoted} "
-            f"WHERE {_quoted(self.vector)} MATCH ? AND k = ? ORDER BY distance",
-            np.asarray(vector, "<f4").tobytes(),
-            min(count, _MOST_HITS),
-        )
-        return [str(key) for (key,) in result]
+        query, most = np.asarray(vector, "<f4").tobytes(), min(count, _MOST_HITS)
+        while True:
+            result = self._database.all(
+                f"SELECT {_quoted(table.key)}, distance FROM {table.quoted} "
+                f"WHERE {_quoted(self.vector)} MATCH ? AND k = ? ORDER BY distance",
+                query,
+                most,
+            )
+            # The cosine distance of zeros is NULL, which vec0 counts as the smallest.
+            hits = [str(key) for key, distance in result if distance is not None]
+            if len(hits) >= count or len(result) < most or most == _MOST_HITS:
+                return hits[:count]
+            most = min(2 * most, _MOST_HITS)
 
     def lookup(self, ids: Sequence[str]) -> Rows:
         """Read old vectors by id, by increasing rowid; unknown ids are left out.
