@@ -151,7 +151,7 @@ def _named_folders(root: Path, class_list: Path) -> list[Path]:
         if wrong:
             raise InvalidInputError(
                 f"class_list {class_list}: {len(wrong)} of {len(names)} classes {what} in {root}: "
-                f"{join_few(wrong)}"
+                f"{join_few(wrong)}; correct the list"
             )
     return [root / name for name in names]
 

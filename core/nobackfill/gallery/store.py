@@ -201,7 +201,7 @@ def metadata_text(metadata: Metadata) -> str:
         if not (is_storable(key) and _is_value(value)):
             raise InvalidInputError(
                 f"metadata {key[:64]!r}: expected text, a finite number (an integer of 64 bits), a "
-                "flag or a list of texts; leave it out"
+                "flag or a list of texts, got something else; leave it out"
             )
     text = json.dumps(metadata, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
     if len(text) * 4 > MOST_METADATA_BYTES and (size := len(text.encode())) > MOST_METADATA_BYTES:

@@ -74,7 +74,7 @@ variants, new_data, arcface, architectures, maps, transforms, chains, noise, all
 long_chain, foreign, disjoint, side_information, sizes, parts, limits.
 
 --development uses neither the test images nor the unseen classes of the tables, and other seeds.
-Select methods and options with it, and fill a table with the selection.
+Select methods and options with it, then run without it for the figures of a table.
 
 --page writes the tables of a page, such as docs/methods.md, from existing results.
 
@@ -203,7 +203,8 @@ def main(
         ),
     ] = None,
 ) -> None:
-    """Train and evaluate methods on the same splits; print the table and the claims."""
+    """Train and evaluate methods on the same splits; print a table, and which claims of papers "
+    "hold."""
     if pairs is not None and not vectors:
         raise ConfigurationError(
             "--pairs is the number of training pairs of --vectors; also give --vectors FILE.npz"

@@ -134,7 +134,7 @@ def edge_client(words: Sequence[str] = ()) -> Parser:
         one.add_argument(
             "--json",
             action="store_true",
-            help="Print one JSON object on stdout. Without this, print sentences.",
+            help="Print one JSON object on stdout. Without this, print readable text.",
         )
         # Accepted after the command, too; without a default, which would replace the one before it.
         one.add_argument(

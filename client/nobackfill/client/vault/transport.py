@@ -115,7 +115,7 @@ def download_blob(gateway: Gateway, blob: vault_pb2.Blob, target: Path) -> None:
             durable.remove_tree(part)
             raise VerificationError(
                 f"blob {blob.id}: expected {blob.size} bytes, the vault holds fewer than the "
-                f"{position} that an earlier pull received"
+                f"{position} that an earlier pull received; that part was deleted, so pull again"
             ) from error
         except NobackfillError as error:
             if not is_transient(error):
@@ -242,7 +242,7 @@ def vault_address(device: GalleryFile, where: str | None = None) -> str:
     address = str(where or device.state("vault") or device.state("source"))
     if not is_gateway(address):
         raise ConfigurationError(
-            f"{address} is no gateway and holds no vault: name one with `push --vault "
+            f"{address} is no gateway, so it holds no vault; name one with `push --vault "
             "grpc://HOST:PORT`"
         )
     return address

@@ -84,7 +84,8 @@ DryRun = Annotated[
     bool,
     typer.Option(
         "--dry-run",
-        help="Print what the command would change, but write nothing. Without this, it is written.",
+        help="Print what the command would change, but write nothing. Without this, changes are "
+        "written.",
     ),
 ]
 

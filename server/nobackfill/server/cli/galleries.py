@@ -180,7 +180,8 @@ def update_gallery(
             help="Re-embed hits from their originals in this place: folder:DIR, "
             "folder:DIR/{id}.jpg, https://HOST/{id}.jpg or texts:FILE.jsonl; column:NAME or "
             "function:NAME, a column of a database or a Python function that the gateway's "
-            "settings permit. The word none ends this. Without --source, the present place stays.",
+            "settings permit. With none, hits are re-embedded no more. Without --source, the "
+            "present place stays.",
         ),
     ] = None,
     settings: Annotated[Path | None, settings_option(HEALING)] = None,

@@ -200,7 +200,9 @@ def activate(
     release is not published, is older than the active one, or another activation runs.
     """
     if rollout is not None and rollout not in ROLLOUTS:
-        raise typer.BadParameter(f"expected one of {', '.join(sorted(ROLLOUTS))}, got {rollout!r}")
+        raise typer.BadParameter(
+            f"--rollout: expected one of {', '.join(sorted(ROLLOUTS))}, got {rollout!r}"
+        )
     with exit_codes(), connect(server) as gateway:
         numbers = tuning(settings, ACTIVATION)
         events = gateway.activate(

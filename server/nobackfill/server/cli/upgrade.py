@@ -42,12 +42,14 @@ def upgrade(
     """Activate a release from a job outside the gateways.
 
     The job does the work, and the gateways that share the database follow it. If the job is killed,
-    one of them continues. Settings are those of `gateway serve`.
+    one of these gateways continues. Settings are those of `gateway serve`.
 
     Progress goes to stderr. It exits with 1 if the activation fails.
     """
     if rollout is not None and rollout not in _ROLLOUTS:
-        raise typer.BadParameter(f"expected one of {', '.join(_ROLLOUTS)}, got {rollout!r}")
+        raise typer.BadParameter(
+            f"--rollout: expected one of {', '.join(_ROLLOUTS)}, got {rollout!r}"
+        )
     flags = {"store": store, "model_repo": model_repo, "workers": workers, "ray": ray}
     with exit_codes(), TemporaryDirectory(prefix="nobackfill-") as scratch:
         from nobackfill.errors import ConfigurationError

@@ -744,7 +744,9 @@ class Activations:
 
 def _refuse_canary(release: int, active: int | None, rollout: RolloutName | None) -> None:
     if rollout not in (None, "cutover"):
-        raise PreconditionError(f"a canary needs the rollout cutover, got {rollout}")
+        raise PreconditionError(
+            f"rollout: a canary needs cutover, got {rollout}; leave the rollout out"
+        )
     if active == release:
         raise PreconditionError(f"release {release} is active already; a canary needs another one")
     if active is None:

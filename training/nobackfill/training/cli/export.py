@@ -111,8 +111,9 @@ EvalTexts = Annotated[
     typer.Option(
         metavar="FILE",
         help="JSON Lines file to measure text search on, which is only read: each line has id, "
-        "text and label, a class (with --eval, one of its classes). In place of labels, lines may "
-        "have a query each. Without this file, text search is not measured.",
+        "text and label, a class (with --eval, one of its classes). In place of labels, each line "
+        "may have a query, a text that should find it. Without this file, text search is not "
+        "measured.",
     ),
 ]
 VectorsOf = Annotated[

@@ -292,7 +292,8 @@ def add_upgrade_run(release: Release, run_dir: Path) -> None:
     if side_digest is not None and not _has_digest(source, "side_encoder", str(side_digest)):
         raise ConfigurationError(
             f"--upgrade {run_dir}: the upgrade reads side-information of another encoder than that "
-            f"of release {source.release}; train it again with old_side of that release"
+            f"of release {source.release}; train it again with the run of that encoder as the key "
+            "old_side"
         )
     release.add_upgrade(
         module,
