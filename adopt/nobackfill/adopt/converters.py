@@ -291,6 +291,26 @@ class VerifiedConverter:
         )
 
 
+def evidence_of(card: Card, verdict: Verdict) -> ConverterEvidence:
+    """Describe the quality of a map for the manifest of a converter.
+
+    Args:
+        card: The names and licences.
+        verdict: The verdict on pairs of the card's corpus, judged by pairs that were left out.
+    """
+    return ConverterEvidence(
+        corpus=card.corpus,
+        corpus_licence=card.corpus_licence,
+        pairs=verdict.pairs,
+        search=verdict.search,
+        judged_by=verdict.judged_by,
+        way=verdict.way,
+        ways={way.name: way.figures for way in verdict.ways},
+        healing={name: tuple(c) for name, c in verdict.healing.calibrated.items()},
+        raw={name: tuple(c) for name, c in verdict.healing.raw.items()},
+    )
+
+
 def publish(
     repo: Path, verdict: Verdict, pairs: Pairs, models: tuple[str | None, str | None], card: Card
 ) -> Converter:
@@ -331,17 +351,7 @@ def publish(
         )
     old = model_card(card.old, pairs.old, models[0], "the old vectors")
     new = model_card(card.new, pairs.new, models[1], "the new vectors")
-    evidence = ConverterEvidence(
-        corpus=card.corpus,
-        corpus_licence=card.corpus_licence,
-        pairs=verdict.pairs,
-        search=verdict.search,
-        judged_by=verdict.judged_by,
-        way=verdict.way,
-        ways={way.name: way.figures for way in verdict.ways},
-        healing={name: tuple(c) for name, c in verdict.healing.calibrated.items()},
-        raw={name: tuple(c) for name, c in verdict.healing.raw.items()},
-    )
+    evidence = evidence_of(card, verdict)
 
     def described(number: int, file: PublishedFile) -> Converter:
         created = datetime.now(UTC).isoformat(timespec="seconds")
