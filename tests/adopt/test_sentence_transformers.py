@@ -82,6 +82,7 @@ REFUSED = {
     "from sentence_embedding to other": [
         MEAN, Dense(DIM, DIM, module_output_name="other"),
     ],
+    "from token_embeddings to token_embeddings": [MEAN, Normalize("token_embeddings")],
 }  # fmt: skip
 
 
@@ -113,11 +114,13 @@ def test_weights_are_part_of_the_fingerprint(tmp_path: Path) -> None:
     assert prints[0] == prints[1] != prints[2]
 
 
-def test_a_router_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_release_refuses_a_router(tmp_path: Path) -> None:
+    """Its graph for queries would be that for documents."""
     router = Router.for_query_document([MEAN], [Pooling(DIM, "cls")])
-    _, graph = saved(tmp_path / "m", [router])
-    with pytest.raises(InvalidInputError, match=r"does not apply .*1_Router"):
-        open_embedder(str(graph))
+    saved(tmp_path / "m", [router])
+    with trials.near():
+        refused = run_export(tmp_path / "repo", 1, "--text-encoder", tmp_path / "m")
+    assert refused.exit_code == 65 and "Router takes queries another way" in refused.output
 
 
 @pytest.mark.parametrize("first", [0, 1])

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from pydantic import ValidationError
 
-from nobackfill.adopt.sources.source import DOCUMENTS, QUERIES
+from nobackfill.adopt.embedding.text_files import RoleFiles, TextFiles, mark_vectors
 from nobackfill.errors import (
     InvalidInputError,
     NotFoundError,
@@ -16,6 +16,7 @@ from nobackfill.errors import (
 )
 from nobackfill.framing import Frame
 from nobackfill.images import decode_file, decode_image
+from nobackfill.release.manifest import TEXT_ROLES
 from nobackfill.release.publishing.declaration import (
     Declaration,
     describe_assumptions,
@@ -171,6 +172,8 @@ class OnnxModel:
         path: The file.
         queries: Whether the texts are queries; ignored for images.
         pixels: Fields of a `Declaration` that replace those in the folder; only for images.
+        files: The files that determine the vectors of texts, where the ONNX file was exported from
+            another folder and stands for the weights of its role. None: it and those next to it.
 
     Raises:
         NotFoundError: There is no such file, or no tokenizer for texts.
@@ -182,8 +185,9 @@ class OnnxModel:
     """
 
     def __init__(
-        self, path: Path, *, queries: bool = False, pixels: Mapping[str, object] | None = None
-    ) -> None:
+        self, path: Path, *, queries: bool = False, pixels: Mapping[str, object] | None = None,
+        files: RoleFiles | None = None,
+    ) -> None:  # fmt: skip
         from nobackfill.onnx_runtime import onnxruntime
 
         if not path.is_file():
@@ -202,14 +206,20 @@ class OnnxModel:
         # Sizes that the graph fixes: items in one run, and tokens of a text.
         self._batch, self._tokens = _fixed(self._inputs, 0), _fixed(self._inputs, 1)
         self.kind: Kind | None = "text" if "input_ids" in self._inputs else "image"
-        self._declared, self._pixels = self._reading(pixels or {})
-        file = tokenizer_file(path, self._declared) if self.kind == "text" else None
-        self._tokenizer = None if file is None else self._tokenizing(file)
-        self.fingerprint = fingerprint_model(weights, self._declared, file)
+        self._elsewhere = files is not None
+        self._tokenizer: BatchTokenizer | None = None
+        self._pixels: ImageInput | None = None
+        if self.kind == "image":
+            self._declared, self._pixels = self._image_reading(pixels or {})
+            self.fingerprint, self.reads = fingerprint_model(weights, self._declared), ""
+        else:
+            files = files or self._text_files(weights, pixels or {})
+            own = files["query" if queries else "document"]
+            self._declared = own.declared
+            self._tokenizer = self._tokenizing(own.tokenizer)
+            self.fingerprint, self.reads = mark_vectors(files, queries=queries)
         self._layers = [layer.open() for layer in self._declared.layers]
         self._prefix = self._declared.prefix_of_queries if queries else self._declared.prefix
-        alike = self.kind == "image" or self._declared.prefix_of_queries == self._declared.prefix
-        self.reads = "" if alike else QUERIES if queries else DOCUMENTS
 
     @property
     def declared(self) -> dict[str, object]:
@@ -228,11 +238,9 @@ class OnnxModel:
         For texts it looks at each call whether a declaring file is there; the rest was read at the
         opening.
         """
-        return (
-            describe_assumptions(self._path, self._declared)
-            if self._pixels is None
-            else self._pixels.description
-        )
+        if self._pixels is not None:
+            return self._pixels.description
+        return "" if self._elsewhere else describe_assumptions(self._path, self._declared)
 
     def embed(self, items: list[str] | list[Path] | list[bytes]) -> Vectors:
         """Embed items in one or more runs of the graph; the vectors are normalised if that is
@@ -293,20 +301,31 @@ class OnnxModel:
             outputs.append(np.asarray(self._session.run(wanted, part)[0], np.float32))
         return np.concatenate(outputs)[:count]
 
-    def _reading(self, pixels: Mapping[str, object]) -> tuple[Declaration, ImageInput | None]:
-        """Read the declaration in the model's folder; for images also the input.
+    def _text_files(self, weights: list[Path], pixels: Mapping[str, object]) -> RoleFiles:
+        """Read the declarations in the model's folder for both roles.
+
+        Raises:
+            NotFoundError: The tokenizer is missing.
+            InvalidInputError: A declaration is malformed or does not fit the graph.
+        """
+        if pixels:
+            raise InvalidInputError(
+                f"{self._path}: reads texts, so it has no settings of images; leave out "
+                f"{', '.join(f'--{one}' for one in pixels)}"
+            )
+        outputs = [one.name for one in self._session.get_outputs()]
+        declared = {role: read_declaration(self._path, outputs, role) for role in TEXT_ROLES}
+        return {
+            role: TextFiles(tuple(weights), one, tokenizer_file(self._path, one))
+            for role, one in declared.items()
+        }
+
+    def _image_reading(self, pixels: Mapping[str, object]) -> tuple[Declaration, ImageInput]:
+        """Read the declaration in the model's folder, and how the graph reads images by it.
 
         Raises:
             InvalidInputError: The declaration is malformed or does not fit the graph.
         """
-        if self.kind == "text":
-            if pixels:
-                raise InvalidInputError(
-                    f"{self._path}: reads texts, so it has no settings of images; leave out "
-                    f"{', '.join(f'--{one}' for one in pixels)}"
-                )
-            outputs = [one.name for one in self._session.get_outputs()]
-            return read_declaration(self._path, outputs), None
         declared, declaring_file = read_pixels(self._path)
         try:
             declared = Declaration.model_validate(dict(declared) | dict(pixels))

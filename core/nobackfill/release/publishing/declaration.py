@@ -6,20 +6,19 @@ exports are read; for pixels, the files of transformers, open_clip and timm.
 
 import json
 import os
-from codecs import BOM_UTF8
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import onnx
 from google.protobuf.message import DecodeError, Message
 from onnx import TensorProto
-from pydantic import BaseModel, ConfigDict, Field, RootModel, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from nobackfill.digests import sha256_bytes, sha256_file
 from nobackfill.errors import InvalidInputError, NotFoundError
 from nobackfill.framing import Fit, Interpolation, Margin
-from nobackfill.release.manifest import join_problems
+from nobackfill.release.manifest import TextRole
 from nobackfill.release.publishing.preprocessing import (
     Channels,
     Side,
@@ -33,18 +32,26 @@ from nobackfill.release.publishing.sentence_head import (
     PoolingMode,
     read_layer,
 )
+from nobackfill.release.publishing.sentence_modules import (
+    MODULES,
+    parse_model_file,
+    read_modules,
+)
 
+_TOKENIZER = "tokenizer.json"
 # Suffixes of files that usually hold the larger weights of an ONNX file: always part of the digest.
 _WEIGHTS = ("_data", ".data")
 # Output of a graph that contains all modules of a sentence-transformers model.
 _SENTENCE_OUTPUT = "sentence_embedding"
 # Outputs with a vector for each token, which are pooled here.
 _TOKENS = ("token_embeddings", "last_hidden_state")
-_MODULES = "modules.json"
+# The module that averages vectors of a table, in place of a Transformer.
+STATIC = "StaticEmbedding"
 _LAYERS = ("Dense", "LayerNorm", "Normalize")
 # For each module of sentence-transformers, the modules that may follow it and are applied here.
 _MODULES_AFTER = {
-    "": ("Transformer",),
+    "": ("Transformer", STATIC),
+    STATIC: _LAYERS,
     "Transformer": ("Pooling", *_LAYERS),
     "Pooling": _LAYERS,
     **dict.fromkeys(_LAYERS, _LAYERS),
@@ -87,7 +94,7 @@ class Declaration(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-    tokenizer: str = "tokenizer.json"
+    tokenizer: str = _TOKENIZER
     prefix: str = ""
     query_prefix: str | None = Field(None, exclude_if=lambda prefix: prefix is None)
     max_length: int = Field(256, ge=1)
@@ -291,11 +298,13 @@ def describe_assumptions(path: Path, declaration: Declaration) -> str:
 
 def _declaring_file(path: Path) -> Path | None:
     own = path.with_suffix(".json")
-    places = (own, path.parent / _MODULES, path.parent.parent / _MODULES)
+    places = (own, path.parent / MODULES, path.parent.parent / MODULES)
     return next((place for place in places if place.is_file()), None)
 
 
-def read_declaration(path: Path, outputs: Sequence[str]) -> Declaration:
+def read_declaration(
+    path: Path, outputs: Sequence[str], role: TextRole = "document"
+) -> Declaration:
     """Read the declaration of an ONNX file that embeds texts.
 
     A graph with an output `sentence_embedding` contains the whole model: that output is used,
@@ -304,8 +313,10 @@ def read_declaration(path: Path, outputs: Sequence[str]) -> Declaration:
     declared pooling.
 
     Args:
-        path: The ONNX file.
+        path: The ONNX file; only files next to it and one folder above are read.
         outputs: Names of the graph's outputs, at least one.
+        role: The role of the texts. It decides which route of a Router is declared; a prefix for
+            each role is always declared.
 
     Raises:
         InvalidInputError: A file cannot be read, is no JSON of this kind, has unknown keys
@@ -315,10 +326,10 @@ def read_declaration(path: Path, outputs: Sequence[str]) -> Declaration:
     file = _declaring_file(path)
     if file is None:
         declaration = Declaration()
-    elif file.name == _MODULES:
-        declaration = _of_sentence_transformers(path, file, outputs)
+    elif file.name == MODULES:
+        declaration = _of_sentence_transformers(path, file, outputs, role)
     else:
-        declaration = _parse(file, Declaration)
+        declaration = parse_model_file(file, Declaration)
     if declaration.output is None and _SENTENCE_OUTPUT in outputs[1:]:
         declaration = declaration.model_copy(update={"output": _SENTENCE_OUTPUT, "pooling": "none"})
     return declaration
@@ -342,7 +353,7 @@ def read_pixels(path: Path) -> tuple[Declaration, Path | None]:
     """
     own = path.with_suffix(".json")
     if own.is_file():
-        return _parse(own, Declaration), own
+        return parse_model_file(own, Declaration), own
     if (found := read_preprocessing(path)) is None:
         return Declaration(), None
     file, preprocessing = found
@@ -353,31 +364,7 @@ _Model = TypeVar("_Model", bound=BaseModel)
 
 
 def _parse_if_present(file: Path, kind: type[_Model]) -> _Model:
-    return _parse(file, kind) if file.is_file() else kind()
-
-
-def _parse(file: Path, kind: type[_Model]) -> _Model:
-    """Parse a JSON file. Raises InvalidInputError that names the file."""
-    try:
-        return kind.model_validate_json(file.read_bytes().removeprefix(BOM_UTF8))
-    except OSError as error:
-        raise InvalidInputError(
-            f"{file}: this file about the model cannot be read ({error.strerror}); check its "
-            "permissions"
-        ) from error
-    except ValidationError as error:
-        raise InvalidInputError(
-            f"{file}: this file about the model has unexpected content ({join_problems(error)})"
-        ) from error
-
-
-class _Module(BaseModel):
-    path: str
-    type: str
-
-
-class _Modules(RootModel[Annotated[list[_Module], Field(min_length=1)]]):
-    """The content of modules.json."""
+    return parse_model_file(file, kind) if file.is_file() else kind()
 
 
 class _PoolingConfig(BaseModel):
@@ -468,25 +455,52 @@ class _Tokenizer(BaseModel):
     normalizer: _Normalizer | None = None
 
 
-def _of_sentence_transformers(path: Path, file: Path, outputs: Sequence[str]) -> Declaration:
+def read_static_declaration(folder: Path, role: TextRole) -> Declaration:
+    """Read the declaration of a folder whose first module is a StaticEmbedding.
+
+    Its tokens are averaged, and its tokenizer.json truncates: neither is declared.
+
+    Args:
+        folder: The folder with modules.json.
+        role: The role of the texts, which decides the route of a Router.
+
+    Raises:
+        InvalidInputError: A file cannot be read or has unexpected content, or declares something
+            that is not applied here.
+    """
+    path = folder / "model.onnx"
+    return _of_sentence_transformers(path, folder / MODULES, (_SENTENCE_OUTPUT,), role, static=True)
+
+
+def _of_sentence_transformers(
+    path: Path, file: Path, outputs: Sequence[str], role: TextRole, *, static: bool = False
+) -> Declaration:
     """Read what modules.json and the files that it names declare.
+
+    Args:
+        path: The ONNX file.
+        file: modules.json.
+        outputs: Names of the graph's outputs.
+        role: The role of the texts.
+        static: Whether the first module is a StaticEmbedding, and no graph stands for it.
 
     Raises InvalidInputError for modules, modes and settings that are not applied here.
     """
-    modules = _parse(file, _Modules).root
-    complete, own = _SENTENCE_OUTPUT in outputs, path.with_suffix(".json")
+    modules = read_modules(file.parent, role)
+    complete, own = _SENTENCE_OUTPUT in outputs and not static, path.with_suffix(".json")
     export = f"export the whole model, so that its graph has an output {_SENTENCE_OUTPUT!r}"
-    names = [module.type.rpartition(".")[2] for module in modules]
+    names = [module.kind for module in modules]
     pooling: Any = "none"
     layers: list[Layer] = []
     prompt_pooled = True
     for number, (name, module) in enumerate(zip(names, modules, strict=True)):
         follows = name in _MODULES_AFTER.get(names[number - 1] if number else "", ())
-        if not complete and not (follows and module.type.startswith("sentence_transformers.")):
+        known = follows and module.ours and (name == STATIC) <= static
+        if not complete and not known:
             raise _not_applied(file, f"module {module.path or number} ({module.type})", export)
         if name == "Pooling":
             place = file.parent / module.path / "config.json"
-            config = _parse(place, _PoolingConfig)
+            config = parse_model_file(place, _PoolingConfig)
             modes, prompt_pooled = config.modes(), config.include_prompt
             if not complete and not set(modes) <= set(_FLAGS.values()):
                 raise _not_applied(place, f"pooling of {' with '.join(modes)}", export)
@@ -504,26 +518,34 @@ def _of_sentence_transformers(path: Path, file: Path, outputs: Sequence[str]) ->
     if tokens := [name for name in _TOKENS if name in outputs and not complete]:
         # The first output is left out: fingerprints stay as they were.
         fields |= {} if outputs[0] in tokens else {"output": tokens[0]}
-    transformer = file.parent / modules[0].path
-    fields["max_length"], lower_case = _reading(transformer, path, complete=complete)
-    fields |= {"lower_case": True} if lower_case else {}
-    return Declaration(**fields, **_prefixes(file.parent, own, fields, pooled=prompt_pooled))
+    first = modules[0].path
+    if first and (file.parent / first / _TOKENIZER).is_file():
+        fields["tokenizer"] = f"{first}/{_TOKENIZER}"
+    if not static:
+        tokenizer = fields.get("tokenizer", _TOKENIZER)
+        folder = file.parent / first
+        fields["max_length"], lower_case = _reading(folder, path, tokenizer, complete=complete)
+        fields |= {"lower_case": True} if lower_case else {}
+    prefixes = _prefixes(file.parent, None if static else own, fields, pooled=prompt_pooled)
+    return Declaration(**fields, **prefixes)
 
 
 def _not_applied(file: Path, what: str, instead: str) -> InvalidInputError:
     return InvalidInputError(f"{file}: nobackfill does not apply {what}; {instead}")
 
 
-def _reading(folder: Path, path: Path, *, complete: bool) -> tuple[int, bool]:
+def _reading(folder: Path, path: Path, tokenizer_name: str, *, complete: bool) -> tuple[int, bool]:
     """Return after how many tokens sentence-transformers truncates texts for this model, and
     whether it converts them to lower case although the tokenizer does not."""
     own = path.with_suffix(".json").name
     declare = f"declare all that makes its vectors in {own} next to the ONNX file"
     places = [place for place in sorted(folder.glob("sentence_*_config.json")) if place.is_file()]
-    config = _parse(places[0], _TransformerConfig) if places else _TransformerConfig()
+    config = parse_model_file(places[0], _TransformerConfig) if places else _TransformerConfig()
     if unknown := config.unknown(complete=complete):
         raise _not_applied(places[0], ", ".join(unknown), declare)
-    lower_case = config.do_lower_case and not _lowercases(tokenizer_file(path, Declaration()))
+    lower_case = config.do_lower_case and not _lowercases(
+        tokenizer_file(path, Declaration(tokenizer=tokenizer_name))
+    )
     file = folder / "tokenizer_config.json"
     tokenizer = _parse_if_present(file, _TokenizerConfig)
     if tokenizer.truncation_side != "right":
@@ -542,17 +564,19 @@ def _reading(folder: Path, path: Path, *, complete: bool) -> tuple[int, bool]:
 
 def _lowercases(tokenizer: Path) -> bool:
     """Tell whether a tokenizer.json converts texts to lower case."""
-    normalizer = _parse(tokenizer, _Tokenizer).normalizer
+    normalizer = parse_model_file(tokenizer, _Tokenizer).normalizer
     steps = [] if normalizer is None else [normalizer, *normalizer.normalizers]
     return any(one.type == "Lowercase" or one.lowercase for one in steps)
 
 
-def _prefixes(folder: Path, own: Path, fields: dict[str, Any], *, pooled: bool) -> dict[str, str]:
+def _prefixes(
+    folder: Path, own: Path | None, fields: dict[str, Any], *, pooled: bool
+) -> dict[str, str]:
     """Return the prompts for documents and queries that the model's files declare.
 
     Args:
         folder: The model's folder.
-        own: The model's declaration, for the message.
+        own: The model's declaration, for the message; None where it can have none.
         fields: The other fields of the declaration, for the message.
         pooled: Whether tokens of prompts are pooled with those of the text.
     """
@@ -569,6 +593,12 @@ def _prefixes(folder: Path, own: Path, fields: dict[str, Any], *, pooled: bool) 
         )
     default = prompts.get(config.default_prompt_name or "") or document
     if default != document:
+        if own is None:
+            raise _not_applied(
+                file,
+                f"default_prompt_name {config.default_prompt_name}, which encode() alone follows,",
+                'name that prompt "document" there, or write "default_prompt_name": null',
+            )
         if "layers" in fields:
             raise _not_applied(
                 file,

@@ -19,7 +19,7 @@ from nobackfill.vectors import Vectors, normalise
 PoolingMode = Literal["cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"]
 LayerKind = Literal["Dense", "LayerNorm", "Normalize"]
 
-_WEIGHTS = "model.safetensors"
+WEIGHTS = "model.safetensors"
 _ACTIVATIONS: Mapping[str, Callable[[Vectors], Vectors]] = {
     "Identity": lambda x: x,
     "Tanh": np.tanh,
@@ -34,7 +34,10 @@ _TENSORS: Mapping[LayerKind, tuple[str, ...]] = {
 }
 # torch.nn.LayerNorm adds it to the variance.
 _EPSILON = np.float32(1e-5)
-_TYPES = {"F32": "<f4", "F16": "<f2", "F64": "<f8"}
+# Integers are int8 tables, and numbers of rows.
+_TYPES = {
+    "F32": "<f4", "F16": "<f2", "F64": "<f8", "I8": "<i1", "I16": "<i2", "I32": "<i4", "I64": "<i8"
+}  # fmt: skip
 
 
 def pool(tokens: Vectors, mask: Any, modes: Sequence[PoolingMode]) -> Vectors:
@@ -128,24 +131,25 @@ class Layer(BaseModel):
         return dense
 
     def _weights(self) -> dict[str, Vectors]:
-        file = self.folder / _WEIGHTS
-        data = _read_weights(file)
+        file = self.folder / WEIGHTS
+        data = read_weights(file)
         if sha256_bytes(data) != self.sha256:
             raise InvalidInputError(f"{file}: changed while it was read; run the command again")
-        try:
-            tensors = _read_safetensors(data)
-            missing = [name for name in _TENSORS[self.kind] if name not in tensors]
-            if missing:
-                raise ValueError(f"it lacks {', '.join(missing)}")
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        tensors = read_tensors(data, file)
+        if missing := [name for name in _TENSORS[self.kind] if name not in tensors]:
             raise InvalidInputError(
-                f"{file}: the weights of this module cannot be read as safetensors ({error}); "
-                "save the model again"
-            ) from error
-        return tensors
+                f"{file}: the weights of this module cannot be read as safetensors (it lacks "
+                f"{', '.join(missing)}); save the model again"
+            )
+        return {name: tensor.astype(np.float32) for name, tensor in tensors.items()}
 
 
-def _read_weights(file: Path) -> bytes:
+def read_weights(file: Path) -> bytes:
+    """Return the bytes of a file of weights.
+
+    Raises:
+        InvalidInputError: It cannot be read; the message names it.
+    """
     try:
         return file.read_bytes()
     except OSError as error:
@@ -155,34 +159,49 @@ def _read_weights(file: Path) -> bytes:
         ) from error
 
 
-def _read_safetensors(data: bytes) -> dict[str, Vectors]:
-    """Return the tensors of a file of safetensors by name, as float32.
+def read_tensors(data: bytes, file: Path) -> dict[str, Any]:
+    """Return the tensors of a file of safetensors by name.
+
+    Args:
+        data: The bytes of the file.
+        file: Its name, for the message.
+
+    Returns:
+        float32 where the file has floating-point numbers of any size, else integers of its size.
+        They may be read-only.
 
     Raises:
-        ValueError, KeyError, TypeError, AttributeError: It is none, or has another type of numbers.
+        InvalidInputError: It is no file of safetensors, or has another type of numbers.
     """
-    size = int.from_bytes(data[:8], "little")
-    header: Any = json.loads(data[8 : 8 + size])
-    tensors: dict[str, Vectors] = {}
-    for name, described in header.items():
-        if name != "__metadata__":
-            first, end = described["data_offsets"]
-            part = data[8 + size + first : 8 + size + end]
-            numbers: Vectors
-            if described["dtype"] == "BF16":
-                # The upper half of a float32.
-                numbers = (np.frombuffer(part, "<u2").astype("<u4") << 16).view("<f4")
-            else:
-                numbers = np.frombuffer(part, _TYPES[described["dtype"]]).astype(np.float32)
-            tensors[name] = numbers.reshape(described["shape"]).astype(np.float32)
-    return tensors
+    try:
+        size = int.from_bytes(data[:8], "little")
+        header: Any = json.loads(data[8 : 8 + size])
+        body = memoryview(data)[8 + size :]
+        tensors: dict[str, Any] = {}
+        for name, described in header.items():
+            if name != "__metadata__":
+                first, end = described["data_offsets"]
+                numbers = _numbers(body[first:end], described["dtype"])
+                tensors[name] = numbers.reshape(described["shape"])
+        return tensors
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise InvalidInputError(
+            f"{file}: the weights of this module cannot be read as safetensors ({error}); save the "
+            "model again"
+        ) from error
 
 
-class _DenseConfig(BaseModel):
-    """The config.json of a Dense module."""
+def _numbers(data: memoryview, kind: str) -> Any:
+    if kind == "BF16":
+        # The upper half of a float32.
+        return (np.frombuffer(data, "<u2").astype("<u4") << 16).view("<f4")
+    numbers = np.frombuffer(data, _TYPES[kind])
+    return numbers if kind.startswith("I") else numbers.astype(np.float32, copy=False)
 
-    in_features: int
-    out_features: int
+
+class _LayerConfig(BaseModel):
+    """The config.json of a Dense or a Normalize module."""
+
     activation_function: str = "torch.nn.modules.activation.Tanh"
     module_input_name: str = "sentence_embedding"
     module_output_name: str | None = None
@@ -192,7 +211,7 @@ class _DenseConfig(BaseModel):
 def read_layer(kind: LayerKind, folder: Path) -> Layer:
     """Read how a module of sentence-transformers is set up.
 
-    Normalize reads no file, and only Dense reads `config.json`. The weights are hashed here, and
+    LayerNorm reads no `config.json`, and Normalize may have none. The weights are hashed here, and
     their content is checked by `Layer.open`.
 
     Args:
@@ -203,14 +222,11 @@ def read_layer(kind: LayerKind, folder: Path) -> Layer:
         InvalidInputError: Its configuration or weights are missing or cannot be read, or the
             configuration is not applied here, such as an unknown activation.
     """
-    if kind == "Normalize":
-        return Layer(kind=kind)
-    file, place = folder / _WEIGHTS, folder / "config.json"
+    file, place = folder / WEIGHTS, folder / "config.json"
+    config = _LayerConfig()
     try:
-        if kind == "Dense":
-            config = _DenseConfig.model_validate_json(place.read_bytes())
-        else:
-            config = _DenseConfig(in_features=0, out_features=0)
+        if kind == "Dense" or (kind == "Normalize" and place.is_file()):
+            config = _LayerConfig.model_validate_json(place.read_bytes())
     except OSError as error:
         raise InvalidInputError(
             f"{place}: the settings of this module cannot be read ({error.strerror}); check its "
@@ -221,10 +237,11 @@ def read_layer(kind: LayerKind, folder: Path) -> Layer:
             f"{place}: the settings of this module are not as sentence-transformers writes them: "
             f"{error}"
         ) from error
-    activation = config.activation_function.rpartition(".")[2] if kind == "Dense" else "Identity"
+    library, _, activation = config.activation_function.rpartition(".")
+    known = activation in _ACTIVATIONS and library.startswith("torch.nn.")
     source = config.module_input_name
     target = config.module_output_name or source
-    unknown = [] if activation in _ACTIVATIONS else [f"activation {config.activation_function}"]
+    unknown = [] if known else [f"activation {config.activation_function}"]
     if {source, target} != {"sentence_embedding"}:
         unknown.append(f"from {source} to {target}")
     if unknown:
@@ -232,16 +249,18 @@ def read_layer(kind: LayerKind, folder: Path) -> Layer:
             f"{place}: nobackfill does not apply {', '.join(unknown)}; export the whole model, so "
             "that its graph has an output 'sentence_embedding'"
         )
+    if kind == "Normalize":
+        return Layer(kind=kind)
     if not file.is_file():
         raise InvalidInputError(
             f"{file}: no such file; the module's weights are read from safetensors: load the model "
             "with sentence-transformers and save it again"
         )
-    residual = kind == "Dense" and config.use_residual
+    dense = kind == "Dense"
     return Layer(
         kind=kind,
-        activation=activation,
-        residual=residual,
-        sha256=sha256_bytes(_read_weights(file)),
+        activation=activation if dense else "Identity",
+        residual=dense and config.use_residual,
+        sha256=sha256_bytes(read_weights(file)),
         folder=folder,
     )

@@ -272,7 +272,14 @@ def _put(release: Release, source: Path, option: str, published: str) -> _Foreig
     path, weights = release.local(published), weight_files(file)
     try:
         model = onnx.load(file)
-        declared = read_declaration(file, [output.name for output in model.graph.output])
+        outputs = [output.name for output in model.graph.output]
+        declared = read_declaration(file, outputs)
+        if read_declaration(file, outputs, "query") != declared:
+            raise InvalidInputError(
+                "the model's Router takes queries another way than documents, and a release has "
+                "one graph for each; export each route as a whole model, and name that of queries "
+                "with --query-encoder"
+            )
         outside = [f"module {layer.folder.name or layer.kind}" for layer in declared.layers]
         if set(declared.pooling_modes) - {"mean", "cls"} or len(declared.pooling_modes) > 1:
             outside.insert(0, f"pooling of {' with '.join(declared.pooling_modes)}")
