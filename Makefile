@@ -70,7 +70,7 @@ demo: setup $(if $(filter postgresql,$(STORE)),$(RAY_READY)) ## the whole life o
 DOCS := tests/manual tests/packaging $(wildcard tests/pages/test_*_in_browser.py) $(filter-out tests/scale/%, \
 	$(wildcard tests/*/test_*docs.py tests/*/test_*_doc.py)) tests/e2e/test_quick_start.py
 # What imports torch: two processes do, and none of those beside them. One alone would be the last to end.
-TORCH := $(addprefix tests/,training research quality integrations adopt/test_image_processors.py adopt/test_pixels.py \
+TORCH := $(addprefix tests/,training research quality integrations adopt/test_image_processors.py adopt/test_model_folder.py adopt/test_pixels.py \
 	adopt/test_sentence_transformers.py base/test_framing.py bench/test_topics.py client/test_notes.py \
 	e2e/test_ranking_along_the_scale.py e2e/test_text_life.py release/test_tokenizers.py \
 	faults/test_healing_kills.py server/test_canary_blame.py server/test_text_healing.py server/test_texts.py)

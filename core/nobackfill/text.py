@@ -100,6 +100,58 @@ class BatchTokenizer:
         return next((one for one in ids if one is not None), 0)
 
 
+class TokenBags:
+    """A tokenizer.json for models that average the vectors of a text's tokens.
+
+    Special tokens are not added, and nothing is padded.
+    """
+
+    def __init__(self, data: bytes, what: str) -> None:
+        """Load a tokenizer; it truncates texts as its file says.
+
+        Args:
+            data: The bytes of tokenizer.json.
+            what: The name of the file in messages.
+
+        Raises:
+            InvalidInputError: The data is no tokenizer.
+            DefectiveTokenizerError: The tokenizer crashes.
+            ConfigurationError: The extra `text` is not installed.
+        """
+        with require_extra("text"):
+            from tokenizers import Tokenizer
+        with _translate_errors(f"{what}: is no tokenizer.json"):
+            self._tokenizer: Any = Tokenizer.from_buffer(data)
+            self._tokenizer.no_padding()
+        self._what = what
+
+    def limit(self, length: int | None) -> None:
+        """Truncate texts after other tokens than the file says.
+
+        Args:
+            length: Tokens of a text, at least 1; None: no limit.
+        """
+        if length is None:
+            self._tokenizer.no_truncation()
+        else:
+            self._tokenizer.enable_truncation(length)
+
+    def vocabulary(self) -> dict[str, int]:
+        """Return the id of each token, with added ones."""
+        return dict(self._tokenizer.get_vocab(with_added_tokens=True))
+
+    def ids(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
+        """Return the ids of each text's tokens, int64 [tokens]; a text may have none.
+
+        Raises:
+            InvalidInputError: The tokenizer refuses a text.
+            DefectiveTokenizerError: The tokenizer crashes on a text.
+        """
+        with _translate_errors(f"{self._what}: cannot read a text"):
+            encoded = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        return [np.array(one.ids, np.int64) for one in encoded]
+
+
 @contextmanager
 def _translate_errors(what: str) -> Iterator[None]:
     """Turn everything that a tokenizer raises into an error of this project.

@@ -380,7 +380,8 @@ def embed(
         typer.Option(
             "--with",
             metavar="MODEL",
-            help="Model that embeds the items: FILE.onnx, a Python function module:function, or "
+            help="Model that embeds the items: FILE.onnx, a folder that sentence-transformers or "
+            "model2vec saved, a Python function module:function, or "
             "the https:// address of an endpoint like OpenAI's embeddings, whose key is in "
             "NOBACKFILL_ENDPOINT_KEY.",
         ),
@@ -1003,9 +1004,9 @@ def start(
         str,
         typer.Option(
             metavar="MODEL",
-            help="The new model: FILE.onnx, a Python function module:function, or the https:// "
-            "address of an endpoint like OpenAI's embeddings, whose key is in "
-            "NOBACKFILL_ENDPOINT_KEY.",
+            help="The new model: FILE.onnx, a folder that sentence-transformers or model2vec "
+            "saved, a Python function module:function, or the https:// address of an endpoint "
+            "like OpenAI's embeddings, whose key is in NOBACKFILL_ENDPOINT_KEY.",
         ),
     ],
     column: Annotated[

@@ -57,7 +57,7 @@ class _Model(BaseModel):
     model_config = ConfigDict(extra="forbid")
     name: str = Field(min_length=1)
     licence: str = Field(min_length=1)
-    # As `embed --with` takes it; a file's path is taken from the card's folder.
+    # As `embed --with` takes it; a path is relative to the card's folder.
     model: str
     model_name: str | None = None
 
@@ -80,9 +80,9 @@ class Card(BaseModel):
 
 
 def read_card(path: Path) -> Card:
-    """Read the card of a converter; paths of ONNX files in it are relative to the card's folder.
+    """Read the card of a converter; paths of models in it are relative to the card's folder.
 
-    Only a name that ends in .onnx is a path. No model is opened.
+    A name that ends in .onnx, and one of a folder, is a path. No model is opened.
 
     Raises:
         NotFoundError: There is no such file.
@@ -108,8 +108,9 @@ def read_card(path: Path) -> Card:
             '"new": {as of old}, "corpus", "corpus_licence"}'
         ) from error
     for one in (card.old, card.new):
-        if one.model.endswith(".onnx"):
-            one.model = str(path.parent / one.model)
+        model_path = path.parent / one.model
+        if one.model.endswith(".onnx") or (one.model and model_path.is_dir()):
+            one.model = str(model_path)
     return card
 
 

@@ -1,4 +1,4 @@
-"""Open a model that embeds items: an ONNX file, an HTTP endpoint, or a Python function."""
+"""Open a model that embeds items: an ONNX file, a folder, an HTTP endpoint, a Python function."""
 
 import importlib
 import re
@@ -65,9 +65,11 @@ def open_embedder(
     """Open a model that embeds items. An endpoint gets no request yet.
 
     Args:
-        model: The path of an ONNX file, `module:function`, or the URL of an endpoint. The module's
-            code is run, and any error of it but ImportError and AttributeError passes through; the
-            working folder is added to Python's path.
+        model: The path of an ONNX file, of a folder that sentence-transformers or model2vec saved,
+            `module:function`, or the URL of an endpoint. The module's code is run, and any error of
+            it but ImportError and AttributeError passes through; the working folder is added to
+            Python's path. A folder without an ONNX file is exported at the first call, which takes
+            seconds to minutes.
         name: The model's name at an endpoint; other models ignore it.
         patience: Seconds for which one request to an endpoint is repeated. At least 0; 0 tries
             once.
@@ -78,9 +80,12 @@ def open_embedder(
     Raises:
         NotFoundError: There is no such file, module or function.
         InvalidInputError: The file is no usable model, an endpoint has no `name`, `pixels` are
-            given for another kind of model, or the text is none of the three forms.
+            given for another kind of model, or the text is none of these forms. The export of a
+            folder fails, or gives other vectors than its library.
         ConfigurationError: The URL is not https:// (or http:// on this machine), or holds a
             password; or an extra is not installed.
+        BusyError: Another process exports the folder for longer than an hour.
+        CannotWriteError: The exported file cannot be written.
         OSError: A file of the model cannot be read.
     """
     if pixels and Path(model).suffix != ".onnx":
@@ -101,11 +106,15 @@ def open_embedder(
         from nobackfill.adopt.embedding.onnx_model import OnnxModel
 
         return OnnxModel(Path(model), queries=queries, pixels=pixels)
+    if Path(model).is_dir():
+        from nobackfill.adopt.embedding.model_folder import open_model_folder
+
+        return open_model_folder(Path(model), queries=queries)
     if ":" in model:
         return PythonFunction(model)
     raise InvalidInputError(
-        f"{model}: expected a model as FILE.onnx, module:function, or the https:// address of an "
-        "endpoint"
+        f"{model}: expected a model as FILE.onnx, the folder of one, module:function, or the "
+        "https:// address of an endpoint"
     )
 
 

@@ -1,0 +1,178 @@
+"""Run a model of static embeddings: the mean of a table's rows, one for each token of a text.
+
+sentence-transformers (StaticEmbedding) and model2vec save such models. Neither torch nor an ONNX
+file is needed.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import BaseModel, Field
+
+from nobackfill.adopt.embedding.text_files import RoleFiles, mark_vectors
+from nobackfill.errors import InvalidInputError, UnusableItemsError, UnusableRowsError
+from nobackfill.release.publishing.sentence_head import read_tensors, read_weights
+from nobackfill.text import TokenBags
+from nobackfill.vectors import Kind, Vectors, check_vectors, normalise
+
+
+class Model2vecConfig(BaseModel):
+    """The config.json of model2vec, with its defaults.
+
+    Attributes:
+        normalize: Whether vectors are scaled to norm 1.
+        max_length: Tokens after which a text is truncated; None: no limit.
+    """
+
+    normalize: bool = False
+    max_length: int | None = Field(512, ge=1)
+
+
+class StaticModel:
+    """The Embedder of a table with a vector for each token.
+
+    Args:
+        files: The files of both roles; the first of the weights is the table's.
+        queries: Whether the texts are queries.
+        model2vec: The settings of a folder that model2vec saved. Texts are then read as model2vec
+            reads them: truncated, and without their unknown tokens. None: as sentence-transformers
+            reads them.
+
+    Raises:
+        InvalidInputError: A file is missing or cannot be read, or the tokenizer has tokens that the
+            table does not have.
+        ConfigurationError: An extra is not installed.
+        OSError: A file of the model cannot be read.
+    """
+
+    kind: Kind | None = "text"
+
+    def __init__(
+        self, files: RoleFiles, *, queries: bool, model2vec: Model2vecConfig | None = None
+    ) -> None:
+        own = files["query" if queries else "document"]
+        self._declared = own.declared
+        self._table_file = own.weights[0]
+        self._table = _read_table(self._table_file)
+        data = read_weights(own.tokenizer)
+        self._tokenizer = TokenBags(data, str(own.tokenizer))
+        self._unknown: int | None = None
+        self._characters: int | None = None
+        vocabulary = self._tokenizer.vocabulary()
+        if model2vec is not None:
+            self._unknown = _unknown_token(data, vocabulary)
+            self._tokenizer.limit(model2vec.max_length)
+            if model2vec.max_length is not None and vocabulary:
+                # model2vec also cuts a text before it looks for tokens.
+                median = int(np.median([len(token) for token in vocabulary]))
+                self._characters = model2vec.max_length * median
+        largest = max(vocabulary.values(), default=-1)
+        if largest >= len(self._table):
+            raise InvalidInputError(
+                f"{self._table_file}: expected a row for each token of {own.tokenizer}, whose "
+                f"largest id is {largest}, got {len(self._table)} rows; are they of another model?"
+            )
+        self._layers = [layer.open() for layer in self._declared.layers]
+        self._prefix = self._declared.prefix_of_queries if queries else self._declared.prefix
+        self.fingerprint, self.reads = mark_vectors(files, queries=queries)
+
+    @property
+    def declared(self) -> dict[str, object]:
+        """Return the fields of the declaration, which the fingerprint covers besides the files."""
+        return self._declared.model_dump()
+
+    def embed(self, items: list[str] | list[Path] | list[bytes]) -> Vectors:
+        """Embed texts.
+
+        A text without a known token gets a vector of zeros, as by the library. One bad text refuses
+        all.
+
+        Args:
+            items: n texts, at least one.
+
+        Returns:
+            float32 [n, dim], finite, in the order of `items`.
+
+        Raises:
+            UnusableItemsError: A text cannot be tokenized, or a vector holds NaN or infinity.
+            InvalidInputError: Declared modules behind the table do not fit its vectors.
+        """
+        texts = [(self._prefix + str(item))[: self._characters] for item in items]
+        try:
+            tokens = self._tokenizer.ids(texts)
+        except InvalidInputError as error:
+            raise UnusableItemsError(str(error)) from error
+        vectors = np.zeros((len(texts), self._table.shape[1]), np.float32)
+        for row, ids in enumerate(tokens):
+            known = ids if self._unknown is None else ids[ids != self._unknown]
+            if len(known):
+                vectors[row] = self._table[known].mean(0)
+        try:
+            for layer in self._layers:
+                vectors = layer(vectors)
+        except ValueError as error:
+            raise InvalidInputError(
+                f"{self._table_file}: the modules behind its table do not fit its vectors of "
+                f"dimension {vectors.shape[1]} ({error}); are they of another model?"
+            ) from error
+        try:
+            what = f"output of {self._table_file}"
+            checked = check_vectors(vectors, vectors.shape[1], what=what)
+        except UnusableRowsError as error:
+            raise UnusableItemsError(str(error)) from error
+        return normalise(checked) if self._declared.normalise else checked
+
+
+def _read_table(file: Path) -> Vectors:
+    """Return the vector of each token, float32 [tokens, dim].
+
+    model2vec may store fewer rows than tokens, with the row and the weight of each token.
+    """
+    tensors = read_tensors(read_weights(file), file)
+    table: Any = tensors.get("embedding.weight", tensors.get("embeddings"))
+    if table is None or table.ndim != 2:
+        raise InvalidInputError(
+            f"{file}: expected a table 'embedding.weight' or 'embeddings' [tokens, dim], found "
+            f"{', '.join(sorted(tensors)) or 'no tensor'}; save the model again by its library"
+        )
+    try:
+        if "mapping" in tensors:
+            table = table[tensors["mapping"].astype(np.int64)]
+        if "weights" in tensors:
+            table = table * tensors["weights"].astype(np.float32)[:, None]
+    except (IndexError, ValueError) as error:
+        raise InvalidInputError(
+            f"{file}: its rows, `mapping` and `weights` do not fit each other ({error}); save the "
+            "model again by its library"
+        ) from error
+    return np.asarray(table, np.float32)
+
+
+def _unknown_token(tokenizer: bytes, vocabulary: dict[str, int]) -> int | None:
+    """Return the id of the token that stands for unknown words; None if there is none."""
+    model = json.loads(tokenizer)["model"]
+    if "unk_token" in model:
+        return vocabulary.get(model["unk_token"])
+    # A Unigram model names its id.
+    found = model.get("unk_id")
+    return found if isinstance(found, int) else None
+
+
+def is_model2vec(file: Path) -> bool:
+    """Tell whether model2vec wrote a file of weights, rather than sentence-transformers.
+
+    Only its header is read.
+
+    Raises:
+        InvalidInputError: The file cannot be read, or is no file of safetensors.
+    """
+    try:
+        with file.open("rb") as opened:
+            names = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+    except OSError as error:
+        raise InvalidInputError(f"{file}: cannot be read ({error.strerror})") from error
+    except (ValueError, RecursionError, OverflowError, MemoryError) as error:
+        raise InvalidInputError(f"{file}: cannot be read as safetensors ({error})") from error
+    return "embeddings" in names
