@@ -477,7 +477,9 @@ def test_a_damaged_listing_is_named(
     backup(data, tmp_path / "backup")
     listing = tmp_path / "backup" / "backup.json"
     listing.write_text(DAMAGES[damage](json.loads(listing.read_text())))
-    with pytest.raises(VerificationError, match=r"backup\.json: is damaged \(.*; use another"):
+    with pytest.raises(
+        VerificationError, match=r"this list of the backup's files is damaged \(.*; use"
+    ):
         command(tmp_path / "backup")
     assert names(tmp_path) == {"data", "backup"}
 
@@ -502,7 +504,7 @@ def test_a_backup_of_a_later_format_is_refused(data: Path, tmp_path: Path) -> No
 def test_what_a_start_reads_is_verified(data: Path, content: str) -> None:
     (data / "trust").mkdir()
     (data / "trust" / "trusted.json").write_bytes(content.encode("latin-1"))
-    with pytest.raises(VerificationError, match=r"trusted\.json: is damaged"):
+    with pytest.raises(VerificationError, match="this file of trusted metadata is damaged"):
         verify(data)
 
 
