@@ -238,8 +238,8 @@ bench: setup $(SCALE_READY) $(CHROMA_READY) ## side-by-side benchmarks; FULL=1 f
 drawings: $(READY) ## the SVG drawings of README.md from their source and committed figures
 	$(BIN)/python -m manual.drawings
 
-tables: setup ## the tables of docs/methods.md from bench/results/compare-*.json
-	$(BIN)/python training/compare.py --page docs/methods.md $(addprefix --page ,$(wildcard bench/results/compare-*.json))
+tables: setup ## the tables of docs/methods.md and the researcher's tutorial from bench/results
+	$(BIN)/python training/compare.py --page docs/methods.md --page docs/tutorials/researcher.md $(addprefix --page ,$(wildcard bench/results/compare-*.json))
 
 # Further weights, and Debian's WordNet: nothing is installed outside of build.
 CONVERTERS := build/converters

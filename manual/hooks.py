@@ -41,13 +41,13 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     """Replace links to files of the repository by their names, and to notebooks by their pages.
 
-    Also adds the drawing of quality against cost to the comparison of methods.
+    Also adds the drawing of quality against cost to the tutorial's table of digits.
     """
     folder = Path(page.file.src_uri).parent
     markdown = markdown.replace(".ipynb)", ".md)")
-    if page.file.src_uri == "methods.md":
-        drawing = f"\n![What is kept, against bytes and microseconds an item]({CURVE})\n"
-        markdown = markdown.replace("\n## CIFAR-100\n", f"{drawing}\n## CIFAR-100\n")
+    if page.file.src_uri == "tutorials/researcher.md":
+        drawing = f"\n![What is kept, against bytes and microseconds an item](../{CURVE})\n"
+        markdown = markdown.replace("\n## Next\n", f"{drawing}\n## Next\n")
     return _LINK.sub(lambda link: _inside(link, folder, files), markdown)
 
 

@@ -114,11 +114,22 @@ def test_drawings_are_as_their_source_draws_them(name: str) -> None:
     assert page(name) == drawings.DRAWINGS[name]()
 
 
-def test_the_researchers_blocks_run() -> None:
-    code = "\n".join(text for _, text in blocks(page(f"{TUTORIALS}/researcher.md"), "python"))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "new/upgraded" in done.stdout
+def test_the_researchers_blocks_run(tmp_path: Path) -> None:
+    text = page(f"{TUTORIALS}/researcher.md")
+    code = "\n".join(block for _, block in blocks(text, "python"))
+    ((_, command),) = blocks(text, "shell")
+    program, *words = shlex.split(command)
+    assert program == "python"
+    script, *options = words
+    for arguments, expected in (
+        (["-c", code], "new/upgraded"),
+        ([str(ROOT / script), *options], "| procrustes | items |"),
+    ):
+        done = subprocess.run(
+            [sys.executable, *arguments], cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        assert expected in done.stdout
 
 
 def test_first_snippets_run_twice_and_without_scores(

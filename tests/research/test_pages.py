@@ -122,15 +122,20 @@ def test_pages_are_as_the_command_writes_them(tmp_path: Path) -> None:
     for folder in ("bench", "docs"):
         (tmp_path / folder).mkdir()
     shutil.copytree(ROOT / "bench" / "results", tmp_path / "bench" / "results")
-    shown = [tmp_path / "docs/methods.md"]
+    shown = [tmp_path / "docs/methods.md", tmp_path / "docs/tutorials/researcher.md"]
     for page in shown:
+        page.parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / page.relative_to(tmp_path), page)
     copies = [tmp_path / file.relative_to(ROOT) for file in RESULTS]
     done = CliRunner().invoke(app, [f"--page={page}" for page in (*shown, *copies)])
     assert done.exit_code == 0, done.output
     for written in (*shown, *(copy.with_suffix(".md") for copy in copies)):
         assert written.read_text() == (ROOT / written.relative_to(tmp_path)).read_text()
-    assert [len(rewrite_tables(page)) for page in shown] == [2]
+    pages = [rewrite_tables(page) for page in shown]
+    assert [len(files) for files in pages] == [3, 1]
+    for written in pages[0]:
+        full = written.resolve().relative_to(tmp_path.resolve()).with_suffix(".md")
+        assert (tmp_path / full).read_text() == (ROOT / full).read_text()
 
 
 def test_in_brief_are_the_rows_always_shown_and_who_beats_ours() -> None:
