@@ -185,7 +185,7 @@ def test_other_options_do_not_mix_with_a_run(out: Path) -> None:
 
 def test_wrong_input_gets_a_sentence_and_its_exit_code(tmp_path: Path) -> None:
     missing = run(tmp_path / "out", ("--images", str(tmp_path / "nowhere")))
-    assert (missing.returncode, "there is no such folder" in missing.stderr) == (
+    assert (missing.returncode, "expected a folder of class folders" in missing.stderr) == (
         65,
         True,
     )
