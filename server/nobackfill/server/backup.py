@@ -171,8 +171,8 @@ def _sweep(folder: Path) -> None:
 
 
 @contextmanager
-def _lock(path: Path, *made: Path) -> Iterator[None]:
-    """Hold a lock; where none can be had, remove `made`, which no other process then writes.
+def _lock(path: Path, *paths: Path) -> Iterator[None]:
+    """Hold a lock; where none can be had, remove `paths`, which no other process then writes.
 
     Raises:
         BusyError: another process holds it; nothing is removed.
@@ -182,8 +182,8 @@ def _lock(path: Path, *made: Path) -> Iterator[None]:
         try:
             lock.enter_context(durable.lock_file(path))
         except CannotWriteError:
-            for one in made:
-                durable.remove_tree(one)
+            for each in paths:
+                durable.remove_tree(each)
             raise
         yield
 
