@@ -1009,7 +1009,7 @@ def check_watched(table: SourceTable, function: sql.Identifier, digest: str | No
 
 _UNWATCHED = (
     "the triggers of nobackfill were disabled or made again since the new vectors were checked, "
-    "so some may be stale: run the same command again, which checks all of them"
+    "so some may be stale: run nobackfill carry again, which checks all of them"
 )
 
 
