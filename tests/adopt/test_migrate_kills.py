@@ -17,6 +17,7 @@ import pyarrow as pa
 import pytest
 import sqlite_vec
 
+from nobackfill.adopt.maps import load_map
 from tests.adopt.table_beside import Connection
 from tests.support.postgres import Server
 from tests.support.waiting import wait_until
@@ -56,10 +57,11 @@ class Migrated(ABC):
 
     address: str
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, count: int = COUNT) -> None:
         self.folder = folder
-        self.bodies = {number: f"text {number}" for number in range(COUNT)}
-        for name, scale, seconds in (("oldmodel", OLD_SCALE, 0), ("newmodel", NEW_SCALE, 0.002)):
+        self.bodies = {number: f"text {number}" for number in range(count)}
+        pace = min(0.002, 6 / count)
+        for name, scale, seconds in (("oldmodel", OLD_SCALE, 0), ("newmodel", NEW_SCALE, pace)):
             text = MODELS.format(name=name, scale=scale, seconds=seconds)
             (folder / f"{name}.py").write_text(text)
 
@@ -111,23 +113,37 @@ class Migrated(ABC):
 
     def check(self, column: str, scale: list[float]) -> None:
         """Each row has the vector that a model makes of its text; none is lost."""
-        found = {key: (body, vector) for key, body, vector in self.found(column)}
+        rows = self.found(column)
+        found = {key: (body, vector) for key, body, vector in rows}
+        assert len(rows) == len(found)
         assert {key: body for key, (body, _) in found.items()} == self.bodies
         for body, vector in found.values():
             assert vector is not None
             np.testing.assert_allclose(vector, made(body, scale), atol=1e-5)
 
+    def check_mapped(self) -> None:
+        """Each row has the map of its present old vector; none is lost."""
+        mapping = load_map(self.folder / "nobackfill-migration" / "map.npz")
+        old = {key: vector for key, _, vector in self.found("v_before")}
+        found = {key: vector for key, _, vector in self.found("v")}
+        assert found.keys() == old.keys() == self.bodies.keys()
+        wanted = mapping(np.array([old[key] for key in found], np.float32))
+        np.testing.assert_allclose(np.array(list(found.values())), wanted, atol=1e-5)
+
 
 class Table(Migrated):
     """A table of PostgreSQL."""
 
-    def __init__(self, address: str, connection: Connection, folder: Path) -> None:
-        super().__init__(folder)
+    def __init__(
+        self, address: str, connection: Connection, folder: Path, count: int = COUNT
+    ) -> None:
+        super().__init__(folder, count)
         self.address, self.connection = address, connection
         connection.execute("CREATE EXTENSION vector")
         connection.execute("CREATE TABLE t (id int PRIMARY KEY, body text, v vector(16))")
-        for number in range(COUNT):
-            self.put(number, self.bodies[number])
+        with connection.transaction():
+            for number in range(count):
+                self.put(number, self.bodies[number])
         connection.execute("CREATE INDEX t_v ON t USING hnsw (v vector_cosine_ops)")
 
     def put(self, number: int, body: str) -> None:
@@ -262,7 +278,7 @@ def table(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Migrated]:
         yield (LanceTable if request.param == "lancedb" else SqliteTable)(tmp_path)
 
 
-def life(table: Migrated, way: str, kills: int, seed: int) -> None:
+def life(table: Migrated, way: str, kills: int, seed: int, seconds: float = 6.0) -> None:
     rng = np.random.default_rng(seed)
     words = [f"{table.address}#t", "--new", "newmodel:embed", "--column", "body", "-n", "60"]
     table.run(*words)
@@ -275,10 +291,10 @@ def life(table: Migrated, way: str, kills: int, seed: int) -> None:
     while done < kills:
         if table.flipped:
             # Taken back, it may be killed as well.
-            process, limit = table.start("back", "--yes"), 2.5
+            process, limit = table.start("back", "--yes"), seconds / 2.4
         else:
             table.write(rng)
-            process, limit = table.start(*words), 6.0
+            process, limit = table.start(*words), seconds
         try:
             process.wait(timeout=float(rng.uniform(0.2, limit)))
         except subprocess.TimeoutExpired:
@@ -293,7 +309,7 @@ def life(table: Migrated, way: str, kills: int, seed: int) -> None:
     file.write_text(json.dumps(plan | {"way": way, "state": "writing"}))
     table.run(*words)
     if way == "map":
-        assert None not in [vector for _, _, vector in table.found("v")]
+        table.check_mapped()
     else:
         table.check("v", NEW_SCALE)
     table.check("v_before", OLD_SCALE)
@@ -339,3 +355,12 @@ def test_two_kills_lose_nothing(table: Migrated) -> None:
 @pytest.mark.parametrize("way", ["map", "lazily", "re-embed"])
 def test_thirty_kills_lose_nothing(table: Migrated, way: str) -> None:
     life(table, way, 30, seed=2)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("way", ["map", "lazily", "re-embed"])
+def test_thirty_kills_of_a_large_table_lose_nothing(
+    postgres: Server, tmp_path: Path, way: str
+) -> None:
+    with postgres.connected() as (address, connection):
+        life(Table(address, connection, tmp_path, 20_000), way, 30, seed=3, seconds=16.0)
