@@ -42,6 +42,8 @@ Number = TypeVar("Number", np.float32, np.int64)
 # Distances that one step of the pass holds, and those that all of it computes at most.
 STEP_DISTANCES = 3_000_000
 MOST_DISTANCES = 6_000_000_000
+# Queries whose features are held at once while the model of nearness is fitted.
+FIT_QUERIES = 100
 # Fewest queries of a set that the pass takes, however large the gallery is.
 FEWEST_QUERIES = 200
 # Bins of predicted nearness, and pairs that share a distribution of residuals, at least.
@@ -275,13 +277,17 @@ class NativeModel:
             ValueError: Nothing is usable.
         """
         weights = np.where(usable & (np.maximum(old, migrated) > 1.5), 1.0, 0.02) * usable
-        features = [one.ravel() for one in _features(old, migrated)]
-        root = np.sqrt(weights).ravel()
-        design = np.stack(features, 1) * root[:, None]
-        self._line = np.linalg.lstsq(
-            design.T @ design + 1e-6 * np.eye(len(features)), design.T @ (root * native.ravel()),
-            rcond=None,
-        )[0].astype(np.float32)  # fmt: skip
+        features = len(_features(old[:0], migrated[:0]))
+        gram, product = 1e-6 * np.eye(features), np.zeros(features)
+        # A part of the queries at a time: all features at once would be the peak of a verdict.
+        for first in range(0, len(old), FIT_QUERIES):
+            part = slice(first, first + FIT_QUERIES)
+            root = np.sqrt(weights[part]).ravel()
+            columns = [one.ravel() for one in _features(old[part], migrated[part])]
+            design = np.stack(columns, 1) * root[:, None]
+            gram += design.T @ design
+            product += design.T @ (root * native[part].ravel())
+        self._line = np.linalg.lstsq(gram, product, rcond=None)[0].astype(np.float32)
         # How much the old model says of the new one differs from query to query.
         self._shift, self._slope = np.zeros((len(old), 1), np.float32), np.ones(1, np.float32)
         pooled = self.predict(old, migrated)
