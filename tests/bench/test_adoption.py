@@ -1,8 +1,12 @@
 """`bench.adoption` on made models: what its tables say is what a slow look finds."""
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 
+from bench.adoption import scanning
 from bench.adoption.covering import covering
 from bench.adoption.curves import by_class, class_curves, curve_rows, of_class
 from bench.adoption.texts import Embedded
@@ -90,3 +94,13 @@ def test_a_sample_is_set_beside_chance(trial: Trial) -> None:
         random, spread, gain = (float(str(row[name])) for name in ("random", "sample", "gain"))
         assert 0 < random < 100
         assert gain == pytest.approx(spread - random)
+
+
+def test_the_memory_of_a_verdict_is_measured_on_a_gallery(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scanning.main(rows=3000, dim=8, pairs=60, queries=30, folder=tmp_path)
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["command"] for row in rows] == ["inspect", "sample", "fit"]
+    assert all(row["rows"] == 3000 and row["MiB"] > 20 and row["seconds"] > 0 for row in rows)
+    assert not list(tmp_path.iterdir())
