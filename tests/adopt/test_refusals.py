@@ -9,12 +9,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from nobackfill.adopt.cli import main
+from nobackfill.adopt.joining import save_joining
 from nobackfill.adopt.maps import fit_maps, save_map
 from nobackfill.adopt.pairs import match
 from nobackfill.adopt.sources.arrays import ArraySource
 from nobackfill.adopt.sources.opening import open_source
 from nobackfill.adopt.sources.source import Window
 from nobackfill.errors import InvalidInputError
+from nobackfill.serving.fusion import Joining, OddsLine
 from nobackfill.vectors import Vectors
 from tests.adopt.made import world, write_parquet
 from tests.support.documents import run_command
@@ -269,12 +271,30 @@ def test_a_sample_is_spread_seeded_and_as_large_as_asked(
     assert drawn("-n", "1001") == ids == drawn()
 
 
-@pytest.mark.parametrize(("source", "code"), [("nothing.parquet", 66), ("odd://nothing", 65)])
+@pytest.mark.parametrize(
+    ("source", "code"), [("nothing.parquet", 66), ("odd://nothing", 65), ("", 65)]
+)
 def test_the_kinds_of_sources_are_told_in_one_line(
     source: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said = refused(["inspect", source], code, monkeypatch, capsys)
     assert "FILE.parquet" in said and "\\n" not in said
+
+
+def test_a_folder_and_another_archive_are_no_map(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    np.save(tmp_path / "ids.npy", np.array(["1"]))
+    np.save(tmp_path / "vectors.npy", np.ones((1, 2), np.float32))
+    anchors = np.ones((3, 2, 2), np.float32)
+    save_joining(tmp_path / "joining.npz", Joining(0.5, OddsLine(), OddsLine(), *anchors))
+    for name, code, found in (
+        (".", 66, "expected a file, found a folder"),
+        ("joining.npz", 65, "found one without 'weight'; name that file"),
+    ):
+        words = ["carry", str(tmp_path), "--map", str(tmp_path / name), "--to", "new"]
+        assert found in refused(words, code, monkeypatch, capsys)
+    assert not (tmp_path / "new.npy").exists()
 
 
 @pytest.mark.parametrize("count", [9, 11])

@@ -240,9 +240,15 @@ def written_by(path: Path, command: str) -> Iterator[None]:
         InvalidInputError: The block raises any exception.
     """
     if not path.is_file():
-        raise NotFoundError(f"{path}: no such file; `{command}` writes one")
+        found = "expected a file, found a folder" if path.is_dir() else "no such file"
+        raise NotFoundError(f"{path}: {found}; `{command}` writes one")
     try:
         yield
+    except KeyError as error:
+        raise InvalidInputError(
+            f"{path}: expected a file that `{command}` wrote, found one without {error}; name that "
+            "file, or run that command again"
+        ) from error
     except Exception as error:
         # Errors of zipfile, numpy and json at hostile bytes have no common base class.
         raise InvalidInputError(

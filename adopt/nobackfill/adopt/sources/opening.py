@@ -95,6 +95,10 @@ def open_source(
     if "://" in address:
         # Not the address itself: it may hold a password.
         raise InvalidInputError(f"{kind}://…: expected a SOURCE in one of these forms: {KINDS}")
+    if not address:
+        raise InvalidInputError(
+            f"SOURCE: expected an address, got an empty one; give it one of these forms: {KINDS}"
+        )
     path = Path(address)
     if (path / "ids.npy").is_file():
         from nobackfill.adopt.sources.arrays import ArraySource
