@@ -23,7 +23,12 @@ from nobackfill.adopt.converters import read_card
 from nobackfill.adopt.embedding import Embedder, open_embedder
 from nobackfill.adopt.embedding.vector_folder import embed_into, read_items
 from nobackfill.adopt.sources.opening import open_source
-from nobackfill.errors import ConfigurationError, InvalidInputError, NotFoundError
+from nobackfill.errors import (
+    CannotWriteError,
+    ConfigurationError,
+    InvalidInputError,
+    NotFoundError,
+)
 from tests.adopt.library_models import DIM, LIBRARY, TEXTS, WORDS, save
 from tests.adopt.model2vec_models import MODEL2VEC
 
@@ -440,6 +445,16 @@ def test_without_torch_the_pip_command_is_named(
     bert(tmp_path / "m", [Pooling(DIM, "mean")])
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(ConfigurationError, match=r"needs torch, .*pip install '\.\[sentence-tr"):
+        open_embedder(str(tmp_path / "m"))
+
+
+def test_a_cache_that_cannot_be_written_is_named_with_its_variable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bert(tmp_path / "m", [Pooling(DIM, "mean")])
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(CannotWriteError, match=r"cannot be written .* XDG_CACHE_HOME names"):
         open_embedder(str(tmp_path / "m"))
 
 

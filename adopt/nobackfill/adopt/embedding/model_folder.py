@@ -26,7 +26,12 @@ from nobackfill.durable import (
     publish_dir,
     remove_temporary_files,
 )
-from nobackfill.errors import ConfigurationError, InvalidInputError, NotFoundError
+from nobackfill.errors import (
+    CannotWriteError,
+    ConfigurationError,
+    InvalidInputError,
+    NotFoundError,
+)
 from nobackfill.release.manifest import TEXT_ROLES, TextRole
 from nobackfill.release.publishing.declaration import (
     STATIC,
@@ -166,7 +171,13 @@ def _exported(
     if (target / _GRAPH).is_file():
         return target / _GRAPH
     _check_exportable(folder, transformer)
-    make_dir(target.parent, 0o700)
+    try:
+        make_dir(target.parent, 0o700)
+    except CannotWriteError as error:
+        raise CannotWriteError(
+            f"{error}; the export of {folder} is kept there, or in the folder that the environment "
+            "variable XDG_CACHE_HOME names"
+        ) from error
     with lock_file(target.with_name(f"{name}.lock"), _PATIENCE):
         if (target / _GRAPH).is_file():
             return target / _GRAPH
