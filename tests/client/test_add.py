@@ -74,7 +74,7 @@ def test_an_identical_image_keeps_its_metadata_unless_it_gets_another(setting: S
 def test_an_empty_id_is_refused(setting: Setting) -> None:
     with Device(setting.gallery) as device:
         count = device.count()
-        with pytest.raises(InvalidInputError, match="ids of 1 to 256 characters"):
+        with pytest.raises(InvalidInputError, match="expected 1 to 256 characters"):
             device.put({"": setting.images[0]})
         assert device.count() == count
 

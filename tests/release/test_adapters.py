@@ -50,8 +50,8 @@ def test_a_manifest_with_an_adapter_survives_json(first: Draft, second: Draft) -
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"format": 4}, "expected format 5"),
-        ({"adapters": []}, "expected format 1"),
+        ({"format": 4}, "format: expected 5"),
+        ({"adapters": []}, "format: expected 1"),
         ({"searches_directly": ["old"]}, "none of them the release's own or in searches_directly"),
         ({"adapters": "twice"}, "distinct older releases"),
         ({"release": 1}, "distinct older releases"),
