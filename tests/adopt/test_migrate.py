@@ -881,6 +881,23 @@ def test_a_mistyped_column_does_not_bind_the_next_run(
     assert "expected rows with a vector in 'v', found none" in capsys.readouterr().err
 
 
+def test_an_old_model_of_other_dimensions_is_refused_before_the_sample(
+    documents: tuple[str, Connection, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, _, folder = documents
+    topical(folder / "other", 12, 16, strength=3, turned=2)
+    lines = [json.dumps({"id": number, "text": text_of(number)}) for number in range(20)]
+    (folder / "queries.jsonl").write_text("\n".join(lines))
+    words = (source, *START, "--queries", "queries.jsonl", "--old")
+    assert run(*words, "other/model.onnx") == 65
+    error = capsys.readouterr().err
+    assert "--old other/model.onnx makes vectors of 16 dimensions, but" in error
+    assert "has 24; name the model that made the stored vectors" in error
+    assert not (folder / "nobackfill-migration").exists()
+    # The corrected command begins.
+    assert run(*words, "old/model.onnx") == 0
+
+
 def test_queries_without_an_item_are_named(
     documents: tuple[str, Connection, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -218,8 +218,9 @@ class Migration:
             PreconditionError: The migration in the folder is flipped or finished. The table's
                 comment no longer names a flip that was saved.
             InvalidInputError: The store cannot flip, or the address has a password. Not exactly one
-                of `column` and `items` is set, a name is too long, or the sample cannot be judged,
-                as by `fit_and_judge`.
+                of `column` and `items` is set, a name is too long, the old model's vectors have
+                another dimension than the stored ones, or the sample cannot be judged, as by
+                `fit_and_judge`.
             BusyError: Another process works in this folder, or `pause` was called.
             NotFoundError: The table, the items, a model or the file of queries does not exist.
             UnavailableError: The table's server or the endpoint of a model does not answer.
@@ -281,10 +282,11 @@ class Migration:
 
     def _open(self, request: MigrationPlan) -> _Inputs:
         """Open the table, its items, the models and the queries, so that a wrong name is refused
-        at once.
+        at once. The old model embeds the first query.
 
         Raises:
             AlreadyExistsError: The table already has the new model's vectors.
+            InvalidInputError: The old model's vectors have another dimension than the stored ones.
         """
         source = self._source(request)
         open_contents(source, request.column, request.items)
@@ -293,7 +295,15 @@ class Migration:
         if request.queries is None or request.old is None:
             return _Inputs(source, new, None, None)
         old = open_embedder(request.old, name=request.old_name, queries=True)
-        return _Inputs(source, new, old, read_items(request.queries, column="text"))
+        queries = read_items(request.queries, column="text")
+        facts = source.facts()
+        dim = old.embed(queries.values[:1]).shape[1]
+        if facts.dim not in (None, dim):
+            raise InvalidInputError(
+                f"--old {request.old} makes vectors of {dim} dimensions, but {facts.name} has "
+                f"{facts.dim}; name the model that made the stored vectors"
+            )
+        return _Inputs(source, new, old, queries)
 
     def _former(self, request: MigrationPlan) -> MigrationPlan | None:
         """Read the plan of an earlier run, and check that a request continues it.
