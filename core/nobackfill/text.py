@@ -295,7 +295,8 @@ def read_texts(
                     yield one
     except OSError as error:
         raise NotFoundError(
-            f"{path}: the file of texts cannot be read ({error}); check its name and permissions"
+            f"{path}: the file of texts cannot be read ({error.strerror}); check its name and "
+            "permissions"
         ) from error
 
 

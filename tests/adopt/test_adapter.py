@@ -159,6 +159,8 @@ def test_fit_writes_an_adapter_that_is_no_map(
     (step,) = answer["steps"]
     assert "AdapterSearch.open(source, Path('adapter.npz'))" in step
     # As a graph, for a release of a gateway.
+    assert run("fit", *words, *queries, "--adapter", "adapter.ONNX") == 65
+    assert "--adapter adapter.ONNX: expected FILE.npz" in capsys.readouterr().err
     assert run("fit", *words, *queries, "--adapter", "adapter.onnx") == 0
     (step,) = json.loads(capsys.readouterr().out)["steps"]
     assert step == "next: publish the new model by export.py with --adapter adapter.onnx"

@@ -127,7 +127,8 @@ def fit_and_judge(
         InvalidInputError: There are fewer than 20 pairs, or fewer than 20 queries whose item is
             among them; dimensions differ; only one of both addresses of queries is given; or items
             and queries are mixed up. Vectors hold NaN, an id occurs twice, both addresses give the
-            same vectors, or the trainer's layers do not fit.
+            same vectors, or the trainer's layers do not fit. The adapter's file name ends neither
+            in .npz nor in .onnx.
         IncompatibleSpaceError: Vectors are of another model than expected.
         NotFoundError: There is no such store, card, converter or trainer.
         PreconditionError: The map was to be published, and the new model is worse than the old. No
@@ -142,7 +143,7 @@ def fit_and_judge(
         UnfitError: The converter is no linear map.
         OSError: A file of a published model cannot be read.
     """
-    _check_folders(files)
+    _check_files(files)
     trainer = None if trainer_name is None else open_trainer(trainer_name)
     card = None if files.card is None else read_card(files.card)
     old_source = open_items(old, "--old", key=key, vector=vector, where=where)
@@ -212,8 +213,19 @@ def fit_and_judge(
     return FitAnswer(answer, lines)
 
 
-def _check_folders(files: FitFiles) -> None:
-    """Raise CannotWriteError if a file's folder does not exist, before the fit takes minutes."""
+def _check_files(files: FitFiles) -> None:
+    """Refuse a file without a folder, and an adapter of an unknown format, before the fit takes
+    minutes.
+
+    Raises:
+        CannotWriteError: A file's folder does not exist.
+        InvalidInputError: The adapter's name ends neither in .npz nor in .onnx.
+    """
+    if files.adapter is not None and files.adapter.suffix not in (".npz", ".onnx"):
+        raise InvalidInputError(
+            f"--adapter {files.adapter}: expected FILE.npz for searches by nobackfill.serve, or "
+            "FILE.onnx for a release; the ending chooses the format"
+        )
     for path in (files.out, files.onnx, files.joining, files.adapter, files.report):
         if path is not None and not path.parent.is_dir():
             raise CannotWriteError(
