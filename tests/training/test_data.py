@@ -100,7 +100,7 @@ def test_an_empty_class_is_named(digits: Path, tmp_path: Path) -> None:
 
 
 def test_fewer_classes_than_asked_for(digits: Path) -> None:
-    with pytest.raises(InvalidInputError, match=r"at least 11 class folders .* got 10"):
+    with pytest.raises(InvalidInputError, match=r"at least 11 class folders, .* got 10"):
         list_images(digits / "queries", 11)
 
 

@@ -114,12 +114,12 @@ def test_what_does_not_fit_is_named_with_its_shape() -> None:
     assert "resnet18" in str(caught.value)
     del tensors["bn1.weight"]
     with pytest.raises(
-        ConfigurationError, match=r"fit the backbone resnet18: bn1\.weight is missing$"
+        ConfigurationError, match=r"fit the backbone resnet18: bn1\.weight is missing; use weights"
     ):
         loaded(tensors, config())
     with pytest.raises(ConfigurationError, match=r"conv1\.weight: expected shape .* 3 x 3"):
         loaded(torchvisions(), config(image_size=32))
-    with pytest.raises(ConfigurationError, match=r"extra \[2\] is not expected$"):
+    with pytest.raises(ConfigurationError, match=r"extra \[2\] is not expected; use weights"):
         loaded(torchvisions() | {"extra": torch.ones(2)}, config())
 
 
