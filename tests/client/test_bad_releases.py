@@ -69,7 +69,7 @@ def test_a_release_that_fails_after_its_trial_is_held_back_by_digest(
     before = edge.contents(followed.gallery)
     report = edge.follow(followed.gallery)
     assert (report.state, report.release) == ("behind", 2)
-    assert "onnxruntime cannot run it" in report.notes[0]
+    assert "onnxruntime cannot run this model" in report.notes[0]
     assert edge.spaces(followed.gallery) == {2: "active", 1: "previous"}
     assert edge.contents(followed.gallery).keys() == before.keys()
     assert "held back here" in edge.follow(followed.gallery).notes[0]

@@ -139,7 +139,7 @@ def wide(model: onnx.ModelProto) -> None:
 
 @pytest.mark.slow
 def test_an_upgrade_is_tried_on_a_full_chunk(tmp_path: Path) -> None:
-    with pytest.raises(VerificationError, match=r"upgrade_1_to_2.*cannot run it"):
+    with pytest.raises(VerificationError, match=r"upgrade_1_to_2.*cannot run this model"):
         tried(with_upgrade(tmp_path, wide))
 
 

@@ -51,7 +51,7 @@ def test_an_upgrade_that_fails_after_its_trial_leaves_no_vectors(tmp_path: Path)
         client.create_gallery("g")
         client.put_images(images(LATE_ROWS))
         publish_spoiled(repo, 3, fails_late, tmp_path / "drafts")
-        with pytest.raises(PreconditionError, match="cannot run it"):
+        with pytest.raises(PreconditionError, match="cannot run this model"):
             client.swap(3)
         assert client.states()[3] == "FAILED"
         (hosted,) = gateway.galleries.all()

@@ -519,8 +519,8 @@ def previous_of(spaces: Iterable[SpaceInfo]) -> SpaceInfo:
     previous = [info for info in spaces if info.state == "previous"]
     if not previous:
         raise NotFoundError(
-            "this gallery has no earlier space to return to: it was created with the present "
-            "release, or `gateway retire` has deleted the earlier spaces"
+            "this gallery has no older release to roll back to: it was created with the present "
+            "release, or `gateway retire` has removed the older vectors"
         )
     return max(previous, key=lambda info: info.activated)
 
