@@ -36,7 +36,7 @@ from nobackfill.adopt.embedding import open_embedder
 from nobackfill.adopt.fitting import VERDICT
 from nobackfill.adopt.joining import save_joining
 from nobackfill.adopt.judgement import Figures, Queries, blocked, measure_figures
-from nobackfill.adopt.maps import Map, load_map, save_map
+from nobackfill.adopt.maps import OLD_NORM, Map, load_map, save_map
 from nobackfill.adopt.pairs import Pairs
 from nobackfill.adopt.verdict import Cost, Verdict, decide
 from nobackfill.errors import AlreadyExistsError, NobackfillError
@@ -398,6 +398,8 @@ def _make(pair: Pair) -> dict[str, Any]:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     facts = mapping.facts | {VERDICT: best_way(held_out["signs"])}
+    if models[0].unit:
+        facts[OLD_NORM] = "1"
     save_map(folder / "map.npz", replace(mapping, facts=facts))
     save_joining(folder / "joining.npz", verdict.joining)
     (folder / "joining.npz").chmod(0o644)

@@ -22,6 +22,7 @@ from nobackfill.errors import AlreadyExistsError, IncompatibleSpaceError, Invali
 from nobackfill.release.manifest import PublishedFile, parse_converter
 from nobackfill.release.publishing.inspection import verify_publication
 from nobackfill.vectors import Vectors, normalise
+from tests.adopt.command import run_nobackfill
 from tests.support.documents import blocks, page, run_script
 
 FIGURES: dict[str, Any] = json.loads((FOLDER / "figures.json").read_text("utf-8"))
@@ -94,6 +95,23 @@ def test_a_map_applies_to_vectors_of_its_model_alone(name: str, tmp_path: Path) 
         of_store("e" * 64)
     with pytest.raises(InvalidInputError, match=f"expected an array of shape .n, {dim}."):
         mapping(unit(5, dim + 1))
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_vectors_of_another_norm_are_refused(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    vectors = unit(5, ROWS[name]["dims"][0])
+    # Zeros have no direction, and are passed on.
+    vectors[0] = 0
+    path = store(tmp_path / "old.parquet", 3 * vectors, None)
+    words = ("carry", str(path), "--map", str(FOLDER / name / "map.npz"), "--to")
+    assert run_nobackfill(*words, "new") == 65
+    assert "expected vectors of norm 1, as the map was fitted on, found norms from 3 to 3" in (
+        capsys.readouterr().err
+    )
+    store(path, vectors, None)
+    assert run_nobackfill(*words, "newer") == 0
 
 
 @pytest.mark.parametrize("name", KEPT)

@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from nobackfill.adopt.maps import Map
+from nobackfill.adopt.maps import OLD_NORM, Map
 from nobackfill.adopt.pairs import WINDOW
 from nobackfill.adopt.sources.source import (
     Flippable,
@@ -125,6 +125,10 @@ class VectorMaker(Protocol):
         """
 
 
+# Vectors in half precision differ from norm 1 by less.
+_NORM_TOLERANCE = 0.01
+
+
 class MapMaker:
     """A VectorMaker that migrates old vectors by a map. It leaves no item out.
 
@@ -159,9 +163,19 @@ class MapMaker:
 
         Raises:
             InvalidInputError: The vectors have another dimension than the map, or NaN or infinity.
+                Or the map was fitted on vectors of norm 1, and some of these have another norm and
+                are not zero.
         """
         del window
         checked(rows, self._mapping.dims[0], self._name)
+        if self._mapping.facts.get(OLD_NORM) == "1":
+            norms = np.linalg.norm(rows.vectors[rows.vectors.any(1)], axis=1)
+            if len(norms) and np.abs(norms - 1).max() > _NORM_TOLERANCE:
+                raise InvalidInputError(
+                    f"{self._name}: expected vectors of norm 1, as the map was fitted on, found "
+                    f"norms from {norms.min():.3g} to {norms.max():.3g}; divide each vector by its "
+                    "norm first, or fit a map on these vectors by `nobackfill fit`"
+                )
         return rows, self.repeat(rows)
 
     def repeat(self, rows: Rows) -> Vectors:
@@ -214,8 +228,9 @@ def carry(
 
     Raises:
         InvalidInputError: The store cannot flip; no vector is written then, but an empty target may
-            be left. Or old vectors have NaN, infinity or another dimension than the map. Or some
-            items got no new vector; the others are written, and nothing flips.
+            be left. Or old vectors have NaN, infinity, or another dimension or norm than the map
+            was fitted on. Or some items got no new vector; the others are written, and nothing
+            flips.
         AlreadyExistsError: The target holds vectors of another map or model.
         BusyError: After 20 sweeps, others still change items faster than this run writes. An
             endpoint is still busy, or the user pauses the run. Others hold the table at its opening

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from nobackfill.adopt.crossfit import CONVERTER
 from nobackfill.adopt.embedding.embedder import open_embedder
-from nobackfill.adopt.maps import NEW_MODEL, OLD_MODEL, Map, is_unit, load_map
+from nobackfill.adopt.maps import NEW_MODEL, OLD_MODEL, OLD_NORM, Map, is_unit, load_map
 from nobackfill.adopt.pairs import Pairs
 from nobackfill.adopt.sources.source import Facts, fingerprint_of, same_model
 from nobackfill.adopt.verdict import Verdict
@@ -416,6 +416,8 @@ def open_converter(
         "converter": manifest.file.sha256,
         "pairs": str(manifest.evidence.pairs),
     }
+    if manifest.old.unit:
+        facts[OLD_NORM] = "1"
     file = converter_file(trust, manifest, folder)
     mapping = map_of(file.read_bytes(), CONVERTER, facts)
     if mapping.dims != (manifest.old.dim, manifest.new.dim):

@@ -19,7 +19,7 @@ from nobackfill.adopt.converters import (
 )
 from nobackfill.adopt.joining import save_joining
 from nobackfill.adopt.judgement import Queries
-from nobackfill.adopt.maps import Map, open_trainer, save_map
+from nobackfill.adopt.maps import OLD_NORM, Map, is_unit, open_trainer, save_map
 from nobackfill.adopt.page import duration, percent, render
 from nobackfill.adopt.pairs import WINDOW, Matched, Pairs, match
 from nobackfill.adopt.sources.arrays import ArraySource
@@ -265,7 +265,10 @@ def _write_files(
 ) -> list[str]:
     """Write the files that are not None; return a line for each."""
     mapping = verdict.map.of_models(*models)
-    save_map(files.out, replace(mapping, facts=mapping.facts | {VERDICT: verdict.way}))
+    facts = mapping.facts | {VERDICT: verdict.way}
+    if is_unit(pairs.old):
+        facts[OLD_NORM] = "1"
+    save_map(files.out, replace(mapping, facts=facts))
     lines = [f"map: {files.out} ({verdict.map.kind})"]
     if files.onnx is not None:
         write_file(files.onnx, upgrade_of(mapping))

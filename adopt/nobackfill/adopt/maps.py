@@ -35,6 +35,8 @@ FORMAT, LAYERED, ADAPTER_FORMAT = 1, 2, 3
 MOST_BYTES = 1 << 31
 # Facts of a map that was made from vectors whose models are known.
 OLD_MODEL, NEW_MODEL = "old_model", "new_model"
+# Fact of a map that was fitted on old vectors of norm 1, with the value "1".
+OLD_NORM = "old_norm"
 # Vectors that differ less from norm 1 came from a model that normalises.
 UNIT_TOLERANCE = 1e-3
 
