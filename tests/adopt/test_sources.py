@@ -96,7 +96,7 @@ def test_a_source_tells_what_it_holds(store: Store) -> None:
 
 @every
 def test_a_wrong_name_is_refused_before_vectors_are_read(store: Store) -> None:
-    there = r"(found|there are|[Tt]ables).*(vector|docs|Documents)"
+    there = r"(found|there are|[Tt]ables|collections are).*(vector|docs|Documents)"
     with pytest.raises((InvalidInputError, NotFoundError), match=there):
         store.open("nope").facts()
     source = store.open()
