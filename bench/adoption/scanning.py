@@ -61,7 +61,7 @@ def _tell(name: str, rows: int, dim: int, seconds: float, mib: float) -> None:
 
 
 def _hidden(block: int) -> NDArray[np.float32]:
-    """What the items of a block are, [BLOCK, HIDDEN]."""
+    """Return the hidden vectors of the items of a block, [BLOCK, HIDDEN]."""
     return np.random.default_rng(block).standard_normal((BLOCK, HIDDEN), np.float32)
 
 

@@ -216,7 +216,7 @@ def test_one_gallery_that_cannot_be_closed_leaves_no_other_open(
 
 
 def test_an_interrupted_wait_keeps_nobody_out() -> None:
-    """Who came later to share the lock waited for ever, although nobody waited to hold it alone."""
+    """Later callers that shared the lock waited for ever, though nobody waited to hold it alone."""
     lock, shared, end = WriteLock("a"), threading.Event(), threading.Event()
     later: list[Future[None]] = []
 

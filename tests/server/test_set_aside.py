@@ -96,7 +96,7 @@ def test_damaged_galleries_are_set_aside_and_named(repo: Path, tmp_path: Path) -
 
 
 def test_a_source_of_a_newer_version_spoils_nothing_else(repo: Path, tmp_path: Path) -> None:
-    """Nobody saw any gallery in the list, and no search of this one was answered."""
+    """The list of galleries failed whole, and so did each search of this one."""
     data = tmp_path / "data"
     sound = {**HealingSource.checked("folder:/a").to_state(), "seconds": 0.5}
     sources: dict[str, object] = {

@@ -170,7 +170,7 @@ def test_a_file_of_texts_is_put(notes: Client, tmp_path: Path) -> None:
     path.write_text('{"id": "a", "text": "w1"}\n{"id": "b"}\n')
     done = fill(notes, "file", str(path))
     assert (done.stored_count, list(done.refusals)) == (1, [f"{path}:2"])
-    # What a message cannot hold: it ended the command with a traceback.
+    # A message cannot hold these; they ended the command with a traceback.
     odd: list[dict[str, object]] = [{"n": 10**400}, {"n": "\ud800"}, {"\ud800": 1}]
     lines = [{"id": f"odd {n}", "text": "w1", **one} for n, one in enumerate(odd)]
     path.write_text("\n".join(map(json.dumps, [*lines, {"id": "last", "text": "w1"}])))

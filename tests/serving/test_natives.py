@@ -28,7 +28,7 @@ def two(tmp_path: Path) -> Iterator[tuple[Natives, Natives]]:
 
 
 def held(natives: Natives) -> set[str]:
-    """What a process answers with, each way."""
+    """Return the ids that natives answer with; each way to ask must give the same."""
     by_id = natives.get([*IDS, "e"])
     assert set(natives.nearest(query(0), 9)) == by_id.keys()
     assert len(natives) == len(by_id)
