@@ -898,6 +898,25 @@ def test_an_old_model_of_other_dimensions_is_refused_before_the_sample(
     assert run(*words, "old/model.onnx") == 0
 
 
+def test_a_query_that_the_old_model_refuses_is_left_out(
+    documents: tuple[str, Connection, Path],
+) -> None:
+    source, _, folder = documents
+    (folder / "odd_model.py").write_text(
+        "from nobackfill.adopt.embedding.embedder import open_embedder\n"
+        "model = open_embedder('old/model.onnx')\n"
+        "def embed(texts):\n"
+        "    if 'bad' in texts:\n"
+        "        raise ValueError('bad text')\n"
+        "    return model.embed(texts)\n"
+    )
+    texts = ["bad", *(text_of(number) for number in range(1, 25))]
+    lines = [json.dumps({"id": number, "text": text}) for number, text in enumerate(texts)]
+    (folder / "queries.jsonl").write_text("\n".join(lines))
+    words = ("--old", "odd_model:embed", "--queries", "queries.jsonl")
+    assert run(source, *START, *words) == 0
+
+
 def test_queries_without_an_item_are_named(
     documents: tuple[str, Connection, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:

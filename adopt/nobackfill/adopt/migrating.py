@@ -29,7 +29,12 @@ from nobackfill.adopt.embedding.native_vectors import (
     open_contents,
     open_native_vectors,
 )
-from nobackfill.adopt.embedding.vector_folder import ItemList, embed_into, read_items
+from nobackfill.adopt.embedding.vector_folder import (
+    EmbeddingRun,
+    ItemList,
+    embed_into,
+    read_items,
+)
 from nobackfill.adopt.fitting import LEAST_QUERIES, FitFiles, fit_and_judge
 from nobackfill.adopt.maps import NEW_MODEL, load_map
 from nobackfill.adopt.page import duration
@@ -282,11 +287,12 @@ class Migration:
 
     def _open(self, request: MigrationPlan) -> _Inputs:
         """Open the table, its items, the models and the queries, so that a wrong name is refused
-        at once. The old model embeds the first query.
+        at once. The old model embeds the first query that it takes.
 
         Raises:
             AlreadyExistsError: The table already has the new model's vectors.
-            InvalidInputError: The old model's vectors have another dimension than the stored ones.
+            InvalidInputError: The old model's vectors have another dimension than the stored ones,
+                or it takes none of the first 1,000 queries.
         """
         source = self._source(request)
         open_contents(source, request.column, request.items)
@@ -297,8 +303,10 @@ class Migration:
         old = open_embedder(request.old, name=request.old_name, queries=True)
         queries = read_items(request.queries, column="text")
         facts = source.facts()
-        dim = old.embed(queries.values[:1]).shape[1]
-        if facts.dim not in (None, dim):
+        # The first query that the model takes; others are left out, as in the verdict.
+        batches = EmbeddingRun(queries, old, 1, None).embed(range(len(queries.ids)))
+        dim = next((vectors.shape[1] for _, vectors in batches), None)
+        if None not in (facts.dim, dim) and facts.dim != dim:
             raise InvalidInputError(
                 f"--old {request.old} makes vectors of {dim} dimensions, but {facts.name} has "
                 f"{facts.dim}; name the model that made the stored vectors"
