@@ -80,7 +80,7 @@ def test_one_search_is_answered_by_one_pair(client: Client, one: Manifest, two: 
 
 def test_galleries_come_and_go_beside_a_canary_and_follow_its_promotion(client: Client) -> None:
     begin(client, pb.Canary(share=0.5))
-    assert {report(client).state for _ in range(100)} == {pb.CANARY_STATE_RUNNING}
+    assert {report(client).state for _ in range(500)} == {pb.CANARY_STATE_RUNNING}
     client.put_images(images(ITEMS + 1)[ITEMS:], first=ITEMS)
     for name in ("late", "gone"):
         client.create_gallery(name)

@@ -621,12 +621,19 @@ class Stalls:
             stream.check()
             yield request
 
-    def responses(self, responses: Iterator[Any], stream: OpenStream) -> Iterator[Any]:
+    def responses(
+        self, responses: Iterator[Any], stream: OpenStream, ended: threading.Event
+    ) -> Iterator[Any]:
         """Yield our messages, and check the caller for each; the client's reading is watched.
 
-        None means that nothing has changed: this sleeps POLL_SECONDS, then asks again, or ends if
-        the stream is not active. Other messages are yielded even if it was asked to end without a
-        reason.
+        None means that nothing has changed: this waits for POLL_SECONDS, or until `ended` is set.
+        Then it asks again, or ends if the stream is not active. Other messages are yielded even if
+        it was asked to end without a reason.
+
+        Args:
+            responses: what the call yields.
+            stream: the tracked stream.
+            ended: set once the call has ended, so that its thread is free at once.
 
         Raises:
             UnauthenticatedError: the caller may not continue.
@@ -635,7 +642,7 @@ class Stalls:
         """
         for response in responses:
             if response is None:
-                time.sleep(POLL_SECONDS)
+                ended.wait(POLL_SECONDS)
                 if not stream.active():
                     return
                 continue
@@ -966,7 +973,11 @@ class Rpc:
             request = self._enter(argument, context)
             stream = self._open
             assert stream is not None, "_enter opened it"
-            yield from self.kind.stalls.responses(self.kind.behavior(request, context), stream)
+            ended = threading.Event()
+            if not context.add_callback(ended.set):
+                ended.set()
+            responses = self.kind.behavior(request, context)
+            yield from self.kind.stalls.responses(responses, stream, ended)
             if stream.reason is not None:
                 raise stream.reason
             if stream.is_old:
