@@ -45,6 +45,14 @@ def test_an_index_is_tuned_on_what_was_asked(foreign: tuple[hnsw.HnswIndex, Vect
     assert hnsw.tune_index(found, index.vectors[:64]).ef == before
 
 
+def test_a_graph_without_rows_is_not_tuned() -> None:
+    """As after all items of a gallery were deleted, while queries go on."""
+    queries = np.ones((3, 8), np.float32)
+    index = hnsw.build_index(spec(dim=8), np.arange(0), queries[:0])
+    tuned = hnsw.tune_index(index, queries)
+    assert tuned.ef == index.ef and (tuned.search(queries, 2).labels == -1).all()
+
+
 @pytest.mark.slow
 def test_a_search_looks_at_as_many_candidates_as_it_asks_for(
     foreign: tuple[hnsw.HnswIndex, Vectors],

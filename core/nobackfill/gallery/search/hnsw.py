@@ -635,8 +635,8 @@ def tune_index(
 
     Args:
         index: The index.
-        queries: float32 [q, dim], checked; without queries, the index has only the graph's own
-            number of candidates.
+        queries: float32 [q, dim], checked; without queries or rows, the index has only the graph's
+            own number of candidates.
         after_piece: Called between pieces of work; its error ends it and passes through.
 
     Returns:
@@ -644,6 +644,8 @@ def tune_index(
         `with_candidates` does not count.
     """
     index = index.with_candidates(0)
+    if not len(index.labels):
+        return index
     farthest = _farthest(index, queries, after_piece)
     for ef in (index.ef, *(ef for ef in WIDEST_EF if ef > index.ef)):
         candidate = index.with_candidates(ef)
