@@ -283,3 +283,20 @@ def test_a_suspended_gallery_whose_file_is_gone_is_not_created_again(tmp_path: P
         with pytest.raises(NotFoundError, match="no gallery file there"):
             store.count()
         assert not path.exists()
+
+
+def test_a_gallery_that_goes_while_it_is_read_without_a_lock_is_not_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "g.sqlite"
+    filled(path, 3).close()
+    # As on a file system that is read-only.
+    monkeypatch.setattr(sqlite_file, "explain_unwritable", lambda path: "read-only")
+    with SqliteGallery.open(path) as store:
+        assert store.count() == 3
+        with (
+            pytest.raises(NotFoundError, match="gone since it was opened"),
+            store.read_snapshot() as connection,
+        ):
+            connection.execute("SELECT count(*) FROM items").fetchone()
+            path.unlink()

@@ -458,7 +458,6 @@ def read_metadata(store: Store, labels: Sequence[int]) -> dict[int, Metadata]:
             lock.
         CannotWriteError: The file cannot be opened, or the disk fails.
         NotFoundError: The gallery was closed, or its file is gone.
-        OSError: A file read without a lock is gone.
     """
     with store.read_snapshot() as connection:
         items = items_by_label(connection, labels)
@@ -522,7 +521,6 @@ class StoredSegment:
                 lock.
             CannotWriteError: The file cannot be opened, or the disk fails.
             NotFoundError: The gallery was closed, or its file is gone.
-            OSError: A file read without a lock is gone.
         """
         with self._lock:
             column = self._columns.pop(key, None)
@@ -721,7 +719,6 @@ class FilterEngine:
                 lock.
             CannotWriteError: The file cannot be opened, or the disk fails.
             NotFoundError: The gallery was closed, or its file is gone.
-            OSError: A file read without a lock is gone.
         """
         keys = check_filter(condition)
         # Not the filter itself: in Python True equals 1, and 10,000 long values would be kept.
@@ -828,7 +825,6 @@ def passing_labels(store: Store, condition: Filter) -> Labels:
             lock.
         CannotWriteError: The file cannot be opened, or the disk fails.
         NotFoundError: The gallery was closed, or its file is gone.
-        OSError: A file read without a lock is gone.
     """
     keys = check_filter(condition)
     stored = StoredSegment(store, MOST_BYTES)

@@ -986,9 +986,18 @@ class FileAccess:
 
         Raises:
             BusyError: Its size or time of modification changed.
-            OSError: The file is gone.
+            NotFoundError: The file is gone.
         """
-        if self.unlocked is not None and self.unlocked != _stamp(path):
+        if self.unlocked is None:
+            return
+        try:
+            stamp = _stamp(path)
+        except OSError as error:
+            raise NotFoundError(
+                f"{path}: the gallery is gone since it was opened ({error.strerror}); check the "
+                "path, and open it again"
+            ) from error
+        if stamp != self.unlocked:
             raise BusyError(f"{path}: the file changed while it was read without a lock; try again")
 
     def check_writable(self) -> None:
@@ -1457,7 +1466,6 @@ class FileConnections:
             CannotWriteError: The file cannot be opened, or the disk fails.
             VerificationError: The file is damaged, or an SQLite error in the block says so.
             NotFoundError: The connections were closed for good, or the file is gone.
-            OSError: A file that was read without a lock is gone at the end of the block.
         """
         with self.hold_open():
             if self._access.sole:

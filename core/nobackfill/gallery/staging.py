@@ -617,7 +617,6 @@ def left_behind_items(store: Store, space: str, limit: int = 1000) -> list[Store
             lock.
         CannotWriteError: The file cannot be opened, or the disk fails.
         NotFoundError: The gallery was closed, or its file is gone.
-        OSError: A file read without a lock is gone.
     """
     with store.read_snapshot() as connection:
         table = vector_table(find_space(connection, space).number)
@@ -797,7 +796,6 @@ def least_certain(store: Store, space: str, limit: int = 100) -> list[StoredItem
             lock.
         CannotWriteError: The file cannot be opened, or the disk fails.
         NotFoundError: The gallery was closed, or its file is gone.
-        OSError: A file read without a lock is gone.
     """
     with store.read_snapshot() as connection:
         table = vector_table(find_space(connection, space).number)
@@ -832,7 +830,6 @@ def find_migrated(store: Store, space: str, ids: Sequence[str]) -> list[StoredIt
             lock.
         CannotWriteError: The file cannot be opened, or the disk fails.
         NotFoundError: The gallery was closed, or its file is gone.
-        OSError: A file read without a lock is gone.
     """
     with store.read_snapshot() as connection:
         table = vector_table(find_space(connection, space).number)
@@ -869,7 +866,6 @@ def sample_pairs(
             lock.
         CannotWriteError: The file cannot be opened, or the disk fails.
         NotFoundError: The gallery was closed, or its file is gone.
-        OSError: A file read without a lock is gone.
     """
     with store.read_snapshot() as connection:
         first, second = find_space(connection, space), find_space(connection, other)
@@ -927,7 +923,6 @@ class RemainingVectors:
                 lock.
             CannotWriteError: The file cannot be opened, or the disk fails.
             NotFoundError: The gallery was closed, or its file is gone.
-            OSError: A file read without a lock is gone.
         """
         last = dict.fromkeys(self._passes, 0)
         more = True
@@ -975,7 +970,6 @@ class RemainingVectors:
                 lock.
             CannotWriteError: The file cannot be opened, or the disk fails.
             NotFoundError: The gallery was closed, or its file is gone.
-            OSError: A file read without a lock is gone.
         """
         by = {"label": "s.label", "uncertainty": "s.uncertainty DESC, s.label"}[order]
         where = {None: "TRUE", True: "s.side IS NOT NULL", False: "s.side IS NULL"}[with_side]
@@ -1008,7 +1002,6 @@ class RemainingVectors:
                 lock.
             CannotWriteError: The file cannot be opened, or the disk fails.
             NotFoundError: The gallery was closed, or its file is gone.
-            OSError: A file read without a lock is gone.
         """
         condition, parameters = labels_condition(labels)
         with self.store.read_snapshot() as connection:

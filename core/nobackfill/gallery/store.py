@@ -606,7 +606,6 @@ class Store:
             BusyError: Another process has the file to itself, or changed it during the read without
                 a lock.
             CannotWriteError: The file cannot be read, or the disk fails.
-            OSError: A file that was read without a lock is gone at the end of the block.
         """
         return self._connections.read_snapshot()
 
