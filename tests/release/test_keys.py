@@ -173,6 +173,17 @@ def test_files_that_are_no_keys_are_refused(data: bytes, repo: Path, tmp_path: P
         resign(repo)
 
 
+def test_keys_that_cannot_be_looked_for_are_a_wrong_configuration(
+    repo: Path, tmp_path: Path
+) -> None:
+    """Such as in a folder of another user; here by a name that no file can have."""
+    keys = SigningKeys.of(repo, {"timestamp": tmp_path / ("k" * 300)})
+    with pytest.raises(ConfigurationError, match=r"this signing key cannot be read \(File name"):
+        resign(repo, keys)
+    with pytest.raises(ConfigurationError, match="cannot be read"):
+        keys.is_complete()
+
+
 def test_keys_that_others_may_read_are_refused(repo: Path, tmp_path: Path) -> None:
     (tmp_path / "repo.keys" / "timestamp.pem").chmod(0o644)
     with pytest.raises(ConfigurationError, match="chmod 600"):

@@ -86,8 +86,12 @@ class SigningKeys:
         return {role: _load_or_make(self.path(role)) for role in ROLES}
 
     def is_complete(self) -> bool:
-        """Tell whether all four key files exist. Their content is not checked."""
-        return all(self.path(role).exists() for role in ROLES)
+        """Tell whether all four key files exist. Their content is not checked.
+
+        Raises:
+            ConfigurationError: This user may not look into the folder of a key.
+        """
+        return all(_exists(self.path(role)) for role in ROLES)
 
     def create_next(self, role: Role) -> CryptoSigner:
         """Make the new key of a role, or return the one of an interrupted rotation.
@@ -115,12 +119,11 @@ class SigningKeys:
 
         Raises:
             ConfigurationError: A file that was read is no ed25519 key in PEM without a password,
-                cannot be read, or others may read it.
-            PermissionError: This user may not look into the folder of a key.
+                or others may read it. Or this user may not read it, or look into its folder.
         """
         trusted = root.get_delegated_role(role).keyids
         for path in (self.path(role), self.next_path(role)):
-            signer = _load(path) if path.exists() else None
+            signer = _load(path) if _exists(path) else None
             if signer is not None and signer.public_key.keyid in trusted:
                 return signer
         return None
@@ -133,9 +136,8 @@ class SigningKeys:
             root: The root metadata.
 
         Raises:
-            ConfigurationError: No file has the key, a file is no key, or others may read it. The
-                message says how to name the file.
-            PermissionError: This user may not look into the folder of a key.
+            ConfigurationError: No file has the key; a file is no key, cannot be read, or others may
+                read it. The message says how to name the file.
         """
         signer = self.find_key(role, root)
         if signer is None:
@@ -159,23 +161,33 @@ class SigningKeys:
             root: The root metadata.
 
         Raises:
-            ConfigurationError: The new key's file is no key, or others may read it.
+            ConfigurationError: The new key's file is no key, cannot be read, or others may read it.
             CannotWriteError: The file cannot be moved.
-            PermissionError: This user may not look into the folder of a key.
         """
         following = self.next_path(role)
         trusted = root.get_delegated_role(role).keyids
-        if following.exists() and trusted == [_load(following).public_key.keyid]:
+        if _exists(following) and trusted == [_load(following).public_key.keyid]:
             durable.replace_file(following, self.path(role))
 
 
 def _load_or_make(path: Path) -> CryptoSigner:
     durable.remove_temporary_files(path.parent, path.name)
-    if not path.exists():
+    if not _exists(path):
         if not path.parent.is_dir():
             durable.make_dir(path.parent, mode=0o700)
         durable.write_file(path, CryptoSigner.generate_ed25519().private_bytes, mode=0o600)
     return _load(path)
+
+
+def _exists(path: Path) -> bool:
+    """Tell whether a key file exists; a folder that this user may not enter is a wrong setting."""
+    try:
+        return path.exists()
+    except OSError as error:
+        raise ConfigurationError(
+            f"{path}: this signing key cannot be read ({error.strerror}); check its name and "
+            "permissions"
+        ) from error
 
 
 def _load(path: Path) -> CryptoSigner:
