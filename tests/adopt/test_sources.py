@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 import numpy as np
 import pytest
@@ -38,10 +39,21 @@ def target(mapping: Map = MAP, name: str = "vector_new") -> Target:
     return Target(name, mapping.dims[1], mapping.digest)
 
 
-COPIES = ("chroma", "milvus-lite", "milvus")
-COPIED = [pytest.param(name, marks=pytest.mark.scale) for name in COPIES]
-EMBEDDED = ("lancedb", "sqlite-vec")
-STORES = ["parquet", "arrays", "pgvector", "pgvector-table", "qdrant", *EMBEDDED, *COPIED]
+FILES = ("parquet", "arrays")
+# Stores that applications write to meanwhile, and the number of seeds of their race.
+WRITTEN = {
+    "pgvector": 3, "pgvector-table": 3, "qdrant": 1, "lancedb": 2, "sqlite-vec": 2,
+    "chroma": 1, "milvus-lite": 1, "milvus": 1,
+}  # fmt: skip
+# Stores whose engine only `make test-scale` installs.
+SCALE = ("chroma", "milvus-lite", "milvus")
+
+
+def marked(name: str, *values: object) -> Any:
+    return pytest.param(name, *values, marks=[pytest.mark.scale] if name in SCALE else [])
+
+
+STORES = [marked(name) for name in (*FILES, *WRITTEN)]
 
 
 @pytest.fixture
@@ -51,9 +63,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
 
 
 every = pytest.mark.parametrize("store", STORES, indirect=True)
-writable = pytest.mark.parametrize(
-    "store", ["pgvector", "pgvector-table", *EMBEDDED, *COPIED], indirect=True
-)
+writable = pytest.mark.parametrize("store", [marked(name) for name in WRITTEN], indirect=True)
 on_pgvector = pytest.mark.parametrize("store", ["pgvector"], indirect=True)
 
 
@@ -164,11 +174,8 @@ def test_rollback_removes_what_was_carried_and_nothing_else(store: Store) -> Non
     assert carry(store.open(), target(other), other, window=WINDOW).write_count == 230
 
 
-@pytest.mark.parametrize(
-    "store",
-    ["arrays", "pgvector", "pgvector-table", "qdrant", *EMBEDDED, *COPIED],
-    indirect=True,
-)
+# Parquet's new vectors are files of their own, which no --vector opens.
+@pytest.mark.parametrize("store", [marked(name) for name in ("arrays", *WRITTEN)], indirect=True)
 def test_carried_vectors_name_their_model(store: Store) -> None:
     named = Target("vector_new", MAP.dims[1], MAP.digest, model="the new model")
     carry(store.open(), named, MAP, window=300)
@@ -236,10 +243,7 @@ def test_threads_that_have_ended_keep_no_connection(store: Pgvector) -> None:
 
 @pytest.mark.parametrize(
     ("store", "seed"),
-    [(name, seed) for name in ("pgvector", "pgvector-table") for seed in range(3)]
-    + [("qdrant", 0)]
-    + [(name, seed) for name in EMBEDDED for seed in range(2)]
-    + [pytest.param(name, 0, marks=pytest.mark.scale) for name in COPIES],
+    [marked(name, seed) for name, seeds in WRITTEN.items() for seed in range(seeds)],
     indirect=["store"],
 )
 def test_who_writes_meanwhile_loses_nothing(store: Written, seed: int) -> None:
