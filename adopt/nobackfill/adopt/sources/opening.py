@@ -109,7 +109,7 @@ def open_source(
             kinds = ", ".join(sorted(plugin_names("sources")))
             raise InvalidInputError(
                 f"{kind}:…: no plug-in for this kind of store is installed; installed are {kinds}. "
-                "Correct the name, or run `make setup` after registering the plug-in"
+                "Correct the name, or install its plug-in (in a checkout: `make setup`)"
             )
         raise NotFoundError(
             f"{address}: no such file or folder; expected a SOURCE in one of these forms: {KINDS}"
