@@ -210,7 +210,8 @@ def carry(
     under its lock, are not checked either.
 
     It reads and writes windows on `TargetVectors.at_once` threads for a map, and on one thread for
-    a model. A store without items gets an empty target.
+    a model. A store without items gets an empty target. In stores of files, two runs must not
+    write to one target at the same time.
 
     Args:
         source: The store of the old vectors.
@@ -242,6 +243,7 @@ def carry(
         CannotWriteError: The store's disk is full, or it cannot be written.
         NotFoundError: The table or the collection was deleted, or the table of new vectors was
             renamed.
+        IncompatibleSpaceError: Files of one folder record different models.
     """
     facts = source.facts()
     if flip and isinstance(source, WarningSource) and (obstacles := source.obstacles(target)):

@@ -82,10 +82,11 @@ class Card(BaseModel):
 def read_card(path: Path) -> Card:
     """Read the card of a converter; paths of models in it are relative to the card's folder.
 
-    A name that ends in .onnx, and one of a folder, is a path. No model is opened.
+    A name that ends in .onnx, and one of a folder, is a path. No model is opened. A byte order mark
+    at the start of the file is skipped.
 
     Raises:
-        NotFoundError: There is no such file.
+        NotFoundError: There is no such file, or it is a folder.
         InvalidInputError: The file cannot be read, or is no JSON object of this form; the error
             names the field.
     """
@@ -134,6 +135,7 @@ def model_card(model: _Model, vectors: Vectors, made_by: str | None, where: str)
         NotFoundError: There is no such model file, module or function.
         InvalidInputError: The model cannot be used, or its files cannot be read.
         ConfigurationError: The address of an endpoint is not allowed, or an extra is not installed.
+        BusyError, CannotWriteError: The model is a folder without an ONNX file; as `open_embedder`.
         OSError: A file of the model's weights cannot be read.
         Exception: Any other error of the code of a model `module:function`, which is run.
     """
@@ -168,7 +170,8 @@ _LEAST_NORM = 1e-12
 def graph_of(mapping: Map) -> bytes:
     """Build the ONNX graph of a map: `embedding` float32 [n, a] to `upgraded` float32 [n, b].
 
-    Kind, facts and direction are not in it.
+    Kind, facts and direction are not in it. A map that normalises divides a vector by its norm, or
+    by 1e-12 if that is larger, so that a zero vector stays zero.
 
     Args:
         mapping: The map, with or without layers.
@@ -318,7 +321,8 @@ def publish(
     """Sign the map of a verdict, and publish it as a converter under the next number.
 
     The first publish makes the signing keys in REPO.keys. A second call publishes another
-    converter, also of the same map.
+    converter, also of the same map. A map with layers is published, too, but `open_converter`
+    refuses it.
 
     Args:
         repo: The publication folder; it is created if it is missing.
@@ -338,8 +342,9 @@ def publish(
         InvalidInputError: A model cannot be used.
         ConfigurationError: The address of an endpoint is not allowed, an extra is not installed, or
             a signing key is missing or invalid.
-        BusyError: Another process publishes in this folder.
-        CannotWriteError: The folder cannot be written.
+        BusyError: Another process publishes in this folder, or exports a model's folder for longer
+            than an hour.
+        CannotWriteError: The folder, or the cache of exported models, cannot be written.
         VerificationError: The folder's metadata is not valid.
         OSError: A file of a model's weights cannot be read.
         Exception: Any other error of the code of a model `module:function`, which is run.
@@ -520,9 +525,11 @@ def mapping_for(
 
     Raises:
         InvalidInputError: Both or neither of `file` and `release` are given, or the file is no map.
+            `release` has another form, or the model cannot be used.
         NotFoundError: There is no such file, model or converter.
         IncompatibleSpaceError: The map is for another model's vectors; or a converter is used, and
-            neither the store nor `model` tells which model computed the vectors.
+            neither the store nor `model` tells which model computed the vectors. The store names
+            another model than `model`.
         PreconditionError: No root is trusted yet and none was given, or the converter was
             withdrawn.
         VerificationError: The converter is not signed by the root, or was changed.
@@ -530,8 +537,8 @@ def mapping_for(
             differ.
         UnavailableError: The publication's host does not answer.
         ConfigurationError: The address of an endpoint is not allowed, or an extra is not installed.
-        CannotWriteError: The state folder cannot be written.
-        BusyError: Another process updates the trusted root.
+        CannotWriteError: The state folder, or the cache of exported models, cannot be written.
+        BusyError: Another process updates the trusted root, or exports the folder of `model`.
         OSError: A file of `model` cannot be read.
         Exception: Any other error of the code of a model `module:function`, which is run.
     """

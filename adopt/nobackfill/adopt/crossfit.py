@@ -171,7 +171,7 @@ def cross_fit_candidates(
 ) -> dict[str, CrossFit]:
     """Cross-fit every candidate: each kind of map, a trained map, and a converter.
 
-    An unknown name in `kinds` is ignored.
+    An unknown name in `kinds` is ignored. Without any candidate the result is empty.
 
     Args:
         pairs: At least 10 pairs of old vectors [n, a] and new vectors [n, b].
@@ -185,10 +185,12 @@ def cross_fit_candidates(
         trainer: Adds the candidate "residual"; it is called once for every two folds.
 
     Returns:
-        The cross-fit of each candidate by its name.
+        The cross-fit of each candidate by its name: maps of the pairs first, then "corrected" and
+        "converter".
 
     Raises:
-        InvalidInputError: Fewer than 10 pairs, or unusable layers of the trainer.
+        InvalidInputError: Fewer than 10 pairs, or unusable layers of the trainer. The candidate
+            "converter" alone accepts any number of pairs.
         IncompatibleSpaceError: The converter has other dimensions than the pairs.
         ValueError: A vector holds NaN or infinity or, with cosine, is zero; or `folds` is too
             small.
@@ -254,7 +256,8 @@ def cross_fit(
         InvalidInputError: Fewer than 10 pairs, or unusable layers of the trainer. A kind is
             unknown.
         IncompatibleSpaceError: The converter has other dimensions than the pairs.
-        ValueError: A vector holds NaN or infinity or, with cosine, is zero.
+        ValueError: A vector holds NaN or infinity or, with cosine, is zero; or `folds` is too
+            small.
     """
     folds = fold_count(pairs) if folds is None else folds
     if len(pairs) < LEAST:

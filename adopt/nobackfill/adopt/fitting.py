@@ -141,7 +141,9 @@ def fit_and_judge(
         BusyError: Another process publishes in the publication folder. Others hold a store, or its
             server has too many requests.
         UnfitError: The converter is no linear map.
+        ImportError, AttributeError: As `open_source`.
         OSError: A file of a published model cannot be read.
+        Exception: Any other error of the code of a trainer, or of a card's model `module:function`.
     """
     _check_files(files)
     trainer = None if trainer_name is None else open_trainer(trainer_name)

@@ -266,7 +266,8 @@ def read_arrays(path: Path) -> tuple[dict[str, Any], dict[str, Vectors]]:
     An archive with compressed entries is refused: its arrays could be larger than the file.
 
     Returns:
-        The JSON object of the array `header`, and all other arrays by name.
+        The JSON value of the array `header`, which should be an object and is not checked, and all
+        other arrays by name.
 
     Raises:
         ValueError: The file is larger than 2 GiB, or an entry is compressed or has another length
@@ -443,6 +444,8 @@ class Solver:
 
         Raises:
             InvalidInputError: A kind is not in KINDS.
+            numpy.linalg.LinAlgError: The equations are singular, as with a penalty near 0 and fewer
+                pairs than dimensions.
         """
         if unknown := [kind for kind in kinds if kind not in KINDS]:
             raise InvalidInputError(
@@ -527,7 +530,8 @@ Trainer = Callable[[Vectors, Vectors, Vectors], Sequence[tuple[Floats, Floats]]]
 def open_trainer(name: str) -> Trainer:
     """Import the function that trains a residual network.
 
-    Other errors of the module's own code pass through.
+    An ImportError, AttributeError or ValueError of the module's own code becomes NotFoundError, and
+    its other errors pass through.
 
     Args:
         name: `module:function`. The module is looked for on Python's path, and its code is run.

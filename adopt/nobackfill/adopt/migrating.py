@@ -225,8 +225,10 @@ class Migration:
             InvalidInputError: The store cannot flip, or the address has a password. Not exactly one
                 of `column` and `items` is set, a name is too long, the old model's vectors have
                 another dimension than the stored ones, or the sample cannot be judged, as by
-                `fit_and_judge`.
-            BusyError: Another process works in this folder, or `pause` was called.
+                `fit_and_judge`. No row has a vector, the model can embed no item, or fewer than 20
+                queries have their item among the rows.
+            BusyError: Another process works in this folder, or `pause` was called. An endpoint is
+                still busy after its patience, or others hold the store.
             NotFoundError: The table, the items, a model or the file of queries does not exist.
             UnavailableError: The table's server or the endpoint of a model does not answer.
             NotPermittedError: The server or the endpoint refuses the user.
@@ -236,6 +238,9 @@ class Migration:
             CannotWriteError: The folder cannot be written.
             IncompatibleSpaceError: A model has changed since an earlier run embedded a part of the
                 sample.
+            OSError: A file of a model cannot be read.
+            Exception: Any other error of the code of a model `module:function`, when it is
+                imported, and of `tell`.
         """
         _refuse_password(request.source)
         if (request.column is None) == (request.items is None):
@@ -414,6 +419,9 @@ class Migration:
             ConfigurationError: An address would send vectors or a password unencrypted, or an extra
                 is not installed.
             IncompatibleSpaceError: The new model has changed since the verdict.
+            OSError: A file of the new model cannot be read.
+            Exception: Any other error of the code of a model `module:function`, when it is
+                imported, and of `tell`.
         """
         with self._alone() as (plan, source, check_lock):
             if not plan.way:

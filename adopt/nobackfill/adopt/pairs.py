@@ -480,6 +480,7 @@ def coverage(source: Source, sampling: Sampling, seed: int = 0) -> Coverage:
 
     Raises:
         ValueError: The source has none of the sample's ids.
+        ZeroDivisionError: The sampled source was empty.
         InvalidInputError, UnavailableError, NotPermittedError, IncompatibleSpaceError,
             NotFoundError, BusyError: As `read_all`.
     """
@@ -650,6 +651,8 @@ def inspect(source: Source) -> Inspection:
     dimensions is described by these alone.
 
     An id that occurs twice is not detected. One hash for each vector stays in memory, 8 bytes.
+    Without a finite vector, `norms` is None. Without vectors of one dimension, `dim` and `drift`
+    are None.
 
     Raises:
         UnavailableError: The source's server does not answer.

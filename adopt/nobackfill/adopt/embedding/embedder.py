@@ -213,6 +213,8 @@ class PythonFunction:
     def embed(self, items: list[str] | list[Path] | list[bytes]) -> Vectors:
         """Call the function; an exception of it becomes an error that names its line.
 
+        Nothing is normalised, and a zero vector passes.
+
         Args:
             items: n texts or paths, at least one. The function gets this very list.
 

@@ -178,6 +178,7 @@ def open_contents(source: Source, column: str | None, items: str | None) -> Cont
         ConfigurationError: `items` is the address of a store, which would send vectors or a
             password unencrypted, or needs an extra that is not installed.
         BusyError: Others hold the store, or its server has too many requests.
+        IncompatibleSpaceError, ImportError, AttributeError: As `read_items`.
     """
     if (column is None) == (items is None):
         raise InvalidInputError(
@@ -439,6 +440,7 @@ class NativeVectorMaker:
                 hold the store or the file of lazy re-embedding, or its server has too many
                 requests.
             NotPermittedError: The store or an endpoint refuses the user or the key.
+            NotFoundError: The table or the collection was deleted.
             VerificationError: The file of lazy re-embedding is damaged.
             UnicodeEncodeError: A text of the store has a lone surrogate, and vectors of a folder
                 are reused.
@@ -538,7 +540,8 @@ def open_native_vectors(
         model: The new model, as `open_embedder` takes it; None to use stored vectors alone.
         model_name: Its name at an endpoint.
         folder: Folder of vectors that `nobackfill embed` wrote; None: none.
-        natives: File of lazy re-embedding, which is created if it is missing; None: none.
+        natives: File of lazy re-embedding, which is created if it is missing; None: none. It is
+            not used where neither the model nor the folder tells a fingerprint.
         pause: Called before each window; an error that it raises ends the run. None: no call.
 
     Raises:
@@ -546,15 +549,19 @@ def open_native_vectors(
             or no digests, or the model can embed no item of the store. The model reads another kind
             of item than the originals.
         IncompatibleSpaceError: Folder, file and model are not of one model.
-        NotFoundError: There is no such folder, model file or module.
+        NotFoundError: There is no such folder, model file or module. The table or the collection
+            was deleted.
         UnavailableError: The store or an endpoint does not answer.
         BusyError: An endpoint is still busy after its patience, or another process holds the file.
-            Others hold the store, or its server has too many requests.
+            Others hold the store, or its server has too many requests. Another process exports the
+            model's folder for longer than an hour.
         NotPermittedError: The store or an endpoint refuses the user or the key.
         ConfigurationError: The address of an endpoint is not allowed, or an extra is not installed.
         VerificationError: The file of lazy re-embedding is damaged.
-        CannotWriteError: The file of lazy re-embedding cannot be created.
+        CannotWriteError: The file of lazy re-embedding cannot be created, or the cache of exported
+            models cannot be written.
         OSError: A file of the model cannot be read.
+        Exception: Any other error of the code of a model `module:function`, when it is imported.
     """
     embedder = None if model is None else open_embedder(model, name=model_name)
     stored = None if folder is None else VectorFolder(folder)

@@ -92,7 +92,7 @@ def read_items(
         At least one item. Items of a source without a vector or a text are left out.
 
     Raises:
-        NotFoundError: There is no such file or store, or no item in it.
+        NotFoundError: There is no such file or store, no item in it, or none of the ids of `only`.
         InvalidInputError: An id occurs twice, an id or a text is no valid Unicode, there is no such
             column, a line of FILE.jsonl is malformed, or `where` is given for another store than
             PostgreSQL.
@@ -261,6 +261,7 @@ def embed_into(
         UnavailableError: An endpoint does not answer.
         BusyError: An endpoint is still busy after its patience, or `progress` raises it.
         NotPermittedError: An endpoint refuses the key.
+        UnicodeEncodeError: A text has a lone surrogate; `read_items` refuses such texts.
     """
     if embedder.kind not in (None, items.kind):
         raise InvalidInputError(

@@ -336,7 +336,8 @@ class NewArray:
         """Join the files of all windows into one array, check it, and delete them. A second call
         only returns the sentence.
 
-        The caller has written all rows. The record of the map stays, for `rollback`.
+        The caller has written all rows. The record of the map stays, for `rollback`. A folder
+        without rows gives an array [0, dim].
 
         Returns:
             One sentence that names the file to read.
@@ -345,7 +346,7 @@ class NewArray:
             VerificationError: The joined file differs from its parts, which stay. Or vectors are
                 missing.
             CannotWriteError: The disk is full. The parts stay, and a later call continues.
-            InvalidInputError: A part cannot be read.
+            InvalidInputError: A part cannot be read, or the old array is gone.
         """
         if not self._final.exists():
             if (count := self.count()) != self._source.count():
@@ -510,16 +511,18 @@ class MemorySource:
 
         Args:
             vector: The query, float32 [dim], of the dimension of the searched vectors.
-            count: Largest number of hits, at least 1.
+            count: Largest number of hits, at least 1. All items are hits if there are fewer.
             new_name: Name of the new vectors to search; None for the old ones.
 
         Returns:
-            Ids, nearest first, equally near ones in any order; none for an empty source.
+            Ids, nearest first, equally near ones in any order; none for an empty source. A query
+            with NaN gives an arbitrary order.
 
         Raises:
             NotFoundError: There are no new vectors of this name, in a source of Parquet files.
             InvalidInputError: There are none, in a folder of arrays; or they cannot be read, hold
-                NaN or repeat an id.
+                NaN or repeat an id. The name is no plain file name.
+            IncompatibleSpaceError: Files of the new vectors record different models.
             ValueError: The query has another dimension.
         """
         if new_name is not None and new_name not in self._searched:
@@ -553,7 +556,9 @@ class MemorySource:
             Values by id. Unknown ids and items without a value are left out.
 
         Raises:
-            InvalidInputError: There is no such column, or its file cannot be read.
+            InvalidInputError: There is no such column, or its file cannot be read. A source without
+                windows (no rows) gives no values instead, also for an unknown column.
+            IncompatibleSpaceError: Files of one folder record different models.
         """
         wanted, found = set(ids), dict[str, str]()
         for window in self._source.windows(WINDOW):

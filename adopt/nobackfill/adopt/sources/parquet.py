@@ -270,7 +270,8 @@ class ParquetSource:
         """Create the folder of new vectors, or open that of an earlier run of this map.
 
         Unfinished files of a killed run are deleted. A folder that an earlier version made, without
-        a record of its source, is accepted. No lock is taken.
+        a record of its source, is accepted. No lock is taken. A run that was killed between the
+        folder and its record leaves a folder that is refused: delete it.
 
         Raises:
             AlreadyExistsError: The folder has other files, or vectors of another map or source.
@@ -463,7 +464,7 @@ class NewParquetFiles:
         return _rows(read_table(file), self._key, self._target.name, file)
 
     def count(self) -> int:
-        """Count the rows of all new files.
+        """Count the rows of all new files, also of source files that were replaced since.
 
         Raises:
             InvalidInputError: A file cannot be read.
@@ -473,7 +474,7 @@ class NewParquetFiles:
     def finish(self) -> list[str]:
         """Delete new files whose source file or row group is gone, and return the step of the flip.
 
-        May be repeated.
+        It does not check that all rows are written. May be repeated.
 
         Raises:
             InvalidInputError: A source file cannot be read.

@@ -309,12 +309,12 @@ class PgvectorSource:
             new_name: Column of new vectors, or `table:NAME`; None for the old ones.
 
         Returns:
-            Keys, nearest first.
+            Keys, nearest first; equally near ones in any order.
 
         Raises:
             NotFoundError: There are no new vectors of this name.
             InvalidInputError: The query has another dimension than the column. The query holds NaN
-                or infinity.
+                or infinity, or `count` is below 0.
             UnavailableError: The server does not answer, also at a second attempt.
             NobackfillError: PostgreSQL refuses a query; see `translate_errors`. Without the right
                 to read, it is NotPermittedError.
@@ -1108,6 +1108,7 @@ class PgvectorSelection(PgvectorSource):
             BusyError: Others hold the table for more than 5 seconds.
             UnavailableError: The server does not answer.
             NotPermittedError: The role does not own the table of new vectors.
+            NobackfillError: PostgreSQL refuses another statement; see `translate_errors`.
         """
         place = self._place(f"{self.flip_name}_new")
         if place is None:
