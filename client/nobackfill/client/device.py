@@ -219,6 +219,7 @@ class Device(GalleryFile):
             NotFoundError: the active release is not installed, or the gallery was closed.
             CannotWriteError: the file cannot be opened, or the disk fails.
             ValueError: `embeddings` has values that are no numbers.
+            TypeError: `embeddings` has values of another type than numbers, such as a mapping.
         """
         from nobackfill.client.search import Search
 
@@ -280,6 +281,7 @@ class Device(GalleryFile):
                 iteration.
             CannotWriteError: the file cannot be opened, or the disk fails.
             NotFoundError: the gallery was closed.
+            OSError: a file that was read without a lock is gone.
         """
         from nobackfill.gallery.listing import read_items_page
 
@@ -314,6 +316,7 @@ class Device(GalleryFile):
             BusyError: another process holds the gallery file for 5 seconds.
             CannotWriteError: the file cannot be opened, or the disk fails.
             NotFoundError: the gallery was closed.
+            OSError: a file that was read without a lock is gone.
         """
         passing = self._passing(where)
         return self.store.count() if passing is None else len(passing)

@@ -293,6 +293,7 @@ class Search:
             ValueError: the vector has values that are no numbers.
             CannotWriteError: the file cannot be opened, or the disk fails.
             NotFoundError: the gallery was closed.
+            TypeError: the vector has values of another type than numbers, such as a mapping.
         """
         embedding = embeddings.get(self.spec.space)
         if embedding is None:

@@ -398,6 +398,7 @@ class VaultReader:
             UnavailableError: the vault does not answer, or the download makes no progress.
             CannotWriteError: the disk is full or read-only.
             BusyError: another process holds the gallery file for 5 seconds.
+            OSError: the part of an earlier download cannot be read.
         """
         durable.make_dir(self._inbox, 0o700)
         # The vault's ids are untrusted, so they are not used as file names.
