@@ -114,6 +114,7 @@ def backup(data: Path, target: Path) -> Summary:
         CannotWriteError: a file cannot be read or written, or the disk lacks room for the backup
             and RESERVE bytes.
         VerificationError: a gallery, a blob or the state is damaged.
+        OSError: this user may not search a folder above one of them.
     """
     if not (data / _STATE).is_file():
         raise NotFoundError(
@@ -307,6 +308,7 @@ def restore(source: Path, data: Path) -> Summary:
         BusyError: a gateway serves `data`.
         VerificationError: the backup is damaged, or has another format.
         CannotWriteError: a file cannot be read or written, or the disk lacks room.
+        OSError: this user may not search a folder above one of them.
     """
     data = data.resolve()
     _refuse_full(data)

@@ -584,6 +584,7 @@ def fill_by_ray(
         ItemQuotaError: the galleries of the token hold as many items as it may store.
         NoEncoderError: the release embeds no pictures, or no texts.
         TooLargeError: the texts of a task are too large for one call.
+        StopIteration: the gateway does not list the release of the gallery.
     """
     join: Callable[[str], Cluster] = load_plugin("workers", "ray")
     release = gateway.get_gallery(gallery).release

@@ -75,6 +75,7 @@ def export(
         VerificationError: the gallery is damaged.
         UnavailableError: the database does not answer.
         ConfigurationError: the database refuses the statement.
+        IncompatibleSpaceError: a space was deleted meanwhile.
     """
     if out.exists():
         raise AlreadyExistsError(

@@ -94,6 +94,8 @@ def transfer(source: GalleryStore, target: GalleryStore) -> Transferred:
         NotFoundError: a gallery was deleted.
         VerificationError: a gallery is damaged.
         ConfigurationError: a database refuses a statement, as without rights.
+        InvalidInputError: the target has a space of the same id with another release, dimension,
+            metric or norm, or the space has too many dimensions for a database.
     """
     result = Transferred()
     _copy_spaces(source, target)
@@ -359,6 +361,8 @@ def transfer_all(
         UnavailableError: a store does not answer.
         CannotWriteError: the target cannot be written.
         ConfigurationError: a database refuses a statement, as without rights.
+        InvalidInputError: a space has too many dimensions for the database.
+        OSError: a folder of galleries cannot be read.
     """
     if source.state.current.active is None:
         raise PreconditionError(

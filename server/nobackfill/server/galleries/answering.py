@@ -109,6 +109,10 @@ def rank(
 
     Returns:
         At most `k` hits, best first; deleted items are left out.
+
+    Raises:
+        ValueError: there is another number of neighbours than of parts.
+        IndexError: there is no part.
     """
     # Pairs: the hit with exact distances, for ranking, and the hit to return.
     hits: list[tuple[RankedHit, RankedHit]] = []

@@ -629,6 +629,8 @@ class Hosted(ABC):
             BusyError, UnavailableError: the store is busy, or does not answer.
             VerificationError: the store is damaged.
             CannotWriteError: the file cannot be opened, or the disk fails.
+            ConfigurationError: the database refuses the statement.
+            IncompatibleSpaceError: a space was deleted meanwhile.
         """
         spaces = [info.spec.space for info in self.spaces()]
         return [space for space in spaces if self.store.vector(label, space) is not None]
@@ -841,6 +843,7 @@ class Hosted(ABC):
             BusyError, UnavailableError: the store is busy, or does not answer.
             VerificationError: the store is damaged.
             CannotWriteError: the file cannot be opened, or the disk fails.
+            ConfigurationError: the database refuses the statement.
         """
         return next(info.spec for info in self.spaces() if info.state == "active")
 
@@ -855,6 +858,7 @@ class Hosted(ABC):
             NotFoundError: the gallery is closed or deleted.
             BusyError, UnavailableError: the store is busy, or does not answer.
             VerificationError: the store is damaged.
+            ConfigurationError: the database refuses the statement.
         """
         self.remember({EXACT: exact})
         self.exact = exact

@@ -309,6 +309,7 @@ class HostedInDatabase(Hosted):
             BusyError, UnavailableError: the database is busy, or does not answer, or the caller is
                 gone.
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
+            GoneError: the gallery was deleted, and its spaces are read for this search.
         """
         condition = matches.condition if isinstance(matches, PostgresqlMatches) else EVERYTHING
         tables = [self._table(part.space) for part in parts]
@@ -365,6 +366,8 @@ class HostedInDatabase(Hosted):
         Raises:
             OutdatedError: another gateway has deleted the space; the search begins again.
             BusyError, UnavailableError: the database is busy, or does not answer.
+            GoneError: the gallery was deleted, and its spaces are read for this call.
+            ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
         """
         return compares(self._table(part.space).spec, ef)
 

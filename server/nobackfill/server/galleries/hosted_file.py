@@ -347,6 +347,7 @@ class HostedInFile(Hosted):
             CannotWriteError: the file cannot be opened, or the disk fails.
             LockOrderError: a view must be made, and the thread holds a view's lock or one that
                 comes later.
+            OSError: an index file cannot be deleted.
         """
         if not self._views:
             self._wake(self.plan)
@@ -472,6 +473,7 @@ class HostedInFile(Hosted):
             CannotWriteError: the file cannot be opened, or the disk fails.
             LockOrderError: a view must be made, and the thread holds a view's lock or one that
                 comes later.
+            OSError, KeyError: a view must be made; as `view`.
         """
         snapshots = self._snapshots(parts)
         neighbours = [
@@ -569,6 +571,7 @@ class HostedInFile(Hosted):
             CannotWriteError: the file cannot be opened, or the disk fails.
             LockOrderError: a view must be made, and the thread holds a view's lock or one that
                 comes later.
+            OSError: an index file cannot be deleted.
         """
         base = self.view(part.space).snapshot().base
         return isinstance(base.index, ExactIndex) or ef >= len(base.index.labels)
@@ -585,6 +588,7 @@ class HostedInFile(Hosted):
             CannotWriteError: the file cannot be opened, or the disk fails.
             LockOrderError: a view must be made, and the thread holds a view's lock or one that
                 comes later.
+            OSError: an index file cannot be deleted.
         """
         self.view(space)
 

@@ -433,6 +433,7 @@ class Healing:
                 not answer.
             VerificationError: the store or the record of re-embedding is damaged.
             CannotWriteError: the gallery's file cannot be opened, or the disk fails.
+            ConfigurationError: the database refuses the statement, as without rights.
         """
         hosted, part = questions[0].hosted, questions[0].parts[0]
         healer = self._healer(hosted, part.query)

@@ -338,6 +338,7 @@ class Activations:
             UnavailableError: the database does not answer.
             LockOrderError: the thread holds a lock that comes later.
             VerificationError: the state in the database is damaged, or a newer version wrote it.
+            NotFoundError: the gallery was deleted meanwhile.
         """
         with self.exclusive(), self._take_lead("begin another activation") as lead:
             record = Activation(

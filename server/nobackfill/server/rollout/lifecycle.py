@@ -79,6 +79,7 @@ class Lifecycle:
             VerificationError: a release's manifest cannot be used; or the shared state or a gallery
                 is damaged.
             LockOrderError: the thread holds a lock that comes later.
+            ConfigurationError: the database refuses the statement.
         """
         with self._activations.exclusive():
             self._activations.refuse_second("create a gallery", during_canary=True)
@@ -134,6 +135,7 @@ class Lifecycle:
             InvalidInputError: a model's output is invalid.
             CannotWriteError: the sample, or the publication's verified metadata, cannot be written.
             BusyError, UnavailableError: a store or the publication is busy, or cannot be read.
+            OSError: the child process of a trial cannot be started.
         """
         target = self._catalog.find(release)
         with self._galleries.use_gallery(name) as hosted:
@@ -229,6 +231,7 @@ class Lifecycle:
             BusyError: the store is busy.
             VerificationError: the gallery is damaged.
             LockOrderError: the thread holds a lock that comes later.
+            OSError: this user may not look into the source's folder.
         """
         if source is not None:
             self._healing.open(source, _OPEN_SECONDS)
@@ -277,6 +280,7 @@ class Lifecycle:
             BusyError, UnavailableError: a store or the record of re-embedding is busy, or does not
                 answer.
             CannotWriteError: a file cannot be opened, or the disk fails.
+            ConfigurationError: the database refuses the statement, as without rights.
         """
         with self._galleries.use_gallery(name) as hosted:
             return self._healing.progress(hosted)
@@ -295,6 +299,7 @@ class Lifecycle:
             BusyError, UnavailableError: the state or the database is busy, or does not answer.
             CannotWriteError: the state cannot be written.
             VerificationError: the saved job is not valid, or a newer version wrote it.
+            ConfigurationError: the database refuses the statement.
         """
         with self._galleries.use_gallery(name) as hosted:
             self._upgrading.pause(name)
@@ -315,6 +320,7 @@ class Lifecycle:
             BusyError: the database is busy.
             VerificationError: the saved job is not valid, or a newer version wrote it.
             CannotWriteError: the gallery's file cannot be opened, or the disk fails.
+            ConfigurationError: the database refuses the statement.
         """
         with self._galleries.use_gallery(name) as hosted:
             return self._job(hosted)

@@ -318,6 +318,7 @@ class Trials:
             NotFoundError: a release is not published.
             UnavailableError: the publication folder cannot be read.
             CannotWriteError: the publication's verified metadata cannot be stored.
+            OSError: the child process of a trial cannot be started.
         """
         for manifest, upgrade in steps:
             self.release(manifest, (upgrade.from_release,))
@@ -598,6 +599,7 @@ class Upgrading:
             CannotWriteError: the state cannot be written.
             BusyError, UnavailableError: the database is busy, or does not answer.
             VerificationError: the state in the database is damaged, or a newer version wrote it.
+            ConfigurationError: the database refuses the statement.
         """
         self.forget(set(self._state.current.paused) - galleries)
 
@@ -729,6 +731,7 @@ class Upgrading:
             VerificationError: the store is damaged.
             IncompatibleSpaceError: a space was deleted meanwhile; the items are counted already.
             VerificationError: the saved job is not valid, or a newer version wrote it.
+            ConfigurationError: the database refuses the statement.
         """
         spec, older = (
             hosted.spec(),

@@ -188,6 +188,7 @@ def delete(hosted: Hosted, request: pb.DeleteItemsRequest) -> int:
         NotFoundError: the gallery was deleted meanwhile.
         UnavailableError: the database does not answer.
         VerificationError: the gallery is damaged.
+        ConfigurationError: the database refuses the statement.
     """
     return edits.delete_selected(
         hosted.store, _select_items(hosted, request), context.current().check
@@ -220,6 +221,7 @@ def set_metadata(hosted: Hosted, request: pb.SetMetadataRequest) -> int:
         NotFoundError: the gallery was deleted meanwhile.
         UnavailableError: the database does not answer.
         VerificationError: the gallery is damaged.
+        ConfigurationError: the database refuses the statement.
     """
     if not request.ids and not request.HasField("filter"):
         raise InvalidInputError("SetMetadata: expected ids or a filter of items, got neither")
@@ -368,6 +370,7 @@ class GalleryService(GalleryServiceServicer):
             VerificationError: a release's manifest cannot be used, or the new gallery is damaged.
             NotFoundError: a release is not published any more, or the gallery was deleted
                 meanwhile.
+            ConfigurationError: the database refuses the statement.
         """
         self._lifecycle.create(request.name)
         with self._galleries.use_gallery(request.name) as hosted:
@@ -385,12 +388,14 @@ class GalleryService(GalleryServiceServicer):
 
         Raises:
             NotFoundError: no gallery has this name, or the source's folder or file does not exist.
-            InvalidInputError: a limit of the source is out of its range.
+            InvalidInputError: a limit of the source is out of its range. Or the source's file of
+                texts has an invalid line.
             ConfigurationError: the operator's settings do not allow the source.
             VerificationError: the gallery is set aside.
             UnavailableError: the source does not open within 20 s, or the database does not answer.
             BusyError: the gallery's store is busy.
             CannotWriteError: the gallery cannot be written.
+            OSError: this user may not look into the source's folder.
         """
         with self._galleries.use_gallery(request.name) as hosted:
             if request.HasField("exact_distances"):
@@ -416,6 +421,7 @@ class GalleryService(GalleryServiceServicer):
             UnavailableError: the database does not answer.
             BusyError: the database is busy.
             CannotWriteError: the gallery's file cannot be opened, or the disk fails.
+            ConfigurationError: the database refuses the statement.
         """
         with self._galleries.use_gallery(request.name) as hosted:
             return pb.GetGalleryResponse(gallery=self._gallery(hosted))
@@ -435,6 +441,7 @@ class GalleryService(GalleryServiceServicer):
             CancelledError: the caller has cancelled the call.
             UnavailableError: the database does not answer.
             BusyError: the database is busy.
+            ConfigurationError: the database refuses the statement.
         """
         galleries, caller = self._galleries, current().principal
         if request.page_size > LARGEST_PAGE:
@@ -506,6 +513,8 @@ class GalleryService(GalleryServiceServicer):
             CancelledError: the caller has cancelled the call.
             BusyError: the store is locked for too long.
             CannotWriteError: the store cannot be written.
+            IncompatibleSpaceError: a space of the gallery was deleted meanwhile.
+            ConfigurationError: the database refuses the statement.
         """
         name, stored_count, refused_count = "", 0, 0
         for request in request_iterator:
