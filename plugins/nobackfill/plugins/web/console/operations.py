@@ -350,6 +350,7 @@ class Operations:
             BusyError: the gateway has too much work.
             UnavailableError: the gateway does not answer within a minute.
             ValueError: the canary's state is one that this version does not know.
+            Exception: any error of a collector of the metrics.
         """
         with self._sessions.open_caller(request) as gateway:
             releases = gateway.list_releases()
@@ -450,6 +451,7 @@ class Operations:
             NotPermittedError: the role may not make these calls.
             BusyError: the gateway has too much work.
             UnavailableError: the gateway does not answer within a minute.
+            VerificationError: a gallery is damaged.
         """
         with self._sessions.open_caller(request) as gateway:
             target = gateway.rollback()
@@ -471,6 +473,9 @@ class Operations:
             CannotWriteError: the state of the gateway cannot be written.
             UnavailableError: the gateway does not answer within ten minutes, or cannot load the
                 models; in the second case, nothing has changed.
+            NotFoundError: the release to return to is not published any more.
+            VerificationError: a file of that release differs from its digest, or a gallery is
+                damaged.
         """
         to = parse_form(body).get("to", "")
         if not _is_number(to):
