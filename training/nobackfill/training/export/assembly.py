@@ -140,6 +140,7 @@ def add_embedder_run(release: Release, run_dir: Path) -> None:
         NotFoundError, UnavailableError: a backbone of local-dir or hf-hub is missing, or its
             description cannot be downloaded.
         OSError: the checkpoint cannot be opened, or the ONNX file cannot be written.
+        RuntimeError: torch cannot export the network.
     """
     encoder, checkpoint = load_encoder(run_dir)
     config = checkpoint.config
@@ -193,6 +194,7 @@ def add_forward_head(release: Release, run_dir: Path) -> None:
         VerificationError: its checkpoint is damaged, the exported file computes other vectors, or a
             file of the old release is damaged.
         OSError: the checkpoint cannot be opened, or a file cannot be written.
+        RuntimeError: torch cannot export the network.
     """
     encoder, checkpoint = load_encoder(run_dir)
     config = checkpoint.config
@@ -244,6 +246,7 @@ def add_side_run(release: Release, run_dir: Path) -> None:
         NotFoundError, UnavailableError: a backbone of local-dir or hf-hub is missing, or its
             description cannot be downloaded.
         OSError: the checkpoint cannot be opened, or the ONNX file cannot be written.
+        RuntimeError: torch cannot export the network.
     """
     encoder, checkpoint = load_encoder(run_dir)
     if checkpoint.config.kind != "side_encoder":
@@ -277,6 +280,7 @@ def add_upgrade_run(release: Release, run_dir: Path) -> None:
         VerificationError: its checkpoint is damaged, the exported file computes other vectors, or a
             file of the old release is damaged.
         OSError: the checkpoint cannot be opened, or a file cannot be written.
+        RuntimeError: torch cannot export the network.
     """
     module, checkpoint = read_upgrade(run_dir)
     config, facts = checkpoint.config, checkpoint.facts
@@ -499,6 +503,9 @@ def add_runs(draft: Release, runs: Runs, keep_side_encoder: bool) -> None:
             file computes other vectors.
         ConvertError: onnx cannot convert the operator set of a text model; it is onnx's.
         OSError: a checkpoint cannot be opened, or a file cannot be written.
+        RuntimeError: torch cannot export a network.
+        ValidationError: a prefix of a text model, or its dimension, is too large for a manifest; it
+            is pydantic's.
     """
     if runs.embedder is not None:
         add_embedder_run(draft, runs.embedder)

@@ -295,6 +295,7 @@ def add_public_embedder(release: Release, name: str) -> None:
         UnavailableError: the weights cannot be downloaded.
         CannotWriteError: the cache of torchvision's weights cannot be written.
         OSError: the ONNX file cannot be written.
+        RuntimeError: torch cannot export the network.
     """
     model = open_public(name) if is_public(name) else open_torchvision(name)
     (height, width), pixels = model.pixels.size, model.pixels

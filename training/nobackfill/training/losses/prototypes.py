@@ -110,6 +110,9 @@ def refined_average(
     The published pseudocode takes the softmax over dim 0, without temperature. The columns of its
     matrix sum to one, so the mean over rows would be that of V(0), and the refinement would have no
     effect. A class of one image keeps its old feature. Without rows the mean is NaN.
+
+    Raises:
+        RuntimeError: `new` has another number of rows than `old`.
     """
     return refined_features(old, new, temperature=temperature, blend=blend).mean(0)
 

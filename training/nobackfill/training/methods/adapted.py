@@ -169,6 +169,7 @@ class AdaptedObjective(CompatibleObjective):
             InvalidInputError: a file among the images is missing or no image.
             NobackfillError: a process that reads images was killed.
             RuntimeError: a vector is NaN or infinite.
+            ValueError: there are fewer than two images.
         """
         before = checkpoint.config
         own_dim = before.embedding_dim if isinstance(before, EmbedderConfig) else 0

@@ -101,6 +101,7 @@ class FastFillObjective(ForwardObjective):
         Raises:
             KeyError: the view lacks `new`, or `labels` that the classification needs.
             ConfigurationError: outputs have fewer dimensions than the new model's classifier.
+            IndexError: a label is no class of the training, and the classification has a weight.
         """
         terms = super().distance_terms(upgraded, view)
         predicted, target = upgraded.embedding, view["new"]

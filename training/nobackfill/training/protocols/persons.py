@@ -292,6 +292,7 @@ def search_templates(
         InvalidInputError: a template has no face.
         ValueError: a gallery has no mated or no non-mated probes, a rate is out of range, a vector
             is not finite, or the two models have different dimensions.
+        IndexError: there is no template at all.
     """
     queries = of_probes.of(probes.templates)
 
