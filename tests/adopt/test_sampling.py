@@ -64,6 +64,16 @@ def test_each_part_of_a_large_store_gives_its_share(
     assert sample_source(source, 1000, seed=1).ids != sampling.ids
 
 
+@pytest.mark.parametrize("count", [0, -1])
+def test_a_sample_without_items_is_refused(
+    large: tuple[ArraySource, np.ndarray], tmp_path: Path, count: int
+) -> None:
+    small = write(tmp_path / "g", np.eye(8, dtype=np.float32))
+    for source, total in ((large[0], COUNT), (small, 8)):
+        with pytest.raises(InvalidInputError, match=f"expected 1 to {total}, .* got {count}"):
+            sample_source(source, count)
+
+
 def test_items_of_queries_are_in_the_sample_of_a_large_store(
     large: tuple[ArraySource, np.ndarray],
 ) -> None:

@@ -213,10 +213,7 @@ def sample(rows: Rows, count: int, seed: int = 0) -> list[str]:
     Raises:
         InvalidInputError: `count` is less than 1 or more than there are items.
     """
-    if not 1 <= count <= len(rows):
-        raise InvalidInputError(
-            f"-n, the number of items to choose: expected 1 to {len(rows)}, all items, got {count}"
-        )
+    _check_count(count, len(rows))
     rng = np.random.default_rng(seed)
     cluster = clusters(rows.vectors, _cluster_count(count), rng)
     sizes = np.bincount(cluster)
@@ -225,6 +222,13 @@ def sample(rows: Rows, count: int, seed: int = 0) -> list[str]:
         members = np.flatnonzero(cluster == number)
         draws.append(rng.choice(members, share, replace=False))
     return [rows.ids[row] for row in sorted(np.concatenate(draws).tolist())]
+
+
+def _check_count(count: int, total: int) -> None:
+    if not 1 <= count <= total:
+        raise InvalidInputError(
+            f"-n, the number of items to choose: expected 1 to {total}, all items, got {count}"
+        )
 
 
 def _cluster_count(count: int) -> int:
@@ -317,6 +321,7 @@ def sample_source(
     if total == len(random):
         ids = sample_with(random, min(count, total), queried, seed)
     else:
+        _check_count(min(count, total), total)
         choice = _draw_from_clusters(source, random, count, seed)
         _refuse_repeated(choice, where)
         ids = _with_queried(choice, query_items, queried)
