@@ -3,7 +3,13 @@
 import numpy as np
 import pytest
 
-from nobackfill.adopt.crossfit import FOLDS, CrossFit, cross_fit, fitted_share
+from nobackfill.adopt.crossfit import (
+    FOLDS,
+    CrossFit,
+    cross_fit,
+    cross_fit_candidates,
+    fitted_share,
+)
 from nobackfill.adopt.judgement import Queries, figure_of, figures_of, item_queries
 from nobackfill.adopt.maps import KINDS, fit_maps
 from nobackfill.adopt.pairs import Pairs
@@ -89,6 +95,13 @@ def test_two_sets_of_queries_are_judged_by_the_same_maps() -> None:
         for kind, held in cross_fit(pairs, [alone]).items():
             np.testing.assert_array_equal(both[kind].vectors, held.vectors)
             np.testing.assert_array_equal(both[kind].distances[place], held.distances[0])
+
+
+def test_candidates_without_what_makes_them_are_left_out() -> None:
+    pairs, asked = world(60, 0, share=0.5)
+    kinds = ("affine", "residual", "corrected", "converter", "unknown")
+    assert list(cross_fit_candidates(pairs, [asked], kinds=kinds)) == ["affine"]
+    assert cross_fit_candidates(pairs, [asked], kinds=kinds[1:]) == {}
 
 
 def test_what_is_as_near_stands_before_what_is_asked_for() -> None:

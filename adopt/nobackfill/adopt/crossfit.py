@@ -199,7 +199,7 @@ def cross_fit_candidates(
     of_trainer = () if trainer is None else (RESIDUAL,)
     names = (*KINDS, *of_trainer, *of_converter) if kinds is None else kinds
     candidates: dict[str, CrossFit] = {}
-    if own := [kind for kind in names if kind in (*KINDS, RESIDUAL)]:
+    if own := [kind for kind in names if kind in (*KINDS, *of_trainer)]:
         candidates = cross_fit(
             pairs,
             query_sets,
