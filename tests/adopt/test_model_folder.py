@@ -130,6 +130,16 @@ def test_a_table_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
         open_embedder(str(tmp_path / "m"))
 
 
+@pytest.mark.parametrize("header", ["5", "null", "[1]"])
+def test_weights_whose_header_is_no_object_are_refused(header: str, tmp_path: Path) -> None:
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_text("{}")
+    length = len(header).to_bytes(8, "little")
+    (tmp_path / "model.safetensors").write_bytes(length + header.encode())
+    with pytest.raises(InvalidInputError, match="cannot be read as safetensors"):
+        open_embedder(str(tmp_path))
+
+
 def test_a_default_prompt_of_static_embeddings_has_to_be_named(tmp_path: Path) -> None:
     prompts = {"topic": "w20 w21 "}
     saved(tmp_path / "m", [static()], prompts=prompts, default_prompt_name="topic")

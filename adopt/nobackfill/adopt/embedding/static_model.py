@@ -171,6 +171,8 @@ def is_model2vec(file: Path) -> bool:
     try:
         with file.open("rb") as opened:
             names = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+        if not isinstance(names, dict):
+            raise ValueError("its header is no JSON object")
     except OSError as error:
         raise InvalidInputError(f"{file}: cannot be read ({error.strerror})") from error
     except (ValueError, RecursionError, OverflowError, MemoryError) as error:
