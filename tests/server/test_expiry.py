@@ -13,9 +13,10 @@ import pytest
 import trustme
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from nobackfill.errors import ConfigurationError
+from nobackfill.errors import ConfigurationError, UnavailableError
 from nobackfill.server.gateway import GatewayServer
 from nobackfill.server.grpc.listener import Certificates
+from nobackfill.wire.gateway import Gateway
 from tests.server.conftest import Stages
 from tests.server.support import running
 from tests.support.waiting import wait_until
@@ -62,6 +63,29 @@ def secured(stages: Stages, folder: Path, authority: trustme.CA) -> Iterator[Gat
         tokens_file=folder / "tokens",
     ) as gateway:  # fmt: skip
         yield gateway
+
+
+def test_a_client_learns_why_a_certificate_is_refused(
+    stages: Stages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An expired one needs another remedy than one of an unknown authority."""
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    monkeypatch.setenv("NOBACKFILL_CA_FILE", str(tmp_path / "ca.pem"))
+
+    def refusal(address: str) -> str:
+        with Gateway(address, tls=True, seconds=1) as app, pytest.raises(UnavailableError) as error:
+            list(app.list_galleries())
+        return str(error.value)
+
+    with secured(stages, tmp_path, authority) as gateway:
+        port = gateway.address.rpartition(":")[2]
+        assert "does not have this host name" in refusal(f"localhost:{port}")
+        write(tmp_path, authority, days=-1)
+        wait_until(lambda: not trusts(gateway.address, authority), what="the expired one is in use")
+        assert "its certificate has expired" in refusal(gateway.address)
+        write(tmp_path, trustme.CA())
+        wait_until(lambda: "unknown authority" in refusal(gateway.address), what="another one is")
 
 
 def test_certificates_follow_their_files(stages: Stages, tmp_path: Path) -> None:

@@ -76,13 +76,24 @@ _NEVER_CONNECTED = ("failed to connect", "errors resolving")
 _BROKEN = ("Stream removed", "Socket closed", "recvmsg:Connection reset")
 _CONNECTING = (
     (
+        "certificate has expired",
+        "its certificate has expired, or the clock of this machine is wrong; the gateway's "
+        "operator must renew it",
+    ),
+    (
+        "certificate is not yet valid",
+        "its certificate is not valid yet, or the clock of this machine is wrong; compare the "
+        "clocks of both machines",
+    ),
+    (
         "CERTIFICATE_VERIFY_FAILED",
         "its certificate comes from an unknown authority; set NOBACKFILL_CA_FILE to the "
         "authority's certificate (PEM)",
     ),
     (
         "Hostname Verification",
-        "its certificate is for another host; use the host name in the certificate",
+        "its certificate does not have this host name; call it by a name that the certificate "
+        "has, or let its operator add this one",
     ),
     (
         "handshake failed",
