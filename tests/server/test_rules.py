@@ -13,6 +13,7 @@ import pytest
 import trustme
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
+from structlog.testing import capture_logs
 
 from nobackfill.errors import (
     ConfigurationError,
@@ -26,6 +27,7 @@ from nobackfill.v1.gallery_pb2_grpc import GalleryServiceStub
 from tests.server.conftest import Stages
 from tests.server.support import refused, running
 from tests.support.clock import replace_clock
+from tests.support.waiting import wait_until
 
 FILES = (search_pb2, gallery_pb2, release_pb2, upgrade_pb2, vault_pb2, health_pb2, reflection_pb2)
 METHODS = sorted(
@@ -145,14 +147,34 @@ def test_a_token_can_be_taken_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["name", "name reader", "name king " + "0" * 64, "name reader 1234", "n reader zz",
-             "n reader " + "0" * 64 + " tomorrow", "n reader " + "0" * 64 + " 2030-01-01T00:00:00"],
-)  # fmt: skip
-def test_a_wrong_line_is_named(tmp_path: Path, line: str) -> None:
+    ("line", "why"),
+    [
+        ("name", "got 1 word$"),
+        ("name reader", "got 2 words$"),
+        ("name king " + "0" * 64, "roles reader, writer, device, admin, got 'king'"),
+        ("name reader 1234", "64 hexadecimal digits, as the third word, got 4 other characters"),
+        ("n reader zz", "64 hexadecimal digits"),
+        ("n reader " + "0" * 64 + " tomorrow", "time zone, as 2027-.*, got 'tomorrow'"),
+        ("n reader " + "0" * 64 + " 2030-01-01T00:00:00", "time zone, as 2027-.*, got '2030-"),
+    ],
+)
+def test_a_wrong_line_is_named(tmp_path: Path, line: str, why: str) -> None:
     path = tmp_path / "tokens"
     path.write_text(f"# first\n{line}\n")
-    with pytest.raises(ConfigurationError, match="line 2"):
+    with pytest.raises(ConfigurationError, match=f"line 2: .*{why}"):
         Tokens(path)
+
+
+def test_the_log_tells_what_the_tokens_file_has(tmp_path: Path) -> None:
+    path = tmp_path / "tokens"
+    path.write_text("# nobody yet\n")
+    with capture_logs() as logs:
+        tokens = Tokens(path)
+        assert [one["log_level"] for one in logs] == ["warning"]
+        assert "every call is refused" in logs.pop()["event"]
+        tokens_file(path)
+        wait_until(lambda: tokens.first_expiry() is None and logs != [], what="it is read again")
+    assert logs == [{"event": "tokens read again", "count": len(Role), "log_level": "info"}]
 
 
 class Secured:

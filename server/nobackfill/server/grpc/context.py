@@ -243,6 +243,7 @@ class Tokens:
             try:
                 if _stamp(self._path) != self._stamp:
                     self._stamp, self._tokens = _read(self._path)
+                    access_log.info("tokens read again", count=len(self._tokens))
             except (OSError, ConfigurationError) as error:
                 if str(error) != self._trouble:
                     access_log.error(
@@ -284,8 +285,9 @@ def _read(path: Path) -> tuple[tuple[int, int, int], Mapping[bytes, _Token]]:
     try:
         stamp, lines = _stamp(path), path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text in UTF-8"
         raise ConfigurationError(
-            f"--tokens-file: cannot read the tokens file {path}: {error}; check its name and "
+            f"--tokens-file: cannot read the tokens file {path} ({reason}); check its name and "
             "permissions"
         ) from error
     tokens: dict[bytes, _Token] = {}
@@ -294,6 +296,8 @@ def _read(path: Path) -> tuple[tuple[int, int, int], Mapping[bytes, _Token]]:
         if fields:
             token = _token(fields, f"{path}, line {number}")
             tokens.setdefault(token.digest, token)
+    if not tokens:
+        access_log.warning("the tokens file has no token; every call is refused", file=str(path))
     return stamp, tokens
 
 
@@ -311,9 +315,14 @@ def _token(fields: list[str], where: str) -> _Token:
             )
         bounds[what] = number
     if len(fields) not in (3, 4):
-        raise ConfigurationError(f"{where}: {expected}; got {len(fields)} fields")
+        count = "1 word" if len(fields) == 1 else f"{len(fields)} words"
+        raise ConfigurationError(f"{where}: {expected}; got {count}")
     name, role, digest = fields[:3]
     role, bound, names = role.partition(":")
+    if role not in _ANY:
+        raise ConfigurationError(
+            f"{where}: expected one of the roles {', '.join(Role)}, got {role[:32]!r}"
+        )
     if bound and (role not in _BY_GALLERY or not _GALLERIES.fullmatch(names)):
         raise ConfigurationError(f"{where}: {expected}; only reader and writer may have galleries")
     galleries = frozenset(names.split(",")) if bound else None
@@ -321,17 +330,27 @@ def _token(fields: list[str], where: str) -> _Token:
         raise ConfigurationError(f"{where}: {expected}; items needs a writer with galleries")
     rate = _rate(bounds["rate"], f"{where}: {expected}") if "rate" in bounds else None
     items = _items(bounds["items"], f"{where}: {expected}") if "items" in bounds else None
-    try:
-        expires = datetime.fromisoformat(fields[3]) if len(fields) == 4 else None
-        principal = Principal(name, Role(role), galleries, items)
-        token = _Token(principal, bytes.fromhex(digest), expires, rate)
-    except ValueError as error:
-        raise ConfigurationError(f"{where}: {expected}; {error}") from error
-    if len(token.digest) != 32 or (expires is not None and expires.tzinfo is None):
+    if not re.fullmatch("[0-9a-fA-F]{64}", digest):
         raise ConfigurationError(
-            f"{where}: {expected}; SHA256 has 64 hex digits, EXPIRES a time zone"
+            f"{where}: expected the SHA-256 of a token, 64 hexadecimal digits, as the third word, "
+            f"got {len(digest)} other characters; `sha256sum` computes it"
         )
-    return token
+    expires = _expiry(fields[3], where) if len(fields) == 4 else None
+    principal = Principal(name, Role(role), galleries, items)
+    return _Token(principal, bytes.fromhex(digest), expires, rate)
+
+
+def _expiry(text: str, where: str) -> datetime:
+    try:
+        expires = datetime.fromisoformat(text)
+    except ValueError:
+        expires = None
+    if expires is None or expires.tzinfo is None:
+        raise ConfigurationError(
+            f"{where}: expected the end of a token with its time zone, as "
+            f"2027-01-31T00:00:00+00:00, got {text[:32]!r}"
+        )
+    return expires
 
 
 def _rate(text: str, problem: str) -> float:
