@@ -139,14 +139,17 @@ class Settings(BaseSettings):
                 "tls_client_ca asks clients for certificates, which needs TLS: set tls_cert and "
                 "tls_key as well"
             )
-        is_guarded = self.tls_cert is not None and self.tokens_file is not None
+        missing = [
+            name for name in ("tls_cert", "tls_key", "tokens_file") if getattr(self, name) is None
+        ]
         for name in ("address", "console_address"):
             address = getattr(self, name)
             host, _ = split_address(address, name)
-            if not is_loopback(host) and not is_guarded:
+            if missing and not is_loopback(host):
                 raise ValueError(
                     f"{name} {address} can be reached from other machines; that needs "
-                    "tls_cert, tls_key and tokens_file. Set all three, or listen on 127.0.0.1"
+                    f"tls_cert, tls_key and tokens_file. Set the missing {', '.join(missing)}, or "
+                    "listen on 127.0.0.1"
                 )
         return self
 
