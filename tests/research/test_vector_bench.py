@@ -190,6 +190,14 @@ def test_spaces_of_different_dimensions(tmp_path: Path, dim_new: int) -> None:
     assert refused["query_drift"].startswith("query_drift subtracts vectors of both models")
 
 
+def test_a_single_pair_is_refused_with_a_reason(tmp_path: Path) -> None:
+    vectors = frozen(tmp_path).take_pairs(1, seed=0)
+    result = compare_vectors(vectors, names=["procrustes", "residual"], registry=SMALL)
+    for name in ("procrustes", "residual"):
+        assert "at least 2 training pairs, got 1" in result.rows[name].refusal
+    assert "Not run:" in page_of(result)
+
+
 def test_without_labels_and_side(tmp_path: Path) -> None:
     kept = {name: values for name, values in arrays().items() if name.endswith(("old", "new"))}
     save(tmp_path / "v.npz", kept)

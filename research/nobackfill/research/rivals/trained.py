@@ -46,22 +46,29 @@ class TrainedMap:
         """Train h in a temporary folder, or solve it if the method is in closed form.
 
         The folder is removed at the end. Without labels, all items count as one class. After an
-        error an earlier map stays. torch's default generator is seeded.
+        error an earlier map stays. torch's default generator is seeded. A second call replaces the
+        map.
 
         Args:
-            train: the pairs.
-            seed: of the random numbers.
+            train: at least two pairs, old float32 [n, a] and new [n, b]; with side-information
+                [n, s] for a method that reads it.
+            seed: of the random numbers, at least 0.
 
         Raises:
-            ConfigurationError: the method is unknown, side-information or labels that it reads are
-                missing, or an option is wrong.
+            ConfigurationError: the method is unknown, there are fewer than two pairs,
+                side-information or labels that it reads are missing, or an option is wrong.
             DivergedError: a loss is not finite.
-            ValueError: a method in closed form gets fewer than two pairs, or values that are not
-                finite.
+            ValueError: epochs, width or seed are out of range (pydantic.ValidationError). Or the
+                method affine gets a value that is not finite.
             CannotWriteError, OSError: the temporary folder cannot be written.
             RuntimeError: the method procrustes or residual gets a value that is not finite.
         """
         method = upgrade_method(self._method)
+        if len(train.old) < 2:
+            raise ConfigurationError(
+                f"method {self._method}: expected at least 2 training pairs, got {len(train.old)}; "
+                "add pairs"
+            )
         if self._reads_side and train.side is None:
             raise ConfigurationError(
                 f"method {self._method} reads side-information here, but the file of vectors has "
