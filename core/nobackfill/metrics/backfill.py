@@ -174,11 +174,11 @@ def class_shares(labels: ArrayLike, order: Ints, step: float = 0.02) -> NDArray[
     """Return the shares of items that are re-embedded after each `step` of the classes.
 
     Args:
-        labels: int [n], of at least one item.
+        labels: int [n], of at least one item; without any, the result is NaN.
         order: The order of the items, int64 [n], from `class_order`; an order that mixes classes
             gives wrong shares.
-        step: Share of the classes between two points, above 0. The last share is 1 if 1 / step is a
-            whole number.
+        step: Share of the classes between two points, above 0 and at most 1. The last share is 1 if
+            1 / step is a whole number.
 
     Returns:
         [s], ascending from 0; the last is 1, with the exception that `step` names. Steps that end
@@ -230,8 +230,9 @@ def backfill_curve(
         backfilled: Vectors after re-embedding, [g, dim].
         order: A permutation of the items, [g].
         relevance: The relevant items of each query.
-        shares: Where quality is measured, [s], ascending, each 0 to 1; this is not checked. Numbers
-            of items are rounded. Areas need at least two points; with one they are 0.
+        shares: Where quality is measured, [s], at least one, ascending, each 0 to 1; order and
+            bounds are not checked. Numbers of items are rounded. Areas need at least two points;
+            with one they are 0.
         metric: How distances are computed.
         served_queries: Queries for served items, [q, served dim], if the dimensions differ (BCT's
             first K elements); None: `queries`.
@@ -241,9 +242,11 @@ def backfill_curve(
         The quality at each share.
 
     Raises:
-        ValueError: The order is no permutation of all items. Or there are no queries, none has a
-            relevant item, shapes do not fit, vectors are not finite, or one is zero with cosine.
-        IndexError: Relevance for fewer queries, or a position outside the gallery.
+        ValueError: The order is no permutation of all items. Or there are no queries or no shares,
+            no query has a relevant item, shapes do not fit, vectors are not finite, one is zero
+            with cosine, or the metric is unknown.
+        IndexError: Relevance for fewer queries, or a position outside the gallery. Relevance for
+            more queries is not noticed.
     """
     orders = {"": ReembeddingOrder(order, shares)}
     return curves_by_order(
@@ -271,7 +274,7 @@ def curves_by_order(
         queries: [q, dim].
         served: Vectors before re-embedding, [g, served dim].
         backfilled: Vectors after re-embedding, [g, dim].
-        orders: The orders by name, each with its shares.
+        orders: The orders by name, each with its shares as in `backfill_curve`.
         relevance: The relevant items of each query.
         metric: How distances are computed.
         served_queries: Queries for served items, [q, served dim]; None: `queries`.
@@ -281,9 +284,11 @@ def curves_by_order(
         A curve by name, in the order of `orders`; empty without orders.
 
     Raises:
-        ValueError: An order is no permutation of all items. Or there are no queries, none has a
-            relevant item, shapes do not fit, vectors are not finite, or one is zero with cosine.
-        IndexError: Relevance for fewer queries, or a position outside the gallery.
+        ValueError: An order is no permutation of all items. Or there are no queries or no shares,
+            no query has a relevant item, shapes do not fit, vectors are not finite, one is zero
+            with cosine, or the metric is unknown.
+        IndexError: Relevance for fewer queries, or a position outside the gallery. Relevance for
+            more queries is not noticed.
     """
     points = {name: np.asarray(order.shares, np.float64) for name, order in orders.items()}
     replacements = []

@@ -95,8 +95,8 @@ def paired_bootstrap(
     bootstrap", The American Statistician 69, 2015, section 4.3).
 
     Args:
-        a: One array [q] a run, the first model's value of each query (a share, or NaN where the
-            query has no answer).
+        a: One array [q] a run, the first model's value of each query: a finite number such as a
+            share, or NaN where the query has no answer.
         b: The second model's, one array [q] a run, paired with `a`.
         classes: The class of each query, one array [q] a run; None if unknown. Equal labels are one
             class in every run. With fewer than FEWEST_CLASSES the bounds are drawn over queries and

@@ -48,7 +48,7 @@ def upgrade_gain(new_served: float, old_old: float) -> float:
         old_old: M(old, old).
 
     Returns:
-        A share, not percent; negative if the upgrade is worse than staying.
+        A share, not percent; negative if the upgrade is worse than staying. NaN gives NaN.
 
     Raises:
         ValueError: M(old, old) is not positive.
@@ -64,7 +64,7 @@ def degradation(new_new: float, independent: float) -> float:
         independent: M(new*, new*).
 
     Returns:
-        Negative if compatibility helps.
+        Negative if compatibility helps. NaN gives NaN.
 
     Raises:
         ValueError: M(new*, new*) is not positive.
@@ -81,7 +81,7 @@ def share_kept(new_served: float, new_new: float) -> float:
         new_new: M(new, new).
 
     Returns:
-        At least 0 for shares, and above 1 if the served gallery answers better.
+        At least 0 for shares, and above 1 if the served gallery answers better. NaN gives NaN.
 
     Raises:
         ValueError: M(new, new) is not positive.
@@ -156,10 +156,10 @@ def strict_criterion(
     Distances are compared as they are computed, without a tolerance; equal ones satisfy both.
 
     Args:
-        new_queries: [q, dim].
+        new_queries: [q, dim]; q may be 0.
         old_queries: The same items by the old model, [q, dim].
         old_gallery: [g, dim].
-        relevance: The relevant items of each query.
+        relevance: The relevant items of each query. Entries for further queries are not noticed.
         metric: How distances are computed.
 
     Returns:

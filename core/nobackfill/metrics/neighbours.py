@@ -10,8 +10,8 @@ def nearest(queries: Floats, gallery: Floats, k: int, metric: Metric = "l2") -> 
     """Return the k nearest items of each query, nearest first, equal distances by position.
 
     Args:
-        queries: [q, dim].
-        gallery: [g, dim].
+        queries: [q, dim]; q may be 0.
+        gallery: [g, dim], g at least 1.
         k: 1 to g.
         metric: How distances are computed.
 

@@ -54,10 +54,11 @@ def same_label(
     """Make items with the query's label relevant.
 
     A query whose label is not in the gallery gets no relevant item. Labels are compared as values:
-    1 and "1" differ. An ignored item stays in `relevant`; ranking leaves it out.
+    1 and "1" differ, and NaN equals nothing. An ignored item stays in `relevant`; ranking leaves it
+    out.
 
     Args:
-        query_labels: [q].
+        query_labels: [q]; q may be 0.
         gallery_labels: [g]; none give no relevant items.
         query_images: Identity of each query image, [q], if both sets overlap: all gallery items
             with the query's identity are ignored. None: nothing is ignored.
@@ -68,6 +69,7 @@ def same_label(
 
     Raises:
         ValueError: Labels of another shape, or identities of one side only or of another length.
+        TypeError: Labels of the gallery that cannot be ordered, such as None among numbers.
     """
     query_labels, gallery_labels = np.asarray(query_labels), np.asarray(gallery_labels)
     if query_labels.ndim != 1 or gallery_labels.ndim != 1:
@@ -105,9 +107,9 @@ def rank(queries: Floats, gallery: Floats, relevance: Relevance, metric: Metric 
     If distances are equal, the relevant item ranks last.
 
     Args:
-        queries: [q, dim].
-        gallery: [g, dim].
-        relevance: The relevant items of each query.
+        queries: [q, dim]; q may be 0.
+        gallery: [g, dim]; with none, no query has a rank.
+        relevance: The relevant items of each query. A negative position counts from the end.
         metric: How distances are computed.
 
     Returns:
@@ -134,7 +136,7 @@ def rank_block(block: Floats, first: int, relevance: Relevance) -> list[Ints]:
 
     Args:
         block: Distances to the whole gallery, [b, g]; ignored items are overwritten with infinity.
-        first: Number of the first query.
+        first: Number of the first query, from 0.
         relevance: The relevant items of all queries.
 
     Returns:

@@ -71,8 +71,8 @@ def rank_steps(
     Args:
         old_block: Distances before replacement, [b, g].
         new_block: Distances after replacement, [b, g].
-        first: Number of the first query of the block.
-        ways: The orders.
+        first: Number of the first query of the block, from 0.
+        ways: The orders; none give an empty list.
         relevance: The relevant items of all queries.
 
     Returns:

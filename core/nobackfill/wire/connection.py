@@ -62,8 +62,9 @@ def call_until_success(
         attempt: Makes the call with a timeout in seconds, at least 0.001. Only its grpc.RpcError is
             caught.
         server: The server or call, for the message.
-        seconds: Longest time of all attempts together; at least one attempt is made, also with 0.
-        each: Longest time of one attempt.
+        seconds: Longest time of all attempts together; at least one attempt is made, also with 0 or
+            less.
+        each: Longest time of one attempt, above 0.
         gateways: How many gateways the attempts go to in turn, at least 1.
 
     Returns:
@@ -118,7 +119,7 @@ def combine_channels(channels: Sequence[grpc.Channel]) -> grpc.Channel:
         gateway.
 
     Raises:
-        IndexError: There is no channel.
+        ValueError: There is no channel.
     """
     return channels[0] if len(channels) == 1 else _Several(channels)
 
@@ -299,6 +300,10 @@ class Connection:
             the environment variables that nobackfill.wire.connection names.
         seconds: Longest time of each call, including its retries.
         retries: Whether idempotent calls are retried.
+
+    Raises:
+        ConfigurationError: As `open_channel`: the address is wrong, or a file of the environment
+            variables is. A host that does not answer is noticed at the first call.
     """
 
     def __init__(

@@ -66,8 +66,8 @@ class SearchCalls(Connection):
             ef: Minimum number of candidates, 1 to 4096; more find more and take longer. None lets
                 the gateway choose. Not together with `exact`.
             exact: Compare all items.
-            session: The user's session, by which a canary may choose who gets the new release; None
-                for none.
+            session: The user's session, by which a canary may choose who gets the new release, in
+                printable ASCII; other characters give a NobackfillError. None for none.
 
         Returns:
             The hits, nearest first; empty if no item passes the filter.
@@ -87,6 +87,7 @@ class SearchCalls(Connection):
                 time is over), OverloadedError, NotPermittedError (token or role).
             ValueError: The connection was closed, a value of `embeddings` is no number, or `k` or
                 `ef` is negative.
+            TypeError: `image` is neither bytes nor a path; a bytearray is neither.
         """
         request = search_pb2.SearchRequest(
             gallery=gallery,
@@ -174,6 +175,7 @@ class SearchCalls(Connection):
                 time is over), OverloadedError, NotPermittedError (token or role).
             ValueError: The connection was closed, a value of `embeddings` is no number, or `k` or
                 `ef` is negative.
+            TypeError: One of `images` is neither bytes nor a path; a bytearray is neither.
         """
         request = search_pb2.SearchBatchRequest(
             gallery=gallery,
@@ -200,6 +202,7 @@ def image_bytes(image: Image) -> bytes:
         InvalidInputError: The file is missing, cannot be read, or has more than 32 MiB; the message
             begins with its path.
         TooLargeError: The bytes are more than 32 MiB.
+        TypeError: `image` is neither bytes nor a path; a bytearray is neither.
     """
     # Loads Pillow, which only callers that send images need.
     from nobackfill.images import LARGEST_BYTES, read_file
@@ -431,7 +434,7 @@ class GalleryCalls(Connection):
             images: Encoded pictures or paths of files, by id of 1 to 256 characters. Without any,
                 nothing is sent.
             metadata: Metadata by id; ids that are missing get none. Ids that `images` lacks are
-                ignored.
+                ignored. None: no item has metadata.
 
         Returns:
             The reason of each refusal, by id; empty if all were stored.
@@ -447,6 +450,7 @@ class GalleryCalls(Connection):
             ValueError: The connection was closed.
             VerificationError: The gallery is damaged and set aside, or a model of the release
                 fails.
+            TypeError: An image is neither bytes nor a path; earlier pieces stay stored.
         """
         unsent: dict[str, str] = {}
 
@@ -481,7 +485,7 @@ class GalleryCalls(Connection):
             texts: Each of at most 64 KiB in UTF-8 with at least one visible character, by id of 1
                 to 256 characters. Without any, nothing is sent.
             metadata: Metadata by id; ids that are missing get none. Ids that `texts` lacks are
-                ignored.
+                ignored. None: no item has metadata.
 
         Returns:
             The reason of each refusal, by id; empty if all were stored.
@@ -527,7 +531,8 @@ class GalleryCalls(Connection):
         Args:
             gallery: Name of the gallery.
             items: Messages of the contract; read as they are sent, and their errors pass through.
-                Without any, nothing is sent, and a missing gallery is not noticed.
+                Without any, nothing is sent, and a missing gallery is not noticed. If an id
+                repeats, its last item is stored.
             progress: Called after each durable piece with the number of items stored so far; its
                 error ends the call.
 

@@ -474,7 +474,8 @@ class VaultCalls(Connection):
             chunks: Its bytes from `offset` on; empty chunks are skipped, and their errors end the
                 call with a NobackfillError. Without any chunk, nothing describes the blob:
                 InvalidInputError.
-            offset: Number of bytes that the vault has already.
+            offset: Number of bytes that the vault has already; a negative one ends the call with a
+                NobackfillError.
             seconds: Longest time of the transfer; None: the connection's `seconds`. Unlike for
                 `get_blob`, 0 leaves no time.
 

@@ -46,8 +46,9 @@ def fill_value(value: MetadataValue, into: types.Value) -> None:
         into: The message; what it held before is replaced, but a list is appended to a list.
 
     Raises:
-        InvalidInputError: None, a mapping, or a list of anything but texts; an integer beyond the
-            largest float; or a text with half a surrogate pair.
+        InvalidInputError: A value of another kind, such as None, a mapping, a set, a date or an
+            integer of numpy; a list of anything but texts; an integer beyond the largest float; or
+            a text with half a surrogate pair.
     """
     try:
         _fill(value, into)
@@ -111,8 +112,9 @@ def to_value(value: MetadataValue) -> types.Value:
         value: The value. NaN and infinity are written without an error.
 
     Raises:
-        InvalidInputError: None, a mapping, or a list of anything but texts; an integer beyond the
-            largest float; or a text with half a surrogate pair.
+        InvalidInputError: A value of another kind, such as None, a mapping, a set, a date or an
+            integer of numpy; a list of anything but texts; an integer beyond the largest float; or
+            a text with half a surrogate pair.
     """
     message = types.Value()
     fill_value(value, message)
@@ -186,13 +188,19 @@ _BOUNDS = ("at_least", "less_than", "greater_than", "at_most")
 def to_filter(where: Mapping[str, Scalar] | Filter | None) -> types.Filter:
     """Return values that metadata must equal, or a filter, as a message; None gives an empty one.
 
-    An empty message passes every item, and so does an empty mapping. A mapping is not checked.
+    An empty message passes every item, and so does an empty mapping. A mapping is not checked: a
+    gateway refuses its lists and NaN.
+
+    Args:
+        where: Values by key, all of which must match; or a filter.
 
     Raises:
         InvalidInputError: The filter has too many tests, values or levels, a NaN, an integer of
             more than 64 bits, a time outside of the years 1 to 9999, or a text with half a
             surrogate pair. A value of a mapping is None, a mapping, or a list of anything but
             texts, or an integer beyond the largest float.
+        TypeError: `where` is neither a mapping nor a filter, a key is no text, or a bound of a
+            Range is no number.
     """
     message = types.Filter()
     try:
@@ -214,6 +222,9 @@ def to_filter(where: Mapping[str, Scalar] | Filter | None) -> types.Filter:
 
 def to_expression(condition: Filter) -> types.Expression:
     """Return a filter as a message; the filter is not checked against the limits.
+
+    Args:
+        condition: The filter. A Range without bounds becomes a test for a number.
 
     Raises:
         ValueError: A bound has more than 64 bits, a time is outside of the years 1 to 9999, or a
