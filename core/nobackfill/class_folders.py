@@ -80,9 +80,10 @@ def list_images(
 ) -> ImageListing:
     """List the images of class folders, ordered by class, then by file name.
 
-    Folders inside a class folder belong to the class. Hidden files, links to folders and files of
-    other kinds, HEIC and AVIF included, are left out; a warning counts them. No file is opened. A
-    class folder itself may be a link.
+    Folders inside a class folder belong to the class. Hidden files and folders are left out, and so
+    are files in `root` itself. Links to folders and files of other kinds, HEIC and AVIF included,
+    are left out, too; a warning counts them. No file is opened. A class folder itself may be a
+    link.
 
     Args:
         root: A folder of class folders.
@@ -161,7 +162,8 @@ def list_nonempty_classes(root: Path) -> ImageListing:
 
     The listing is empty where `root` is no folder or no class folder holds an image.
 
-    Hidden files, links to folders and other files are left out; a warning counts them.
+    Hidden files and files in `root` itself are left out. So are links to folders and files of other
+    kinds; a warning counts them.
 
     Args:
         root: A folder of class folders.
@@ -221,7 +223,7 @@ def order_by_digest(listing: ImageListing, seed: int) -> Iterator[NDArray[np.int
 
     Args:
         listing: The images.
-        seed: Changes the order.
+        seed: Changes the order; any whole number.
 
     Yields:
         int64, rows of a class; one array for each class, in order, empty for a class without an

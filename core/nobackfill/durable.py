@@ -211,7 +211,8 @@ def write_file(path: Path, data: bytes, mode: int = 0o644) -> None:
     killed process may leave a temporary file, which `remove_temporary_files` removes.
 
     Args:
-        path: The file; its folder must exist.
+        path: The file; its folder must exist. Its name has at most 217 bytes, so that the temporary
+            file can have a longer one.
         data: The new content; it may be empty.
         mode: Permissions of the new file, less the umask; those of the old file are not preserved.
 
@@ -351,7 +352,7 @@ def publish_dir(source: Path, target: Path) -> None:
     Hold a lock: an empty folder that another process makes at `target` meanwhile is replaced.
 
     Args:
-        source: The folder.
+        source: The folder; a file is moved, too, but not synced.
         target: The new name, in the same file system; its folder must exist.
 
     Raises:

@@ -308,7 +308,8 @@ def decode_image(
 
     Raises:
         InvalidInputError: Another format, an animation, a damaged or truncated file, more than 32
-            MiB, a header that `read_header` refuses, or HEIC or AVIF without the extra `heic`.
+            MiB, a header that `read_header` refuses, or HEIC or AVIF without the extra `heic`. Also
+            for a height or width below 1, or an unknown filter; the message then blames the file.
     """
     return decode_after_header(
         check_header(data), height, width, fit, shortest, interpolation, margin
@@ -380,7 +381,7 @@ def decode_within(data: bytes, side: int) -> Pixels:
 
     Args:
         data: The bytes of the file.
-        side: The longest side of the result in pixels, at least 1.
+        side: The longest side of the result in pixels; less than 1 counts as 1.
 
     Returns:
         uint8 RGB [height, width, 3], with EXIF orientation applied; each side has at least 1 pixel.

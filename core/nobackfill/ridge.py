@@ -224,8 +224,8 @@ def solve_ridge(moments: Moments, penalty: float) -> Ridge:
 
     Args:
         moments: Sums over at least 1 pair.
-        penalty: Lambda, as a multiple of the mean input variance; 0 gives least squares of minimum
-            norm. A constant input gets the weight 0 then.
+        penalty: Lambda, as a multiple of the mean input variance, at least 0; this is not checked.
+            0 gives least squares of minimum norm. A constant input gets the weight 0 then.
 
     Returns:
         The map, with NaN as `error` and `spread`.
@@ -264,7 +264,7 @@ def fit_ridge(
         blocks: Iterates over the pairs; called twice, or once where `moments` is given.
         group: Number of consecutive rows that are left out as one, such as views of one image; at
             least 1.
-        seed: Chooses the sampled groups.
+        seed: Chooses the sampled groups, at least 0; the same seed and pairs give the same map.
         moments: Moments of all blocks, if they are known; they are not compared with `blocks`. None
             computes them.
         sample: Above this number of rows, the error is computed on a sample of this size, in whole

@@ -30,7 +30,7 @@ def check_vectors(vectors: ArrayLike, dim: int, *, what: str, unit: bool = False
     Args:
         vectors: float32 or float64 [n, dim], or nested lists of floats; n may be 0. A single vector
             of shape [dim] is refused. An empty list is refused, because it has no dimension.
-        dim: The expected dimension.
+        dim: The expected dimension, at least 1.
         what: The name of the data in error messages.
         unit: Whether each norm must be 1 within 1e-3.
 

@@ -625,8 +625,8 @@ class MatchesInFile:
         cached.
 
         Args:
-            labels: int64 [n], increasing; an unknown or later label does not match. Do not change
-                the array later: it is cached.
+            labels: int64 [n], increasing; n may be 0. An unknown or later label does not match. Do
+                not change the array later: it is cached.
 
         Returns:
             bool [n], read-only.
@@ -705,8 +705,11 @@ class FilterEngine:
 
         The first call reads the labels of all items, and starts to follow the store. A key is read
         at its first use. Once many items have changed, a daemon thread reads all again. One thread
-        reads labels and changes while others wait. After an error, the next call reads everything
+        reads labels and changes while others wait. If that fails, the next call reads everything
         again.
+
+        Args:
+            condition: The filter; `check_filter` is called here.
 
         Returns:
             The items; they are shared with later calls of an equal filter.

@@ -124,12 +124,16 @@ def check_filter(condition: Filter) -> frozenset[str]:
 
     Keys and texts are not checked.
 
+    Args:
+        condition: The filter; None is none, so that callers test for it first.
+
     Returns:
         The keys; empty for a filter without tests.
 
     Raises:
         InvalidInputError: More than MOST_TESTS tests, MOST_VALUES values of all OneOf together, or
             MOST_DEPTH levels; NaN; an integer of more than 64 bits.
+        TypeError: A part of it is no filter, such as None or a mapping.
     """
     tests = list(_tests(condition, 0))
     if len(tests) > MOST_TESTS:

@@ -325,7 +325,7 @@ class MigratedLabels:
         Do not write to the masks, and do not change `labels` later: they are cached.
 
         Args:
-            labels: int64 [n], increasing.
+            labels: int64 [n], increasing, from 0 on; n may be 0.
 
         Returns:
             Two masks, bool [n], each the opposite of the other; before `load`, no item counts as

@@ -82,8 +82,9 @@ def rescue(source: Path, target: Path, others: Mapping[str, str]) -> RescueRepor
         source: The damaged file, which exists; it stays unchanged. A lock file may be created next
             to it, and is held during the rescue.
         target: The new file; it must not exist.
-        others: Further tables by name, with the statement that creates each. A row is copied if the
-            item named by its column `item` was saved. A table that `source` lacks is skipped.
+        others: Further tables by name, with the statement that creates each; may be empty. A row is
+            copied if the item named by its column `item` was saved. A table that `source` lacks is
+            skipped.
 
     Raises:
         DamagedError: The tables that describe the gallery cannot be read, or differ from a

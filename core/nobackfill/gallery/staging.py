@@ -450,7 +450,8 @@ _SPACES_CHANGED = Change({}, _NONE, spaces=True)
 def add_staging_space(store: Store, spec: SpaceSpec) -> None:
     """Add a staging space to a gallery; do nothing if the gallery has it already, in any state.
 
-    It gets an empty table. Listeners are told that the spaces changed.
+    It gets an empty table. Listeners are told that the spaces changed; they are not called where
+    the gallery has the space.
 
     Raises:
         InvalidInputError: It exists with another release, dimension, metric, norm or side space.

@@ -560,8 +560,8 @@ def measure_release(
         published: The published releases.
         files: The publication folder or the draft's files.
         listing: Held-out images or texts.
-        seed: Chooses the halves; a seed gives the same halves again.
-        int8_loss: Largest loss of mAP by an int8 twin, a share; an equal loss is allowed.
+        seed: Chooses the halves, any whole number; a seed gives the same halves again.
+        int8_loss: Largest loss of mAP by an int8 twin, a share 0 to 1; an equal loss is allowed.
         texts: Texts of the same classes as images; then the gate must pass for both kinds of
             queries. None: images or texts search among themselves.
 

@@ -231,7 +231,8 @@ def split_halves(listing: ImageListing, seed: int) -> tuple[Rows, Rows]:
 
     Args:
         listing: The images or texts.
-        seed: Changes the split; a seed gives the same split again, on every machine.
+        seed: Changes the split, any whole number; a seed gives the same split again, on every
+            machine.
 
     Returns:
         Rows of each half, int64, increasing.

@@ -91,7 +91,7 @@ def fit_curve(
     except half a bin at each end. With a single bin, the curve has only a slight slope.
 
     Args:
-        distances: [p]. NaN is not checked, and spoils the curve.
+        distances: [p], in any order, p at least 1. NaN is not checked, and spoils the curve.
         matches: 0 or 1, [p].
 
     Returns:
@@ -433,8 +433,9 @@ def backfill_curves(
         queries: The queries.
         gallery: The gallery.
         relevance: The relevant items of each query.
-        orders: Names of ORDERS; other names are ignored. uncertainty and gain are left out if the
-            upgrade predicts no variance. Random orders and classes use the seed 0.
+        orders: Names of ORDERS; other names are ignored, and a repeated one counts once.
+            uncertainty and gain are left out if the upgrade predicts no variance. Random orders and
+            classes use the seed 0.
         int8: Use int8 files where they exist.
         line: Converts distances of migrated items; None: the release's own line, or none for
             listings that are not published.

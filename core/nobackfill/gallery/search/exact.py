@@ -87,7 +87,7 @@ class ExactIndex:
         Args:
             labels: int64 [n], increasing, all larger than the present ones; this is not checked. n
                 may be 0.
-            vectors: float32 [n, dim], checked; copied.
+            vectors: float32 [n, dim], checked; copied. Their number must be that of the labels.
 
         Returns:
             The new index. Calls for the same index must not overlap; other threads may search it.
@@ -121,9 +121,10 @@ class ExactIndex:
         is; no lock is needed.
 
         Args:
-            queries: float32 [q, dim], checked.
-            k: At least 1.
-            mask: bool [n], the rows that may be found; None for all.
+            queries: float32 [q, dim], checked; q may be 0.
+            k: At least 1; it may be above n.
+            mask: bool [n], the rows that may be found; None for all. Another length is not always
+                noticed.
             passing: Ignored.
             ef: Ignored: every row is compared.
 
@@ -176,7 +177,7 @@ class ExactIndex:
         `hits` is not changed, and threads may call it at the same time.
 
         Args:
-            queries: float32 [q, dim], checked.
+            queries: float32 [q, dim], checked; q may be 0.
             hits: The other index's hits, [q, k] without padding, sorted; it shares no label with
                 this one.
             mask: bool [n], the rows that may be found; None for all.

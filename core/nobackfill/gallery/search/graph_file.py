@@ -450,7 +450,7 @@ def rebuild_graph(
     Args:
         skeleton: The links.
         spec: The space of the vectors.
-        labels: Their labels, int64 [n], increasing.
+        labels: Their labels, int64 [n], increasing; n may be 0.
         vectors: float32 [n, dim], read once, in order; an error of reading passes through.
         after_piece: Called after each piece; its error ends the work and passes through.
 
@@ -460,6 +460,7 @@ def rebuild_graph(
 
     Raises:
         VerificationError: The skeleton names rows that it does not have.
+        KeyError: The skeleton lacks a parameter of the graph.
     """
     rows = _rows_in(skeleton, labels)
     element = np.full(len(labels), -1, np.int64)

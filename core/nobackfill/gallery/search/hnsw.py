@@ -108,8 +108,8 @@ class HnswIndex:
         """Search by comparing every row, as ExactIndex.search does.
 
         Args:
-            queries: float32 [q, dim], checked.
-            k: At least 1.
+            queries: float32 [q, dim], checked; q may be 0.
+            k: At least 1; it may be above n.
             mask: bool [n], the rows that may be found; None for all.
 
         Returns:
@@ -157,10 +157,11 @@ class HnswIndex:
         Distances of a walk are computed in float32. Threads may search at once.
 
         Args:
-            queries: float32 [q, dim], checked.
-            k: At least 1.
+            queries: float32 [q, dim], checked; q may be 0.
+            k: At least 1; it may be above n.
             mask: bool [n], the rows that may be found; None for all.
-            passing: Number of these rows, if known: counting them takes longer than a search.
+            passing: Number of these rows; None to count them, which takes longer than a search. It
+                is not checked; without a mask it is ignored.
             ef: Minimum number of candidates; 0 for the index's own number, EVERY or at least n for
                 an exact search.
 
@@ -435,7 +436,7 @@ def rebuild_from_skeleton(
     Args:
         old: The skeleton.
         spec: The space of the vectors.
-        labels: int64 [n], increasing.
+        labels: int64 [n], increasing. Without any, only an empty skeleton is accepted.
         vectors: float32 [n, dim].
         after_piece: Called after each piece; its error ends the work and passes through.
 
@@ -543,7 +544,7 @@ def transfer_index(
     Args:
         old: The graph.
         spec: The space of the vectors.
-        labels: int64 [n], increasing.
+        labels: int64 [n], increasing; n may be 0.
         vectors: float32 [n, dim], read once, in order, added rows twice; an error of reading passes
             through.
         threads: Called before each piece of added rows: how many threads may add it.

@@ -125,10 +125,10 @@ class Index(Protocol):
         """Return the k nearest rows to each query.
 
         Args:
-            queries: float32 [q, dim], checked.
-            k: At least 1.
+            queries: float32 [q, dim], checked; q may be 0.
+            k: At least 1; it may be above n.
             mask: bool [n], the rows that may be found; None for all. It is not changed.
-            passing: Number of these rows, if known: counting them takes longer than a search.
+            passing: Number of these rows; None to count them, which takes longer than a search.
             ef: Minimum number of candidates; EVERY or at least n for an exact search. An exact
                 index ignores it.
 
@@ -246,8 +246,8 @@ def pair_distances(metric: Metric, queries: Vectors, candidates: Vectors) -> Vec
 
     Args:
         metric: squared_l2 or cosine.
-        queries: [q, dim].
-        candidates: [q, c, dim].
+        queries: [q, dim]; q may be 0.
+        candidates: [q, c, dim]; c may be 0.
 
     Returns:
         float32 [q, c], 0 or more; the cosine distance to a zero vector is 1.

@@ -198,7 +198,7 @@ class CompiledSearch:
 
         Args:
             queries: The query's vector as little-endian float32 bytes, the number of hits k, and
-                the largest distance of each.
+                the largest distance of each; may be empty.
             exact: Whether the answers contain exact distances instead of rounded ones.
             items: Encoded items by label (server/galleries/hosted_file.py), as a dict.
             curves: The calibrations.
@@ -494,8 +494,8 @@ class Snapshot:
         """Return the k nearest live vectors.
 
         Args:
-            queries: float32 [q, dim].
-            k: At least 1.
+            queries: float32 [q, dim]; q may be 0.
+            k: At least 1; it may be above the number of vectors.
             label_filter: Returns which labels may be found; None for all. It may be called several
                 times.
             ef: Minimum number of candidates; 0 for the index's own number, index.EVERY for an exact
