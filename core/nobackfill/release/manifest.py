@@ -1065,7 +1065,7 @@ def parse_converter(text: str | bytes, number: int) -> Converter:
 
     Args:
         text: The JSON, in UTF-8.
-        number: The number that it must have.
+        number: The number that it must have, as the file's name says.
 
     Raises:
         UnfitError: It is no JSON, breaks a rule, has another number, or may need a newer version of

@@ -108,8 +108,8 @@ def plan_route(
     if and only if this returns a route.
 
     Args:
-        manifests: The releases that may be used; the source may be missing. An upgrade from a
-            source of another space is passed over.
+        manifests: The releases that may be used; the source may be missing, and its upgrades count
+            then, whatever their space. An upgrade from a source of another space is passed over.
         from_release: The source.
         to_release: The target.
         side: Space of the stored side-information; None without any.

@@ -96,7 +96,8 @@ def read_folder(folder: Path, seed: int) -> tuple[ImageListing, int]:
 
     Args:
         folder: The class folders.
-        seed: Chooses the pictures if there are more than MOST_IMAGES; a seed gives the same again.
+        seed: Chooses the pictures if there are more than MOST_IMAGES, at least 0; a seed gives the
+            same again.
 
     Returns:
         The pictures, and the number of all pictures.

@@ -87,7 +87,7 @@ class SourceReembedding(Reembedding[ItemVersion]):
 
         Args:
             contents: texts or encoded images by item; may be empty.
-            missing: items that their source lacks; their native vectors are deleted.
+            missing: items that their source lacks, perhaps none; their native vectors are deleted.
 
         Returns:
             The items that were embedded. One that the model rejects does not affect the others:

@@ -106,7 +106,7 @@ class Joining:
         """Return the log-odds that items match queries, on one scale for both origins.
 
         Args:
-            by_old: queries by the old model, float32 [q, a].
+            by_old: queries by the old model, float32 [q, a]; q may be 0.
             by_new: the same queries by the new model, float32 [q, b].
             old: items by the old model, float32 [n, a], of any norm; n may be 0.
             carried: the same items migrated, float32 [n, b].

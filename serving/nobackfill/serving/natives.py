@@ -135,14 +135,15 @@ CREATE TABLE IF NOT EXISTS native (
         """Return the ids of the native vectors nearest to a query, nearest first, by exact search.
 
         Args:
-            query: float32 [1, dim]; it is not checked.
-            count: the most ids to return, at least 1.
+            query: float32 [1, dim]; its values are not checked, and of more rows the first counts.
+            count: the most ids to return, which may be more than there are; 0 or less gives none.
             metric: cosine, l2 or inner_product, for which any other text counts.
 
         Returns:
             At most `count` ids; empty if the file has no vector. Equal distances come in any order.
 
         Raises:
+            ValueError: the query has another dimension.
             VerificationError: the file, or a row of it, is damaged.
             BusyError, CannotWriteError: the file cannot be read or made.
         """

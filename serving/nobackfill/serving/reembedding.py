@@ -69,8 +69,8 @@ class Backoff(Generic[Key]):
         """Start or double the back-off of items that could not be embedded.
 
         Args:
-            keys: the items; unknown ones begin with the first back-off. After a back-off of a day
-                they wait `longest`. A repeated one doubles again.
+            keys: the items, perhaps none; unknown ones begin with the first back-off. After a
+                back-off of a day they wait `longest`. A repeated one doubles again.
         """
         moment = self._clock()
         with self._lock:

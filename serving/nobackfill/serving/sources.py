@@ -74,11 +74,12 @@ class FolderItems:
     def read(self, name: str, most_bytes: int) -> str | bytes | None:
         """Read an item's file.
 
-        A folder or a pipe counts as no such file. A text loses a byte order mark.
+        A folder or a pipe counts as no such file, and an empty id names the folder. A text loses a
+        byte order mark. An empty file gives an empty content.
 
         Args:
             name: the item's id, which replaces {id} in the pattern.
-            most_bytes: the largest size to accept.
+            most_bytes: the largest size to accept, at least 0.
 
         Returns:
             A text, or an encoded image; None if there is no such file.
@@ -139,6 +140,7 @@ class FunctionItems:
         Raises:
             TooLargeError: the content is larger than `most_bytes`.
             Exception: any error of the function.
+            TypeError: the function returns a value without a length, such as a number.
             UnicodeEncodeError: a text has an unpaired surrogate.
         """
         content = self._function(name)

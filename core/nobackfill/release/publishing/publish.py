@@ -154,7 +154,8 @@ def publish(
     """Check, sign and publish a release.
 
     Checks digests, spaces, predecessors, the gate's verdict, every ONNX file and the golden probes.
-    The checks run in a child and may take minutes; the publication's lock is held meanwhile.
+    The checks run in a child and may take minutes; the publication's lock is held meanwhile. All
+    new files are in memory at once.
     Leftovers of an interrupted publish are removed first. Readers see the release only after the
     last step, so an error or a kill before it changes nothing for them. After an interruption, run
     it again. An error after the checks may leave new keys, which the next call uses.
@@ -221,8 +222,7 @@ def lock_publication(repo: Path) -> Iterator[None]:
         BusyError: Another publisher holds it; it is not waited for.
         CannotWriteError: The folder is a mount point, so that nothing can be renamed into it, or
             the lock file cannot be made.
-        OSError: The folder is missing. The lock file may
-            stay.
+        OSError: The folder is missing. The lock file may stay.
     """
     folder = repo.absolute()
     with durable.lock_file(lock_path(repo)):
@@ -328,8 +328,8 @@ def signers_of(keys: SigningKeys, root: Root) -> dict[Role, Signer]:
         root: The root metadata.
 
     Raises:
-        ConfigurationError: No file has an accepted key of a role, a file is no key, or others may
-            read it.
+        ConfigurationError: No file has an accepted key of a role; a file is no key, cannot be read,
+            or others may read it.
     """
     return {role: keys.require_key(role, root) for role in ROLES if role != "root"}
 
@@ -344,7 +344,8 @@ def check_keys(repo: Path, keys: SigningKeys) -> None:
         keys: The key files.
 
     Raises:
-        ConfigurationError: A key is missing, a file is no key, or others may read it.
+        ConfigurationError: A key is missing; a file is no key, cannot be read, or others may read
+            it.
         VerificationError: The root metadata is invalid.
     """
     if (root := read_root(repo)) is not None:

@@ -259,7 +259,8 @@ def roll_out(
         dry_run: Only check and report; the keys are checked, too.
 
     Returns:
-        Whether metadata is (or would be) written; False if the release has this share already.
+        Whether metadata is (or would be) written; False if the release has this share already. A
+        release without a share gets any share, also 1.
 
     Raises:
         InvalidInputError: A share outside of these bounds.

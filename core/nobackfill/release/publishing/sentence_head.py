@@ -46,7 +46,8 @@ def pool(tokens: Vectors, mask: Any, modes: Sequence[PoolingMode]) -> Vectors:
     Args:
         tokens: float32 [n, t, dim]; the padding comes last. It is not changed.
         mask: 1 for each token of the text, 0 for padding; int64 [n, t]. Each text needs at least
-            one token; this is not checked. Without one, max gives -inf.
+            one token; this is not checked. Without one, max gives -inf, the means give 0, and cls
+            and lasttoken the vector of a padding.
         modes: One or several; their vectors are joined in this order.
 
     Returns:

@@ -77,7 +77,7 @@ class Fetcher(Protocol):
 
         Args:
             url: The base URL and the published path.
-            offset: The first byte.
+            offset: The first byte, 0 or more.
 
         Raises:
             tuf.api.exceptions.DownloadHTTPError: At once or at any piece: 404 for no such file, 416
@@ -105,12 +105,13 @@ class FolderFetcher:
 
         Args:
             url: The base URL and the published path.
-            offset: The first byte.
+            offset: The first byte, 0 or more.
 
         Raises:
             tuf.api.exceptions.DownloadHTTPError: With status 404: no such file, or a part of its
                 path is a file.
-            tuf.api.exceptions.DownloadError: The path is a folder, or the file cannot be read.
+            tuf.api.exceptions.DownloadError: The path is a folder, the file cannot be read, or
+                `offset` is negative.
         """
         path = self._folder / unquote(url.removeprefix(self.base_url))
         try:
@@ -151,11 +152,12 @@ class HttpFetcher:
 
         Args:
             url: The base URL and the published path.
-            offset: The first byte.
+            offset: The first byte, 0 or more. An offset at or beyond the end yields nothing where
+                the host does not serve ranges.
 
         Raises:
             tuf.api.exceptions.DownloadHTTPError: The host answers with another status than 200 or
-                206, such as 416 for an offset at or beyond the end.
+                206, such as 404, or 416 for an offset at or beyond the end.
             tuf.api.exceptions.SlowRetrievalError: Nothing came for SILENCE_SECONDS during the
                 answer.
             tuf.api.exceptions.DownloadError: The host cannot be reached, the answer breaks off, or
@@ -914,11 +916,11 @@ class Trust:
         return None
 
     def manifest(self, release: int) -> Manifest:
-        """Return the manifest of a release; it is fetched once and then read offline.
+        """Return the manifest of a release.
 
-        It is fetched once into the state folder, and then read offline; its digest is checked at
-        each call. First calls for one release must not overlap. A withdrawn release has its
-        manifest, too.
+        It is fetched once into the state folder, and then read offline. Its digest is checked at
+        each call; a damaged file is fetched again. First calls for one release must not overlap. A
+        withdrawn release has its manifest, too.
 
         Raises:
             NotFoundError: No such release, nothing was fetched yet, or the host lacks the file.
