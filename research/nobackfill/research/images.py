@@ -64,9 +64,9 @@ def train_and_test(images: Path, into: Path, share: float | None, seed: int) -> 
     Args:
         images: a folder of class folders; without a share, one with `train` and `test` in it.
         into: the folder.
-        share: the share of each class's images that is test, between 0 and 1; None: IMAGES is
-            divided already.
-        seed: chooses the test images; a seed gives the same division again.
+        share: the share of each class's images that is test, 0 to 1; other numbers are not refused.
+            None: IMAGES is divided already.
+        seed: chooses the test images, any whole number; a seed gives the same division again.
 
     Raises:
         NotFoundError: without a share, IMAGES lacks `train` or `test`.
@@ -108,7 +108,7 @@ def require_same_images(images: Path, share: float | None, root: Path) -> None:
 
     Args:
         images: the images, as in `train_and_test`.
-        share: as in `train_and_test`.
+        share: as in `train_and_test`; only whether it is None counts.
         root: the folder of the comparison, made if missing.
 
     Raises:
@@ -166,9 +166,10 @@ def link_allocation(train: Path, name: str, into: Path, seed: int) -> None:
         train: the training images, as class folders.
         name: a name of ALLOCATIONS.
         into: the folder.
-        seed: chooses the images; a seed gives the same allocation again.
+        seed: chooses the images, at least 0; a seed gives the same allocation again.
 
     Raises:
+        ValueError: the seed is negative.
         ConfigurationError: the name is unknown, TRAIN cannot be read, there is a single class, or a
             class has one image.
         InvalidInputError: TRAIN has no class folder, or an empty one.
@@ -192,10 +193,10 @@ def link_with_label_noise(train: Path, into: Path, share: float, seed: int) -> N
         train: the training images, as class folders.
         into: the folder.
         share: the share of images with a wrong label, 0 to 1; the number is rounded.
-        seed: chooses the images and their labels; a seed gives the same again.
+        seed: chooses the images and their labels, at least 0; a seed gives the same again.
 
     Raises:
-        ValueError: TRAIN has a single class.
+        ValueError: TRAIN has a single class, or the seed is negative.
         ConfigurationError: TRAIN cannot be read.
         InvalidInputError: TRAIN has no class folder, or an empty one.
         OSError: INTO cannot be written.
@@ -219,7 +220,8 @@ def link_later_classes(images: Path, into: Path, first: int) -> None:
     Args:
         images: the images, as class folders.
         into: the folder.
-        first: the number of classes to leave out; with all of them, INTO is empty.
+        first: the number of classes to leave out; 0 or less leaves out none, and with all of them,
+            or more, INTO is empty.
 
     Raises:
         ConfigurationError: IMAGES cannot be read.
@@ -354,10 +356,12 @@ def development_images(train: Path, into: Path, classes: int, seed: int) -> None
     Args:
         train: a table's training images.
         into: the folder.
-        classes: the number of first classes to use.
-        seed: chooses the order of the classes and the test images; a seed gives the same again.
+        classes: the number of first classes to use, at least 1.
+        seed: chooses the order of the classes and the test images, at least 0; a seed gives the
+            same again.
 
     Raises:
+        ValueError: the seed is negative.
         ConfigurationError: TRAIN cannot be read.
         InvalidInputError: TRAIN has fewer classes, or an empty one.
         OSError: INTO cannot be written.

@@ -468,12 +468,19 @@ def vectors_table(benches: Sequence[BenchResults], links: Sequence[str]) -> list
     """Format results of `compare.py --vectors` as one table of figures and one of differences.
 
     Args:
-        benches: the results of one or more files, with labels. Rows have the order of the first.
+        benches: the results of one or more files, with labels. Rows have the order of the first;
+            rows that only others have follow.
         links: the addresses of their full pages, as the document links to them.
 
     Returns:
         The lines: both tables, how they were made, and the rows that are measurably above or below
         the old model and our own row.
+
+    Raises:
+        IndexError: there are no results.
+        ValueError: `links` has another number of entries, or results have no labels, or no map
+            besides old/old and new/new.
+        KeyError: a row lacks a part of its test.
     """
     parts = [(results, part) for results in benches for part in results.queries]
     columns = [_Column(*one, figure) for one in parts for figure in (*FIGURES, "known_item")]

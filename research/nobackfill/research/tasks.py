@@ -344,8 +344,8 @@ def run_tasks(planned: Planned, jobs: int, cluster: str | None = None) -> None:
 
     Args:
         planned: the rows by place.
-        jobs: the number of processes; 1: this process, whose torch and numpy have one thread from
-            then on. It is ignored with a cluster.
+        jobs: the number of processes, at least 1; 1: this process, whose torch and numpy have one
+            thread from then on. It is ignored with a cluster.
         cluster: the address of a Ray cluster whose nodes run the tasks instead; they must have the
             folders under the same paths. None: processes of this machine.
 

@@ -95,10 +95,13 @@ class FrozenVectors:
 
         Args:
             count: the number of training items, at least 0.
-            seed: chooses them; a seed gives the same again. Their order stays.
+            seed: chooses them, at least 0; a seed gives the same again. Their order stays.
 
         Returns:
-            This object itself if it does not have more items.
+            The copy, with the same test items; this object itself if it does not have more items.
+
+        Raises:
+            ValueError: the seed is negative, and there are more items.
         """
         train = self.train
         if count >= len(train.old):
@@ -118,7 +121,7 @@ def read_vectors(paths: Sequence[Path]) -> FrozenVectors:
     """Read the arrays of one or more files; an array of a later file replaces an earlier one.
 
     Args:
-        paths: .npz files, as the module's docstring describes them.
+        paths: .npz files, as the module's docstring describes them; none lacks every array.
 
     Returns:
         The arrays in float32; int8 is scaled if the files have its scale. Side-information counts
@@ -317,14 +320,15 @@ def compare_vectors(
         vectors: the vectors.
         names: rivals to run, without repeats; None: all; empty: none.
         pairs: training pairs, drawn anew for each seed, at least 1; None, or more than there are:
-            all.
-        seeds: how many seeds, at least 1; each fits every rival again.
+            all. Rivals that need more pairs become rows with the reason.
+        seeds: how many seeds, at least 1, from 0 on; each fits every rival again.
         command, machine: recorded in the results.
         registry: constructors of rivals by name; None: those of rivals/rows.py.
 
     Raises:
         ConfigurationError: a name is unknown.
         DivergedError: a loss is not finite.
+        IndexError: there is no seed.
         ValueError: in a part of the test, no query has another item of its class.
     """
     known = rivals() if registry is None else registry

@@ -26,11 +26,15 @@ class LocalAdapters:
         """Cluster the new vectors by k-means, and fit one affine map per cluster.
 
         There are up to 16 clusters of on average at least 100 pairs; fewer than 200 pairs give one.
-        Labels and side-information are not used. The seed draws the clusters; a second call
-        replaces the maps.
+        Labels and side-information are not used. A second call replaces the maps.
+
+        Args:
+            train: at least one pair, old float32 [n, a] and new [n, b]. Old vectors are not
+                checked: NaN spoils every map.
+            seed: draws the clusters, 0 to 2^32 - 1.
 
         Raises:
-            ValueError: there are no pairs, or a new vector is not finite.
+            ValueError: there are no pairs, a new vector is not finite, or the seed is out of range.
         """
         # Imported here: it takes a second, and the command's help does not need it.
         from sklearn.cluster import KMeans
@@ -53,7 +57,7 @@ class LocalAdapters:
     def transform(self, vectors: Floats, side: Floats | None) -> Floats:
         """Map queries [m, b] of the new model to [m, a]; unit vectors if the new ones are.
 
-        Call `fit` before. `side` is not used.
+        Call `fit` before. m may be 0. `side` is not used; give None.
 
         Raises:
             AttributeError: `fit` was not called.
