@@ -236,6 +236,7 @@ def write_into_spare(spare: Path, path: Path, data: bytes) -> None:
     """Replace a file atomically, reusing the disk blocks of a spare file.
 
     Works on a full disk, too, as long as the data needs no more blocks than the spare file has.
+    After a crash, `path` has either its old or its new content, and `spare` may have a part of it.
 
     Args:
         spare: An existing file in the same file system; it is renamed to `path` and keeps its
@@ -349,7 +350,8 @@ def replace_file(source: Path, target: Path) -> None:
 def publish_dir(source: Path, target: Path) -> None:
     """Rename a finished folder to its final name, after syncing all its content.
 
-    Hold a lock: an empty folder that another process makes at `target` meanwhile is replaced.
+    After a crash, `target` is complete or missing. Hold a lock: an empty folder that another
+    process makes at `target` meanwhile is replaced.
 
     Args:
         source: The folder; a file is moved, too, but not synced.
@@ -381,7 +383,7 @@ def remove_tree(path: Path) -> None:
     not followed.
 
     After a crash or an error, a part of a folder's content may be gone. A path that is a socket or
-    a pipe stays.
+    a pipe stays; one inside a folder is removed with it.
 
     Args:
         path: The file, link or folder.

@@ -352,7 +352,7 @@ def decode_after_header(
 
     Raises:
         InvalidInputError: An animation, a damaged or truncated file, or HEIC or AVIF without the
-            extra `heic`.
+            extra `heic`. Also for a height or width below 1, or an unknown filter.
     """
     upright = Frame(height, width, fit, shortest, interpolation, margin)
     try:

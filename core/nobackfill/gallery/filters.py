@@ -125,7 +125,7 @@ def check_filter(condition: Filter) -> frozenset[str]:
     Keys and texts are not checked.
 
     Args:
-        condition: The filter; None is none, so that callers test for it first.
+        condition: The filter; None and a mapping are refused, see `as_filter`.
 
     Returns:
         The keys; empty for a filter without tests.

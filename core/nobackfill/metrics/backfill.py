@@ -281,7 +281,8 @@ def curves_by_order(
         line: Converts distances of served items.
 
     Returns:
-        A curve by name, in the order of `orders`; empty without orders.
+        A curve by name, in the order of `orders`; empty without orders, where the vectors are
+        checked all the same.
 
     Raises:
         ValueError: An order is no permutation of all items. Or there are no queries or no shares,

@@ -120,7 +120,9 @@ def list_cells(manifests: Mapping[int, Manifest]) -> list[CellName]:
     are not left out.
 
     Returns:
-        The cells, each once, ascending by the query's release; empty without releases.
+        The cells, each once, ascending by the query's release; empty without releases. For a
+        release they are its own cell, then those that it serves, then the naive swaps, each by the
+        older release.
     """
     cells: list[CellName] = []
     for number, manifest in sorted(manifests.items()):

@@ -200,8 +200,8 @@ def relevance_without_copies(queries: ImageListing, gallery: ImageListing) -> tu
         The relevance, and the number of queries with a copy in the gallery.
 
     Raises:
-        InvalidInputError: No query has a class of the gallery, there are no queries, or a file
-            cannot be read.
+        InvalidInputError: No query has a class folder's name of the gallery, there are no queries,
+            or a file cannot be read.
     """
     numbers = {name: label for label, name in enumerate(gallery.class_names)}
     labels = [numbers.get(queries.class_names[label], -1) for label in queries.labels]

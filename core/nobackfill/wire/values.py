@@ -197,8 +197,8 @@ def to_filter(where: Mapping[str, Scalar] | Filter | None) -> types.Filter:
     Raises:
         InvalidInputError: The filter has too many tests, values or levels, a NaN, an integer of
             more than 64 bits, a time outside of the years 1 to 9999, or a text with half a
-            surrogate pair. A value of a mapping is None, a mapping, or a list of anything but
-            texts, or an integer beyond the largest float.
+            surrogate pair. A value of a mapping or a OneOf is None, a mapping, or a list of
+            anything but texts. A value of a mapping is an integer beyond the largest float.
         TypeError: `where` is neither a mapping nor a filter, a key is no text, or a bound of a
             Range is no number.
     """

@@ -324,7 +324,7 @@ class LineItems:
     def read(self, name: str, most_bytes: int) -> str | None:
         """Read an item's text from its line; index new lines first.
 
-        Threads wait for each other while the file is read.
+        The last line of an id counts. Threads wait for each other while the file is read.
 
         Args:
             name: the item's id.

@@ -52,7 +52,8 @@ def write_index(
 ) -> None:
     """Write an index file atomically.
 
-    Only one process may write a path at a time: temporary files of others are removed.
+    A kill leaves the earlier file, and perhaps a temporary one, which the next call removes. Only
+    one process may write a path at a time: temporary files of others are removed.
 
     Args:
         path: The file, in an existing folder; it gets mode 0600.

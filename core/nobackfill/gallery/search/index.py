@@ -227,7 +227,8 @@ def prepare_vectors(metric: Metric, vectors: Vectors) -> Vectors:
     the same array is returned, not a copy.
 
     Args:
-        metric: squared_l2, which returns the vectors as they are, or cosine.
+        metric: squared_l2, which returns the vectors as they are, or cosine, for which any other
+            text counts.
         vectors: float32 [n, dim]; not changed, and not checked. Vectors of a norm below 1e-30 do
             not reach norm 1.
     """

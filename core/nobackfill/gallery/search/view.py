@@ -534,7 +534,7 @@ class Snapshot:
             labels: int64 [m]; labels that it does not have are ignored.
 
         Returns:
-            A new snapshot; this one does not change.
+            A new snapshot, also where nothing is removed; this one does not change.
         """
         return replace(
             self, base=self.base.without_labels(labels), delta=self.delta.without_labels(labels)
@@ -603,7 +603,8 @@ def apply_change(snapshot: Snapshot, change: Change) -> Snapshot:
         change: The commit; its vectors are checked already.
 
     Returns:
-        The successor; `snapshot` itself if the change does not concern it.
+        The successor. If the change does not concern the snapshot, the successor has the same
+        parts.
     """
     snapshot = snapshot.remove(change.deleted)
     labels, vectors = change.added.get(snapshot.spec.space, (None, None))

@@ -155,10 +155,10 @@ def publish(
 
     Checks digests, spaces, predecessors, the gate's verdict, every ONNX file and the golden probes.
     The checks run in a child and may take minutes; the publication's lock is held meanwhile. All
-    new files are in memory at once.
-    Leftovers of an interrupted publish are removed first. Readers see the release only after the
-    last step, so an error or a kill before it changes nothing for them. After an interruption, run
-    it again. An error after the checks may leave new keys, which the next call uses.
+    new files are in memory at once. Leftovers of an interrupted publish are removed first. Readers
+    see the release only after the last step, so an error or a kill before it changes nothing for
+    them. After an interruption, run it again. An error after the checks may leave new keys, which
+    the next call uses.
 
     Args:
         repo: The publication folder, made if missing.

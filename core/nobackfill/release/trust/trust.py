@@ -604,8 +604,9 @@ def download(fetcher: Fetcher, base_url: str, target: TargetFile, destination: P
     The bytes go into a file with the suffix .part next to `destination`. It gets its name after its
     digest was checked.
 
-    A resumed download with a wrong digest is tried once more from the beginning. Calls for one
-    destination must not overlap. There is no time limit, only a lowest speed.
+    A partial download stays after a kill, too. A resumed download with a wrong digest is tried once
+    more from the beginning. Calls for one destination must not overlap. There is no time limit,
+    only a lowest speed.
 
     Args:
         fetcher: The source.
