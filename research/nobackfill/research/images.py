@@ -393,9 +393,10 @@ def place_images(preset: Preset, source: Path, root: Path, seed: int) -> Path:
         preset: the comparison.
         source: the images, as in `train_and_test`.
         root: the folder of the comparison.
-        seed: the seed of the place.
+        seed: the seed of the place, at least 0.
 
     Raises:
+        ValueError: the preset is a development split, and the seed is negative.
         NotFoundError: SOURCE lacks `train` or `test`, where the preset does not divide the images.
         ConfigurationError: SOURCE cannot be read.
         InvalidInputError: there is no class folder, there are too few, or a class is empty.
@@ -425,8 +426,8 @@ SHIFTS: Mapping[str, Callable[[Image.Image], Image.Image]] = {
 def write_shifted(test: Path, into: Path) -> None:
     """Write the images of TEST as PNG below INTO, in the same class folders, blurred or negated.
 
-    The name of INTO selects the change. INTO must not exist, which only the last step notices; it
-    appears when it is complete.
+    The name of INTO selects the change. INTO must not exist, which only the last step notices; an
+    empty folder there is replaced. It appears when it is complete.
 
     An earlier INTO.part is removed; after an error, the new one stays. If names differ only in the
     suffix, the last image stays.

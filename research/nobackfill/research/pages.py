@@ -187,7 +187,8 @@ def row_label(name: str, row: RowResult | None, results: Results) -> str:
 def seeds_line(results: Results) -> str:
     """Describe in one sentence the seeds of results, and what their deviation is.
 
-    Seeds must increase: only the first and the last decide whether they are consecutive.
+    For one seed it says that there is no deviation, and that no claim is decided. Seeds must
+    increase: only the first and the last decide whether they are consecutive.
 
     Raises:
         IndexError: the results have no seeds.
