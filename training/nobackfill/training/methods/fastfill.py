@@ -129,8 +129,9 @@ class FastFillObjective(ForwardObjective):
         """Scale the variances to the residuals of held-out images; without any, leave them.
 
         The factor is logged as `variance_factor`. With keep_best the weights of the best epoch are
-        loaded first. The upgrade is in eval mode afterwards if there are held-out images. A NaN
-        among held-out vectors makes all variances NaN.
+        loaded first; then `adjust_upgrade` is called, also without held-out images. The upgrade is
+        in eval mode afterwards if there are held-out images. A NaN among held-out vectors makes all
+        variances NaN. Call it once.
 
         Raises:
             ValueError: every held-out prediction equals its target.

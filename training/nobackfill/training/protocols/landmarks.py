@@ -71,6 +71,7 @@ def read_landmarks(folder: Path, usage: str = "Private") -> Landmarks:
         InvalidInputError: a file is no UTF-8 text, a column is missing, or a row is too short; or
             an answer is not in the index, or there is no query of this usage.
         OSError: a file exists, but cannot be read.
+        csv.Error: a field is longer than 131,072 characters.
     """
     listed = first_existing(folder / "index.csv", folder / "index" / "index.csv")
     index = tuple(row["id"] for row in read_table(listed, ("id",)))

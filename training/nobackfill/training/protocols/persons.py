@@ -191,6 +191,7 @@ def read_subject_templates(path: Path) -> SubjectTemplates:
             none, or a template has two subjects.
         OSError: the file exists, but cannot be read.
         OverflowError: a number does not fit int64.
+        csv.Error: a field is longer than 131,072 characters.
     """
     subjects: dict[int, int] = {}
     for row in read_table(path, ("TEMPLATE_ID", "SUBJECT_ID")):
@@ -335,6 +336,7 @@ def ijbc(root: Path, _scratch: Path, points: OperatingPoints = OperatingPoints()
         InvalidInputError: a file is no UTF-8 text or has another form.
         OSError: a file exists, but cannot be read.
         OverflowError: a number in a file does not fit int64.
+        csv.Error: a field is longer than 131,072 characters.
     """
     meta = root / "meta"
     faces, pairs = read_faces(meta), read_pairs(meta)
