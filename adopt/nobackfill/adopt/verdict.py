@@ -124,6 +124,7 @@ class MapChoice:
 
         Raises:
             InvalidInputError: Fewer than 2 pairs are left, or the trainer returns unusable layers.
+                `kind` needs a converter or a trainer that is missing.
             IncompatibleSpaceError: The converter has other dimensions than the pairs.
             ValueError: A vector holds NaN or infinity. Or fewer than 2 pairs are left, for the kind
                 "corrected" or with queries.

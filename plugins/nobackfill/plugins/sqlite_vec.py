@@ -504,7 +504,7 @@ class VecTable:
         of other rows, or IndexError.
 
         Args:
-            places: Rowids, in order.
+            places: Rowids; one that is given twice counts once.
             values: Whether to read the other columns, too.
 
         Raises:
@@ -750,7 +750,7 @@ class SqliteVecSource:
 
         Args:
             vector: float32 [dim].
-            count: The most ids to return; vec0 returns at most 4096.
+            count: The most ids to return, at least 0; vec0 returns at most 4096.
             new_name: Table of new vectors to search; None for the old ones.
 
         Raises:

@@ -490,7 +490,8 @@ class CollectionCopy:
     def pending(self, window: Window) -> Rows:
         """Delete copies of deleted and changed items; then read the items without a copy.
 
-        An item that a writer put into the copy is never pending, and never deleted.
+        An item that a writer put into the copy is never pending, and never deleted. Without any
+        pending item, the rows are empty and of dimension 0.
 
         Raises:
             InvalidInputError: An item has no vector, or the vectors have several dimensions; stale

@@ -793,9 +793,11 @@ class PgvectorColumn:
         return []
 
     def finish(self) -> list[str]:
-        """Return the statements that build the missing indexes and flip; none after a flip. Nothing
-        is changed. If the column cannot be flipped, sentences name the obstacles instead of the
-        flip.
+        """Return what is left to do, in order; nothing after a flip. Nothing is changed.
+
+        First come statements that build missing indexes, then a sentence to switch the queries, and
+        last a transaction that flips. If the column cannot be flipped, sentences name the obstacles
+        instead of the last two.
 
         Raises:
             UnavailableError: The server does not answer.

@@ -431,9 +431,10 @@ def pull(
 ) -> PullReport:
     """Restore images from the vault into a folder, and compare each with its digest.
 
-    A failed image is reported and does not affect the others. Existing files are never replaced. A
-    file gets the name that it had, or one made of its digest if that name is in use. Files get mode
-    0600. Images that were restored before an error stay.
+    An image that the vault lacks, or whose bytes are not as they were, is reported and does not
+    affect the others; any other error ends the call. Existing files are never replaced. A file gets
+    the name that it had, or one made of its digest if that name is in use. Files get mode 0600.
+    Images that were restored before an error stay.
 
     Args:
         device: the gallery.

@@ -705,7 +705,7 @@ class MilvusCollection:
         They come in any order; their partition is not read, and counts as "" in `digest`. A number
         in another spelling, such as 01, is unknown.
 
-        Earlier writes are visible.
+        Earlier writes are visible. An id that is given twice may come twice.
 
         Raises:
             UnavailableError: Milvus does not answer within a minute.
