@@ -132,6 +132,7 @@ class Serving:
             UnavailableError: the database does not answer.
             VerificationError: a release's manifest cannot be used, or the state in the database is
                 damaged.
+            ConfigurationError: the database refuses the statement, as without rights.
         """
 
         def answering(state: State) -> dict[str, object]:
@@ -168,6 +169,7 @@ class Serving:
             UnavailableError: the database does not answer.
             VerificationError: a release's manifest cannot be used, or the state in the database is
                 damaged.
+            ConfigurationError: the database refuses the statement, as without rights.
         """
         # Queries of the active release have no end.
         space = self._catalog.manifest(release).space
@@ -187,11 +189,12 @@ class Serving:
         which is logged. Galleries that are set aside already are left out.
 
         Returns:
-            The replaced plans, for `settle`.
+            The replaced plans, for `settle`, in any order; also those of galleries that were set
+            aside now.
 
         Raises:
             UnavailableError: the database does not answer; this is not the gallery's fault.
-                Galleries before it have new plans.
+                Galleries before it have new plans, but the served release is not announced.
         """
         old = []
         for hosted in self._galleries.all():
@@ -262,6 +265,7 @@ class Serving:
                 check.
             LockOrderError: the thread holds a lock that comes later.
             CannotWriteError: the publication's verified metadata cannot be stored.
+            ConfigurationError: the database refuses the statement, as without rights.
         """
         if self.free_unused(old):
             self._state.catch_up()

@@ -231,6 +231,7 @@ class GatewayState(ABC):
             BusyError: the database is busy; the state is unchanged.
             UnavailableError: the database does not answer; the state is unchanged.
             VerificationError: the state in the database is damaged, or a newer version wrote it.
+            ConfigurationError: the database refuses the statement, as without rights.
         """
         return self.revise(lambda _current: values)
 
@@ -256,6 +257,7 @@ class GatewayState(ABC):
             VerificationError: the state in the database is damaged, or a newer version wrote it.
             pydantic.ValidationError: a name is no field of State, or a value has the wrong type;
                 the state is unchanged.
+            ConfigurationError: the database refuses the statement, as without rights.
         """
 
     def catch_up(self) -> None:
@@ -269,6 +271,7 @@ class GatewayState(ABC):
             VerificationError: the shared state or a new gallery is damaged, or a model fails its
                 check.
             CannotWriteError: the publication's verified metadata cannot be stored.
+            ConfigurationError: the database refuses the statement, as without rights.
         """
         self.follow()
 
@@ -282,6 +285,7 @@ class GatewayState(ABC):
             BusyError: the database is busy.
             UnavailableError: the database does not answer.
             VerificationError: the state in the database is damaged, or a newer version wrote it.
+            ConfigurationError: the database refuses the statement, as without rights.
         """
         return {}
 
@@ -300,6 +304,7 @@ class GatewayState(ABC):
             BusyError: the transaction collided with others too often.
             UnavailableError: the database does not answer.
             NobackfillError: as `work`. If the state is not shared, what `work` did before stays.
+            ConfigurationError: the database refuses the statement, as without rights.
         """
         return work()
 
@@ -313,6 +318,7 @@ class GatewayState(ABC):
             UnavailableError: the database does not answer.
             BusyError: the record of the lead is locked for too long, or this gateway may not write.
             CannotWriteError: the database cannot write.
+            ConfigurationError: the database refuses the statement, as without rights.
         """
         return Lead()
 
@@ -327,6 +333,7 @@ class GatewayState(ABC):
             BusyError: the database is busy.
             UnavailableError: the database does not answer.
             VerificationError: the state in the database is damaged, or a newer version wrote it.
+            ConfigurationError: the database refuses the statement, as without rights.
         """
         if self.current.activation is not None:
             self.change(activation=None)
@@ -342,6 +349,7 @@ class GatewayState(ABC):
         Raises:
             BusyError: another gateway took longer.
             UnavailableError: the database does not answer.
+            ConfigurationError: the database refuses the statement, as without rights.
         """
         return nullcontext()
 
@@ -358,6 +366,7 @@ class GatewayState(ABC):
         Raises:
             BusyError: the database is busy.
             UnavailableError: the database does not answer.
+            ConfigurationError: the database refuses the statement, as without rights.
         """
         return None
 
@@ -375,6 +384,7 @@ class GatewayState(ABC):
             BusyError: the database is busy.
             UnavailableError: the database does not answer.
             CannotWriteError: the database cannot write.
+            ConfigurationError: the database refuses the statement, as without rights.
         """
 
     def audit(self, who: str, what: str, of_what: str) -> None:
@@ -416,6 +426,7 @@ class GatewayState(ABC):
             UnavailableError: the database does not answer.
             BusyError: the database is busy.
             VerificationError: the file of the audit cannot be read.
+            ConfigurationError: the database refuses the statement, as without rights.
         """
 
 

@@ -133,7 +133,7 @@ class VaultBlobs:
         Args:
             owner: the owner.
             blob_id: its id.
-            offset: the first byte; the blob's size gives no bytes.
+            offset: the first byte, at least 0; the blob's size gives no bytes.
 
         Returns:
             The blob, and its bytes in chunks. The file stays open until they are read or closed,

@@ -274,6 +274,7 @@ class Searching:
             CancelledError: the caller has cancelled the call.
             BusyError: the database is busy.
             CannotWriteError: the gallery's file cannot be opened, or the disk fails.
+            ConfigurationError: the database refuses the statement, as without rights.
         """
         return single_answer(
             self._answer(hosted, SearchRequest((query,), k, filtered, ef, single=True))
@@ -457,6 +458,7 @@ class Answerers:
             BusyError, UnavailableError: the store is busy, or does not answer.
             VerificationError: the store is damaged.
             CannotWriteError: the gallery's file cannot be opened, or the disk fails.
+            ConfigurationError: the database refuses the statement, as without rights.
         """
         for question in questions:
             for part in question.parts:
@@ -568,6 +570,7 @@ class PlainAnswerer:
                 as signed.
             BusyError, NotFoundError, CannotWriteError: the store is busy, closed, or cannot be
                 opened while searches are counted.
+            ConfigurationError: the database refuses the statement, as without rights.
         """
         items = [query for query in request.queries if isinstance(query, bytes | str)]
         embedded = iter(self._shared.embed([part.query for part in self.parts], items, request))

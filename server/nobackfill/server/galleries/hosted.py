@@ -551,6 +551,7 @@ class Hosted(ABC):
                 safe.
             CannotWriteError: the store cannot be written.
             VerificationError: the store is damaged.
+            ConfigurationError: the database refuses the statement, as without rights.
         """
         self.store.put(ids, vectors, digests=digests, metadata=metadata)
 
@@ -561,6 +562,7 @@ class Hosted(ABC):
         Raises:
             DamagedError: a part is missing that was not deleted by a gateway.
             BusyError, UnavailableError: the database is busy, or does not answer.
+            ConfigurationError: the database refuses the statement, as without rights.
         """
 
     @abstractmethod
@@ -617,6 +619,7 @@ class Hosted(ABC):
             BusyError, UnavailableError: the store is busy, or does not answer.
             VerificationError: the store is damaged.
             CannotWriteError: the file cannot be opened, or the disk fails.
+            ConfigurationError: the database refuses the statement, as without rights.
         """
 
     def spaces_of(self, label: int) -> list[str]:
@@ -666,6 +669,7 @@ class Hosted(ABC):
             BusyError, UnavailableError: the store is busy, or does not answer.
             VerificationError: the store is damaged.
             CannotWriteError: the file cannot be opened, or the disk fails.
+            ConfigurationError: the database refuses the statement, as without rights.
         """
 
     @abstractmethod
@@ -682,6 +686,7 @@ class Hosted(ABC):
             BusyError, UnavailableError: the store is busy, or does not answer.
             VerificationError: the store is damaged.
             CannotWriteError: the file cannot be opened, or the disk fails.
+            ConfigurationError: the database refuses the statement, as without rights.
         """
 
     @abstractmethod
@@ -696,6 +701,7 @@ class Hosted(ABC):
             BusyError, UnavailableError: the store is busy, or does not answer.
             CannotWriteError: the store cannot be written.
             VerificationError: the store is damaged.
+            ConfigurationError: the database refuses the statement, as without rights.
         """
 
     @abstractmethod
@@ -714,6 +720,7 @@ class Hosted(ABC):
             CannotWriteError: the store cannot be written.
             VerificationError: the store is damaged.
             NobackfillError: whatever `check_stop` raises.
+            ConfigurationError: the database refuses the statement, as without rights.
         """
 
     def drop_space(self, space: str) -> None:
@@ -728,6 +735,7 @@ class Hosted(ABC):
             BusyError, UnavailableError: the store is busy, or does not answer.
             CannotWriteError: the store cannot be written.
             VerificationError: the store is damaged.
+            ConfigurationError: the database refuses the statement, as without rights.
         """
         self.store.drop_space(space)
 
@@ -801,6 +809,7 @@ class Hosted(ABC):
             BusyError, UnavailableError: the store is busy, or does not answer.
             VerificationError: the store is damaged.
             CannotWriteError: the file cannot be opened, or the disk fails.
+            ConfigurationError: the database refuses the statement, as without rights.
         """
         return self._count(None)
 
@@ -932,6 +941,7 @@ class Home(Protocol):
             BusyError: another process holds it, or the database is busy.
             UnavailableError: the database does not answer.
             CannotWriteError: the file cannot be read, or the disk has no room for SQLite's files.
+            ConfigurationError: the database refuses the statement, as without rights.
         """
         ...
 
@@ -970,6 +980,7 @@ class Home(Protocol):
             CannotWriteError: it cannot be removed, or a folder does not exist. A database ignores
                 an unknown name.
             BusyError, UnavailableError: the database is busy, or does not answer.
+            ConfigurationError: the database refuses the statement, as without rights.
         """
         ...
 

@@ -436,6 +436,7 @@ class Quotas:
             VerificationError: the gallery is set aside.
             BusyError, UnavailableError: a store is busy, or does not answer.
             CannotWriteError: a gallery's file cannot be opened, or the disk fails.
+            ConfigurationError: the database refuses the statement, as without rights.
         """
         names, limit = principal.galleries, principal.items
         if names is None or limit is None:

@@ -460,6 +460,12 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc] # unt
     def Watch(  # noqa: N802
         self, request: health_pb2.HealthCheckRequest, context: grpc.ServicerContext
     ) -> Iterator[health_pb2.HealthCheckResponse | None]:
+        """Yield a service's status at once, and again after each change; None means that nothing is
+        new.
+
+        An unknown service has the status SERVICE_UNKNOWN until it is set. It ends only when the
+        caller, or the gateway, ends the call. Statuses between two looks are not seen.
+        """
         last = None
         while True:
             status = self._statuses.get(

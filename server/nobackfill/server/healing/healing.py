@@ -293,6 +293,7 @@ class HealingAnswerer:
             NotFoundError: the gallery was closed or deleted.
             VerificationError: the store, or a model's output, is damaged.
             CannotWriteError: the gallery's file cannot be opened, or the disk fails.
+            ConfigurationError: the database refuses the statement, as without rights.
         """
         questions = self._plain.questions(hosted, request)
         answers: dict[Question, QueryAnswer] = {}

@@ -200,6 +200,7 @@ def lagging_galleries(parts: Parts) -> dict[str, str]:
         BusyError, UnavailableError: the store is busy, or does not answer.
         VerificationError: the store is damaged.
         CannotWriteError: the file cannot be opened, or the disk fails.
+        ConfigurationError: the database refuses the statement, as without rights.
     """
     return {
         hosted.name: str(hosted.state(NOTE) or "its upgrade is running")
@@ -225,6 +226,7 @@ def end_jobs(parts: Parts, phase: Phase, message: str) -> None:
         BusyError, UnavailableError: the store is busy, or does not answer.
         CannotWriteError: the store cannot be written.
         VerificationError: the store is damaged.
+        ConfigurationError: the database refuses the statement, as without rights.
     """
     for hosted in parts.galleries.all():
         why = str(hosted.state(NOTE) or "") if phase is Phase.DONE else message
@@ -280,6 +282,7 @@ class Activations:
             VerificationError: the publication, the release's manifest or the state in the database
                 is not valid.
             LockOrderError: the thread holds a lock that comes later.
+            ConfigurationError: the database refuses the statement, as without rights.
         """
         if old_space_seconds > _MAX_OLD_SPACE_SECONDS:
             raise InvalidInputError(
@@ -339,6 +342,7 @@ class Activations:
             LockOrderError: the thread holds a lock that comes later.
             VerificationError: the state in the database is damaged, or a newer version wrote it.
             NotFoundError: the gallery was deleted meanwhile.
+            ConfigurationError: the database refuses the statement, as without rights.
         """
         with self.exclusive(), self._take_lead("begin another activation") as lead:
             record = Activation(
@@ -372,6 +376,7 @@ class Activations:
                 check.
             LockOrderError: the thread holds a lock that comes later.
             NotFoundError: a gallery was deleted meanwhile.
+            ConfigurationError: the database refuses the statement, as without rights.
         """
         if self._parts.state.current.activation is None or self.running() is not None:
             return None
@@ -432,6 +437,7 @@ class Activations:
             CannotWriteError: the state cannot be written.
             UnavailableError, BusyError: the database does not answer, or is busy.
             VerificationError: the state in the database is damaged, or a newer version wrote it.
+            ConfigurationError: the database refuses the statement, as without rights.
         """
         check_canary(canary)
 
@@ -468,6 +474,7 @@ class Activations:
             UnavailableError: the database does not answer.
             LockOrderError: the thread holds a lock that comes later.
             VerificationError: the state in the database is damaged, or a newer version wrote it.
+            ConfigurationError: the database refuses the statement, as without rights.
         """
 
         def promoted(state: State) -> Mapping[str, object]:
@@ -507,6 +514,7 @@ class Activations:
             CannotWriteError: the state cannot be written.
             UnavailableError, BusyError: the database does not answer, or is busy.
             VerificationError: the state in the database is damaged, or a newer version wrote it.
+            ConfigurationError: the database refuses the statement, as without rights.
         """
 
         def dropped(state: State) -> Mapping[str, object]:
@@ -577,6 +585,7 @@ class Activations:
             VerificationError: the shared state or a new gallery is damaged, or a model fails its
                 check.
             CannotWriteError: the publication's verified metadata cannot be stored.
+            ConfigurationError: the database refuses the statement, as without rights.
         """
         check_lock_order(Level.RELEASES)
         if not self._lock.acquire(timeout=_LOCK_SECONDS):
@@ -603,6 +612,7 @@ class Activations:
             BusyError: the database is busy.
             VerificationError: the shared state or a new gallery is damaged, or a model fails its
                 check.
+            ConfigurationError: the database refuses the statement, as without rights.
         """
         self.interrupt()
         self._parts.state.depose()

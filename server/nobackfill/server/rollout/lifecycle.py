@@ -136,6 +136,8 @@ class Lifecycle:
             CannotWriteError: the sample, or the publication's verified metadata, cannot be written.
             BusyError, UnavailableError: a store or the publication is busy, or cannot be read.
             OSError: the child process of a trial cannot be started.
+            IncompatibleSpaceError: the active space was deleted meanwhile.
+            ConfigurationError: the database refuses the statement, as without rights.
         """
         target = self._catalog.find(release)
         with self._galleries.use_gallery(name) as hosted:
@@ -183,12 +185,13 @@ class Lifecycle:
             UnavailableError: the model server or the database does not answer.
             NotFoundError: no gallery has this name, or the active release is not published any
                 more.
-            VerificationError: the gallery is set aside or damaged, the active release's manifest or
-                the shared state cannot be used, or a model's output has another shape.
+            VerificationError: the gallery is set aside or damaged, a model's output has another
+                shape, or the active release's manifest, the shared state or the saved job cannot be
+                used, as from a newer version.
             NoEncoderError: the release embeds no images.
             DeadlineError, CancelledError: the call's time is over, or its caller has gone; earlier
                 images stay re-embedded.
-            VerificationError: the saved job is not valid, or a newer version wrote it.
+            ConfigurationError: the database refuses the statement, as without rights.
         """
         active = self._catalog.manifest(self._state.active())
         if release not in (0, active.release):
@@ -295,10 +298,10 @@ class Lifecycle:
 
         Raises:
             NotFoundError: no gallery has this name, or it is being deleted.
-            VerificationError: the gallery is set aside, or the state in the database is damaged.
+            VerificationError: the gallery is set aside, or the state in the database is damaged; or
+                the saved job is not valid, or a newer version wrote it.
             BusyError, UnavailableError: the state or the database is busy, or does not answer.
             CannotWriteError: the state cannot be written.
-            VerificationError: the saved job is not valid, or a newer version wrote it.
             ConfigurationError: the database refuses the statement.
         """
         with self._galleries.use_gallery(name) as hosted:
@@ -315,10 +318,10 @@ class Lifecycle:
 
         Raises:
             NotFoundError: no gallery has this name, or it is being deleted.
-            VerificationError: the gallery is set aside.
+            VerificationError: the gallery is set aside; or the saved job is not valid, or a newer
+                version wrote it.
             UnavailableError: the database does not answer.
             BusyError: the database is busy.
-            VerificationError: the saved job is not valid, or a newer version wrote it.
             CannotWriteError: the gallery's file cannot be opened, or the disk fails.
             ConfigurationError: the database refuses the statement.
         """

@@ -69,6 +69,7 @@ class Rollbacks:
             VerificationError: a gallery is damaged.
             CannotWriteError: a gallery's file cannot be opened, or the disk fails.
             NotFoundError: a gallery was deleted meanwhile.
+            ConfigurationError: the database refuses the statement, as without rights.
         """
         self._was_planned = True
         return self._plan()
@@ -163,6 +164,7 @@ class Rollbacks:
             NotFoundError: a gallery was deleted meanwhile.
             VerificationError: a gallery is damaged.
             LockOrderError: the thread holds a lock that comes later.
+            ConfigurationError: the database refuses the statement, as without rights.
         """
         with self._activations.exclusive():
             self._activations.refuse_second("retire the old releases")

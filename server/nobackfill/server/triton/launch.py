@@ -28,6 +28,11 @@ LOAD, AND, EQUAL, RETURN = 0x20, 0x54, 0x15, 0x06
 
 
 def main() -> None:
+    """Run the program of the arguments, and wait for its end; then kill the process group.
+
+    This process is killed too, so the program's exit status is lost. SIGTERM is passed on to the
+    program.
+    """
     launcher = os.getpid()
     program = os.fork()
     if not program:

@@ -47,6 +47,7 @@ def backfill(
         BusyError: the store is locked for too long.
         CannotWriteError: the store cannot be written.
         VerificationError: the store, or a model's output, is damaged.
+        ConfigurationError: the database refuses the statement, as without rights.
     """
     with hosted.use_plan() as plan:
         manifest = plan.parts[-1].query
@@ -107,6 +108,7 @@ def re_embed_images(
         IncompatibleSpaceError: the gallery does not have the space.
         NotFoundError: the gallery is closed or deleted.
         VerificationError: the store, or a model's output, is damaged.
+        ConfigurationError: the database refuses the statement, as without rights.
     """
     size, decoded_items = manifest.frame, []
     for item, decoded in zip(items, embedding.decoding.each(images, [size]), strict=True):
@@ -162,6 +164,7 @@ def re_embed_texts(
         CannotWriteError: the store cannot be written.
         VerificationError: the store, or a model's output, is damaged.
         TooLargeError: the texts together are too large for one call.
+        ConfigurationError: the database refuses the statement, as without rights.
     """
     good = []
     rows = embedding.text_rows(manifest, texts, "document")

@@ -70,6 +70,7 @@ def subgroups(hosted: Hosted, searching: Searching, key: str) -> list[Subgroup]:
         VerificationError: the store is damaged.
         CannotWriteError: the file cannot be opened, or the disk fails.
         NeedsImageError: the plan has changed meanwhile, and needs a vector of another space.
+        ConfigurationError: the database refuses the statement, as without rights.
     """
     plan = hosted.plan
     groups = hosted.store.group_by_value(key, plan.query.space)

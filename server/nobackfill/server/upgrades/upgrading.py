@@ -194,7 +194,8 @@ def estimate_cost(
     """Estimate an upgrade from a few items, on a machine as busy as it is now.
 
     It runs the models, and builds a small graph, in this thread; it takes seconds. The gallery
-    stays unchanged.
+    stays unchanged; for a gallery in a file, a temporary file is written beside its folder. Without
+    an item to migrate, `items` is 0, and the seconds are those of opening and measuring.
 
     Args:
         hosted: the gallery.
@@ -214,6 +215,8 @@ def estimate_cost(
         NotFoundError: the gallery is closed or deleted.
         BusyError: the store is busy.
         NobackfillError: whatever `open_runner` raises.
+        ConfigurationError: the database refuses the statement, as without rights.
+        OSError: the temporary file cannot be created.
     """
     runner, opening = _timed(open_runner)
     _, measuring = _timed(
@@ -374,6 +377,7 @@ class Upgrading:
             BusyError, UnavailableError: the store is busy, or does not answer.
             VerificationError: the store is damaged.
             CannotWriteError: the file cannot be opened, or the disk fails.
+            ConfigurationError: the database refuses the statement, as without rights.
         """
         spec = hosted.spec()
         space = spec.space if is_direct else None
@@ -414,6 +418,7 @@ class Upgrading:
                 folder cannot be read.
             IncompatibleSpaceError: the active space was deleted meanwhile.
             OSError: the child process of a trial cannot be started.
+            ConfigurationError: the database refuses the statement, as without rights.
         """
         route = self._need_route(hosted, target.release)
         if not route.steps:
@@ -560,6 +565,7 @@ class Upgrading:
             UnavailableError: the database does not answer.
             BusyError: the database is busy.
             VerificationError: the state in the database is damaged, or a newer version wrote it.
+            ConfigurationError: the database refuses the statement, as without rights.
         """
         self._state.revise(lambda state: {"paused": tuple({*state.paused, gallery})})
         self._change_state(gallery, JobState.PAUSED)
@@ -574,6 +580,7 @@ class Upgrading:
             UnavailableError: the database does not answer.
             BusyError: the database is busy.
             VerificationError: the state in the database is damaged, or a newer version wrote it.
+            ConfigurationError: the database refuses the statement, as without rights.
         """
         if self.is_paused(gallery):
             self._unpause({gallery})
@@ -671,6 +678,7 @@ class Upgrading:
             BusyError, UnavailableError: the store is busy, or does not answer.
             CannotWriteError: the store cannot be written.
             VerificationError: the store is damaged.
+            ConfigurationError: the database refuses the statement, as without rights.
         """
         source = hosted.spec().release
         if source != release:
@@ -710,6 +718,7 @@ class Upgrading:
         Raises:
             BusyError, UnavailableError: the database is busy, or does not answer.
             CannotWriteError: the database cannot write.
+            ConfigurationError: the database refuses the statement, as without rights.
         """
         self._change_state(gallery, JobState.FAILED, message)
 
@@ -728,9 +737,9 @@ class Upgrading:
             CannotWriteError: the database cannot write.
             NotFoundError: the gallery is closed or deleted.
             BusyError, UnavailableError: the store is busy, or does not answer.
-            VerificationError: the store is damaged.
+            VerificationError: the store is damaged; or the saved job is not valid, or a newer
+                version wrote it.
             IncompatibleSpaceError: a space was deleted meanwhile; the items are counted already.
-            VerificationError: the saved job is not valid, or a newer version wrote it.
             ConfigurationError: the database refuses the statement.
         """
         spec, older = (

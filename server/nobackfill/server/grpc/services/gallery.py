@@ -64,6 +64,7 @@ def get(hosted: Hosted, name: str) -> pb.GetItemResponse:
         VerificationError: the gallery is damaged.
         CannotWriteError: the gallery's file cannot be opened, or the disk fails.
         IncompatibleSpaceError: the active space was deleted meanwhile.
+        ConfigurationError: the database refuses the statement, as without rights.
     """
     entry = hosted.store.get(name)
     if entry is None:
@@ -100,6 +101,7 @@ def page(hosted: Hosted, request: pb.ListItemsRequest) -> pb.ListItemsResponse:
         VerificationError: the gallery is damaged.
         CannotWriteError: the gallery's file cannot be opened, or the disk fails.
         IncompatibleSpaceError: the active space was deleted meanwhile.
+        ConfigurationError: the database refuses the statement, as without rights.
     """
     if request.page_size > LARGEST_PAGE:
         raise InvalidInputError(
@@ -159,6 +161,7 @@ def count(hosted: Hosted, filtered: types.Filter) -> int:
         BusyError: the database is busy.
         VerificationError: the gallery is damaged.
         CannotWriteError: the gallery's file cannot be opened, or the disk fails.
+        ConfigurationError: the database refuses the statement, as without rights.
     """
     conditions = from_filter(filtered)
     return hosted.store.count() if conditions is None else len(hosted.filtering.passing(conditions))
@@ -553,6 +556,7 @@ class GalleryService(GalleryServiceServicer):
             BusyError: the database is busy.
             CannotWriteError: the gallery's file cannot be opened, or the disk fails.
             IncompatibleSpaceError: the active space was deleted meanwhile.
+            ConfigurationError: the database refuses the statement, as without rights.
         """
         with self._galleries.use_gallery(request.gallery) as hosted:
             return get(hosted, request.id)
@@ -572,6 +576,7 @@ class GalleryService(GalleryServiceServicer):
             BusyError: the database is busy.
             CannotWriteError: the gallery's file cannot be opened, or the disk fails.
             IncompatibleSpaceError: the active space was deleted meanwhile.
+            ConfigurationError: the database refuses the statement, as without rights.
         """
         with self._galleries.use_gallery(request.gallery) as hosted:
             return page(hosted, request)
@@ -588,6 +593,7 @@ class GalleryService(GalleryServiceServicer):
             UnavailableError: the database does not answer.
             BusyError: the database is busy.
             CannotWriteError: the gallery's file cannot be opened, or the disk fails.
+            ConfigurationError: the database refuses the statement, as without rights.
         """
         with self._galleries.use_gallery(request.gallery) as hosted:
             return pb.CountItemsResponse(items=count(hosted, request.filter))
@@ -608,6 +614,7 @@ class GalleryService(GalleryServiceServicer):
             UnavailableError: the database does not answer.
             DeadlineError: the call's time is over; items that were changed before stay changed.
             CancelledError: the caller has cancelled the call, likewise.
+            ConfigurationError: the database refuses the statement, as without rights.
         """
         with self._galleries.use_gallery(request.gallery) as hosted:
             return pb.SetMetadataResponse(items=set_metadata(hosted, request))
@@ -630,6 +637,7 @@ class GalleryService(GalleryServiceServicer):
             UnavailableError: the database does not answer.
             DeadlineError: the call's time is over.
             CancelledError: the caller has cancelled the call.
+            ConfigurationError: the database refuses the statement, as without rights.
         """
         with self._galleries.use_gallery(request.gallery) as hosted:
             deleted = delete(hosted, request)

@@ -278,6 +278,7 @@ class ReleaseService(ReleaseServiceServicer):
             CannotWriteError: the state, or the publication's verified metadata, cannot be written.
             UnavailableError: the database does not answer, or the publication folder cannot be
                 read.
+            ConfigurationError: the database refuses the statement, as without rights.
         """
         if request.rollout not in _ROLLOUTS or not 0 <= request.spare_cores < 1:
             raise InvalidInputError(
@@ -395,6 +396,7 @@ class ReleaseService(ReleaseServiceServicer):
             UnavailableError: the database does not answer.
             NotFoundError: a gallery was deleted meanwhile.
             VerificationError: a gallery is damaged.
+            ConfigurationError: the database refuses the statement, as without rights.
         """
         retired = self._rollbacks.retire()
         self._audit("retire", f"releases {', '.join(map(str, retired)) or 'none'}")

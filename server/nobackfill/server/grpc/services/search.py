@@ -92,6 +92,7 @@ class SearchService(SearchServiceServicer):
             OverloadedError: too many calls wait.
             CannotWriteError: the gallery's file cannot be opened, or the disk fails.
             TooLargeError: the text is too large.
+            ConfigurationError: the database refuses the statement, as without rights.
         """
         with self._galleries.use_gallery(request.gallery) as hosted:
             answer = self._searching.search(
@@ -174,6 +175,7 @@ class SearchService(SearchServiceServicer):
             BusyError: the database is busy.
             OverloadedError: too many calls with large pictures are being decoded.
             CannotWriteError: the gallery's file cannot be opened, or the disk fails.
+            ConfigurationError: the database refuses the statement, as without rights.
         """
         if not request.queries:
             raise InvalidInputError(f"queries: expected 1 to {LARGEST_BATCH} of them, got none")

@@ -53,6 +53,9 @@ class UpgradeService(UpgradeServiceServicer):
             BusyError: the database is busy.
             CannotWriteError: the gallery's file cannot be opened, or the sample or the
                 publication's verified metadata cannot be written.
+            ConfigurationError: the database refuses the statement, as without rights.
+            OSError: the child process of a trial cannot be started.
+            IncompatibleSpaceError: the active space was deleted meanwhile.
         """
         spare_cores = _spare_cores(request.spare_cores)
         cost, route = self._lifecycle.estimate_upgrade(
@@ -85,7 +88,7 @@ class UpgradeService(UpgradeServiceServicer):
             TooLargeError: the images together are too large.
             NotFoundError: no gallery has this name.
             VerificationError: the gallery is set aside or damaged, or a model's output has another
-                shape.
+                shape; or the saved job is not valid, or a newer version wrote it.
             PreconditionError: the request names another release than the active one, none is
                 active, or the gallery is being upgraded and its images cannot be used.
             BusyError: an activation is under way, or a store is busy; OverloadedError if too many
@@ -95,7 +98,7 @@ class UpgradeService(UpgradeServiceServicer):
             NoEncoderError: the release embeds no images.
             DeadlineError, CancelledError: the call's time is over, or its caller has gone; earlier
                 images stay re-embedded.
-            VerificationError: the saved job is not valid, or a newer version wrote it.
+            ConfigurationError: the database refuses the statement, as without rights.
         """
         job = self._lifecycle.upgrade(
             request.gallery,
@@ -125,6 +128,7 @@ class UpgradeService(UpgradeServiceServicer):
             CannotWriteError: the gallery's file cannot be opened, or the disk fails.
             DeadlineError: the call's time is over while the quality is measured.
             CancelledError: the caller has cancelled the call meanwhile.
+            ConfigurationError: the database refuses the statement, as without rights.
         """
         last, report = None, _Report(self._searching, request.group_by)
         while True:
@@ -151,11 +155,12 @@ class UpgradeService(UpgradeServiceServicer):
 
         Raises:
             NotFoundError: no gallery has this name.
-            VerificationError: the gallery is set aside.
+            VerificationError: the gallery is set aside; or the saved job is not valid, or a newer
+                version wrote it.
             CannotWriteError: the state cannot be written.
             UnavailableError: the database does not answer.
             BusyError: the database is busy.
-            VerificationError: the saved job is not valid, or a newer version wrote it.
+            ConfigurationError: the database refuses the statement, as without rights.
         """
         return pb.PauseUpgradeResponse(progress=_message(self._lifecycle.pause(request.gallery)))
 

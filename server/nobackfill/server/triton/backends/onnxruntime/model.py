@@ -19,6 +19,11 @@ from numpy import concatenate
 
 class TritonPythonModel:
     def initialize(self, args):
+        """Open the version's `model.onnx` with one thread on the CPU; Triton calls it once.
+
+        Any error makes Triton refuse the model: a missing or damaged file, or a configuration
+        without inputs or outputs.
+        """
         config = json.loads(args["model_config"])
         folder = Path(args["model_repository"]) / args["model_version"]
         options = onnxruntime.SessionOptions()
