@@ -146,6 +146,8 @@ def select_matches(filtering: Filtering, condition: Filter) -> Selection:
     Raises:
         InvalidInputError: The filter has too many tests, values or levels, a NaN, or an integer of
             more than 64 bits.
+        TypeError: The condition is no filter, a value of a OneOf is None or a list, or a bound of a
+            Range is no number.
         BusyError, CannotWriteError, UnavailableError, VerificationError, NotFoundError: The store
             is locked, cannot be opened, does not answer, is damaged, or was closed.
     """

@@ -717,6 +717,8 @@ class FilterEngine:
         Raises:
             InvalidInputError: The filter has too many tests, values or levels, a NaN, or an integer
                 of more than 64 bits.
+            TypeError: The condition is no filter, a value of a OneOf is None or a list, or a bound
+                of a Range is no number.
             VerificationError: The gallery's file is damaged.
             BusyError: Another process has the file to itself, or changed it during a read without a
                 lock.
@@ -823,6 +825,8 @@ def passing_labels(store: Store, condition: Filter) -> Labels:
     Raises:
         InvalidInputError: The filter has too many tests, values or levels, a NaN, or an integer of
             more than 64 bits.
+        TypeError: The condition is no filter, a value of a OneOf is None or a list, or a bound of a
+            Range is no number.
         VerificationError: The gallery's file is damaged.
         BusyError: Another process has the file to itself, or changed it during a read without a
             lock.

@@ -307,7 +307,8 @@ def run_upgrade(
         target: The space to write.
         source: Id of the space to read; None or "" for the active one.
         origin: Recorded with the new vectors; "direct" for a runner that leaves vectors unchanged.
-        chunk: Items of a transaction, at least 1.
+        chunk: Items of a transaction, at least 1. 0 ends with ValueError; a negative number migrates
+            nothing, without an error.
         order: label: as the items were stored. uncertainty: those whose present vector is least
             certain come first.
         ahead: Transform a chunk in a thread while the previous one is written. It takes a quarter
@@ -853,7 +854,7 @@ def sample_pairs(
         store: The gallery.
         space: Id of the first space.
         other: Id of the second space.
-        count: Largest number of items, at least 1.
+        count: Largest number of items, at least 1; ValueError for a negative one.
 
     Returns:
         Labels int64 [n], increasing, and their vectors float32 [n, dim] in each space. n may be

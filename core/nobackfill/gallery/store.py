@@ -149,6 +149,7 @@ def check_batch(
     Raises:
         InvalidInputError: An invalid or repeated id, such as "" or one with a zero byte, invalid
             metadata, or lists of another length.
+        TypeError, AttributeError: An id or a key of metadata is no text.
     """
     for name, values in (("digests", digests), ("metadata", metadata)):
         if values is not None and len(values) != len(ids):
@@ -196,6 +197,7 @@ def metadata_text(metadata: Metadata) -> str:
         InvalidInputError: A key or text has a zero byte or half a surrogate pair. A value is None,
             a mapping, a list of anything but texts, or no finite number. An integer has more than
             64 bits, or the text more than MOST_METADATA_BYTES.
+        AttributeError: A key is no text.
     """
     for key, value in metadata.items():
         if not (is_storable(key) and _is_value(value)):

@@ -476,8 +476,8 @@ class VaultCalls(Connection):
                 InvalidInputError.
             offset: Number of bytes that the vault has already; a negative one ends the call with a
                 NobackfillError.
-            seconds: Longest time of the transfer; None: the connection's `seconds`. Unlike for
-                `get_blob`, 0 leaves no time.
+            seconds: Longest time of the transfer; None: the connection's `seconds`. With 0, a
+                blob of few bytes may arrive; otherwise DeadlineError.
 
         Returns:
             Number of bytes that the vault has now.
