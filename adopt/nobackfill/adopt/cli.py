@@ -440,7 +440,7 @@ def embed(
         str | None,
         typer.Option(
             metavar="MODEL",
-            help="Second model that embeds the texts as queries, in the forms of --with, where a "
+            help="Second model that embeds the texts as queries, named as for --with, where a "
             "model has an encoder of its own for queries.",
             show_default="the model of --with",
         ),
@@ -772,8 +772,8 @@ def carry(
         str | None,
         typer.Option(
             metavar="MODEL",
-            help="The old model, in the forms of `embed --with`, which must be the one that the "
-            "map is for. --release requires it if the store does not name its model.",
+            help="The old model, named as for `embed --with`; it must be the model that the map "
+            "is for. --release requires it if the store does not name its model.",
             show_default="the model that the store names",
         ),
     ] = None,
@@ -782,7 +782,7 @@ def carry(
         typer.Option(
             "--with",
             metavar="MODEL",
-            help="In place of a map, the new model, in the forms of `embed --with`: every item is "
+            help="In place of a map, the new model, named as for `embed --with`: every item is "
             "re-embedded. It needs --column or --items.",
         ),
     ] = None,
@@ -808,9 +808,8 @@ def carry(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="With --with or --vectors: file in which Dual of nobackfill.serve, the search by "
-            "both models, stored new vectors of its hits. These vectors are reused. Without this, "
-            "none are reused.",
+            help="With --with or --vectors: reuse the new vectors in this file, which searches by "
+            "both models (nobackfill.serve.Dual) wrote. Without this, none are reused.",
         ),
     ] = None,
     column: Annotated[
@@ -1029,7 +1028,7 @@ def start(
         str | None,
         typer.Option(
             metavar="MODEL",
-            help="The old model, in the forms of --new. It embeds the queries of --queries, which "
+            help="The old model, named as for --new. It embeds the queries of --queries, which "
             "requires it.",
         ),
     ] = None,
@@ -1256,7 +1255,7 @@ def back(
     ] = False,
     work: Work = _WORK,
 ) -> None:
-    """Undo a migration, also after searches read the new vectors: remove them, restore the old."""
+    """Undo a migration, even after the flip: remove the new vectors and restore the old ones."""
     from nobackfill.adopt.migrating import Migration
 
     lost = Migration(work).back(lose=yes)

@@ -559,8 +559,8 @@ def mapping_for(
     if made_by is None:
         raise IncompatibleSpaceError(
             f"{facts.name}: the store does not name the model that computed its vectors, so it is "
-            "unknown whether the map is for them; name the model with --model, in the forms of "
-            "`embed --with`"
+            "unknown whether the map is for them; name the model with --model, as for `embed "
+            "--with`"
         )
     opened = open_converter(release, root=root, old=made_by)
     return opened.mapping, [opened.sentence]

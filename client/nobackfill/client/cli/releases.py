@@ -259,7 +259,7 @@ def _sync_options(command: Command) -> None:
         "--from",
         dest="source",
         metavar="SOURCE",
-        help="Another address of the same publication, in the forms of `init --from`, which later "
+        help="Another address of the same publication, written as for `init --from`, which later "
         "syncs use too. [default: the address that the gallery stores]",
     )
 

@@ -37,8 +37,9 @@ _Steps = Annotated[
     str | None,
     typer.Option(
         metavar="PERCENT,…",
-        help="Raise the share to each of these percentages in turn, such as 25,100. At 100, after "
-        "its time, the release answers all callers. Without it, the share stays as it is.",
+        help="Raise the share to each of these percentages in turn, such as 25,100, and stay at "
+        "each for the time of --every. After 100, the release is promoted: it answers all callers. "
+        "Without it, the share stays as it is.",
     ),
 ]
 _Every = Annotated[
@@ -155,7 +156,7 @@ def promote(number: Number, server: Server = DEFAULT_SERVER, as_json: Json = Fal
     """End a canary by letting its release answer all callers.
 
     The command returns when the switch has ended. It fails if no canary of the release runs, or if
-    the release has answered no query of it.
+    the canary has not answered a query yet.
     """
     with exit_codes(), connect(server) as gateway:
         report(number, gateway.promote(number), as_json)

@@ -239,8 +239,8 @@ def main(
         bool,
         typer.Option(
             "--int8",
-            help="Migrate vectors by the int8 file of each upgrade that has one. Without this "
-            "flag, the float32 files are used.",
+            help="Migrate vectors by the quantised (int8) model of each upgrade that has one. "
+            "Without this flag, the float32 models are used.",
         ),
     ] = False,
 ) -> None:
