@@ -708,9 +708,12 @@ class Manifest(ManifestPart):
                 f"space: expected {expected}, the digest of the embedder, got {self.space}"
             )
         encoder = self.side_encoder
-        if encoder is not None and self.side_space != side_space_id(encoder.file.sha256):
+        if encoder is not None and self.side_space != (
+            digest := side_space_id(encoder.file.sha256)
+        ):
             raise ValueError(
-                "expected side_space to be the digest of the side encoder's file, got another"
+                f"side_space: expected {digest}, the digest of the side encoder, got "
+                f"{self.side_space}"
             )
         for path, file in self._places():
             if file.path != path:

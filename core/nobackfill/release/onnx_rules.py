@@ -145,7 +145,8 @@ def _constants(graph: GraphProto) -> Iterator[TensorProto]:
                 AttributeProto.TYPE_PROTOS,
             ):  # fmt: skip
                 raise RefusedError(
-                    f"its {node.op_type} has a subgraph, a sparse tensor or a reference"
+                    f"its {node.op_type} has a subgraph, a sparse tensor or a reference; export "
+                    "the model without control flow and functions"
                 )
             if attribute.HasField("g") or attribute.graphs or attribute.HasField("sparse_tensor"):
                 raise RefusedError(f"its {node.op_type} hides a subgraph or a sparse tensor")
@@ -229,7 +230,10 @@ def _check_node(node: NodeProto, opset: int) -> None:
             raise RefusedError(f"it omits input {place} of a {node.op_type}, which needs it")
     for attribute in node.attribute:
         if attribute.name == "axis" and abs(attribute.i) > _MOST_AXES:
-            raise RefusedError(f"it has a {node.op_type} along axis {attribute.i}")
+            raise RefusedError(
+                f"it has a {node.op_type} along axis {attribute.i}, expected an axis from "
+                f"-{_MOST_AXES} to {_MOST_AXES}"
+            )
         if attribute.name == "num_outputs" and attribute.i != len(node.output):
             raise RefusedError(
                 f"it has a {node.op_type} with num_outputs {attribute.i}, but {len(node.output)} "
@@ -241,10 +245,10 @@ def _check_mode(node: NodeProto) -> None:
     """Refuse training modes: Dropout would be random, BatchNormalization would return
     statistics."""
     if node.op_type == "Dropout" and len([name for name in node.input if name]) > 2:
-        raise RefusedError("it has a Dropout with a training mode")
+        raise RefusedError("it has a Dropout with a training mode; export the model for inference")
     training = (a.i for a in node.attribute if a.name == "training_mode")
     if any(training) or (node.op_type == "BatchNormalization" and len(node.output) > 1):
-        raise RefusedError(f"it has a {node.op_type} in training mode")
+        raise RefusedError(f"it has a {node.op_type} in training mode; export it for inference")
 
 
 def _check_arithmetic(graph: GraphProto) -> None:

@@ -38,6 +38,8 @@ from nobackfill.vectors import Kind, Vectors, normalise
 WINDOW = 512
 # Most rows that a flip may write while it locks the store.
 ROWS_UNDER_LOCK = 32
+# Items of a window that are tried to learn the model's dimension.
+_TRIED = 32
 # If none of so many first items can be embedded, the model is the cause, not the items.
 _HOPELESS = 100
 
@@ -591,13 +593,13 @@ def _dimension(source: Source, contents: Contents, embedder: Embedder) -> int:
     for window in source.windows(WINDOW):
         rows = source.read(window)
         values = list(contents.of(rows, window).items())
-        for name, value in values[:32]:
+        for name, value in values[:_TRIED]:
             items = ItemList(contents.kind, [name], [value])  # type: ignore[arg-type]
             for _, vectors in EmbeddingRun(items, embedder, 1, None).embed([0]):
                 return int(vectors.shape[1])
     raise InvalidInputError(
-        f"{source.facts().name}: the new model could embed none of the first items of each window; "
-        "check --with, and --column or --items"
+        f"{source.facts().name}: the new model could embed none of the items that were tried, "
+        f"{_TRIED} of every {WINDOW}; check --with, and --column or --items"
     )
 
 

@@ -852,8 +852,8 @@ def read_mark(path: Path) -> object:
         return json.loads(path.read_bytes()) if path.is_file() else None
     except (ValueError, RecursionError, OSError) as error:
         raise InvalidInputError(
-            f"{path}: cannot be read as the record of new vectors ({error}); delete this file, and "
-            "the new vectors that belong to it"
+            f"{path}: expected the JSON record of new vectors, which cannot be read ({error}); "
+            "delete this file and the new vectors of its name, then run `nobackfill carry` again"
         ) from error
 
 

@@ -767,8 +767,8 @@ class Upgrading:
         if route is None:
             raise PreconditionError(
                 f"gallery {hosted.name!r}: no upgrade leads from release {hosted.spec().release} "
-                f"to {target} with the side-information that it has; publish an upgrade, or put "
-                "the images again"
+                f"to {target} with the side-information that the gallery has; publish such an "
+                "upgrade, or put the images again"
             )
         return route
 

@@ -99,7 +99,7 @@ def _condition(condition: types.Condition) -> Test | Not:
         return Exists(key) if condition.exists else Not(Exists(key))
     raise InvalidInputError(
         f"filter on {key[:64]!r}: expected equals, one_of, range, integer_range, time_range or "
-        "exists"
+        "exists, got none of them"
     )
 
 
@@ -112,7 +112,10 @@ def _moments(bounds: types.Condition.TimeRange, key: str) -> dict[str, int]:
     bounds_us = {}
     for field, moment in bounds.ListFields():
         if not 0 <= moment.nanos < 1_000_000_000:
-            raise InvalidInputError(f"filter on {key[:64]!r}: expected nanos from 0 to 999999999")
+            raise InvalidInputError(
+                f"filter on {key[:64]!r}: expected a time with nanos (nanoseconds) from 0 to "
+                f"999999999, got {moment.nanos}"
+            )
         microseconds, nanoseconds = divmod(moment.nanos, 1000)
         rounds_up = nanoseconds and field.name in ("at_least", "less_than")
         bounds_us[field.name] = moment.seconds * 1_000_000 + microseconds + bool(rounds_up)
