@@ -314,6 +314,7 @@ class CanaryAnswerer:
             NotFoundError: the gallery was closed or deleted.
             VerificationError: the store, or a model's output, is damaged.
             CannotWriteError: the gallery's file cannot be opened, or the disk fails.
+            ConfigurationError: the database refuses the statement, as without rights.
         """
         canary = self._canaries.setting()
         if canary is None:

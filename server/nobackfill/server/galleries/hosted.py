@@ -1135,6 +1135,7 @@ class GalleryRegistry:
             DamagedError: the block failed because a table is missing.
             CannotWriteError: the publication's verified metadata cannot be stored while an unknown
                 name is looked up.
+            ConfigurationError: the database refuses the statement, as without rights.
         """
         hosted = self.get(name)
         if hosted.is_closing or not hosted.users.enter():
@@ -1223,6 +1224,7 @@ class GalleryRegistry:
             BusyError: the database is busy while an unknown name is looked up.
             CannotWriteError: the publication's verified metadata cannot be stored while an unknown
                 name is looked up.
+            ConfigurationError: the database refuses the statement, as without rights.
         """
         if self._state.shared and name not in self.names():
             # Another gateway may have created it a moment ago.

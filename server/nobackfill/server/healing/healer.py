@@ -111,6 +111,7 @@ class Healer(Reembedding[int]):
             CannotWriteError: the ledger cannot be written, or the gallery's file cannot be opened.
             VerificationError: the ledger or the store is damaged.
             IncompatibleSpaceError: the space was deleted.
+            ConfigurationError: the database refuses the statement, as without rights.
         """
         if self._must_wait():
             return False
@@ -252,6 +253,7 @@ class Healer(Reembedding[int]):
             CannotWriteError: the store or the ledger cannot be written.
             VerificationError: the store, the ledger or a model's output is damaged.
             IncompatibleSpaceError, NotFoundError: the space was deleted, or the ledger is closed.
+            ConfigurationError: the database refuses the statement, as without rights.
         """
         if missing:
             self.record_failure(NotFoundError(f"the source lacks {len(missing)} items of a batch"))

@@ -771,8 +771,8 @@ def check_canary(canary: Canary) -> None:
     """Check the settings of a canary.
 
     Shares must rise from above 0 to at most 1. Steps need a time above 0, at most a leap year.
-    `most_errors` must lie between 0 and 1, neither of them included, `largest_p99_ratio` above 0.
-    NaN is refused.
+    `most_errors` must lie between 0 and 1, neither of them included. `largest_p99_ratio` must be
+    finite and above 0. NaN is refused.
 
     Raises:
         InvalidInputError: a share, a time or a bound is out of its range.
