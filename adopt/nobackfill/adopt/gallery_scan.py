@@ -816,11 +816,11 @@ def scan_gallery(
             infinity.
         UnavailableError: The store's server does not answer.
         NotPermittedError: The server refuses the user, or may hide rows from this role.
-        ValueError: A vector of the pairs or the queries is not finite, or with cosine is zero.
+        ValueError: A vector of the pairs or the queries is not finite, or with cosine is zero; or
+            there is no set of queries.
         BusyError: Others hold the store, or its server has too many requests.
         NotFoundError: The table or the collection was deleted meanwhile.
         IncompatibleSpaceError: Files of one folder record different models.
-        ValueError: There is no set of queries.
     """
     errors = [
         back_test(one, pairs, migrated, ways) for one, ways in zip(sets, figures, strict=True)

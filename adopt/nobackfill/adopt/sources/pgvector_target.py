@@ -1332,9 +1332,12 @@ class PgvectorTable:
         return self._table.flipping(self._flip)
 
     def finish(self) -> list[str]:
-        """Delete vectors whose row is gone; return the statements that build the index and flip;
-        none after a flip, and nothing is deleted then. If the key cannot be referenced, nothing is
-        deleted, and sentences name the obstacles instead of the flip.
+        """Delete vectors whose row is gone, and return what is left to do, in order.
+
+        First comes a statement that builds a missing index, then tasks for the table's owner, a
+        sentence to switch the queries, and last a transaction that flips. After a flip nothing is
+        deleted or returned. If the key cannot be referenced, nothing is deleted, and sentences name
+        the obstacles after the first statement.
 
         Raises:
             UnavailableError: The server does not answer.

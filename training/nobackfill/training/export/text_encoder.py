@@ -79,6 +79,7 @@ def text_graph(model: onnx.ModelProto, declared: Declaration) -> tuple[str, ...]
             input_ids; or fixed numbers of texts or tokens; or its output is missing or cannot be
             pooled.
         RuntimeError, ConvertError: onnx cannot convert the operator set.
+        IndexError: the model has no output at all.
     """
     _renew(model)
     graph = model.graph
