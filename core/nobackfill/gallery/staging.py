@@ -307,8 +307,8 @@ def run_upgrade(
         target: The space to write.
         source: Id of the space to read; None or "" for the active one.
         origin: Recorded with the new vectors; "direct" for a runner that leaves vectors unchanged.
-        chunk: Items of a transaction, at least 1. 0 ends with ValueError; a negative number migrates
-            nothing, without an error.
+        chunk: Items of a transaction, at least 1. A negative number migrates nothing, without an
+            error.
         order: label: as the items were stored. uncertainty: those whose present vector is least
             certain come first.
         ahead: Transform a chunk in a thread while the previous one is written. It takes a quarter
