@@ -399,7 +399,7 @@ class LanceSource:
         """Search the ids nearest to a vector, nearest first.
 
         The metric of the old vectors' indexes is used, else cosine. With an index, the search is
-        approximate. Rows without a vector are not found.
+        approximate. Rows without a vector are not found. The order of equal distances is arbitrary.
 
         Args:
             vector: float32 [dim].

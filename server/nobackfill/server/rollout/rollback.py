@@ -101,7 +101,8 @@ class Rollbacks:
             NotFoundError: the release is not published any more.
             VerificationError: a model's file does not match its signed digest, or a gallery or the
                 state is damaged.
-            ConfigurationError: the release embeds texts, and the extra `text` is not installed.
+            ConfigurationError: the release embeds texts, and the extra `text` is not installed; or
+                the database refuses a statement.
             LockOrderError: the thread holds a lock that comes later.
             DeadlineError: the call's time is over while the models are loaded.
         """
@@ -132,7 +133,8 @@ class Rollbacks:
             VerificationError: a model's file does not match its signed digest, or a gallery or the
                 state is damaged.
             CannotWriteError: the state cannot be written.
-            ConfigurationError: the release embeds texts, and the extra `text` is not installed.
+            ConfigurationError: the release embeds texts, and the extra `text` is not installed; or
+                the database refuses a statement.
             LockOrderError: the thread holds a lock that comes later.
             DeadlineError: the call's time is over while the models are loaded.
         """

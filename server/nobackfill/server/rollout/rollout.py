@@ -318,7 +318,8 @@ class Rollout:
                 written.
             InvalidInputError: a space has too many dimensions for the database.
             ConfigurationError: a gallery has a space of a release that is not published here; or
-                the release embeds texts, and the extra `text` is not installed.
+                the release embeds texts, and the extra `text` is not installed; or the database
+                refuses a statement.
             OSError: the child process of a trial cannot be started.
         """
         with self._parts.galleries.hold_all():

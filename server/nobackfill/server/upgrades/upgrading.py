@@ -476,6 +476,7 @@ class Upgrading:
                 again, or the publication folder cannot be read.
             NobackfillError: whatever `should_stop` or `on_progress` raises.
             OSError: the child process of a trial cannot be started.
+            ConfigurationError: the database refuses the statement, as without rights.
         """
         route = self._need_route(hosted, target.release)
         source, spec = hosted.spec(), SpaceSpec.of(target)

@@ -361,7 +361,8 @@ class ReleaseService(ReleaseServiceServicer):
             NotFoundError: the release to return to is not published any more.
             VerificationError: a model's file does not match its signed digest, or a gallery or the
                 state is damaged.
-            ConfigurationError: the release embeds texts, and the extra `text` is not installed.
+            ConfigurationError: the release embeds texts, and the extra `text` is not installed; or
+                the database refuses a statement.
         """
         to = request.to_release or None
         if not request.confirm:
