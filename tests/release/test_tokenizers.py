@@ -9,6 +9,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from nobackfill.errors import DefectiveTokenizerError, InvalidInputError, VerificationError
+from nobackfill.release.publishing.declaration import Declaration, tokenizer_bytes
 from nobackfill.release.trial import try_release
 from nobackfill.text import BatchTokenizer
 from tests.support import text_releases
@@ -88,3 +89,12 @@ def test_a_tokenizer_that_takes_any_memory_is_refused_in_the_trial(tmp_path: Pat
     draft = text_releases.draft(tmp_path / "bad", 1, grows="q")
     with pytest.raises(VerificationError, match="crash the process that loads them"):
         try_release(draft.files, draft.manifest)
+
+
+@pytest.mark.parametrize("content", ["[]", "{", r'{"a": "\ud800"}'])
+def test_a_broken_tokenizer_cannot_read_lower_case(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "tokenizer.json"
+    file.write_text(content)
+    with pytest.raises(InvalidInputError, match=r"be read as a tokenizer\.json"):
+        tokenizer_bytes(file, Declaration(lower_case=True))
+    assert tokenizer_bytes(file, Declaration()) == content.encode()

@@ -31,7 +31,8 @@ def open_set_search(
 
     A probe without relevant items is non-mated; so is one whose mates are all ignored. Its distance
     is infinity if all items are ignored. A mate at the same distance as a stranger is not the first
-    hit. Each part of the result has the order of the probes; without probes, both are empty.
+    hit; a mated probe without a first hit has infinity. Each part of the result has the order of
+    the probes; without probes, both are empty.
 
     Args:
         probes: [q, dim].

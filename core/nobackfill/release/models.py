@@ -478,10 +478,11 @@ def check_output(
         unit: Whether each norm must be 1.
 
     Returns:
-        float32 [count, dim]; the same array where it is that already.
+        float32 [count, dim], converted from float64; the same array where it is C-contiguous
+        float32.
 
     Raises:
-        VerificationError: Another shape or dtype.
+        VerificationError: Another shape, or a dtype other than float32 and float64.
         UnusableOutputError: Some rows have NaN, infinity, a norm above 1e15, or with `unit` a norm
             that is not 1. The error lists the rows.
     """

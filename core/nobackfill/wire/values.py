@@ -188,7 +188,8 @@ _BOUNDS = ("at_least", "less_than", "greater_than", "at_most")
 def to_filter(where: Mapping[str, Scalar] | Filter | None) -> types.Filter:
     """Return values that metadata must equal, or a filter, as a message; None gives an empty one.
 
-    An empty message passes every item, and so does an empty mapping. A mapping is not checked: a
+    An empty message passes every item, and so does an empty mapping. A gateway that is older than
+    filters refuses one, but accepts a mapping. A mapping is not checked: a
     gateway refuses its lists and NaN.
 
     Args:

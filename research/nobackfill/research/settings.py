@@ -77,7 +77,8 @@ HOPS = len(STEPS) + 1
 def chains(shared: Shared) -> list[MethodRow]:
     """List v1 -> v2 -> v3: FCT in two hops and directly (section 4.4), BCT and DMU in turn.
 
-    A split without chains has no such rows.
+    The rows, in order: FCT with side-information in two hops, then directly, both without it, BCT,
+    DMU. A split without chains has no such rows.
 
     Nothing is trained; each row only describes its runs.
     """

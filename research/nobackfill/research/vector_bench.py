@@ -506,10 +506,10 @@ def _differences(
 
 
 def page_of(results: BenchResults) -> str:
-    """Format results as a page of Markdown: two tables for each part of the test.
+    """Format results as a page of Markdown: up to three tables for each part of the test.
 
-    The second one compares rows with our own, if that was run. Rows that were not run follow, with
-    their reasons.
+    The second one compares rows with our own, if that was run. The third one has the curves of a
+    backfill, if a row predicts variances. Rows that were not run follow, with their reasons.
 
     Raises:
         KeyError: the results lack the row old/old, or a row lacks a part of the test.

@@ -165,7 +165,8 @@ def tokenizer_bytes(file: Path, declaration: Declaration) -> bytes:
 
     Raises:
         OSError: The file cannot be read.
-        InvalidInputError: The file is no tokenizer.json.
+        InvalidInputError: With `lower_case`: the file is no JSON object, or has half a surrogate
+            pair. Its keys are not checked.
     """
     data = file.read_bytes()
     if not declaration.lower_case:
@@ -175,11 +176,11 @@ def tokenizer_bytes(file: Path, declaration: Declaration) -> bytes:
         own = tokenizer.get("normalizer")
         steps = [{"type": "Lowercase"}] + ([] if own is None else [own])
         tokenizer["normalizer"] = {"type": "Sequence", "normalizers": steps}
+        return json.dumps(tokenizer, ensure_ascii=False).encode()
     except (ValueError, AttributeError, TypeError) as error:
         raise InvalidInputError(
             f"{file}: cannot be read as a tokenizer.json ({error}); save the tokenizer again"
         ) from error
-    return json.dumps(tokenizer, ensure_ascii=False).encode()
 
 
 def weight_files(path: Path) -> list[Path]:

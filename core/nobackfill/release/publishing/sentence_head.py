@@ -168,11 +168,12 @@ def read_tensors(data: bytes, file: Path) -> dict[str, Any]:
         file: Its name, for the message.
 
     Returns:
-        float32 where the file has floating-point numbers of any size, else integers of its size.
-        They may be read-only.
+        float32 where the file has F64, F32, F16 or BF16, else integers of its size. They may be
+        read-only.
 
     Raises:
-        InvalidInputError: It is no file of safetensors, or has another type of numbers.
+        InvalidInputError: It is no file of safetensors, or has another type of numbers, such as
+            BOOL, U8 or F8.
     """
     try:
         size = int.from_bytes(data[:8], "little")
