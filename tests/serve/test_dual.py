@@ -223,6 +223,9 @@ def test_a_day_has_its_budget_and_healing_begins_with_what_was_asked_for(
 def test_healing_ends_when_all_is_native(tmp_path: Path) -> None:
     model = NewModel()
     with closing(dual(tmp_path, loaded(tmp_path), model)) as found:
+        # As a slice, -1 meant all but one.
+        assert found.heal(-1) == 0
+        assert not model.times
         assert found.heal(1000) == 300
         assert found.heal(1000) == 0
         for query in QUERIES:

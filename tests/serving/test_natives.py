@@ -50,6 +50,12 @@ def test_a_deletion_by_another_is_followed(two: tuple[Natives, Natives]) -> None
     assert held(one) == held(other) == set()
 
 
+@pytest.mark.parametrize("count", [0, -1, -9])
+def test_no_hits_are_asked_for(two: tuple[Natives, Natives], count: int) -> None:
+    """A negative count gave one id, or numpy's error."""
+    assert two[0].nearest(query(0), count) == []
+
+
 def test_a_deletion_hides_behind_no_addition(two: tuple[Natives, Natives]) -> None:
     """As many were added as deleted, and an item came back with another vector."""
     one, other = two

@@ -305,7 +305,7 @@ class Dual:
                 used.
             ConfigurationError: the process was forked after the re-embedder was opened.
         """
-        if self._reembedder is None:
+        if self._reembedder is None or count < 1:
             return 0
         count_before, count_new = len(self._natives), 0
         for rows in self._without_native():

@@ -149,7 +149,7 @@ CREATE TABLE IF NOT EXISTS native (
         """
         with self._lock:
             self._catch_up()
-            if not self._rows_by_id:
+            if not self._rows_by_id or count < 1:
                 return []
             rows = len(self._ids)
             products, norms = self._matrix[:rows] @ query[0], self._norms[:rows]
