@@ -59,7 +59,7 @@ class Frame(NamedTuple):
             (width, height), and its upper left corner there (left, top), all in pixels.
 
         Raises:
-            ZeroDivisionError: A side of the picture is 0.
+            ZeroDivisionError: A side of the picture is 0, except with stretch.
         """
         picture: Box = (0, 0, width, height)
         if self.fit == "crop" and self.shortest is not None:

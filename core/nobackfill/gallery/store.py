@@ -813,6 +813,7 @@ class Store:
             UnusableRowsError: Rows that are not finite or too large, or not of norm 1 where the
                 space demands it.
             ValueError: Nested lists of unequal lengths.
+            TypeError, AttributeError: An id or a key of metadata is no text.
             Exception: An error of a listener; the change stays committed, and later listeners are
                 not called.
         """

@@ -129,7 +129,7 @@ def long_chain(shared: Shared) -> list[MethodRow]:
     """List FCT appendix H: five small updates from the old to the new classes, h of h of h.
 
     There is a row for each number of updates, with the side-information that g predicts, and one
-    without. A split without chains has no such rows.
+    without, by increasing number. A split without chains has no such rows.
 
     Nothing is trained; each row only describes its runs.
     """
@@ -191,7 +191,8 @@ def foreign(shared: Shared) -> list[MethodRow]:
 def disjoint(shared: Shared) -> list[MethodRow]:
     """List FCT appendix I: phi_new, h and the test have only classes that phi_old never saw.
 
-    A split without chains has no such rows.
+    The rows are a direct search, FCT without side-information, and FCT with that of SimCLR. A split
+    without chains has no such rows.
 
     Nothing is trained; each row only describes its runs.
     """
@@ -234,7 +235,8 @@ def new_data(shared: Shared) -> list[MethodRow]:
 
 
 def noise(shared: Shared) -> list[MethodRow]:
-    """List UniBCT's prototypes with a fifth of wrong labels in the new training set.
+    """List UniBCT's refined, then vanilla prototypes with a fifth of wrong labels in the new
+    training set.
 
     A split without chains has no such rows.
 
@@ -261,12 +263,14 @@ def noise(shared: Shared) -> list[MethodRow]:
 
 
 def allocations(shared: Shared) -> list[MethodRow]:
-    """List UniBCT Table 2: five allocations, each with its own old and independent new model.
+    """List UniBCT Table 2: five allocations, each with an independent new model and four others.
 
     Each training takes as many steps as one on all images would, so that fewer images do not mean
-    less training. A split without chains has no such rows.
+    less training. Allocations by data share an old model, and so do those by class. A split without
+    chains has no such rows.
 
-    Nothing is trained; each row only describes its runs.
+    Nothing is trained; each row only describes its runs. The preset's `embedder` must have epochs,
+    or KeyError is raised.
     """
     if shared.split.first_of_chain is None:
         return []

@@ -568,7 +568,7 @@ def backfill_table(results: BenchResults, part: str) -> list[str]:
     """Format the means over the curves of a backfill, and other orders less the random one.
 
     Returns:
-        The lines, which begin with an empty one; none if no row predicts variances.
+        The lines, which begin with an empty one; none if no row predicts variances for this part.
     """
     rows = {name: row for name, row in results.rows.items() if part in row.backfill}
     if not rows:

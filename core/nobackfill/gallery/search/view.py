@@ -206,8 +206,8 @@ class CompiledSearch:
 
         Returns:
             A SearchResponse in bytes for each query; None for a query with a hit that `items`
-            lacks, or one that must be searched otherwise. A query of another size, or with NaN,
-            gets None, too.
+            lacks. A query of another size, or with NaN, gets None, too. All get None if the k of
+            one of them needs an exact search.
         """
         walks = []
         for values, k, farthest in queries:
