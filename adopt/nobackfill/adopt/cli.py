@@ -234,8 +234,8 @@ ReportFile = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
-        help="File to write the verdict, the advice and its figures, to as an HTML page. Without "
-        "this, the verdict is only printed.",
+        help="HTML page to write the verdict to, with its advice and figures. Without this, the "
+        "verdict is only printed.",
     ),
 ]
 QueriesOld = Annotated[
@@ -609,7 +609,7 @@ def publish(
             "--from",
             metavar="CONVERTER",
             help="Published map to start from: one more candidate is this map, corrected by --old "
-            "and --new. Its forms are those of `nobackfill carry --release`. Without this, maps "
+            "and --new. Name it as for `nobackfill carry --release`. Without this, maps "
             "are fitted to --old and --new alone.",
         ),
     ] = None,
