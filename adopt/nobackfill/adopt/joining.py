@@ -115,7 +115,10 @@ def load_joining(path: Path) -> Joining:
     with written_by(path, "nobackfill fit --joining"):
         header, arrays = read_arrays(path)
         if header["format"] not in FORMATS:
-            raise ValueError(f"it has the unknown format {header['format']}")
+            raise ValueError(
+                f"it has the format {header['format']!r}, which this version of nobackfill does "
+                "not know"
+            )
         old, carried, new, crowd = (
             check_vectors(arrays[name], arrays[name].shape[1], what=name)
             for name in ("old", "carried", "new", "crowd")

@@ -210,7 +210,10 @@ def _load(path: Path, command: str) -> Map:
     with written_by(path, command):
         header, arrays = read_arrays(path)
         if header["format"] not in (FORMAT, LAYERED, ADAPTER_FORMAT):
-            raise ValueError(f"it has the unknown format {header['format']}")
+            raise ValueError(
+                f"it has the format {header['format']!r}, which this version of nobackfill does "
+                "not know"
+            )
         weight, bias = _linear(arrays["weight"], arrays["bias"])
         layers = tuple(
             _linear(arrays[f"weight_{number}"], arrays[f"bias_{number}"])

@@ -323,7 +323,10 @@ def _read(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> NDArray[Any]:
 
 def _array(probes: Arrays, name: str) -> NDArray[Any]:
     if name not in probes or len(probes[name]) == 0:
-        raise VerificationError(f"{_PROBES}: expected an array {name!r} with at least one row")
+        found = "an empty one" if name in probes else "none"
+        raise VerificationError(
+            f"{_PROBES}: expected an array {name!r} with at least one row, found {found}"
+        )
     return probes[name]
 
 

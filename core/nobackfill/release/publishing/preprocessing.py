@@ -108,7 +108,9 @@ class _Transformers(BaseModel):
             if both is None and isinstance(self.size, int):
                 both = (self.size, self.size)
             if both is None:
-                raise ValueError("expected height and width, or a crop of the centre")
+                raise ValueError(
+                    "expected a size with height and width, or a crop of the centre, got neither"
+                )
             return both, "stretch", None
         cut, side = self._sides(self.crop_size if self.crop_size is not None else self.size)
         cut = cut if side is None else (side, side)
