@@ -309,9 +309,10 @@ def read_declaration(
     """Read the declaration of an ONNX file that embeds texts.
 
     A graph with an output `sentence_embedding` contains the whole model: that output is used,
-    without pooling. NAME.json wins over modules.json in the folder, and this over modules.json one
-    folder above. Without any, defaults are returned. A declared `output` is used instead, with the
-    declared pooling.
+    without pooling. If it is the first output, a NAME.json and the defaults keep their `pooling`,
+    which counts only for outputs of three axes. NAME.json wins over modules.json in the folder, and
+    this over modules.json one folder above. Without any, defaults are returned. A declared `output`
+    is used instead, with the declared pooling.
 
     Args:
         path: The ONNX file; only files next to it and one folder above are read.
