@@ -237,6 +237,9 @@ def test_wrong_files_are_refused_by_name(tmp_path: Path) -> None:
     refuses("expected the arrays test_old and test_new", test_old=None)
     refuses("expected 500 rows in the array new, as in old, got 499", new=good["new"][1:])
     refuses("array labels to hold 500 whole numbers", labels=good["labels"][1:])
+    packed = {"old": good["old"].astype(np.int8)}
+    refuses("array old_scale to hold", **packed, old_scale=np.ones(4))
+    refuses(r"got <U1 \[\]", **packed, old_scale=np.array("x"))
     refuses("got <U3", labels=good["labels"].astype("<U3"))
     refuses(
         "expected dimension 12 of the array test_new, as of new, got 11",

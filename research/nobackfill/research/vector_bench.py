@@ -132,7 +132,8 @@ def read_vectors(paths: Sequence[Path]) -> FrozenVectors:
         NotFoundError: a file does not exist.
         InvalidInputError: a file is no .npz without pickled objects. An array is missing, has
             another shape than its partners, is not finite, or has two candidates. Labels are no
-            whole numbers. Or there is no training item, or fewer than two test items.
+            whole numbers, or a scale does not fit. Or there is no training item, or fewer than two
+            test items.
     """
     arrays: dict[str, NDArray[Any]] = {}
     for path in paths:
@@ -161,7 +162,13 @@ def read_vectors(paths: Sequence[Path]) -> FrozenVectors:
         values = array.astype(np.float32)
         for scale in (f"{key}_scale", f"{key.removeprefix('test_')}_scale"):
             if array.dtype == np.int8 and scale in arrays:
-                values = values * arrays[scale].astype(np.float32)
+                try:
+                    values = values * arrays[scale].astype(np.float32)
+                except ValueError as error:
+                    raise InvalidInputError(
+                        f"--vectors: expected the array {scale} to hold {array.shape[1]} numbers, "
+                        f"as rows of {key}, got {arrays[scale].dtype} {list(arrays[scale].shape)}"
+                    ) from error
                 break
         if not np.isfinite(values).all():
             raise InvalidInputError(
