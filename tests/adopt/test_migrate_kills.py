@@ -7,8 +7,11 @@ import subprocess
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from datetime import timedelta
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import apsw
 import lancedb
@@ -16,6 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import sqlite_vec
+from qdrant_client import QdrantClient, models
 
 from nobackfill.adopt.maps import load_map
 from tests.adopt.table_beside import Connection
@@ -56,6 +60,7 @@ class Migrated(ABC):
     """A table `t` of texts, its writers, and the command that migrates it."""
 
     address: str
+    busy = "another `nobackfill migrate` writes to this table"
 
     def __init__(self, folder: Path, count: int = COUNT) -> None:
         self.folder = folder
@@ -268,12 +273,82 @@ class SqliteTable(Migrated):
         assert rows == [(0 if finished else len(self.bodies),)]
 
 
-@pytest.fixture(params=["pgvector", "lancedb", "sqlite-vec"])
+class QdrantCollection(Migrated):
+    """A collection of Qdrant in a folder; only one process may have it open."""
+
+    busy = "already accessed by another instance"
+
+    def __init__(self, folder: Path, place: Path) -> None:
+        super().__init__(folder)
+        self.place, self.address = place, f"qdrant:{place}"
+        with self.opened() as client:
+            params = models.VectorParams(size=16, distance=models.Distance.COSINE)
+            client.create_collection("t", vectors_config={"v": params})
+            points = [self._point(number, body) for number, body in self.bodies.items()]
+            client.upsert("t", points)
+
+    @contextmanager
+    def opened(self) -> Iterator[QdrantClient]:
+        with closing(QdrantClient(path=str(self.place))) as client:
+            yield client
+
+    def _point(self, number: int, body: str) -> models.PointStruct:
+        vector = made(body, OLD_SCALE).tolist()
+        return models.PointStruct(id=number, vector={"v": vector}, payload={"body": body})
+
+    def put(self, number: int, body: str) -> None:
+        """As a whole point, or only its old vector and its text, which leaves the new vector."""
+        with self.opened() as client:
+            if number in self.bodies and number % 2:
+                vector = {"v": made(body, OLD_SCALE).tolist()}
+                client.update_vectors("t", [models.PointVectors(id=number, vector=vector)])
+                client.set_payload("t", {"body": body}, points=[number])
+            else:
+                client.upsert("t", [self._point(number, body)])
+        self.bodies[number] = body
+
+    def delete(self, number: int) -> None:
+        with self.opened() as client:
+            client.delete("t", [number])
+
+    @property
+    def flipped(self) -> bool:
+        with self.opened() as client:
+            marks = (client.get_collection("t").config.metadata or {}).get("nobackfill") or {}
+        return any("flipped" in mark for mark in marks.values())
+
+    def found(self, column: str) -> list[tuple[int, str, list[float] | None]]:
+        name = "v_new" if column == "v" and self.flipped else "v"
+        return [
+            (int(point.id), point.payload["body"], point.vector.get(name))
+            for point in self._points()
+        ]
+
+    def _points(self) -> list[Any]:
+        with self.opened() as client:
+            return client.scroll("t", limit=10_000, with_payload=True, with_vectors=True)[0]
+
+    def check_objects(self, finished: bool) -> None:
+        with self.opened() as client:
+            vectors = client.get_collection("t").config.params.vectors
+            collections = {one.name for one in client.get_collections().collections}
+        assert isinstance(vectors, dict)
+        assert vectors.keys() == {"v_new"} | (set() if finished else {"v"})
+        assert collections == {"t"} | (set() if finished else {"t-nobackfill-v_new"})
+        assert all(point.payload.keys() == {"body"} for point in self._points())
+
+
+@pytest.fixture(params=["pgvector", "lancedb", "sqlite-vec", "qdrant"])
 def table(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Migrated]:
     if request.param == "pgvector":
         server: Server = request.getfixturevalue("postgres")
         with server.connected() as (address, connection):
             yield Table(address, connection, tmp_path)
+    elif request.param == "qdrant":
+        # In memory, where there is such a folder: it commits each point to the disk on its own.
+        memory = Path("/dev/shm")
+        with TemporaryDirectory(dir=memory if memory.is_dir() else tmp_path) as place:
+            yield QdrantCollection(tmp_path, Path(place))
     else:
         yield (LanceTable if request.param == "lancedb" else SqliteTable)(tmp_path)
 
@@ -334,7 +409,7 @@ def test_two_folders_never_write_the_same_table(table: Migrated) -> None:
         process = table.start(*second, "--work", "second")
         error = process.communicate(timeout=600)[1].decode()
         assert process.returncode == 75, error
-        assert "another `nobackfill migrate` writes to this table" in error
+        assert table.busy in error
     hold.unlink()
     error = first.communicate(timeout=600)[1].decode()
     assert first.returncode == 0, error

@@ -2,7 +2,9 @@
 the flip where others write."""
 
 import itertools
+import json
 from collections.abc import Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from unittest.mock import patch
@@ -13,11 +15,12 @@ from qdrant_client import QdrantClient, models
 
 from nobackfill.adopt.carrying import carry
 from nobackfill.adopt.maps import fit_maps
+from nobackfill.adopt.migrating import Migration, MigrationPlan
 from nobackfill.adopt.pairs import read_all
 from nobackfill.adopt.sources.opening import open_source
 from nobackfill.adopt.sources.source import Target
-from nobackfill.errors import InvalidInputError
-from nobackfill.plugins.qdrant import point_id
+from nobackfill.errors import AlreadyExistsError, InvalidInputError
+from nobackfill.plugins.qdrant import QdrantSource, point_id
 from tests.adopt.racing import Racing
 from tests.adopt.stores import MADE, Qdrant
 
@@ -141,3 +144,159 @@ def test_nothing_is_lost_where_others_write_at_the_flip(store: Qdrant) -> None:
     # Vectors in use cannot be rolled back.
     assert not store.open().rollback("new")
     assert carry(store.open(), TARGET, MAP, flip=True).steps == []
+
+
+REVERSIBLE = replace(TARGET, reversible=True)
+
+
+def reversible(store: Qdrant, vector: str | None = None) -> QdrantSource:
+    source = store.open(vector)
+    assert isinstance(source, QdrantSource)
+    return source
+
+
+def named_vectors(store: Qdrant) -> set[str]:
+    vectors = store.client.get_collection("docs").config.params.vectors
+    assert isinstance(vectors, dict)
+    return set(vectors)
+
+
+def collections(store: Qdrant) -> set[str]:
+    return {one.name for one in store.client.get_collections().collections}
+
+
+def update(store: Qdrant, name: str, **vectors: list[float]) -> None:
+    store.client.update_vectors("docs", [models.PointVectors(id=name, vector=dict(vectors))])
+
+
+def put(store: Qdrant, name: str, **vectors: list[float]) -> None:
+    store.client.upsert("docs", [models.PointStruct(id=name, vector=dict(vectors))])
+
+
+def test_a_flip_goes_back_and_keeps_what_writers_put_twice(store: Qdrant) -> None:
+    done = carry(store.open(), REVERSIBLE, MAP, flip=True)
+    assert done.total == 230 and "using='new'" in done.steps[0]
+    assert reversible(store).flip_state(MAP.digest) == "flipped"
+    assert reversible(store).flip_state("another") == "unknown"
+    old, new = MADE.old[9].tolist(), MADE.new[9].tolist()
+    put(store, MADE.ids[0], new=new)
+    update(store, MADE.ids[1], new=new)
+    put(store, MADE.ids[2], vector=old, new=new)
+    update(store, MADE.ids[3], vector=old, new=new)
+    # One that is put with the old vector alone has no new one; it is no loss.
+    put(store, MADE.ids[4], vector=old)
+    with pytest.raises(InvalidInputError, match="2 points were written since the flip"):
+        reversible(store).flip_back("new")
+    assert named_vectors(store) == {"vector", "new"}
+    assert reversible(store).flip_back("new", lose=True) == 2
+    assert reversible(store).flip_state(MAP.digest) == "old"
+    assert named_vectors(store) == {"vector"}
+    found = read_all(store.open())
+    assert set(found.ids) == set(MADE.ids[2:])
+    vectors = dict(zip(found.ids, found.vectors, strict=True))
+    for name in MADE.ids[2:5]:
+        np.testing.assert_allclose(vectors[name], MADE.old[9], atol=1e-6)
+    assert len(store.names()) == 230
+    assert collections(store) == {"docs"}
+
+
+def test_a_change_of_the_old_vector_or_the_text_alone_is_computed_again(store: Qdrant) -> None:
+    wanted = replace(REVERSIBLE, content="text")
+    assert carry(store.open(), wanted, MAP).write_count == 230
+    assert carry(store.open(), wanted, MAP).write_count == 0
+    update(store, MADE.ids[0], vector=MADE.old[9].tolist())
+    store.client.set_payload("docs", {"text": "changed"}, points=[MADE.ids[1]])
+    store.client.overwrite_payload("docs", {"text": "changed"}, points=[MADE.ids[2]])
+    store.client.set_payload("docs", {"other": "changed"}, points=[MADE.ids[3]])
+    assert carry(store.open(), wanted, MAP).write_count == 3
+    found = read_all(store.open("new"))
+    vectors = dict(zip(found.ids, found.vectors, strict=True))
+    np.testing.assert_allclose(vectors[MADE.ids[0]], MAP(MADE.old[9:10])[0], atol=1e-5)
+    # A new vector whose old one is gone was computed from nothing.
+    store.client.delete_vectors("docs", ["vector"], [MADE.ids[0]])
+    assert carry(store.open(), wanted, MAP).total == 229
+
+
+def test_points_that_are_deleted_at_the_writing_stop_no_other(store: Qdrant) -> None:
+    place = store.open().open_target(REVERSIBLE)
+    rows = place.pending(next(store.open().windows(300)))
+    store.delete(MADE.ids[0])
+    place.write(rows, MAP(rows.vectors))
+    assert place.count() == 229
+    assert carry(store.open(), REVERSIBLE, MAP).write_count == 0
+
+
+def test_a_writer_s_new_vector_stays_only_where_writers_put_both(store: Qdrant) -> None:
+    old, new = MADE.old[9].tolist(), MADE.new[9].tolist()
+    for wanted, expected in ((TARGET, MADE.new[9]), (REVERSIBLE, MAP(MADE.old[9:10])[0])):
+        carry(store.open(), wanted, MAP)
+        put(store, MADE.ids[0], vector=old, new=new)
+        update(store, MADE.ids[1], vector=old, new=new)
+        store.client.upsert("docs", [models.PointStruct(id=1, vector={"vector": old, "new": new})])
+        carry(store.open(), wanted, MAP, flip=True)
+        found = read_all(store.open("new"))
+        vectors = dict(zip(found.ids, found.vectors, strict=True))
+        for name in (*MADE.ids[:2], "1"):
+            np.testing.assert_allclose(vectors[name], expected, atol=1e-5)
+        reversible(store).flip_back("new")
+
+
+def test_another_s_collection_is_not_taken_for_notes(store: Qdrant) -> None:
+    params = models.VectorParams(size=4, distance=models.Distance.DOT)
+    store.client.create_collection("docs-nobackfill-new", vectors_config=params)
+    with pytest.raises(AlreadyExistsError, match="'docs-nobackfill-new' exists already"):
+        carry(store.open(), TARGET, MAP)
+    assert store.open().rollback("new")
+    assert store.client.collection_exists("docs-nobackfill-new")
+
+
+def test_old_vectors_are_dropped_and_their_name_leads_to_the_new_ones(store: Qdrant) -> None:
+    carry(store.open(), REVERSIBLE, MAP, flip=True)
+    other = fit_maps(MADE.old, MADE.new)["procrustes"]
+    with pytest.raises(AlreadyExistsError, match=r"since a flip by another map; .* finish"):
+        store.open().open_target(replace(REVERSIBLE, mark=other.digest))
+    # Killed after the vectors, before the rest.
+    with (
+        patch.object(QdrantClient, "delete_collection", side_effect=KeyboardInterrupt),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        reversible(store).drop_old()
+    assert named_vectors(store) == {"new"}
+    source = reversible(store, "vector")
+    assert source.flip_state(MAP.digest) == "flipped"
+    source.drop_old()
+    assert reversible(store, "vector").flip_state(MAP.digest) == "finished"
+    assert collections(store) == {"docs"}
+    # The next migration begins with them.
+    again = reversible(store)
+    assert again.vector == "new" and again.flip_state("another") == "old"
+    second = fit_maps(MADE.new, MADE.old)["affine"]
+    target = Target("next", second.dims[1], second.digest, reversible=True)
+    assert carry(again, target, second, flip=True).total == 230
+    assert reversible(store, "new").flip_state(second.digest) == "flipped"
+    assert reversible(store, "new").flip_back("next") == 0
+    assert reversible(store).vector == "new"
+
+
+def test_new_and_old_vectors_keep_their_names_at_a_flip(store: Qdrant, tmp_path: Path) -> None:
+    plan = MigrationPlan(f"qdrant:{store.folder}#docs", "new:embed", vector="vector", to="new")
+    (tmp_path / "migration.json").write_text(json.dumps(asdict(plan)))
+    assert Migration(tmp_path).vector_names() == ("new", "vector")
+
+
+def test_a_switch_names_the_model_and_makes_no_vector_new(store: Qdrant) -> None:
+    reversible(store).name_model("the new model")
+    assert store.open().facts().model == "the new model"
+    assert not store.open().rollback("vector")
+    assert reversible(store).flip_mark() is None
+
+
+def test_a_vector_without_a_name_is_refused_before_anything_is_embedded(
+    store: Qdrant, tmp_path: Path
+) -> None:
+    params = models.VectorParams(size=24, distance=models.Distance.COSINE)
+    store.client.create_collection("unnamed", vectors_config=params)
+    request = MigrationPlan(f"qdrant:{store.folder}#unnamed", "new:embed", column="text")
+    with pytest.raises(InvalidInputError, match="its vector has no name"):
+        Migration(tmp_path / "work").decide(request, print)
+    assert not (tmp_path / "work").exists()

@@ -88,7 +88,7 @@ def given_options(**options: object) -> dict[str, object]:
 
 
 _EPILOG = """
-All steps for a table of PostgreSQL, LanceDB or SQLite; it asks before it writes:
+All steps in PostgreSQL, Qdrant, LanceDB or SQLite; it asks before it writes:
 
 \b
 nobackfill migrate 'postgresql:///shop#documents' --new new.onnx --column body
@@ -971,7 +971,8 @@ class _MigrateGroup(TyperGroup):
 
 migrate_commands = typer.Typer(
     cls=_MigrateGroup,
-    help="Do all steps of a migration in PostgreSQL, LanceDB or SQLite, or advise against it.\n\n"
+    help="Do all steps of a migration in PostgreSQL, Qdrant, LanceDB or SQLite, or advise against "
+    "it.\n\n"
     "`migrate SOURCE` is `migrate start SOURCE`; its options: `nobackfill migrate start --help`.",
     epilog="""Example:
 
@@ -1135,7 +1136,6 @@ def start(
 def _migrate(migration: "Migration", plan: "MigrationPlan", yes: bool) -> None:
     """Decide, ask unless `yes`, execute the verdict, and print what was done."""
     from nobackfill.adopt.fitting import adapter_example
-    from nobackfill.adopt.sources.source import name_before
     from nobackfill.adopt.verdict import ADAPTER
 
     for line in migration.decide(plan, _tell):
@@ -1172,8 +1172,7 @@ def _migrate(migration: "Migration", plan: "MigrationPlan", yes: bool) -> None:
         print("next: join it in your queries, and switch them to the new model; then")
         print("`nobackfill migrate finish`. Until then `nobackfill migrate back` drops the table")
     elif after.state == "flipped":
-        new_vectors = after.to.removesuffix("_new")
-        old_vectors = name_before(new_vectors)
+        new_vectors, old_vectors = migration.vector_names()
         print(f"flipped: {new_vectors} holds the new vectors, {old_vectors} the old ones")
         print("next: switch your queries to the new model; then `nobackfill migrate finish` drops")
         print("the old vectors. Until then `nobackfill migrate back` restores them")

@@ -40,7 +40,13 @@ from nobackfill.adopt.maps import NEW_MODEL, load_map
 from nobackfill.adopt.page import duration
 from nobackfill.adopt.pairs import encode_ids, read_ids, sample_source
 from nobackfill.adopt.sources.opening import open_items
-from nobackfill.adopt.sources.source import MOST_NAME, Flippable, Reversible, Target
+from nobackfill.adopt.sources.source import (
+    MOST_NAME,
+    Flippable,
+    Reversible,
+    Target,
+    name_before,
+)
 from nobackfill.adopt.verdict import ADAPTER
 from nobackfill.errors import (
     AlreadyExistsError,
@@ -542,9 +548,11 @@ class Migration:
         if not isinstance(source, Reversible):
             raise InvalidInputError(
                 f"{source.facts().name}: expected a store that migrate can flip: PostgreSQL "
-                "with pgvector, LanceDB, or SQLite with sqlite-vec; for others use `fit`, then "
-                "`carry`"
+                "with pgvector, Qdrant, LanceDB, or SQLite with sqlite-vec; for others use `fit`, "
+                "then `carry`"
             )
+        # It raises where the store cannot hold new vectors next to the old ones.
+        _ = source.flip_name
         return source
 
     def status(self) -> MigrationProgress:
@@ -573,6 +581,25 @@ class Migration:
         if plan.state not in ("writing", "decided"):
             return MigrationProgress(plan, 0, 0)
         return MigrationProgress(plan, source.count_vectors(plan.to), source.count())
+
+    def vector_names(self) -> tuple[str, str]:
+        """Return the names of the new and of the old vectors after a flip.
+
+        Raises:
+            NotFoundError: The folder has no migration. The table does not exist.
+            InvalidInputError: The plan cannot be read, or the table cannot be opened as its options
+                say.
+            UnavailableError: The server does not answer.
+            NotPermittedError: The server refuses the user.
+            ConfigurationError: An address would send vectors or a password unencrypted, or an extra
+                is not installed.
+            BusyError: Others hold the store, or its server has too many requests.
+        """
+        plan = self.plan()
+        if self._source(plan).renames:
+            name = plan.to.removesuffix("_new")
+            return name, name_before(name)
+        return plan.to, plan.vector or ""
 
     def pause(self) -> None:
         """Stop the running migration after the rows that it is embedding or writing.

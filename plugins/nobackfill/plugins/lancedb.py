@@ -83,6 +83,8 @@ class LanceSource:
         BusyError: Others write the table at this moment.
     """
 
+    renames = True
+
     def __init__(
         self, folder: str, table: str, vector: str | None = None, key: str | None = None
     ) -> None:

@@ -2,21 +2,30 @@
 
 New vectors become a named vector of the same points, so a deleted point takes its new vector along.
 
-A point that is put again with only the old vector loses its new one and becomes pending. A writer
-that updates only the old named vector (`update_vectors`) leaves a stale new one. Verification finds
-such vectors, until the flip.
+A point that is put again with only the old vector loses its new one and becomes pending. For a
+writer that changes only the old named vector or the text, a second collection has a note for each
+point: what its new vector was computed from, and that vector, each as a few projections. Until the
+flip, a point that differs from its note is computed again. The points get no payload of ours,
+because some programs refuse fields that they do not know.
+
+Vectors of Qdrant cannot be renamed. A flip is a record in the collection's metadata; programs then
+search with the new name (`using`). The old vectors stay until `drop_old`.
 """
 
+import hashlib
 import os
 import re
 import uuid
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from nobackfill.adopt.sources.source import (
     STATUSES,
@@ -27,6 +36,7 @@ from nobackfill.adopt.sources.source import (
     Target,
     Window,
     even,
+    lock_by_file,
     metric_of,
     server_address,
 )
@@ -209,6 +219,11 @@ def translated_errors(name: str) -> Iterator[None]:
 _PAGE = 500
 # Vectors that differ by less are equal: a collection may store half precision.
 _TOLERANCE = 2e-3
+# Projections of a vector in a note.
+_AXES = 4
+# Largest difference between a projection and its note, as a share of the vector's norm. A new
+# vector may be stored in half precision; an old one is always read alike, but for the last bits.
+_NEAR: Mapping[str, float] = {"old": 2e-5, "new": _TOLERANCE}
 _METRICS: Mapping[str, SearchMetric] = {
     "Cosine": "cosine", "Euclid": "squared_l2", "Dot": "inner_product", "Manhattan": "l1",
 }  # fmt: skip
@@ -223,7 +238,9 @@ class QdrantSource:
     Args:
         place: https://HOST:PORT (http:// on this machine), or a folder of the local mode.
         collection: the collection's name.
-        vector: the name of the vector; None: the only dense vector that no map computed.
+        vector: the name of the vector; None: the only dense vector that no map computed, or, where
+            the old vectors were dropped, the one that the collection has flipped to. The name of
+            vectors that were dropped after a flip leads to the new ones.
 
     Attributes:
         vector: the name of the vector; empty for an unnamed one.
@@ -237,8 +254,11 @@ class QdrantSource:
         BusyError: the server has too many requests, or another process has opened the folder.
     """
 
+    renames = False
+
     def __init__(self, place: str, collection: str, vector: str | None = None) -> None:
         self._name = collection
+        self._place = place
         self._clients = Clients(place)
         with translated_errors(collection):
             if not self._client.collection_exists(collection):
@@ -248,8 +268,12 @@ class QdrantSource:
                     f"{others or 'none'}"
                 )
         vectors, marks = self._config()
-        self._model = marks.get(vector or "", {}).get("model")
-        names = [name for name in vectors if vector is not None or name not in marks]
+        if vector is not None and vector not in vectors:
+            vector = next((n for n, m in marks.items() if m.get("of") == vector), vector)
+        names = list(vectors)
+        if vector is None:
+            names = [name for name in vectors if "map" not in marks.get(name, {})]
+            names = names or [name for name in vectors if "flipped" in marks[name]]
         if (vector is None and len(names) != 1) or (vector is not None and vector not in names):
             raise InvalidInputError(
                 f"{collection}: expected {'one vector' if vector is None else repr(vector)}, found "
@@ -257,6 +281,7 @@ class QdrantSource:
             )
         self.vector = vector or names[0]
         self._params = vectors[self.vector]
+        self._model = marks.get(self.vector, {}).get("model")
         if self._params.multivector_config is not None:
             raise InvalidInputError(
                 f"{collection}: expected one vector per item, but {self.vector!r} has several (a "
@@ -268,8 +293,12 @@ class QdrantSource:
         return self._clients.own
 
     def _config(self) -> tuple[dict[str, Any], dict[str, dict[str, str]]]:
-        """Return the parameters of dense vectors by name ("" for an unnamed one), and the marks of
-        migrated ones: digest of the map, fingerprint of the model, and whether they are flipped."""
+        """Return the parameters of dense vectors by name ("" for an unnamed one), and their marks.
+
+        A mark has the fingerprint of the model, as "model". That of new vectors also has the digest
+        of the map, as "map". A flip adds "flipped", and "of": the name of the old vectors.
+        "finished" says that these were dropped.
+        """
         with translated_errors(self._name):
             config = self._client.get_collection(self._name).config
         vectors = config.params.vectors or {}
@@ -282,7 +311,7 @@ class QdrantSource:
         """Return the name, dimension, metric and model of the vectors.
 
         Nothing is read from the server: the facts are as they were when the source was opened. The
-        model is None unless `vector` was given and a map made it with a known model.
+        model is None unless the collection's metadata names it.
 
         Raises:
             InvalidInputError: searches use a metric that nobackfill does not support.
@@ -367,7 +396,7 @@ class QdrantSource:
             NotFoundError: the collection or the folder was deleted.
             InvalidInputError: Qdrant refuses the request otherwise.
         """
-        points = self._points(window, payload=[name])
+        points = self.points(window, payload=[name])
         values = [(point.id, (point.payload or {}).get(name)) for point in points]
         pairs = [(str(key), str(value)) for key, value in values if value not in (None, "")]
         return ColumnValues([key for key, _ in pairs], [value for _, value in pairs])
@@ -423,7 +452,7 @@ class QdrantSource:
                 self._name, [key for n in dict.fromkeys(ids) if (key := point_id(n)) is not None],
                 with_payload=False, with_vectors=[name] if name else True,
             )  # fmt: skip
-        return self._rows(points, name)
+        return self.rows_of(points, name)
 
     def texts(self, ids: Sequence[str], column: str) -> dict[str, str]:
         """Read a payload field by id as text, without the points where it is empty.
@@ -472,12 +501,15 @@ class QdrantSource:
             NotFoundError: the collection or the folder was deleted.
         """
         vectors, marks = self._config()
-        if self.vector == "":
-            raise InvalidInputError(
-                f"{self._name}: its vector has no name, and Qdrant refuses unnamed vectors once a "
-                "collection has named ones; copy it into a collection with a named vector first"
-            )
+        # It refuses a vector without a name.
+        _ = self.flip_name
         mark = marks.get(target.name, {})
+        if "flipped" in mark and mark.get("map") != target.mark:
+            raise AlreadyExistsError(
+                f"{self._name}: searches use the vector {target.name!r} since a flip by another "
+                "map; end that migration with `nobackfill migrate finish` or `nobackfill migrate "
+                "back`, or choose another --to"
+            )
         if not target.name or (target.name in vectors and mark.get("map") != target.mark):
             raise AlreadyExistsError(
                 f"{self._name}: vector {target.name!r} exists already and was not made by this map;"
@@ -506,13 +538,14 @@ class QdrantSource:
                 if any(value is not None for _, value in diff):
                     self._client.update_collection(self._name, vectors_config={target.name: diff})
         flipped = mark.get("flipped") == "true"
+        if not flipped:
+            self._make_notes(target.name)
         return NewNamedVectors(self, self._clients, self._name, target, flipped)
 
     def rollback(self, name: str) -> bool:
-        """Remove the new vectors of a name.
+        """Remove the new vectors of a name, and the collection of their notes.
 
-        The vectors go first, then the mark. After an error in between, a mark without vectors
-        stays; it does no harm.
+        The mark goes last, so that a killed call can be repeated.
 
         Returns:
             False if no map created them, or if the collection has flipped to them.
@@ -524,14 +557,70 @@ class QdrantSource:
             NotFoundError: the collection or the folder was deleted.
             InvalidInputError: Qdrant refuses the request otherwise.
         """
-        marks = self._config()[1]
+        vectors, mark = self._config()[0], self._marks().get(name, {})
         # A flipped collection searches these vectors, so they must stay.
-        if name not in marks or "flipped" in marks[name]:
+        if "map" not in mark or "flipped" in mark:
             return False
         with translated_errors(self._name):
             self._client.delete_vector_name(self._name, name)
+            self._drop_notes(name)
             self._set_mark(name, None)
-        return True
+        return name in vectors
+
+    def _make_notes(self, name: str) -> None:
+        """Create the collection of notes on new vectors, if it is missing."""
+        notes = notes_name(self._name, name)
+        with translated_errors(notes):
+            if self._client.collection_exists(notes):
+                if self._is_ours(notes):
+                    return
+                raise AlreadyExistsError(
+                    f"{self._name}: the collection {notes!r} exists already and was not made by "
+                    "nobackfill, which needs this name; delete it, or choose another --to"
+                )
+            # Notes are never searched: no index.
+            params = models.VectorParams(
+                size=2 * _AXES, distance=models.Distance.EUCLID, on_disk=True,
+                hnsw_config=models.HnswConfigDiff(m=0),
+            )  # fmt: skip
+            self._client.create_collection(
+                notes, vectors_config=params, metadata={"nobackfill": {"notes": self._name}}
+            )
+
+    def _is_ours(self, notes: str) -> bool:
+        metadata = self._client.get_collection(notes).config.metadata or {}
+        return "notes" in (metadata.get("nobackfill") or {})
+
+    def _drop_notes(self, *names: str) -> None:
+        for notes in [notes_name(self._name, name) for name in names]:
+            if self._client.collection_exists(notes) and self._is_ours(notes):
+                self._client.delete_collection(notes)
+
+    def notes(self, name: str, keys: Sequence[Any]) -> dict[str, "Note"]:
+        """Read the notes on new vectors by id; points without one are left out.
+
+        Args:
+            name: the name of the new vectors; without a collection of notes there are none.
+            keys: ids of points, as Qdrant has them.
+
+        Raises:
+            UnavailableError: the server does not answer within a minute.
+            NotPermittedError: the server refuses the key.
+            BusyError: the server has too many requests, or another process has opened the folder.
+            InvalidInputError: Qdrant refuses the request otherwise.
+        """
+        notes, found = notes_name(self._name, name), list[Any]()
+        with translated_errors(notes):
+            if not self._client.collection_exists(notes):
+                return {}
+            for first in range(0, len(keys), _PAGE):
+                found += self._client.retrieve(
+                    notes, list(keys[first : first + _PAGE]), with_vectors=True
+                )
+        return {
+            str(one.id): Note(tuple(one.vector), (one.payload or {}).get("text", ""))
+            for one in found
+        }
 
     def note_flip(self, name: str) -> None:
         """Record the flip to new vectors: from now on, writers put vectors of this name.
@@ -547,11 +636,209 @@ class QdrantSource:
             InvalidInputError: Qdrant refuses the request otherwise.
         """
         with translated_errors(self._name):
-            self._set_mark(name, {**self._config()[1][name], "flipped": "true"})
+            mark = {**self._config()[1][name], "flipped": "true", "of": self.vector}
+            self._set_mark(name, mark)
+
+    @property
+    def flip_name(self) -> str:
+        """Return the name of the vectors, which a flip does not change.
+
+        Raises:
+            InvalidInputError: the vector has no name, so that no second one can stand next to it.
+        """
+        if self.vector == "":
+            raise InvalidInputError(
+                f"{self._name}: its vector has no name, and Qdrant refuses unnamed vectors once a "
+                "collection has named ones; copy it into a collection with a named vector first"
+            )
+        return self.vector
+
+    def name_model(self, model: str) -> None:
+        """Record the model of the vectors in the collection's metadata, by its fingerprint.
+
+        An earlier model is replaced; the text is not checked.
+
+        Raises:
+            UnavailableError: the server does not answer within a minute.
+            NotPermittedError: the server refuses the key.
+            BusyError: the server has too many requests, or another process has opened the folder.
+            NotFoundError: the collection or the folder was deleted.
+            InvalidInputError: Qdrant refuses the request otherwise.
+        """
+        with translated_errors(self._name):
+            self._set_mark(self.vector, {**self._marks().get(self.vector, {}), "model": model})
+        self._model = model
+
+    def migration_lock(self) -> AbstractContextManager[Callable[[], None]]:
+        """Keep other migrations of the collection out, by a lock file.
+
+        It waits up to 3 s for the lock. The file lies in the folder of the local mode. For a server
+        it lies in `~/.cache/nobackfill` (or below XDG_CACHE_HOME): it keeps out migrations of this
+        user on this machine alone. Yields a function that does nothing: a lock file is not lost.
+
+        Raises:
+            BusyError: another migration holds the lock.
+            CannotWriteError: the lock file cannot be created.
+        """
+        folder = Path(self._place).resolve()
+        if "://" in self._place:
+            caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+            folder = caches / "nobackfill"
+        address = hashlib.sha256(f"{self._place}#{self._name}".encode()).hexdigest()[:16]
+        return lock_by_file(folder / f".{address}-nobackfill.lock", self._name)
+
+    def read_migration_mark(self, column: str) -> str | None:
+        """Return the digest of the map whose vectors have a name; None for any other name, and
+        after the flip.
+
+        Also for a name whose vectors a killed `rollback` has removed.
+
+        Raises:
+            UnavailableError: the server does not answer within a minute.
+            NotPermittedError: the server refuses the key.
+            BusyError: the server has too many requests, or another process has opened the folder.
+            NotFoundError: the collection or the folder was deleted.
+            InvalidInputError: Qdrant refuses the request otherwise.
+        """
+        mark = self._marks().get(column, {})
+        return None if "flipped" in mark else mark.get("map")
+
+    def _flipped_to(self) -> tuple[str, dict[str, str]]:
+        """Return name and mark of the vectors that searches use since the last flip from this name,
+        or to it; ("", {}) without one."""
+        vectors, marks = self._config()
+        flipped = {name: mark for name, mark in marks.items() if "flipped" in mark}
+        for name, mark in flipped.items():
+            if mark.get("of") == self.vector and self.vector in vectors:
+                return name, mark
+        return (self.vector, flipped[self.vector]) if self.vector in flipped else ("", {})
+
+    def flip_mark(self) -> str | None:
+        """Return the digest of the map of the vectors that searches use since a flip; None without
+        one.
+
+        Raises:
+            UnavailableError: the server does not answer within a minute.
+            NotPermittedError: the server refuses the key.
+            BusyError: the server has too many requests, or another process has opened the folder.
+            NotFoundError: the collection or the folder was deleted.
+            InvalidInputError: Qdrant refuses the request otherwise.
+        """
+        return self._flipped_to()[1].get("map")
+
+    def flip_state(self, mark: str) -> Literal["old", "flipped", "finished", "unknown"]:
+        """Return whether the collection has flipped to the vectors of a map: old, flipped, finished
+        (the old ones are dropped) or unknown.
+
+        It is unknown where the old vectors of a flip to other vectors exist.
+
+        Args:
+            mark: digest of the map of the new vectors.
+
+        Raises:
+            UnavailableError: the server does not answer within a minute.
+            NotPermittedError: the server refuses the key.
+            BusyError: the server has too many requests, or another process has opened the folder.
+            NotFoundError: the collection or the folder was deleted.
+            InvalidInputError: Qdrant refuses the request otherwise.
+        """
+        found = self._flipped_to()[1]
+        finished = "finished" in found
+        if found.get("map") == mark:
+            return "finished" if finished else "flipped"
+        return "old" if finished or not found else "unknown"
+
+    def flip_back(self, to: str, *, lose: bool = False) -> int:
+        """Take the flip back: remove the new vectors.
+
+        A point counts as written since the flip if it has no old vector. It also counts if its new
+        vector alone differs from its note; its old vector is then stale, and is deleted. A point
+        that a writer has put with both vectors keeps the old one.
+
+        Args:
+            to: the name of the new vectors.
+            lose: go on where points were written since the flip: they lose their only vector.
+
+        Returns:
+            The number of points that lost their only vector.
+
+        Raises:
+            NotFoundError: there are no old vectors, or the collection has not flipped to `to`.
+            InvalidInputError: points were written since the flip, and `lose` is False; nothing is
+                changed; or Qdrant refuses the request.
+            UnavailableError: the server does not answer within a minute.
+            NotPermittedError: the server refuses the key.
+            BusyError: the server has too many requests, or another process has opened the folder.
+        """
+        vectors, marks = self._config()
+        mark = marks.get(to, {})
+        old = mark.get("of")
+        if old is None or old not in vectors:
+            raise NotFoundError(
+                f"collection {self._name}: no old vectors, so that no flip to {to!r} can be undone"
+            )
+        without_old, stale = 0, list[Any]()
+        for window in self.windows(_PAGE):
+            page = list(self.points(window, [old, to]))
+            both = [one for one in page if {old, to} <= set(one.vector or {})]
+            without_old += sum(to in (one.vector or {}) for one in page) - len(both)
+            notes = self.notes(to, [one.id for one in both])
+            before, after = self.rows_of(both, old), self.rows_of(both, to)
+            stale += [
+                key
+                for key, name, one, other in zip(
+                    before.keys, before.ids, before.vectors, after.vectors, strict=True
+                )
+                if name in notes
+                and notes[name].fits("old", one)
+                and not notes[name].fits("new", other)
+            ]
+        losses = without_old + len(stale)
+        if losses and not lose:
+            raise InvalidInputError(
+                f"{self._name}: {losses} points were written since the flip and have no old "
+                "vector; run it with --yes to lose them"
+            )
+        for first in range(0, len(stale), _PAGE):
+            with suppress(NotFoundError), translated_errors(self._name):
+                self._client.delete_vectors(self._name, [old], stale[first : first + _PAGE])
+        with translated_errors(self._name):
+            self._set_mark(to, {n: v for n, v in mark.items() if n not in ("flipped", "of")})
+        self.rollback(to)
+        return losses
+
+    def drop_old(self) -> None:
+        """Drop the old vectors after a flip, and the notes; the flip cannot be undone then.
+
+        A killed call can be repeated.
+
+        Raises:
+            NotFoundError: the collection has not flipped. The collection or the folder was deleted.
+            UnavailableError: the server does not answer within a minute.
+            NotPermittedError: the server refuses the key.
+            BusyError: the server has too many requests, or another process has opened the folder.
+            InvalidInputError: Qdrant refuses the request otherwise.
+        """
+        name, mark = self._flipped_to()
+        if not name:
+            raise NotFoundError(
+                f"collection {self._name}: it has not flipped, so that there are no old vectors to "
+                "drop"
+            )
+        with translated_errors(self._name):
+            self._client.delete_vector_name(self._name, mark["of"])
+            # The old vectors may have notes of their own, of an earlier `carry`.
+            self._drop_notes(name, mark["of"])
+            self._set_mark(name, {**mark, "finished": "true"})
+
+    def _marks(self) -> dict[str, dict[str, str]]:
+        """Return the marks of all names, also of vectors that do not exist."""
+        with translated_errors(self._name):
+            metadata = self._client.get_collection(self._name).config.metadata
+        return dict((metadata or {}).get("nobackfill") or {})
 
     def _set_mark(self, name: str, mark: dict[str, str] | None) -> None:
-        config = self._client.get_collection(self._name).config
-        marks = {**((config.metadata or {}).get("nobackfill") or {}), name: mark}
+        marks = {**self._marks(), name: mark}
         present = {one: value for one, value in marks.items() if value is not None}
         self._client.update_collection(self._name, metadata={"nobackfill": present})
 
@@ -597,19 +884,39 @@ class QdrantSource:
         none = None
         if missing is not None:
             none = models.Filter(must_not=[models.HasVectorCondition(has_vector=missing)])
-        return self._rows(list(self._points(window, vector=vector, where=none)), vector)
+        return self.rows_of(list(self.points(window, [vector], where=none)), vector)
 
-    def _points(
-        self, window: Window, *, vector: str | None = None, payload: list[str] | None = None,
+    def points(
+        self, window: Window, vectors: Sequence[str] = (), payload: Sequence[str] = (),
         where: Any = None,
     ) -> Iterator[Any]:  # fmt: skip
+        """Read the points of a window by increasing id, with vectors and payload fields by name.
+
+        They are read in pages of 500. An empty name reads all vectors.
+
+        Args:
+            window: the range of ids, `lower` included and `upper` not.
+            vectors: names of vectors; a point may lack them.
+            payload: paths of payload fields.
+            where: a filter of Qdrant; None: all.
+
+        Yields:
+            Points as Qdrant's client has them.
+
+        Raises:
+            UnavailableError: the server does not answer within a minute.
+            NotPermittedError: the server refuses the key.
+            BusyError: the server has too many requests, or another process has opened the folder.
+            NotFoundError: the collection or the folder was deleted.
+            InvalidInputError: Qdrant refuses the request otherwise.
+        """
         offset: Any = window.lower
         while True:
             with translated_errors(self._name):
                 points, offset = self._client.scroll(
                     self._name, scroll_filter=where, limit=_PAGE, offset=offset,
-                    with_payload=payload or False,
-                    with_vectors=False if vector is None else [vector] if vector else True,
+                    with_payload=list(payload) or False,
+                    with_vectors=True if "" in vectors else list(vectors) or False,
                 )  # fmt: skip
             for point in points:
                 if window.upper is not None and key_order(point.id) >= key_order(window.upper):
@@ -618,7 +925,21 @@ class QdrantSource:
             if offset is None:
                 return
 
-    def _rows(self, points: Sequence[Any], vector: str) -> Rows:
+    def rows_of(self, points: Sequence[Any], vector: str) -> Rows:
+        """Convert points of Qdrant to rows with the vectors of one name.
+
+        Points without the vector are left out.
+
+        Args:
+            points: points that were read with the vector.
+            vector: its name.
+
+        Returns:
+            Rows with float32 [n, dim]. With the metric cosine, vectors have the norm 1.
+
+        Raises:
+            InvalidInputError: the vectors differ in dimension.
+        """
         values = (
             (p.id, p.vector.get(vector) if isinstance(p.vector, dict) else p.vector) for p in points
         )
@@ -634,15 +955,17 @@ class QdrantSource:
 class NewNamedVectors:
     """The new named vector of a collection's points, which a migration fills.
 
-    After the flip, writers put it together with the old vector, and a migration only fills the
-    points that have none. Every method may raise the errors of QdrantSource.
+    Before the flip, a new vector that differs from its note is its writer's. It stays, unless the
+    flip must be reversible: then each new vector is computed here. After the flip, writers put it
+    together with the old vector, and a migration only fills the points that have none. Every method
+    may raise the errors of QdrantSource.
 
     Attributes:
         flipped: whether the flip was recorded.
+        put_by_writers: whether new vectors of writers stay before the flip.
     """
 
     at_once = 1
-    put_by_writers = True
 
     def __init__(
         self,
@@ -654,11 +977,14 @@ class NewNamedVectors:
     ) -> None:
         self._source, self._clients = source, clients
         self._collection, self._target, self.flipped = collection, target, flipped
+        self._notes = notes_name(collection, target.name)
+        self.put_by_writers = not target.reversible
 
     def pending(self, window: Window) -> Rows:
-        """Read the old vectors of the points in a window that have no new one.
+        """Read the old vectors of the points in a window whose new one is missing or stale.
 
-        They come by increasing id. A stale new vector is not noticed.
+        They come by increasing id. Stale new vectors are deleted, but not after the flip: then only
+        points without one are pending.
 
         Raises:
             UnavailableError: the server does not answer within a minute.
@@ -667,14 +993,55 @@ class NewNamedVectors:
             NotFoundError: the collection or the folder was deleted.
             InvalidInputError: Qdrant refuses the request otherwise.
         """
-        return self._source.rows(self._source.vector, window, missing=self._target.name)
+        old, new, content = self._source.vector, self._target.name, self._target.content
+        if self.flipped:
+            return self._source.rows(old, window, missing=new)
+        points = list(self._source.points(window, [old, new], [content] if content else []))
+        rows, made = self._source.rows_of(points, old), self._source.rows_of(points, new)
+        notes = self._source.notes(new, [one.id for one in points])
+        olds = dict(zip(rows.ids, rows.vectors, strict=True))
+        news = dict(zip(made.ids, made.vectors, strict=True))
+        versions, stale = dict[str, str](), list[Any]()
+        for point in points:
+            name = str(point.id)
+            note = notes.get(name)
+            version = _text_digest((point.payload or {}).get(content)) if content else ""
+            ours = name in news and note is not None and note.fits("new", news[name])
+            if name not in olds:
+                # Nothing is left that this vector was computed from.
+                stale += [point.id] if ours else []
+            elif name not in news:
+                versions[name] = version
+            elif ours and note is not None and note.fits("old", olds[name]):
+                if note.text != version:
+                    versions[name] = version
+                    stale.append(point.id)
+            elif ours or not self.put_by_writers:
+                versions[name] = version
+                stale.append(point.id)
+        self._delete(stale)
+        left = [row for row, name in enumerate(rows.ids) if name in versions]
+        return Rows(
+            [rows.ids[row] for row in left],
+            rows.vectors[left],
+            [rows.keys[row] for row in left],
+            [versions[rows.ids[row]] for row in left],
+        )
+
+    def _delete(self, keys: list[Any]) -> None:
+        """Delete new vectors of points; those that were deleted meanwhile are ignored."""
+        for first in range(0, len(keys), _PAGE):
+            some, name = keys[first : first + _PAGE], self._target.name
+            with suppress(NotFoundError), translated_errors(self._collection):
+                self._clients.own.delete_vectors(self._collection, [name], some)
 
     def write(self, rows: Rows, vectors: Vectors) -> None:
         """Write new vectors of points, except of those whose old vector has changed.
 
-        It goes in requests of 500, and earlier ones stay after an error. A vector that a writer put
-        in the meantime stays. If the old vector changes during the write, the new one is deleted
-        again. A point that was deleted is left out.
+        It goes in requests of 500, and earlier ones stay after an error. The notes are written
+        first, so that after a kill no new vector lacks one. A vector that a writer put in the
+        meantime stays. If the old vector changes during the write, the new one is deleted again. A
+        point that was deleted is left out.
 
         Args:
             rows: n points, as `pending` returned them.
@@ -693,17 +1060,42 @@ class NewNamedVectors:
             read = dict(zip(rows.ids[part], rows.vectors[part], strict=True))
             new = dict(zip(rows.ids[part], vectors[part], strict=True))
             keys = dict(zip(rows.ids[part], rows.keys[part], strict=True))
+            versions = rows.versions[part] or [""] * len(read)
+            texts = dict(zip(rows.ids[part], map(str, versions), strict=True))
+            self._put_notes(read, new, keys, texts)
             self._write(read, new, keys)
+
+    def _put_notes(
+        self,
+        read: dict[str, Vectors],
+        new: dict[str, Vectors],
+        keys: dict[str, Any],
+        texts: dict[str, str],
+    ) -> None:
+        """Write notes of points; nothing after `drop_old`, which no note outlives."""
+        unit = self._source.facts().directions
+        points = [
+            models.PointStruct(
+                id=keys[name],
+                vector=[
+                    *_project(old),
+                    *_project(normalise(new[name][None])[0] if unit else new[name]),
+                ],
+                payload={"text": texts[name]} if texts[name] else None,
+            )
+            for name, old in read.items()
+        ]
+        with translated_errors(self._notes):
+            if not self.flipped or self._clients.own.collection_exists(self._notes):
+                self._clients.own.upsert(self._notes, points)
 
     def _write(
         self, read: dict[str, Vectors], new: dict[str, Vectors], keys: dict[str, Any]
     ) -> None:
         name, client = self._target.name, self._clients.own
-        same = self._same(read)
+        same = [one for one, is_same in self._same(read).items() if is_same]
         points = [
-            models.PointVectors(id=keys[one], vector={name: vector.tolist()})
-            for one, vector in new.items()
-            if same.get(one)
+            models.PointVectors(id=keys[one], vector={name: new[one].tolist()}) for one in same
         ]
         if not points:
             return
@@ -721,9 +1113,7 @@ class NewNamedVectors:
             for one, vector in zip(present.ids, present.vectors, strict=True)
             if np.allclose(vector, new[one], atol=_TOLERANCE)
         ]
-        if ours:
-            with suppress(NotFoundError), translated_errors(self._collection):
-                client.delete_vectors(self._collection, [name], ours)
+        self._delete(ours)
 
     def _same(self, read: Mapping[str, Vectors]) -> dict[str, bool]:
         """Return, for each point that still exists, whether its old vector is unchanged."""
@@ -737,11 +1127,10 @@ class NewNamedVectors:
 
     @contextmanager
     def flip(self) -> Iterator[None]:
-        """Record the flip at the start of the block; Qdrant has no lock.
+        """Record the flip after the block; Qdrant has no lock.
 
-        From now on, a new vector that the map does not compute counts as its writer's. It is
-        recorded also if the block raises an error. After an error of the recording, the block does
-        not run. A second flip changes nothing.
+        From then on, each new vector counts as its writer's. Nothing is recorded if the block
+        raises an error. A second flip changes nothing.
 
         Raises:
             UnavailableError: the server does not answer within a minute.
@@ -750,9 +1139,9 @@ class NewNamedVectors:
             NotFoundError: the collection was deleted, or the new vectors were removed.
             InvalidInputError: Qdrant refuses the request otherwise.
         """
+        yield
         self._source.note_flip(self._target.name)
         self.flipped = True
-        yield
 
     def owner_tasks(self) -> list[str]:
         """Return the owner's tasks after the flip, as sentences."""
@@ -802,3 +1191,52 @@ class NewNamedVectors:
             "the vectors that writers put",
             *self.owner_tasks(),
         ]
+
+
+@dataclass(frozen=True)
+class Note:
+    """Projections of a new vector, and of the old vector that it was computed from.
+
+    A digest would change with the last bit of a number, which Qdrant does not preserve.
+
+    Attributes:
+        projections: four of the old vector, and four of the new one.
+        text: digest of the text; empty without one.
+    """
+
+    projections: tuple[float, ...]
+    text: str
+
+    def fits(self, part: Literal["old", "new"], vector: Vectors) -> bool:
+        """Return whether the old or the new vector is still the one of the note.
+
+        Args:
+            part: which of them.
+            vector: float32 [dim].
+        """
+        noted = self.projections[:_AXES] if part == "old" else self.projections[_AXES:]
+        bound = _NEAR[part] * max(1e-6, float(np.linalg.norm(vector)))
+        return bool((np.abs(np.array(noted) - _project(vector)) <= bound).all())
+
+
+def notes_name(collection: str, name: str) -> str:
+    """Return the collection of the notes on new vectors of a name."""
+    return f"{collection}-nobackfill-" + re.sub(r"[^a-zA-Z0-9_-]", "_", name)
+
+
+def _project(vector: Vectors) -> list[float]:
+    """Return four fixed projections of a vector."""
+    projections: list[float] = (_axes(len(vector)) @ vector.astype(np.float64)).tolist()
+    return projections
+
+
+@cache
+def _axes(dim: int) -> NDArray[np.float64]:
+    """Return the axes of projections [4, dim]; quadratic phases, so that no two are alike."""
+    phases = np.arange(1, _AXES + 1)[:, None] * np.arange(1, dim + 1) ** 2
+    return np.asarray(np.cos(0.37 * phases))
+
+
+def _text_digest(value: object) -> str:
+    """Return a digest of a payload value; empty for an empty one."""
+    return "" if value in (None, "") else hashlib.sha256(str(value).encode()).hexdigest()[:32]

@@ -645,6 +645,8 @@ class SqliteVecSource:
         BusyError: Others hold the file for longer than 10 s.
     """
 
+    renames = True
+
     def __init__(self, path: str, table: str, vector: str | None = None) -> None:
         self._database = VecDatabase(path)
         self._table = VecTable(self._database, table, vector)

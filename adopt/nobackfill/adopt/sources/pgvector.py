@@ -102,6 +102,8 @@ class PgvectorSource:
         NotPermittedError: The password is wrong, or rights are missing.
     """
 
+    renames = True
+
     def __init__(
         self,
         address: str,

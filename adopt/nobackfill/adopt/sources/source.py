@@ -452,15 +452,21 @@ class Reversible(Source, Protocol):
 
     Attributes:
         vector: The column of its vectors.
+        renames: Whether a flip gives the new vectors the name of the old ones. If not, both sides
+            stay under their names, and programs search with the other one.
     """
 
     vector: str
+    renames: bool
 
     @property
     def flip_name(self) -> str:
         """Return the name of the column or table that a flip renames.
 
         It begins the names of new vectors that `migrate` makes.
+
+        Raises:
+            InvalidInputError: The store cannot hold new vectors next to these.
         """
 
     def count_vectors(self, column: str) -> int:
