@@ -174,7 +174,11 @@ def is_model2vec(file: Path) -> bool:
         if not isinstance(names, dict):
             raise ValueError("its header is no JSON object")
     except OSError as error:
-        raise InvalidInputError(f"{file}: cannot be read ({error.strerror})") from error
+        raise InvalidInputError(
+            f"{file}: cannot be read ({error.strerror}); check its name and permissions"
+        ) from error
     except (ValueError, RecursionError, OverflowError, MemoryError) as error:
-        raise InvalidInputError(f"{file}: cannot be read as safetensors ({error})") from error
+        raise InvalidInputError(
+            f"{file}: cannot be read as safetensors ({error}); download or save the model again"
+        ) from error
     return "embeddings" in names

@@ -478,7 +478,8 @@ def _read(path: Path) -> bytes | None:
         return None
     except OSError as error:
         raise VerificationError(
-            f"{path}: this metadata of the publication cannot be read ({error.strerror})"
+            f"{path}: this metadata of the publication cannot be read ({error.strerror}); check "
+            "its permissions and the disk"
         ) from error
 
 

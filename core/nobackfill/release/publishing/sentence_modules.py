@@ -129,12 +129,16 @@ def _expanded(folder: Path, module: SentenceModule, role: TextRole) -> list[Sent
     for name, kind in config.types.items():
         if not kind.startswith(_LIBRARY):
             raise InvalidInputError(
-                f"{file}: module {name} ({kind}) has code of its own, which is never run here"
+                f"{file}: module {name} ({kind}) has code of its own, which is never run here; use "
+                "a model whose modules are all of sentence-transformers"
             )
     modules: list[SentenceModule] = []
     for name in config.structure[_route(file, config, role)]:
         if name not in config.types:
-            raise InvalidInputError(f"{file}: its routes name {name}, of which it has no type")
+            raise InvalidInputError(
+                f"{file}: its routes name the module {name}, but its types do not; save the model "
+                "again with sentence-transformers"
+            )
         path = PurePosixPath(module.path) / _below(folder, name)
         modules += _expanded(folder, SentenceModule(str(path), config.types[name]), role)
     return modules
