@@ -161,7 +161,8 @@ def test_fit_writes_an_adapter_that_is_no_map(
     # As a graph, for a release of a gateway.
     assert run("fit", *words, *queries, "--adapter", "adapter.ONNX") == 65
     assert "--adapter adapter.ONNX: expected FILE.npz" in capsys.readouterr().err
-    assert run("fit", *words, *queries, "--adapter", "adapter.onnx") == 0
+    graphs = ("--adapter", "adapter.onnx", "--onnx", "upgrade.onnx")
+    assert run("fit", *words, *queries, *graphs) == 0
     (step,) = json.loads(capsys.readouterr().out)["steps"]
     assert step == "next: publish the new model by export.py with --adapter adapter.onnx"
     session = onnxruntime.InferenceSession("adapter.onnx", providers=["CPUExecutionProvider"])
@@ -173,8 +174,22 @@ def test_fit_writes_an_adapter_that_is_no_map(
     assert answer["adapter"] is None
     # Each file is refused in the place of the other one.
     assert run("carry", "old.parquet", "--map", "adapter.npz", "--to", "new") == 65
-    assert "found a query adapter" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "expected a map from old vectors to new ones, found a query adapter" in error
+    assert "search by AdapterSearch.open(source, Path('adapter.npz'))" in error
+    assert run("carry", "old.parquet", "--map", "adapter.onnx", "--to", "new") == 65
+    error = capsys.readouterr().err
+    assert "new ones, found the graph of a query adapter, which maps new queries" in error
+    assert "`python training/export.py --text-encoder FOLDER --adapter adapter.onnx`" in error
+    assert "name the file of `nobackfill fit --out`" in error
+    assert run("carry", "old.parquet", "--map", "upgrade.onnx", "--to", "new") == 65
+    assert "found an ONNX file; name the .npz file of that command" in capsys.readouterr().err
     assert not (tmp_path / "_new").exists()
+    with pytest.raises(InvalidInputError, match=r"by `nobackfill fit --adapter adapter\.npz`"):
+        load_adapter(tmp_path / "adapter.onnx")
+    (tmp_path / "damaged.onnx").write_bytes(b"\x08")
+    with pytest.raises(InvalidInputError, match="expected a file that `nobackfill fit` wrote"):
+        load_map(tmp_path / "damaged.onnx")
     with pytest.raises(InvalidInputError, match="expected a query adapter, found a map"):
         load_adapter(tmp_path / "map.npz")
     with pytest.raises(InvalidInputError, match="expected a map from old vectors to new ones"):

@@ -1135,7 +1135,7 @@ def start(
 
 def _migrate(migration: "Migration", plan: "MigrationPlan", yes: bool) -> None:
     """Decide, ask unless `yes`, execute the verdict, and print what was done."""
-    from nobackfill.adopt.fitting import adapter_example
+    from nobackfill.adopt.maps import adapter_example
     from nobackfill.adopt.verdict import ADAPTER
 
     for line in migration.decide(plan, _tell):

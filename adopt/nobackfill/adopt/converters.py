@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from nobackfill.adopt.crossfit import CONVERTER
 from nobackfill.adopt.embedding.embedder import open_embedder
-from nobackfill.adopt.maps import NEW_MODEL, OLD_MODEL, OLD_NORM, Map, is_unit, load_map
+from nobackfill.adopt.maps import ADAPTED, NEW_MODEL, OLD_MODEL, OLD_NORM, Map, is_unit, load_map
 from nobackfill.adopt.pairs import Pairs
 from nobackfill.adopt.sources.source import Facts, fingerprint_of, same_model
 from nobackfill.adopt.verdict import Verdict
@@ -222,7 +222,7 @@ def upgrade_of(mapping: Map) -> bytes:
     """
     model = onnx.load_from_string(graph_of(mapping))
     if mapping.direction == "new to old":
-        model.graph.output[0].name = model.graph.node[-1].output[0] = "adapted"
+        model.graph.output[0].name = model.graph.node[-1].output[0] = ADAPTED
     helper.set_model_props(model, {"kind": mapping.kind, **mapping.facts})
     data: bytes = model.SerializeToString()
     return data

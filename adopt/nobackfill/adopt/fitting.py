@@ -19,7 +19,14 @@ from nobackfill.adopt.converters import (
 )
 from nobackfill.adopt.joining import save_joining
 from nobackfill.adopt.judgement import Queries
-from nobackfill.adopt.maps import OLD_NORM, Map, is_unit, open_trainer, save_map
+from nobackfill.adopt.maps import (
+    OLD_NORM,
+    Map,
+    adapter_example,
+    is_unit,
+    open_trainer,
+    save_map,
+)
 from nobackfill.adopt.page import duration, percent, render
 from nobackfill.adopt.pairs import WINDOW, Matched, Pairs, match
 from nobackfill.adopt.sources.arrays import ArraySource
@@ -325,17 +332,6 @@ def _steps(way: str, files: FitFiles) -> list[str]:
         f"then: search by Dual.open(source, Path({str(files.out)!r}), Path({str(joining)!r}), "
         f"Path({natives!r}), new_model, carried='NAME'{items}) of nobackfill.serve",
     ]
-
-
-def adapter_example(file: Path) -> str:
-    """Return a line of Python that searches the stored vectors by a query of the new model.
-
-    The file need not exist.
-    """
-    return (
-        f"search by AdapterSearch.open(source, Path({str(file)!r})).search(query_by_new_model) of "
-        "nobackfill.serve; no stored vector changes"
-    )
 
 
 def known_items(pairs: Pairs, old: Source, new: Source) -> Queries:

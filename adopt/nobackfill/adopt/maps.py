@@ -33,6 +33,8 @@ from nobackfill.vectors import Vectors, check_vectors, normalise
 FORMAT, LAYERED, ADAPTER_FORMAT = 1, 2, 3
 # Largest file in bytes: it is read into memory. A map of 8,192 dims has 268 MB.
 MOST_BYTES = 1 << 31
+# The output of a query adapter that is written as a graph.
+ADAPTED = "adapted"
 # Facts of a map that was made from vectors whose models are known.
 OLD_MODEL, NEW_MODEL = "old_model", "new_model"
 # Fact of a map that was fitted on old vectors of norm 1, with the value "1".
@@ -178,11 +180,26 @@ def load_map(path: Path) -> Map:
         InvalidInputError: The file cannot be read, is damaged, larger than 2 GiB, a query adapter,
             or no file of a map.
     """
+    wanted = "from old vectors to new ones"
+    if (output := _graph_output(path)) == ADAPTED:
+        raise InvalidInputError(
+            f"{path}: expected a map {wanted}, found the graph of a query adapter, which maps new "
+            "queries to the old space, so that no vector is migrated; a release carries it: "
+            f"`python training/export.py --text-encoder FOLDER --adapter {path}`. To migrate "
+            "vectors, name the file of `nobackfill fit --out`"
+        )
+    if output is not None:
+        raise InvalidInputError(
+            f"{path}: expected a map {wanted} as `nobackfill fit --out` writes it, found an ONNX "
+            "file; name the .npz file of that command (export.py --upgrade reads the ONNX file of "
+            "`nobackfill fit --onnx`)"
+        )
     mapping = _load(path, "nobackfill fit")
     if mapping.direction != "old to new":
         raise InvalidInputError(
-            f"{path}: expected a map from old vectors to new ones, found a query adapter, which "
-            "maps new queries to the old space; name the file of `nobackfill fit --out`"
+            f"{path}: expected a map {wanted}, found a query adapter, which maps new queries to "
+            f"the old space, so that no vector is migrated; {adapter_example(path)}. To migrate "
+            "vectors, name the file of `nobackfill fit --out`"
         )
     return mapping
 
@@ -197,6 +214,12 @@ def load_adapter(path: Path) -> Map:
         InvalidInputError: The file cannot be read, is damaged, larger than 2 GiB, or no query
             adapter.
     """
+    if _graph_output(path) is not None:
+        raise InvalidInputError(
+            f"{path}: expected a query adapter as an archive, found an ONNX file, which only a "
+            "release carries; write the archive by `nobackfill fit --adapter adapter.npz`, and "
+            "name that"
+        )
     mapping = _load(path, "nobackfill fit --adapter")
     if mapping.direction != "new to old":
         raise InvalidInputError(
@@ -204,6 +227,31 @@ def load_adapter(path: Path) -> Map:
             "file of `nobackfill fit --adapter`"
         )
     return mapping
+
+
+def adapter_example(file: Path) -> str:
+    """Return a line of Python that searches the stored vectors by a query of the new model.
+
+    The file need not exist.
+    """
+    return (
+        f"search by AdapterSearch.open(source, Path({str(file)!r})).search(query_by_new_model) of "
+        "nobackfill.serve; no stored vector changes"
+    )
+
+
+def _graph_output(path: Path) -> str | None:
+    """Return the name of an ONNX file's first output, or "" without one; None for another file."""
+    if path.suffix != ".onnx" or not path.is_file():
+        return None
+    import onnx
+    from google.protobuf.message import DecodeError
+
+    try:
+        outputs = onnx.load(path, load_external_data=False).graph.output
+    except (OSError, DecodeError):
+        return None
+    return outputs[0].name if outputs else ""
 
 
 def _load(path: Path, command: str) -> Map:
