@@ -6,16 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import apsw
+import lancedb
 import numpy as np
 import psycopg
+import pyarrow as pa
 import pytest
 import sqlite_vec
+from lancedb.index import IvfFlat
 from qdrant_client import QdrantClient, models
 
 from nobackfill.adopt.carrying import carry
 from nobackfill.adopt.joining import load_joining, save_joining
 from nobackfill.adopt.judgement import Queries, blocked, item_queries
-from nobackfill.adopt.maps import fit_maps
+from nobackfill.adopt.maps import fit_maps, save_map
 from nobackfill.adopt.pairs import inspect, match, read_all
 from nobackfill.adopt.sources.opening import open_searchable, open_source
 from nobackfill.adopt.sources.source import Target
@@ -26,6 +29,7 @@ from nobackfill.serve.dual import Dual
 from nobackfill.serving.fusion import Joining, OddsLine
 from nobackfill.serving.natives import Natives, digest_vector
 from nobackfill.vectors import Vectors
+from tests.adopt.command import run_nobackfill
 from tests.adopt.made import world, write_parquet
 from tests.support.postgres import Server
 from tests.support.waiting import wait_until
@@ -196,6 +200,37 @@ def test_qdrant_keeps_its_metric(tmp_path: Path, distance: str, metric: str) -> 
     ):
         assert source.nearest(query, 5, column) == nearest(metric, query, vectors)
     client.close()
+
+
+@pytest.mark.parametrize(
+    ("distance", "metric"),
+    [(None, "squared_l2"), ("l2", "squared_l2"), ("cosine", "cosine"), ("dot", "inner_product")],
+)
+def test_lancedb_searches_by_its_index_or_by_its_own_default(
+    tmp_path: Path, distance: Any, metric: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The oracle is a search of LanceDB itself that names no metric."""
+    old = pa.FixedSizeListArray.from_arrays(pa.array(OLD.ravel()), OLD.shape[1])
+    rows = pa.table({"id": [str(row) for row in range(len(OLD))], "vector": old})
+    table: Any = lancedb.connect(tmp_path).create_table("docs", rows)
+    if distance is not None:
+        table.create_index("vector", config=IvfFlat(distance_type=distance, num_partitions=1))
+    source = open_searchable(f"lancedb:{tmp_path}#docs")
+    assert inspect(source).sentences[1].startswith(f"metric: {metric}; ")
+    query = MADE.queries_old[0]
+    theirs = [hit["id"] for hit in table.search(query).limit(5).to_list()]
+    assert source.nearest(query, 5) == theirs == nearest(metric, query, OLD)
+    save_map(tmp_path / "map.npz", MAP)
+    words = ("--map", str(tmp_path / "map.npz"), "--to", "vector_new", "--flip")
+    assert run_nobackfill("carry", f"lancedb:{tmp_path}#docs", *words) == 0
+    warning = "has no index, so its metric is taken as squared L2" in capsys.readouterr().err
+    assert warning == (distance is None)
+    table.checkout_latest()
+    query = MADE.queries_new[0]
+    theirs = [hit["id"] for hit in table.search(query).limit(5).to_list()]
+    flipped = open_searchable(f"lancedb:{tmp_path}#docs", vector="vector")
+    assert flipped.facts().metric == metric
+    assert flipped.nearest(query, 5) == theirs == nearest(metric, query, MAP(OLD))
 
 
 def _copied_metric(address: str) -> str | None:

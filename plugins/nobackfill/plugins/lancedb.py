@@ -49,6 +49,8 @@ with require_extra("lancedb"):
 _METRICS: Mapping[str, SearchMetric] = {
     "cosine": "cosine", "l2": "squared_l2", "dot": "inner_product",
 }  # fmt: skip
+# The metric of a search of LanceDB without an index that names none.
+_DEFAULT = "l2"
 # Indexes of vectors that a flip builds again, by the name that LanceDB lists.
 _INDEXES: Mapping[str, Any] = {
     "IvfFlat": indexes.IvfFlat, "IvfSq": indexes.IvfSq, "IvfPq": indexes.IvfPq,
@@ -209,8 +211,10 @@ class LanceSource:
         ]
 
     def metric(self) -> SearchMetric | None:
-        """Return the metric of the vector column's indexes; None if it has no index, or LanceDB
-        does not tell it.
+        """Return the metric of the vector column's indexes; None if LanceDB does not tell it.
+
+        Without an index it is squared L2, by which LanceDB then searches unless a query names
+        another metric.
 
         Raises:
             InvalidInputError: its indexes have different metrics, or one that is not supported; or
@@ -218,7 +222,7 @@ class LanceSource:
             BusyError: Others write the table at this moment.
             ConfigurationError: The process was forked after the table was opened.
         """
-        metrics = {metric for _, _, metric in self.vector_indexes()}
+        metrics = {metric for _, _, metric in self.vector_indexes()} or {_DEFAULT}
         if len(metrics) > 1:
             raise InvalidInputError(
                 f"{self._name}.{self.vector}: expected indexes of one metric, found "
@@ -400,8 +404,9 @@ class LanceSource:
     def nearest(self, vector: Vectors, count: int, new_name: str | None = None) -> list[str]:
         """Search the ids nearest to a vector, nearest first.
 
-        The metric of the old vectors' indexes is used, else cosine. With an index, the search is
-        approximate. Rows without a vector are not found. The order of equal distances is arbitrary.
+        The metric of the old vectors is used (`metric`), or cosine if it is unknown. With an index,
+        the search is approximate. Rows without a vector are not found. The order of equal distances
+        is arbitrary.
 
         Args:
             vector: float32 [dim].
@@ -472,8 +477,21 @@ class LanceSource:
         """Do nothing: LanceDB keeps no lock."""
 
     def warnings(self, to: str) -> list[str]:
-        """Return no warnings: writing a column of LanceDB has no side effects."""
-        return []
+        """Return a warning if the metric is LanceDB's default; writing has no side effects.
+
+        Raises:
+            BusyError: Others write the table at this moment.
+            InvalidInputError: LanceDB refuses this, also because a file cannot be read.
+            ConfigurationError: The process was forked after the table was opened.
+        """
+        if self.vector_indexes():
+            return []
+        return [
+            f"{self._name}.{self.vector} has no index, so its metric is taken as squared L2, which "
+            "LanceDB uses then; if your queries name another metric, first build an index with it, "
+            f"such as table.create_index({self.vector!r}, config=IvfFlat(distance_type='cosine')), "
+            "and judge again"
+        ]
 
     def obstacles(self, target: Target) -> list[str]:
         """Return sentences about what prevents a flip to `target`; empty if nothing does.
