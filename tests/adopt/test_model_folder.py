@@ -443,7 +443,7 @@ def test_vectors_other_than_the_librarys_are_refused(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bert(tmp_path / "m", [Pooling(DIM, "mean")])
-    monkeypatch.setattr("nobackfill.adopt.embedding.model_folder._LEAST_COSINE", 1.1)
+    monkeypatch.setattr("nobackfill.release.publishing.text_folder._LEAST_COSINE", 1.1)
     with pytest.raises(InvalidInputError, match="gives other vectors than sentence-transformers"):
         open_embedder(str(tmp_path / "m"))
     assert not graphs(cache) and not list(cache.glob(".tmp-*"))

@@ -125,7 +125,7 @@ def no_pooling(folder: Path) -> None:
         (no_onnx, "cannot be read as an ONNX model"),
         (no_model, "expected an ONNX file, or a folder"),
         (wrong_output, "names the output 'pooled'"),
-        (no_pooling, "with pooling mean or cls"),
+        (no_pooling, "with a pooling such as mean or cls"),
     ],
 )
 def test_what_is_no_text_model_is_refused(spoil: object, sentence: str, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from nobackfill.errors import (
     UnusableItemsError,
     UnusableRowsError,
 )
+from nobackfill.release.manifest import TextRole
 from nobackfill.vectors import Kind, Vectors, check_vectors
 
 
@@ -107,15 +108,39 @@ def open_embedder(
 
         return OnnxModel(Path(model), queries=queries, pixels=pixels)
     if Path(model).is_dir():
-        from nobackfill.adopt.embedding.model_folder import open_model_folder
-
-        return open_model_folder(Path(model), queries=queries)
+        return _open_folder(Path(model), queries=queries)
     if ":" in model:
         return PythonFunction(model)
     raise InvalidInputError(
         f"{model}: expected a model as FILE.onnx, the folder of one, module:function, or the "
         "https:// address of an endpoint"
     )
+
+
+def _open_folder(folder: Path, *, queries: bool) -> Embedder:
+    """Open a folder of sentence-transformers or model2vec.
+
+    A Transformer with `onnx/model.onnx` or `model.onnx` is opened like that file; without one, it
+    is exported once.
+    """
+    from nobackfill.adopt.embedding.onnx_model import OnnxModel
+    from nobackfill.adopt.embedding.static_model import StaticModel, open_model2vec
+    from nobackfill.release.publishing.text_folder import TextFolder, is_model2vec
+
+    if is_model2vec(folder):
+        return open_model2vec(folder, queries=queries)
+    model = TextFolder(folder)
+    if (graph := model.own_graph) is not None:
+        return OnnxModel(graph, queries=queries)
+    files = model.files
+    role: TextRole = "query" if queries else "document"
+    if model.is_static(role):
+        return StaticModel(files, queries=queries)
+
+    def open_graph(graph: Path, role: TextRole) -> OnnxModel:
+        return OnnxModel(graph, queries=role == "query", files=files)
+
+    return open_graph(model.export(role, lambda *graph: open_graph(*graph).embed), role)
 
 
 def reading_of(embedder: Embedder) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from pydantic import ValidationError
 
-from nobackfill.adopt.embedding.text_files import RoleFiles, TextFiles, mark_vectors
+from nobackfill.adopt.embedding.text_files import mark_vectors
 from nobackfill.errors import (
     InvalidInputError,
     NotFoundError,
@@ -28,6 +28,7 @@ from nobackfill.release.publishing.declaration import (
     weight_files,
 )
 from nobackfill.release.publishing.sentence_head import pool
+from nobackfill.release.publishing.text_folder import RoleFiles, TextFiles
 from nobackfill.text import BatchTokenizer
 from nobackfill.vectors import Kind, Vectors, check_vectors, normalise
 

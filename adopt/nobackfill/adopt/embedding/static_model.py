@@ -6,14 +6,16 @@ file is needed.
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from pydantic import BaseModel, Field
 
-from nobackfill.adopt.embedding.text_files import RoleFiles, mark_vectors
+from nobackfill.adopt.embedding.text_files import mark_vectors
 from nobackfill.errors import InvalidInputError, UnusableItemsError, UnusableRowsError
-from nobackfill.release.publishing.sentence_head import read_tensors, read_weights
+from nobackfill.release.publishing.declaration import Declaration
+from nobackfill.release.publishing.sentence_head import WEIGHTS, read_weights
+from nobackfill.release.publishing.sentence_modules import parse_model_file
+from nobackfill.release.publishing.text_folder import RoleFiles, TextFiles, read_table
 from nobackfill.text import TokenBags
 from nobackfill.vectors import Kind, Vectors, check_vectors, normalise
 
@@ -55,7 +57,7 @@ class StaticModel:
         own = files["query" if queries else "document"]
         self._declared = own.declared
         self._table_file = own.weights[0]
-        self._table = _read_table(self._table_file)
+        self._table = read_table(self._table_file)
         data = read_weights(own.tokenizer)
         self._tokenizer = TokenBags(data, str(own.tokenizer))
         self._unknown: int | None = None
@@ -125,31 +127,6 @@ class StaticModel:
         return normalise(checked) if self._declared.normalise else checked
 
 
-def _read_table(file: Path) -> Vectors:
-    """Return the vector of each token, float32 [tokens, dim].
-
-    model2vec may store fewer rows than tokens, with the row and the weight of each token.
-    """
-    tensors = read_tensors(read_weights(file), file)
-    table: Any = tensors.get("embedding.weight", tensors.get("embeddings"))
-    if table is None or table.ndim != 2:
-        raise InvalidInputError(
-            f"{file}: expected a table 'embedding.weight' or 'embeddings' [tokens, dim], found "
-            f"{', '.join(sorted(tensors)) or 'no tensor'}; save the model again by its library"
-        )
-    try:
-        if "mapping" in tensors:
-            table = table[tensors["mapping"].astype(np.int64)]
-        if "weights" in tensors:
-            table = table * tensors["weights"].astype(np.float32)[:, None]
-    except (IndexError, ValueError) as error:
-        raise InvalidInputError(
-            f"{file}: its rows, `mapping` and `weights` do not fit each other ({error}); save the "
-            "model again by its library"
-        ) from error
-    return np.asarray(table, np.float32)
-
-
 def _unknown_token(tokenizer: bytes, vocabulary: dict[str, int]) -> int | None:
     """Return the id of the token that stands for unknown words; None if there is none."""
     model = json.loads(tokenizer)["model"]
@@ -160,25 +137,22 @@ def _unknown_token(tokenizer: bytes, vocabulary: dict[str, int]) -> int | None:
     return found if isinstance(found, int) else None
 
 
-def is_model2vec(file: Path) -> bool:
-    """Tell whether model2vec wrote a file of weights, rather than sentence-transformers.
+def open_model2vec(folder: Path, *, queries: bool) -> StaticModel:
+    """Open a folder that model2vec saved.
 
-    Only its header is read.
+    Args:
+        folder: The folder, with config.json, tokenizer.json and model.safetensors.
+        queries: Whether the texts are queries.
 
     Raises:
-        InvalidInputError: The file cannot be read, or is no file of safetensors.
+        InvalidInputError: A file cannot be read, or the tokenizer has tokens that the table does
+            not have.
+        ConfigurationError: An extra is not installed.
+        OSError: A file of the model cannot be read.
     """
-    try:
-        with file.open("rb") as opened:
-            names = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
-        if not isinstance(names, dict):
-            raise ValueError("its header is no JSON object")
-    except OSError as error:
-        raise InvalidInputError(
-            f"{file}: cannot be read ({error.strerror}); check its name and permissions"
-        ) from error
-    except (ValueError, RecursionError, OverflowError, MemoryError) as error:
-        raise InvalidInputError(
-            f"{file}: cannot be read as safetensors ({error}); download or save the model again"
-        ) from error
-    return "embeddings" in names
+    file = folder / "config.json"
+    config = parse_model_file(file, Model2vecConfig)
+    declared = Declaration(pooling="none", normalise=config.normalize)
+    files = TextFiles((folder / WEIGHTS, file), declared, folder / "tokenizer.json")
+    both: RoleFiles = {"document": files, "query": files}
+    return StaticModel(both, queries=queries, model2vec=config)

@@ -1,31 +1,8 @@
 """Name a model of texts by the files that determine its vectors, for documents and for queries."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
-
 from nobackfill.adopt.sources.source import DOCUMENTS, QUERIES
-from nobackfill.release.manifest import TextRole
-from nobackfill.release.publishing.declaration import Declaration, fingerprint_model
-
-
-@dataclass(frozen=True)
-class TextFiles:
-    """Files and settings that determine the vectors of texts of one role.
-
-    Attributes:
-        weights: The model's files of weights, and others whose content counts.
-        declared: How they are used.
-        tokenizer: The file of the tokenizer.
-    """
-
-    weights: tuple[Path, ...]
-    declared: Declaration
-    tokenizer: Path
-
-
-# A model that routes queries elsewhere has other files for each role.
-RoleFiles = Mapping[TextRole, TextFiles]
+from nobackfill.release.publishing.declaration import fingerprint_model
+from nobackfill.release.publishing.text_folder import RoleFiles, TextFiles
 
 
 def mark_vectors(files: RoleFiles, *, queries: bool) -> tuple[str, str]:

@@ -33,7 +33,7 @@ _TENSORS: Mapping[LayerKind, tuple[str, ...]] = {
     "Normalize": (),
 }
 # torch.nn.LayerNorm adds it to the variance.
-_EPSILON = np.float32(1e-5)
+LAYER_NORM_EPSILON = 1e-5
 # Integers are int8 tables, and numbers of rows.
 _TYPES = {
     "F32": "<f4", "F16": "<f2", "F64": "<f8", "I8": "<i1", "I16": "<i2", "I32": "<i4", "I64": "<i8"
@@ -110,13 +110,15 @@ class Layer(BaseModel):
         """
         if self.kind == "Normalize":
             return normalise
-        weights = self._weights()
+        weights = self.weights()
         if self.kind == "LayerNorm":
             scale, move = weights["norm.weight"], weights["norm.bias"]
 
             def norm(x: Vectors) -> Vectors:
                 centred = x - x.mean(1, keepdims=True)
-                spread = np.sqrt((centred**2).mean(1, keepdims=True) + _EPSILON)
+                spread = np.sqrt(
+                    (centred**2).mean(1, keepdims=True) + np.float32(LAYER_NORM_EPSILON)
+                )
                 return np.asarray(centred / spread * scale + move, np.float32)
 
             return norm
@@ -131,7 +133,15 @@ class Layer(BaseModel):
 
         return dense
 
-    def _weights(self) -> dict[str, Vectors]:
+    def weights(self) -> dict[str, Vectors]:
+        """Read the layer's tensors by name, each float32; none for Normalize.
+
+        Raises:
+            InvalidInputError: The file cannot be read, is no safetensors, lacks a tensor, or is not
+                that of `sha256`.
+        """
+        if self.kind == "Normalize":
+            return {}
         file = self.folder / WEIGHTS
         data = read_weights(file)
         if sha256_bytes(data) != self.sha256:

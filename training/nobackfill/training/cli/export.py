@@ -101,9 +101,10 @@ TextFolder = Annotated[
     Path | None,
     typer.Option(
         metavar="FOLDER",
-        help="Folder of a text model to publish, with model.onnx and tokenizer.json; it must embed "
-        "into the same space as the image embedder, if there is one. Without it, the release "
-        "embeds no texts.",
+        help="Text model to publish: a folder that sentence-transformers saved, which is exported "
+        "to ONNX if need be, or one with model.onnx and tokenizer.json. It must embed into the "
+        "same space as the image embedder, if there is one. Without it, the release embeds no "
+        "texts.",
     ),
 ]
 EvalTexts = Annotated[

@@ -1,11 +1,12 @@
-"""Add a text model that exists as ONNX, with its tokenizer, to a release.
+"""Add a text model of others, as ONNX or as sentence-transformers saved it, to a release.
 
 Its weights stay unchanged. Pooling of token vectors and normalisation are appended inside the
 graph, so that gateway, device and Triton run the same file and get vectors of the space.
 """
 
+import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,12 +19,15 @@ from nobackfill.digests import sha256_bytes
 from nobackfill.errors import InvalidInputError, NotFoundError, VerificationError
 from nobackfill.release.manifest import (
     LARGEST_LENGTH,
+    TEXT_ROLES,
     PublishedEmbedder,
     TextEncoder,
+    TextRole,
     query_encoder_path,
     text_encoder_path,
     tokenizer_path,
 )
+from nobackfill.release.onnx_rules import LARGEST_FILE
 from nobackfill.release.publishing.declaration import (
     Declaration,
     describe_assumptions,
@@ -33,6 +37,14 @@ from nobackfill.release.publishing.declaration import (
     tokenizer_bytes,
     tokenizer_file,
     weight_files,
+)
+from nobackfill.release.publishing.sentence_head import LAYER_NORM_EPSILON, Layer, PoolingMode
+from nobackfill.release.publishing.sentence_modules import MODULES
+from nobackfill.release.publishing.text_folder import (
+    RoleFiles,
+    TextFolder,
+    is_model2vec,
+    read_table,
 )
 from nobackfill.terminal import escape_hidden
 from nobackfill.text import BatchTokenizer
@@ -47,24 +59,18 @@ TOKENS = ("input_ids", "attention_mask", "token_type_ids")
 _OPSET = 17
 _IR = 8
 _THEIRS = "model/"
-# The mean over the tokens of the mask.
-_ONE = np.ones(1, np.float32)
-_MEAN: tuple[tuple[str, list[str], str, dict[str, Any]], ...] = (
-    ("Cast", ["attention_mask"], "mask_float", {"to": TensorProto.FLOAT}),
-    ("Unsqueeze", ["mask_float", "last_axis"], "mask_weights", {}),
-    ("Mul", ["tokens_float", "mask_weights"], "tokens_weighed", {}),
-    ("ReduceSum", ["tokens_weighed", "token_axis"], "tokens_sum", {"keepdims": 0}),
-    ("ReduceSum", ["mask_weights", "token_axis"], "tokens_count", {"keepdims": 0}),
-    ("Max", ["tokens_count", "one_token"], "tokens_at_least_one", {}),
-    ("Div", ["tokens_sum", "tokens_at_least_one"], "pooled", {}),
-)
+# The operator set since which ReduceMax takes its axes as an input.
+_AXES_AS_INPUT = 18
+# The operator of each activation of a Dense module; SiLU takes two.
+_ACTIVATIONS = {"Identity": "Identity", "Tanh": "Tanh", "ReLU": "Relu", "Sigmoid": "Sigmoid"}
 
 
 def text_graph(model: onnx.ModelProto, declared: Declaration) -> tuple[str, ...]:
     """Give a text model inputs of TOKENS, int64 [n,t], and append pooling and normalisation.
 
-    An older operator set is raised to 17. With mean pooling an `attention_mask` is added as input
-    if the model has none. After an error the model may be changed in part.
+    Modules that are declared behind the pooling are appended as well. An older operator set is
+    raised to 17. With pooling other than cls an `attention_mask` is added as input if the model has
+    none. After an error the model may be changed in part.
 
     Args:
         model: the ONNX model; it is changed. Its last value is named `embedding`, and it has no
@@ -77,7 +83,7 @@ def text_graph(model: onnx.ModelProto, declared: Declaration) -> tuple[str, ...]
     Raises:
         InvalidInputError: it uses other operators than ONNX's, inputs other than TOKENS, or no
             input_ids; or fixed numbers of texts or tokens; or its output is missing or cannot be
-            pooled.
+            pooled; or the weights of a declared module cannot be read.
         RuntimeError, ConvertError: onnx cannot convert the operator set.
         IndexError: the model has no output at all.
     """
@@ -94,12 +100,14 @@ def text_graph(model: onnx.ModelProto, declared: Declaration) -> tuple[str, ...]
     del graph.input[:]
     for value in inputs:
         _free(value)
-    if declared.pooling == "mean" and "attention_mask" not in names:
+    if set(declared.pooling_modes) - {"cls"} and "attention_mask" not in names:
         inputs.append(_tokens("attention_mask"))
     graph.input.extend(inputs)
     # The prefix avoids names that this module adds.
     compose.add_prefix_graph(graph, _THEIRS, rename_inputs=False, inplace=True)
     pooled = _pooled(model, declared)
+    for number, layer in enumerate(declared.layers):
+        pooled = _append_layer(graph, layer, pooled, f"layer_{number}")
     if declared.normalise:
         graph.node.append(helper.make_node("LpNormalization", [pooled], ["embedding"], axis=1, p=2))
     else:
@@ -167,23 +175,107 @@ def _pooled(model: onnx.ModelProto, declared: Declaration) -> str:
     )
     if axes == 2:
         return "tokens_float"
-    if axes != 3 or declared.pooling == "none":
+    modes = declared.pooling_modes
+    if axes != 3 or not modes:
         raise InvalidInputError(
-            f"output {output_name!r}: expected [n, dim], or [n, tokens, dim] with pooling mean or "
-            f'cls, got {axes} axes with pooling {declared.pooling}; declare another one as "output"'
+            f"output {output_name!r}: expected [n, dim], or [n, tokens, dim] with a pooling such "
+            f"as mean or cls, got {axes} axes with pooling {declared.pooling}; declare another one "
+            'as "output"'
         )
-    if declared.pooling == "cls":
-        _add(graph, "first_token", 0)
-        graph.node.append(
-            helper.make_node("Gather", ["tokens_float", "first_token"], ["pooled"], axis=1)
-        )
+    if len(modes) == 1:
+        _append_pooling(model, modes[0], "", "pooled")
         return "pooled"
-    _add(graph, "last_axis", [2])
-    _add(graph, "token_axis", [1])
-    graph.initializer.append(numpy_helper.from_array(_ONE, "one_token"))
-    for operator, sources, target, options in _MEAN:
-        graph.node.append(helper.make_node(operator, sources, [target], **options))
+    parts = [f"pooled_{mode}" for mode in modes]
+    for mode, part in zip(modes, parts, strict=True):
+        _append_pooling(model, mode, f"{mode}_", part)
+    graph.node.append(helper.make_node("Concat", parts, ["pooled"], axis=1))
     return "pooled"
+
+
+def _append_pooling(model: onnx.ModelProto, mode: PoolingMode, prefix: str, target: str) -> None:
+    """Append a mode of pooling of `tokens_float` float32 [n, t, dim], as value `target` [n, dim].
+
+    The padding comes last. New names begin with `prefix`.
+    """
+    graph = model.graph
+
+    def step(operator: str, sources: Sequence[str], name: str, **options: Any) -> str:
+        graph.node.append(helper.make_node(operator, list(sources), [name], **options))
+        return name
+
+    if mode == "cls":
+        _add(graph, f"{prefix}first_token", 0)
+        step("Gather", ["tokens_float", f"{prefix}first_token"], target, axis=1)
+        return
+    last_axis, token_axis = f"{prefix}last_axis", f"{prefix}token_axis"
+    _add(graph, last_axis, [2])
+    _add(graph, token_axis, [1])
+    if mode == "max":
+        step("Cast", ["attention_mask"], f"{prefix}mask_flags", to=TensorProto.BOOL)
+        step("Unsqueeze", [f"{prefix}mask_flags", last_axis], f"{prefix}mask")
+        least = numpy_helper.from_array(np.array([np.finfo(np.float32).min]), f"{prefix}least")
+        graph.initializer.append(least)
+        masked = step("Where", [f"{prefix}mask", "tokens_float", least.name], f"{prefix}masked")
+        if next(one.version for one in model.opset_import) < _AXES_AS_INPUT:
+            step("ReduceMax", [masked], target, axes=[1], keepdims=0)
+        else:
+            step("ReduceMax", [masked, token_axis], target, keepdims=0)
+        return
+    graph.initializer.append(numpy_helper.from_array(np.ones(1, np.float32), f"{prefix}one_token"))
+    shares = step("Cast", ["attention_mask"], f"{prefix}mask_float", to=TensorProto.FLOAT)
+    if mode in ("weightedmean", "lasttoken"):
+        place = step("CumSum", [shares, token_axis], f"{prefix}place")
+        if mode == "lasttoken":
+            count = step("ReduceSum", [shares, token_axis], f"{prefix}count", keepdims=1)
+            is_last = step("Equal", [place, count], f"{prefix}is_last")
+            place = step("Cast", [is_last], f"{prefix}last", to=TensorProto.FLOAT)
+        shares = step("Mul", [shares, place], f"{prefix}shares")
+    weights = step("Unsqueeze", [shares, last_axis], f"{prefix}mask_weights")
+    step("Mul", ["tokens_float", weights], f"{prefix}tokens_weighed")
+    total = step(
+        "ReduceSum", [f"{prefix}tokens_weighed", token_axis], f"{prefix}tokens_sum", keepdims=0
+    )
+    count = step("ReduceSum", [weights, token_axis], f"{prefix}tokens_count", keepdims=0)
+    count = step("Max", [count, f"{prefix}one_token"], f"{prefix}tokens_at_least_one")
+    if mode == "mean_sqrt_len_tokens":
+        count = step("Sqrt", [count], f"{prefix}root")
+    step("Div", [total, count], target)
+
+
+def _append_layer(graph: onnx.GraphProto, layer: Layer, value: str, name: str) -> str:
+    """Append a module behind the pooling; return the name of its output float32 [n, dim].
+
+    It computes what `Layer.open` computes. New names begin with `name`.
+    """
+    weights = layer.weights()
+
+    def constant(tensor: str, array: Vectors) -> str:
+        own = f"{name}/{tensor}"
+        graph.initializer.append(numpy_helper.from_array(np.ascontiguousarray(array), own))
+        return own
+
+    def step(operator: str, *sources: str, **options: Any) -> str:
+        target = f"{name}/{operator}_{len(graph.node)}"
+        graph.node.append(helper.make_node(operator, list(sources), [target], **options))
+        return target
+
+    if layer.kind == "Normalize":
+        return step("LpNormalization", value, axis=1, p=2)
+    if layer.kind == "LayerNorm":
+        scaled = constant("scale", weights["norm.weight"]), constant("bias", weights["norm.bias"])
+        return step("LayerNormalization", value, *scaled, axis=-1, epsilon=LAYER_NORM_EPSILON)
+    result = step("MatMul", value, constant("weight", weights["linear.weight"].T))
+    if "linear.bias" in weights:
+        result = step("Add", result, constant("bias", weights["linear.bias"]))
+    if layer.activation == "SiLU":
+        result = step("Mul", result, step("Sigmoid", result))
+    else:
+        result = step(_ACTIVATIONS[layer.activation], result)
+    if layer.residual:
+        if (straight := weights.get("residual.weight")) is not None:
+            value = step("MatMul", value, constant("residual", straight.T))
+        result = step("Add", result, value)
+    return result
 
 
 def _axes(model: onnx.ModelProto, output_name: str) -> int:
@@ -206,7 +298,9 @@ _MODEL = "model.onnx"
 
 
 def add_text_encoder(release: Release, source: Path, queries: Path | None = None) -> None:
-    """Add a text model that exists as ONNX to the release, with its tokenizer.
+    """Add a text model of others to the release, with its tokenizer.
+
+    A folder without an ONNX file is exported at first, by torch, which takes seconds to minutes.
 
     With an embedder of images it must share that embedder's space; alone it makes the release's
     space. It is run once on probe texts. A line on stderr says what was guessed if the model has no
@@ -217,157 +311,269 @@ def add_text_encoder(release: Release, source: Path, queries: Path | None = None
     Args:
         release: the release in preparation.
         source: an ONNX file, or a folder with one, with `tokenizer.json` and its declaration
-            (`NAME.json`, or the files that sentence-transformers exports).
-        queries: another such model for queries, with the same tokenizer; None: none.
+            (`NAME.json`, or the files that sentence-transformers exports); or a folder that
+            sentence-transformers saved.
+        queries: another such model for queries, with the same tokenizer; None: none. It takes the
+            route of queries if it has a Router.
 
     Raises:
-        NotFoundError: there is no ONNX file.
-        InvalidInputError: a model cannot be read or run, has another form, or takes longer texts
-            than a release may; it lacks its tokenizer; or it does not fit the embedder or the other
-            text model.
-        ConfigurationError: the extra `text` is not installed.
+        NotFoundError: there is no ONNX file and no folder of sentence-transformers.
+        InvalidInputError: a model cannot be read, exported or run, has another form, or takes
+            longer texts than a release may; it lacks its tokenizer; or it does not fit the embedder
+            or the other text model.
+        ConfigurationError: the extra `text` is not installed, or a package for the export.
+        BusyError: another process exports the folder for longer than an hour.
+        CannotWriteError: the exported ONNX file cannot be written.
         ValidationError: a prefix has more than 1,024 characters, or the vectors have more than
             65,536 dimensions; it is pydantic's.
         ConvertError: onnx cannot convert an old operator set to this one; it is onnx's.
         OSError: a file cannot be written.
     """
-    model = _put(release, source, "--text-encoder", text_encoder_path(release.number))
-    _share(release, model.vectors, model.file)
-    declared = model.declared
+    model = _put(release, source, "--text-encoder", text_encoder_path(release.number), "document")
+    if model.reading.routed and queries is None:
+        raise InvalidInputError(
+            f"--text-encoder {source}: the model's Router takes queries another way than "
+            "documents, and a release has one graph for each; for its route of queries, also give "
+            f"--query-encoder {source}"
+        )
+    _share(release, model.vectors, model.reading.source)
+    declared = model.reading.declared
+    pooling = declared.pooling if declared.pooling in ("mean", "cls") else "none"
     entry: dict[str, object] = {
         "file": release.file(text_encoder_path(release.number)),
         "inputs": model.inputs,
         "length": declared.max_length,
         "query_prefix": declared.prefix_of_queries,
         "document_prefix": declared.prefix,
-        "pooling": declared.pooling,
+        "pooling": pooling,
     }
     if queries is not None:
-        query_model = _put(release, queries, "--query-encoder", query_encoder_path(release.number))
+        place = query_encoder_path(release.number)
+        query_model = _put(release, queries, "--query-encoder", place, "query")
         _check_query_model(query_model, model)
         entry["query_file"] = release.file(query_encoder_path(release.number))
-        entry["query_prefix"] = query_model.declared.prefix_of_queries
-        release.recipe["query_encoder_sha256"] = hash_model_files(query_model.weights)
-    release.local(tokenizer_path(release.number)).write_bytes(
-        tokenizer_bytes(model.tokenizer, declared)
-    )
+        entry["query_prefix"] = query_model.reading.declared.prefix_of_queries
+        release.recipe["query_encoder_sha256"] = hash_model_files(query_model.reading.weights)
+    release.local(tokenizer_path(release.number)).write_bytes(model.reading.tokenizer)
     entry["tokenizer"] = release.file(tokenizer_path(release.number))
     release.text_encoder = TextEncoder.model_validate(entry)
-    release.recipe["text_encoder_sha256"] = hash_model_files(model.weights)
-    release.recipe[TEXT_MODEL] = fingerprint_model(model.weights, declared, model.tokenizer)
+    release.recipe["text_encoder_sha256"] = hash_model_files(model.reading.weights)
+    release.recipe[TEXT_MODEL] = model.reading.fingerprint
+
+
+class _Reading(NamedTuple):
+    """A model of others, and how texts of a role become its vectors.
+
+    Attributes:
+        source: the ONNX file or the folder that names it in messages.
+        graph: its graph, up to the vectors of tokens or of texts.
+        weights: the files whose digest the recipe records.
+        declared: what the graph does not contain.
+        tokenizer: the tokenizer.json of the release.
+        fingerprint: the name of the model, as `nobackfill embed` records it.
+        routed: whether queries take another route than documents.
+    """
+
+    source: Path
+    graph: onnx.ModelProto
+    weights: list[Path]
+    declared: Declaration
+    tokenizer: bytes
+    fingerprint: str
+    routed: bool
 
 
 class _ForeignModel(NamedTuple):
     """A foreign model as the release's graph, and its vectors of the probes."""
 
-    file: Path
-    weights: list[Path]
-    declared: Declaration
-    tokenizer: Path
+    reading: _Reading
     inputs: tuple[str, ...]
     vectors: Vectors
 
 
-def _put(release: Release, source: Path, option: str, published: str) -> _ForeignModel:
+def _put(
+    release: Release, source: Path, option: str, published: str, role: TextRole
+) -> _ForeignModel:
+    path = release.local(published)
     file = _onnx_file(source, option)
-    path, weights = release.local(published), weight_files(file)
+    name = f"{option} {file or source}"
     try:
-        model = onnx.load(file)
-        outputs = [output.name for output in model.graph.output]
-        declared = read_declaration(file, outputs)
-        if read_declaration(file, outputs, "query") != declared:
-            raise InvalidInputError(
-                "the model's Router takes queries another way than documents, and a release has "
-                "one graph for each; export each route as a whole model, and name that of queries "
-                "with --query-encoder"
-            )
-        outside = [f"module {layer.folder.name or layer.kind}" for layer in declared.layers]
-        if set(declared.pooling_modes) - {"mean", "cls"} or len(declared.pooling_modes) > 1:
-            outside.insert(0, f"pooling of {' with '.join(declared.pooling_modes)}")
-        if outside:
-            raise InvalidInputError(
-                f"a release cannot apply {', '.join(outside)}; export the whole model, so "
-                "that its graph has an output 'sentence_embedding'"
-            )
-        if declared.max_length > LARGEST_LENGTH:
-            raise InvalidInputError(
-                f"expected a model of texts of at most {LARGEST_LENGTH} tokens, but it is declared "
-                f"for {declared.max_length}; set a smaller max_length in "
-                f"{file.with_suffix('.json').name}"
-            )
-        tokenizer = tokenizer_file(file, declared)
-        inputs = text_graph(model, declared)
-        strip(model)
-        vectors = _run(model, path, tokenizer, declared, inputs)
+        reading = _read_file(file, role) if file else _read_folder(source, path, role)
+        inputs = _write(reading.graph, reading.declared, path)
+        tokenizer = BatchTokenizer(reading.tokenizer, reading.declared.max_length, str(source))
+        texts = [reading.declared.prefix + text for text in PROBE_TEXTS]
+        vectors = _embed(path, inputs, tokenizer, texts)
+        declare_output(reading.graph, vectors.shape[1])
+        onnx.save(reading.graph, path)
     except (OSError, DecodeError, onnx.checker.ValidationError, ValueError, RuntimeError) as error:
         raise InvalidInputError(
-            f"{option} {file}: cannot be read as an ONNX model ({error}); export the model again"
+            f"{name}: cannot be read as an ONNX model ({error}); export the model again"
         ) from error
     except (InvalidInputError, VerificationError) as error:
-        raise InvalidInputError(f"{option} {file}: {error}") from error
-    if assumption := describe_assumptions(file, declared):
+        raise InvalidInputError(f"{name}: {error}") from error
+    if file and (assumption := describe_assumptions(file, reading.declared)):
         print(escape_hidden(assumption), file=sys.stderr)
-    return _ForeignModel(file, weights, declared, tokenizer, inputs, vectors)
+    return _ForeignModel(reading, inputs, vectors)
 
 
-def _check_query_model(query_model: _ForeignModel, text_model: _ForeignModel) -> None:
-    """Raise InvalidInputError if query model and text model do not fit each other."""
-    for what, one, other in (
-        ("inputs", query_model.inputs, text_model.inputs),
-        ("max_length", query_model.declared.max_length, text_model.declared.max_length),
-        ("tokenizer", _tokenizer_digest(query_model), _tokenizer_digest(text_model)),
-        ("dimension and norm", _kind(query_model.vectors), _kind(text_model.vectors)),
-    ):
-        if one != other:
-            raise InvalidInputError(
-                f"--query-encoder {query_model.file}: expected the same {what} as --text-encoder "
-                f"has, {other}; got {one}; both models must belong together"
-            )
+def _onnx_file(source: Path, option: str) -> Path | None:
+    """Return the ONNX file: given itself, or in a folder as exporters lay it out.
 
-
-def _tokenizer_digest(model: _ForeignModel) -> str:
-    return sha256_bytes(tokenizer_bytes(model.tokenizer, model.declared))
-
-
-def _kind(vectors: Vectors) -> tuple[int, bool]:
-    """Return the dimension, and whether all vectors have norm 1."""
-    return vectors.shape[1], bool((np.abs(np.linalg.norm(vectors, axis=1) - 1) < 1e-3).all())
-
-
-def _onnx_file(source: Path, option: str) -> Path:
-    """Return the ONNX file: given itself, or in a folder as exporters lay it out."""
+    None for a folder of sentence-transformers that is read without one."""
+    if source.is_dir() and (source / MODULES).is_file() and not is_model2vec(source):
+        return TextFolder(source).own_graph
     places = [source, source / _MODEL, source / "onnx" / _MODEL]
     file = next((place for place in places if place.is_file()), None)
-    if file is None:
-        raise NotFoundError(
-            f"{option} {source}: expected an ONNX file, or a folder with {_MODEL} or "
-            f"onnx/{_MODEL} in it, but there is none; export the text model there first"
+    if file is not None:
+        return file
+    if source.is_dir() and is_model2vec(source):
+        raise InvalidInputError(
+            f"{option} {source}: expected a model that a release can hold, found one of model2vec, "
+            "which leaves out unknown tokens and cuts long texts by a rule of its own; save it as "
+            f"one of sentence-transformers (SentenceTransformer({str(source)!r})"
+            ".save_pretrained(FOLDER)), and embed the texts of your pairs with that folder, too"
         )
-    return file
-
-
-def _run(
-    model: onnx.ModelProto, path: Path, tokenizer: Path, declared: Declaration,
-    inputs: tuple[str, ...],
-) -> Vectors:  # fmt: skip
-    """Write the graph with its output's dimension; return the vectors of the probes."""
-    data = tokenizer_bytes(tokenizer, declared)
-    tokens = BatchTokenizer(data, declared.max_length, str(tokenizer)).tokens(
-        [declared.prefix + text for text in PROBE_TEXTS]
+    raise NotFoundError(
+        f"{option} {source}: expected an ONNX file, or a folder with {_MODEL} or onnx/{_MODEL} in "
+        "it, or one that sentence-transformers saved, but there is none; save the model there with "
+        "SentenceTransformer(NAME).save_pretrained(FOLDER)"
     )
-    feed = {name: tokens[name] for name in inputs}
+
+
+def _read_file(file: Path, role: TextRole) -> _Reading:
+    weights, graph = weight_files(file), onnx.load(file)
+    outputs = [output.name for output in graph.graph.output]
+    declared = read_declaration(file, outputs, role)
+    _check_length(declared, f"max_length in {file.with_suffix('.json').name}")
+    routed = any(read_declaration(file, outputs, one) != declared for one in TEXT_ROLES)
+    tokenizer = tokenizer_file(file, declared)
+    fingerprint = fingerprint_model(weights, declared, tokenizer)
+    data = tokenizer_bytes(tokenizer, declared)
+    return _Reading(file, graph, weights, declared, data, fingerprint, routed)
+
+
+def _read_folder(source: Path, path: Path, role: TextRole) -> _Reading:
+    """Read a folder of sentence-transformers without an ONNX file; `path` is overwritten."""
+    folder = TextFolder(source)
+    files, own = folder.files, folder.files[role]
+    declared, tokenizer = own.declared, own.tokenizer
+    size = sum(one.stat().st_size for one in own.weights)
+    if size > LARGEST_FILE:
+        raise InvalidInputError(
+            f"has weights of {size >> 20} MiB, and a release holds an ONNX file of at most "
+            f"{LARGEST_FILE >> 20} MiB; publish a smaller model, or move a store of your own to "
+            "this one with `nobackfill migrate`"
+        )
+    if folder.is_static(role):
+        graph = _static_graph(read_table(own.weights[0]))
+        data, length = _static_tokenizer(tokenizer, source)
+        declared = declared.model_copy(update={"pooling": "mean", "max_length": length})
+    else:
+        _check_length(declared, "max_seq_length in sentence_bert_config.json")
+        graph = onnx.load(folder.export(role, lambda *graph: _open_export(files, path, *graph)))
+        data = tokenizer_bytes(tokenizer, declared)
+    fingerprint = fingerprint_model(own.weights, own.declared, tokenizer)
+    routed = files["query"] != files["document"]
+    return _Reading(source, graph, list(own.weights), declared, data, fingerprint, routed)
+
+
+def _check_length(declared: Declaration, setting: str) -> None:
+    if declared.max_length > LARGEST_LENGTH:
+        raise InvalidInputError(
+            f"expected a model of texts of at most {LARGEST_LENGTH} tokens, but it is declared "
+            f"for {declared.max_length}; set a smaller {setting}"
+        )
+
+
+def _open_export(
+    files: RoleFiles, path: Path, graph: Path, role: TextRole
+) -> Callable[[list[str]], Vectors]:
+    """Write the release's graph of an exported ONNX file to `path`; return what embeds by it."""
+    declared, file = files[role].declared, files[role].tokenizer
+    prefix = declared.prefix_of_queries if role == "query" else declared.prefix
+    inputs = _write(onnx.load(graph), declared, path)
+    tokenizer = BatchTokenizer(tokenizer_bytes(file, declared), declared.max_length, str(file))
+    return lambda texts: _embed(path, inputs, tokenizer, [prefix + text for text in texts])
+
+
+def _static_graph(table: Vectors) -> onnx.ModelProto:
+    """Return a graph from tokens to their rows of a table, which stands for a Transformer."""
+    ids, mask = (_tokens(name) for name in TOKENS[:2])
+    output = helper.make_tensor_value_info(
+        "token_embeddings", TensorProto.FLOAT, ["n", "t", table.shape[1]]
+    )
+    node = helper.make_node("Gather", ["table", "input_ids"], ["token_embeddings"])
+    weights = [numpy_helper.from_array(table, "table")]
+    graph = helper.make_graph([node], "graph", [ids, mask], [output], weights)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", _OPSET)], ir_version=_IR)
+
+
+def _static_tokenizer(file: Path, source: Path) -> tuple[bytes, int]:
+    """Return a tokenizer.json without special tokens, and its largest number of tokens.
+
+    A line on stderr says that texts are truncated where the library reads them whole.
+    """
+    tokenizer = json.loads(file.read_bytes())
+    truncation = tokenizer.get("truncation") or {}
+    if truncation.get("direction", "Right") != "Right":
+        raise InvalidInputError(
+            f"{file}: expected a tokenizer that cuts the end of long texts, found the direction "
+            f"{truncation['direction']}; save the model with truncation at the right"
+        )
+    if not truncation:
+        print(
+            escape_hidden(
+                f"{source}: the release reads the first {LARGEST_LENGTH} tokens of a text, where "
+                "sentence-transformers reads all"
+            ),
+            file=sys.stderr,
+        )
+    data = json.dumps(tokenizer | {"post_processor": None, "padding": None}, ensure_ascii=False)
+    return data.encode(), int(truncation.get("max_length", LARGEST_LENGTH))
+
+
+def _write(model: onnx.ModelProto, declared: Declaration, path: Path) -> tuple[str, ...]:
+    """Write the release's graph, without the dimension of its output; return its inputs."""
+    inputs = text_graph(model, declared)
+    strip(model)
     # The dimension is known only after a run, and a run needs a declared output.
     declare_output(model, None)
     onnx.save(model, path)
-    (embedding,) = run_onnx(path, feed, ("embedding",))
+    return inputs
+
+
+def _embed(
+    path: Path, inputs: Sequence[str], tokenizer: BatchTokenizer, texts: list[str]
+) -> Vectors:
+    tokens = tokenizer.tokens(texts)
+    (embedding,) = run_onnx(path, {name: tokens[name] for name in inputs}, ("embedding",))
     if embedding.dtype != np.float32 or embedding.ndim != 2:
         raise InvalidInputError(
             f"expected a model whose output is float32 [n, dim], got {embedding.dtype} "
             f"{list(embedding.shape)}; export it again with one vector per text"
         )
-    declare_output(model, embedding.shape[1])
-    onnx.save(model, path)
     return embedding
+
+
+def _check_query_model(query_model: _ForeignModel, text_model: _ForeignModel) -> None:
+    """Raise InvalidInputError if query model and text model do not fit each other."""
+    new, text = query_model.reading, text_model.reading
+    for what, one, other in (
+        ("inputs", query_model.inputs, text_model.inputs),
+        ("max_length", new.declared.max_length, text.declared.max_length),
+        ("tokenizer", sha256_bytes(new.tokenizer), sha256_bytes(text.tokenizer)),
+        ("dimension and norm", _kind(query_model.vectors), _kind(text_model.vectors)),
+    ):
+        if one != other:
+            raise InvalidInputError(
+                f"--query-encoder {new.source}: expected the same {what} as --text-encoder "
+                f"has, {other}; got {one}; both models must belong together"
+            )
+
+
+def _kind(vectors: Vectors) -> tuple[int, bool]:
+    """Return the dimension, and whether all vectors have norm 1."""
+    return vectors.shape[1], bool((np.abs(np.linalg.norm(vectors, axis=1) - 1) < 1e-3).all())
 
 
 def _share(release: Release, vectors: Vectors, file: Path) -> None:
