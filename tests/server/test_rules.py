@@ -20,10 +20,12 @@ from nobackfill.errors import (
     NotPermittedError,
     OverloadedError,
     UnauthenticatedError,
+    UnavailableError,
 )
 from nobackfill.server.grpc.context import RULES, Role, Tokens, authorize
 from nobackfill.v1 import gallery_pb2, release_pb2, search_pb2, upgrade_pb2, vault_pb2
 from nobackfill.v1.gallery_pb2_grpc import GalleryServiceStub
+from nobackfill.wire.gateway import Gateway
 from tests.server.conftest import Stages
 from tests.server.support import refused, running
 from tests.support.clock import replace_clock
@@ -253,9 +255,18 @@ def test_every_call_over_the_wire(secured: Secured) -> None:
         channel.close()
 
 
-def test_mtls_demands_a_certificate(secured: Secured) -> None:
+def test_mtls_demands_a_certificate(
+    secured: Secured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with secured.channel(TOKENS[Role.ADMIN], certificate=False) as channel:
         assert call(channel, METHODS[0]) is grpc.StatusCode.UNAVAILABLE
+    secured.authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    monkeypatch.setenv("NOBACKFILL_CA_FILE", str(tmp_path / "ca.pem"))
+    with (
+        Gateway(secured.address, tls=True, seconds=1) as app,
+        pytest.raises(UnavailableError, match="set NOBACKFILL_CERT_FILE and NOBACKFILL_KEY_FILE"),
+    ):
+        list(app.list_galleries())
 
 
 def test_plain_text_is_refused(secured: Secured) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import grpc
 import pytest
+import trustme
 from typer.testing import CliRunner
 
 from nobackfill import errors
@@ -120,6 +121,29 @@ def test_a_file_that_holds_no_token(
     monkeypatch.setenv("NOBACKFILL_TOKEN_FILE", str(tmp_path / "token"))
     with pytest.raises(errors.ConfigurationError, match="one token"):
         open_channel("grpcs://127.0.0.1:1")
+
+
+def test_a_client_certificate_needs_its_own_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gRPC would end the process without the one, and fail each handshake with a wrong one."""
+    for name in ("own", "other"):
+        issued = trustme.CA().issue_cert("app@example.org")
+        issued.private_key_pem.write_to_path(tmp_path / f"{name}.key")
+        issued.cert_chain_pems[0].write_to_path(tmp_path / f"{name}.pem")
+    files = {"NOBACKFILL_CERT_FILE": "own.pem", "NOBACKFILL_KEY_FILE": "own.key"}
+    for missing, present in (files, reversed(files)):
+        monkeypatch.setenv(present, str(tmp_path / files[present]))
+        monkeypatch.delenv(missing, raising=False)
+        with pytest.raises(errors.ConfigurationError, match=f"{present} is set without {missing}"):
+            open_channel("grpcs://127.0.0.1:1")
+    for key in ("other.key", "own.pem"):
+        monkeypatch.setenv("NOBACKFILL_CERT_FILE", str(tmp_path / "own.pem"))
+        monkeypatch.setenv("NOBACKFILL_KEY_FILE", str(tmp_path / key))
+        with pytest.raises(errors.ConfigurationError, match="files that belong together"):
+            open_channel("grpcs://127.0.0.1:1")
+    monkeypatch.setenv("NOBACKFILL_KEY_FILE", str(tmp_path / "own.key"))
+    open_channel("grpcs://127.0.0.1:1").close()
 
 
 def test_an_unknown_scheme() -> None:

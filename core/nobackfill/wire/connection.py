@@ -223,7 +223,8 @@ def open_channel(address: str, *, tls: bool = False) -> grpc.Channel:
 
     Raises:
         ConfigurationError: Another scheme, an empty host among several, a file that cannot be read,
-            an authority without a certificate, an invalid token, or a token without TLS.
+            an authority without a certificate, a client's certificate without its key or with
+            another one, an invalid token, or a token without TLS.
     """
     scheme, _, host_list = address.rstrip("/").rpartition("://")
     hosts = [host.strip() for host in host_list.split(",")]
@@ -253,11 +254,8 @@ def open_channel(address: str, *, tls: bool = False) -> grpc.Channel:
             "NOBACKFILL_CA_FILE: expected a certificate (PEM), found none in "
             f"{os.environ['NOBACKFILL_CA_FILE']}"
         )
-    credentials = grpc.ssl_channel_credentials(
-        root_certificates=authority,
-        private_key=_read("NOBACKFILL_KEY_FILE"),
-        certificate_chain=_read("NOBACKFILL_CERT_FILE"),
-    )
+    certificate, key = _client_certificate()
+    credentials = grpc.ssl_channel_credentials(authority, key, certificate)
     if token is not None:
         if not _TOKEN.fullmatch(token.strip()):
             raise ConfigurationError(
@@ -267,6 +265,33 @@ def open_channel(address: str, *, tls: bool = False) -> grpc.Channel:
         bearer = grpc.access_token_call_credentials(token.decode().strip())
         credentials = grpc.composite_channel_credentials(credentials, bearer)
     return combine_channels([grpc.secure_channel(host, credentials, options) for host in hosts])
+
+
+def _client_certificate() -> tuple[bytes | None, bytes | None]:
+    """Read the client's certificate and its key; None for both if neither is set."""
+    names = "NOBACKFILL_CERT_FILE", "NOBACKFILL_KEY_FILE"
+    certificate, key = map(_read, names)
+    if certificate is None and key is None:
+        return None, None
+    # Checked here: gRPC ends the process if one is missing, and fails every handshake if they do
+    # not belong together.
+    if certificate is None or key is None:
+        missing, present = names if certificate is None else names[::-1]
+        raise ConfigurationError(
+            f"{present} is set without {missing}: expected the client's certificate and its key; "
+            "set both, or unset it"
+        )
+    import ssl
+
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.load_cert_chain(os.environ[names[0]], os.environ[names[1]], lambda: b"")
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(
+            "NOBACKFILL_CERT_FILE, NOBACKFILL_KEY_FILE: expected a certificate and its own private "
+            "key in PEM, without a password; name files that belong together"
+        ) from error
+    return certificate, key
 
 
 def _read(variable: str) -> bytes | None:

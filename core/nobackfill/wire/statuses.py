@@ -105,7 +105,8 @@ _CONNECTING = (
     (
         "Socket closed",
         "the gateway closed the connection; if it needs TLS, write its address as "
-        "grpcs://HOST:PORT",
+        "grpcs://HOST:PORT; if it demands certificates of clients, set NOBACKFILL_CERT_FILE and "
+        "NOBACKFILL_KEY_FILE",
     ),
     ("HTTP/2", "the server there is no gateway; check the address"),
 )
