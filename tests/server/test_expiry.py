@@ -139,3 +139,5 @@ def test_files_that_are_no_certificates(tmp_path: Path) -> None:
         with pytest.raises(ConfigurationError, match=r"\.pem"):
             Certificates(tmp_path / cert, tmp_path / key, None)
     Certificates(tmp_path / "cert.pem", tmp_path / "key.pem", None)
+    with pytest.raises(ConfigurationError, match=r"--tls-client-ca \S+key\.pem: expected the cert"):
+        Certificates(tmp_path / "cert.pem", tmp_path / "key.pem", tmp_path / "key.pem")

@@ -266,8 +266,7 @@ class Certificates:
             # Checked here: gRPC accepts any bytes, and then fails every handshake.
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             context.load_cert_chain(self._cert, self._key, password=_no_password)
-            if self._client_ca is not None:
-                context.load_verify_locations(self._client_ca)
+            self._check_client_ca(context)
             pair = self._key.read_bytes(), self._cert.read_bytes()
             authority = self._client_ca.read_bytes() if self._client_ca else None
             if self._stamps() != stamp:
@@ -286,6 +285,17 @@ class Certificates:
                 f"be read ({error.strerror}); check its name and permissions"
             ) from error
         return stamp, grpc.ssl_server_certificate_configuration([pair], authority)
+
+    def _check_client_ca(self, context: ssl.SSLContext) -> None:
+        if self._client_ca is None:
+            return
+        try:
+            context.load_verify_locations(self._client_ca)
+        except ssl.SSLError as error:
+            raise ConfigurationError(
+                f"--tls-client-ca {self._client_ca}: expected the certificate of an authority in "
+                f"PEM ({error}); name its file"
+            ) from error
 
     def _stamps(self) -> _Stamp:
         paths = (self._cert, self._key, self._client_ca)
