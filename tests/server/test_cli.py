@@ -7,6 +7,7 @@ import re
 import shlex
 import socket
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -77,10 +78,11 @@ def test_a_status_says_why_no_release_answers(repo: Path, tmp_path: Path) -> Non
         at = f"--server={gateway.address}"
         status = run_json("status", at)
         assert (status["active_release"], status["model_server_up"]) == (0, False)
-        printed = run("status", at)
-        for note in (
-            "release 1 is being activated", "no release is active", "the model server does not",
-        ):  # fmt: skip
+        ends = time.monotonic() + 60
+        # Between two attempts to activate the release, none is under way.
+        while "\nrelease 1 is being activated" not in (printed := run("status", at)):
+            assert time.monotonic() < ends, printed
+        for note in ("no release is active", "the model server does not"):
             assert f"\n{note}" in printed, printed
 
 
