@@ -47,7 +47,8 @@ app = typer.Typer(
     epilog=_EPILOG,
     help="Serve searches of galleries, and change the model behind them without an interruption."
     "\n\nA gallery is a named set of items with vectors. A release is one published version of the "
-    "models, in a publication folder. An upgrade computes its vectors from those of an older one.",
+    "models, in a publication folder. An upgrade computes a "
+    "gallery's vectors of a newer release from those of an older one.",
 )
 
 Server = Annotated[
