@@ -274,7 +274,10 @@ def _load(path: Path, command: str) -> Map:
         adapts = header["format"] == ADAPTER_FORMAT
         direction: Direction = header["direction"] if adapts else "old to new"
         if direction not in get_args(Direction):
-            raise ValueError(f"it has the unknown direction {direction!r}")
+            raise ValueError(
+                f"it has the direction {direction!r}, which this version of nobackfill does not "
+                "know"
+            )
         return Map(
             str(header["kind"]), weight, bias, bool(header["unit"]), facts, layers, direction
         )
@@ -644,7 +647,7 @@ def train_residual(affine: Map, old: Vectors, new: Vectors, trainer: Trainer) ->
         layers.append((checked, shift[0]))
     if size != affine.dims[1] or not layers:
         raise InvalidInputError(
-            f"--also: expected a last layer with {affine.dims[1]} outputs, as the new model has "
-            f"dimensions, got {size if layers else 'no layer'}"
+            f"--also: expected a last layer with {affine.dims[1]} outputs, the dimension of the "
+            f"new model, got {size if layers else 'no layer'}"
         )
     return replace(affine, kind=RESIDUAL, layers=tuple(layers))

@@ -144,13 +144,15 @@ def _download(gateway: Gateway, blob: vault_pb2.Blob, position: int, part: Path)
         if position > blob.size:
             durable.remove_tree(part)
             raise VerificationError(
-                f"blob {blob.id}: expected {blob.size} bytes, the vault sends more"
+                f"blob {blob.id}: expected {blob.size} bytes, the vault sends more; tell the "
+                "gateway's operator, who can restore a backup"
             )
         durable.append_bytes(part, chunk, 0o600)
     if position < blob.size:
         durable.remove_tree(part)
         raise VerificationError(
-            f"blob {blob.id}: expected {blob.size} bytes, the vault holds only {position}"
+            f"blob {blob.id}: expected {blob.size} bytes, the vault holds only {position}; tell "
+            "the gateway's operator, who can restore a backup"
         )
 
 

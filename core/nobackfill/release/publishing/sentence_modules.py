@@ -44,7 +44,8 @@ def parse_model_file(file: Path, kind: type[_Model]) -> _Model:
         ) from error
     except ValidationError as error:
         raise InvalidInputError(
-            f"{file}: this file about the model has unexpected content ({join_problems(error)})"
+            f"{file}: this file about the model has unexpected content ({join_problems(error)}); "
+            "download the model again, or save it again with its own library"
         ) from error
 
 
