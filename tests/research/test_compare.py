@@ -1,6 +1,8 @@
 """compare.py in small: few digits, few epochs, the whole way from images to the claims."""
 
 import shutil
+import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -66,6 +68,17 @@ def small(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> tuple[Path,
 def untimed(results: Results) -> dict[str, object]:
     """The results without what a clock measured."""
     return results.model_dump(exclude={"costs"})
+
+
+def test_a_comparison_needs_no_index() -> None:
+    """Neither the compiled one nor the package hnswlib is there, as on a borrowed GPU."""
+    program = """
+import sys
+for name in ("hnswlib", "nobackfill.gallery.search._native"):
+    sys.modules[name] = None
+import nobackfill.research.compare
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
 
 
 def test_two_processes_find_what_one_does(

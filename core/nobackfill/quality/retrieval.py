@@ -7,7 +7,6 @@ import numpy as np
 
 from nobackfill.class_folders import ImageListing
 from nobackfill.errors import InvalidInputError
-from nobackfill.gallery.search import hnsw
 from nobackfill.gallery.search.index import Index, Neighbours
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.metrics.classes import worst_class
@@ -200,6 +199,9 @@ def search_cell(
             "route"
         )
     # One thread: the same graph, and so the same verdict, each time.
+    # Imported here: the index is compiled, and a comparison of methods needs none.
+    from nobackfill.gallery.search import hnsw
+
     index = hnsw.build_index(spec, np.arange(len(gallery_vectors)), gallery_vectors)
     answers = _search(index, query_vectors, DEPTH)
     first = rank_neighbours(_search(index, query_vectors, SERVED).labels, relevance)
