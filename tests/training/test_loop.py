@@ -16,7 +16,13 @@ from torch import Tensor, nn
 from nobackfill.durable import FAULTS
 from nobackfill.errors import CannotWriteError, ConfigurationError, VerificationError
 from nobackfill.training.config import Config
-from nobackfill.training.loop.loop import DivergedError, ProgressBars, fit, learning_rate
+from nobackfill.training.loop.loop import (
+    DivergedError,
+    LossCheck,
+    ProgressBars,
+    fit,
+    learning_rate,
+)
 from nobackfill.training.loop.objective import Batch, Objective, Terms
 from nobackfill.training.loop.run import CHECKPOINT, STATS, read_checkpoint, read_finished
 from nobackfill.training.loop.training import train
@@ -187,6 +193,21 @@ def test_nan_stops_with_the_step_and_keeps_the_last_good_checkpoint(
     kept = read_checkpoint(config.run_dir)
     assert kept.epoch == 2
     assert all(torch.isfinite(t).all() for t in kept.tensors.values())
+
+
+def test_losses_of_a_gpu_are_checked_together_and_name_the_first_bad_step(tmp_path: Path) -> None:
+    config, nan = line_config(tmp_path), torch.tensor([torch.nan])
+    losses = LossCheck(config, torch.device("cuda"))
+    losses.add(0, ("fit", "noise"), torch.tensor([1.0, 0.5]), check=False)
+    assert not losses.figures
+    losses.add(1, ("fit",), torch.tensor([2.0]), check=True)
+    assert losses.figures == {"loss": 2.0, "fit": 2.0}
+    for step in (2, 3):
+        losses.add(step, ("fit",), nan, check=False)
+    with pytest.raises(DivergedError, match=r"nan at step 2 \(term: fit\)"):
+        losses.check()
+    with pytest.raises(DivergedError, match="nan at step 0"):
+        LossCheck(config, torch.device("cpu")).add(0, ("fit",), nan, check=False)
 
 
 def test_weights_that_became_nan_are_not_saved(tmp_path: Path) -> None:

@@ -46,7 +46,10 @@ def mix_images(pixels: Tensor, alpha: float) -> Tensor:
     """
     share = torch.distributions.Beta(alpha, alpha).sample((len(pixels), 1, 1, 1))
     share = torch.maximum(share, 1 - share).to(pixels)
-    return share * pixels + (1 - share) * pixels[torch.randperm(len(pixels)).to(pixels.device)]
+    return (
+        share * pixels
+        + (1 - share) * pixels[torch.randperm(len(pixels)).to(pixels.device, non_blocking=True)]
+    )
 
 
 class AlternateObjective(Objective):

@@ -33,7 +33,7 @@ class Augment:
     def __call__(self, pixels: Tensor) -> Tensor:
         if self._moves:
             size = (pixels.shape[2], pixels.shape[3])
-            pixels = warp(pixels, affine_matrices(len(pixels), self.config).to(pixels), size)
+            pixels = warp(pixels, _to(affine_matrices(len(pixels), self.config), pixels), size)
         pixels = recolour(pixels, self.config)
         if self.config.erase:
             pixels = erase(pixels, self.config.erase)
@@ -58,7 +58,7 @@ def small_crops(pixels: Tensor, config: Augmentation, largest_area: float) -> Te
     """
     size = (pixels.shape[2] // 2, pixels.shape[3] // 2)
     local = config.model_copy(update={"crop_area": largest_area / 3})
-    matrices = affine_matrices(len(pixels), local, largest_area).to(pixels)
+    matrices = _to(affine_matrices(len(pixels), local, largest_area), pixels)
     return recolour(warp(pixels, matrices, size), config)
 
 
@@ -134,7 +134,7 @@ def mix_pictures(pixels: Tensor, others: Tensor) -> Tensor:
     Returns:
         float32 [n,3,S,S] in 0..1.
     """
-    share = torch.rand(len(pixels), 1, 1, 1).to(pixels)
+    share = _to(torch.rand(len(pixels), 1, 1, 1), pixels)
     return share * random_symmetry(pixels) + (1 - share) * random_symmetry(others)
 
 
@@ -154,7 +154,7 @@ def recolour(pixels: Tensor, config: Augmentation) -> Tensor:
     if config.saturation or config.grayscale:
         grey = pixels.mean(1, keepdim=True)
         factor = 1 + config.saturation * _column(n, pixels)
-        drop = (torch.rand(n, 1, 1, 1) < config.grayscale).to(pixels.device)
+        drop = _to(torch.rand(n, 1, 1, 1), pixels) < config.grayscale
         pixels = grey + (pixels - grey) * torch.where(drop, 0.0, factor)
     return pixels.clamp(0, 1)
 
@@ -173,7 +173,7 @@ def erase(pixels: Tensor, share: float) -> Tensor:
     y = ((torch.arange(height) + 0.5) / height)[None, :, None]
     x = ((torch.arange(width) + 0.5) / width)[None, None, :]
     hole = ((y - centre_y).abs() < half) & ((x - centre_x).abs() < half)
-    return pixels.masked_fill(hole[:, None].to(pixels.device), 0.5)
+    return pixels.masked_fill(hole[:, None].to(pixels.device, non_blocking=True), 0.5)
 
 
 def _uniform(*shape: int) -> Tensor:
@@ -181,4 +181,9 @@ def _uniform(*shape: int) -> Tensor:
 
 
 def _column(n: int, like: Tensor) -> Tensor:
-    return _uniform(n, 1, 1, 1).to(like)
+    return _to(_uniform(n, 1, 1, 1), like)
+
+
+def _to(numbers: Tensor, like: Tensor) -> Tensor:
+    """Copy random numbers to the device of `like`, without waiting for what that computes."""
+    return numbers.to(like, non_blocking=True)

@@ -2,7 +2,8 @@
 
 Randomness is a function of (seed, epoch): torch's generator is seeded at the start of each epoch,
 the learning rate depends only on the step, and checkpoints are written between epochs. A run that
-was killed and resumed therefore computes the same as an unbroken one, bit for bit on one machine.
+was killed and resumed therefore computes the same as an unbroken one, bit for bit on one machine's
+CPU.
 """
 
 import ctypes
@@ -169,6 +170,10 @@ def fit(
     the last one. A line of stats.jsonl is appended every `log_every` steps. Lines after the last
     checkpoint are dropped first. With several devices only the first process writes.
 
+    A GPU holds the tensors of `rows` if half of its free memory is enough, multiplies float32
+    matrices in TF32, and checks losses only with each logged step. There a resumed run equals an
+    unbroken one only nearly.
+
     Args:
         objective: what to minimise; its parameters change and move to the device.
         rows: tensors or images of equal length n, at least 1, indexed by the rows of a batch. The
@@ -204,27 +209,35 @@ def fit(
     optimizer = _optimizer(objective, config)
     first, step = _begin(fabric, objective.trained_parts(), optimizer, config, class_names, resumed)
     model, optimizer = fabric.setup(objective, optimizer)
-    checkpoint = resumed
-    with progress.bar(str(config.run_dir), config.epochs, first) as advance:
+    checkpoint, held = resumed, _held_on_device(rows, fabric.device)
+    unchecked = LossCheck(config, fabric.device)
+    with (
+        progress.bar(str(config.run_dir), config.epochs, first) as advance,
+        _tensor_cores(fabric.device),
+    ):
         for epoch in range(first, config.epochs):
             _seed(config.seed, epoch)
             model.train()
             objective.begin_epoch(epoch, config.epochs)
-            for batch in _batches(rows, n, config, fabric):
+            for batch in _batches(held, n, config, fabric):
                 _set_lr(optimizer, learning_rate(config, step / steps))
                 terms = model(batch)
                 loss = torch.stack([term.float() for term in terms.values()]).sum()
-                figures = _over_devices(fabric, terms)
-                _check_finite(figures, step, config)
+                logs = step % config.log_every == 0
+                unchecked.add(step, tuple(terms), _over_devices(fabric, terms), check=logs)
                 fabric.backward(loss)
                 if config.gradient_clip is not None:
-                    fabric.clip_gradients(model, optimizer, max_norm=config.gradient_clip)
+                    # `unchecked` raises for a loss that is not finite.
+                    fabric.clip_gradients(
+                        model, optimizer, max_norm=config.gradient_clip, error_if_nonfinite=False
+                    )
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
-                if step % config.log_every == 0 and fabric.is_global_zero:
+                if logs and fabric.is_global_zero:
                     lr = learning_rate(config, step / steps)
-                    _log(config, epoch, step, lr, figures | objective.statistics)
+                    _log(config, epoch, step, lr, unchecked.figures | objective.statistics)
                 step += 1
+            unchecked.check()
             last = epoch + 1 == config.epochs
             if last:
                 objective.finish()
@@ -236,7 +249,7 @@ def fit(
                 )
                 if fabric.is_global_zero:
                     write_checkpoint(config.run_dir, checkpoint)
-            advance(figures["loss"])
+            advance(unchecked.figures["loss"])
     assert checkpoint is not None
     return checkpoint
 
@@ -343,6 +356,32 @@ def _seed(seed: int, epoch: int) -> None:
     torch.manual_seed(int.from_bytes(digest[:7], "big"))
 
 
+@contextmanager
+def _tensor_cores(device: torch.device) -> Iterator[None]:
+    """Multiply float32 matrices by a GPU's tensor cores, which round factors to 10 bits (TF32)."""
+    before = torch.get_float32_matmul_precision()
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def _held_on_device(rows: Mapping[str, Images], device: torch.device) -> dict[str, Images]:
+    """Copy the tensors to a GPU once, as far as half of its free memory holds them.
+
+    Batches are then gathered there. Others are gathered on the CPU and copied for each batch.
+    """
+    held = dict(rows)
+    if device.type == "cuda":
+        room = torch.cuda.mem_get_info(device)[0] / 2
+        for name, value in rows.items():
+            if isinstance(value, Tensor) and value.nbytes <= room:
+                held[name], room = value.to(device), room - value.nbytes
+    return held
+
+
 def _batches(
     rows: Mapping[str, Images], n: int, config: Config, fabric: "lightning_fabric.Fabric"
 ) -> Iterator[Batch]:
@@ -352,14 +391,28 @@ def _batches(
     """
     order = torch.randperm(n)
     size = min(config.batch_size, n)
-    picked = [
-        order[start : start + size][fabric.global_rank :: fabric.world_size]
-        for start in range(0, n - size + 1, size)
-    ]
-    columns = {"rows": iter(picked)} | {k: in_batches(v, picked) for k, v in rows.items()}
+
+    def picked(order: Tensor) -> list[Tensor]:
+        return [
+            order[start : start + size][fabric.global_rank :: fabric.world_size]
+            for start in range(0, n - size + 1, size)
+        ]
+
+    here, there = picked(order), picked(order.to(fabric.device))
+    columns: dict[str, Iterator[Tensor]] = {"rows": iter(there)}
+    for name, value in rows.items():
+        on_device = isinstance(value, Tensor) and value.device == fabric.device
+        columns[name] = in_batches(value, there if on_device else here)
     for values in zip(*columns.values(), strict=True):
         batch = zip(columns, values, strict=True)
-        yield {name: value.to(fabric.device) for name, value in batch}
+        yield {name: _to_device(value, fabric.device) for name, value in batch}
+
+
+def _to_device(value: Tensor, device: torch.device) -> Tensor:
+    """Copy to the device, which computes meanwhile."""
+    if device.type == "cuda" and value.device.type == "cpu":
+        value = value.pin_memory()
+    return value.to(device, non_blocking=True)
 
 
 def _set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
@@ -367,14 +420,61 @@ def _set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr
 
 
-def _over_devices(
-    fabric: "lightning_fabric.Fabric", terms: Mapping[str, Tensor]
-) -> dict[str, float]:
-    """Return `loss` and the terms, averaged over devices, so that all stop at the same step."""
+def _over_devices(fabric: "lightning_fabric.Fabric", terms: Mapping[str, Tensor]) -> Tensor:
+    """Return the terms [m], averaged over devices, so that all stop at the same step."""
     own = torch.stack([term.detach().float() for term in terms.values()])
     means = fabric.all_reduce(own, reduce_op="mean")
     assert isinstance(means, Tensor)
-    return {"loss": float(means.sum()), **dict(zip(terms, means.tolist(), strict=True))}
+    return means
+
+
+class LossCheck:
+    """Check that losses are finite: at once on a CPU, and with the next log on a GPU.
+
+    Reading a figure waits for the GPU, which would then have nothing to do until the next step.
+
+    Args of the constructor:
+        config: the training's configuration, for the message.
+        device: where the losses are.
+    """
+
+    def __init__(self, config: Config, device: torch.device) -> None:
+        self._config, self._waits = config, device.type != "cpu"
+        self._steps: list[tuple[int, tuple[str, ...], Tensor]] = []
+        # The loss and the terms of the last step that was checked.
+        self.figures: dict[str, float] = {}
+
+    def add(self, step: int, names: tuple[str, ...], terms: Tensor, *, check: bool) -> None:
+        """Take the terms of a step; check them, and those before, with `check` or on a CPU.
+
+        Args:
+            step: the number of the step.
+            names: the names of the terms.
+            terms: float32 [m], their values.
+            check: do not wait.
+
+        Raises:
+            DivergedError: a loss, the sum of a step's terms, is not finite.
+        """
+        self._steps.append((step, names, terms))
+        if check or not self._waits:
+            self.check()
+
+    def check(self) -> None:
+        """Check the steps that were not checked yet; without any, do nothing.
+
+        Raises:
+            DivergedError: a loss is not finite; the message names the first such step.
+        """
+        if not self._steps:
+            return
+        # One copy from the device.
+        values = torch.cat([terms for _, _, terms in self._steps]).tolist()
+        for step, names, _ in self._steps:
+            own, values = values[: len(names)], values[len(names) :]
+            self.figures = {"loss": sum(own), **dict(zip(names, own, strict=True))}
+            _check_finite(self.figures, step, self._config)
+        self._steps = []
 
 
 def _check_finite(figures: Mapping[str, float], step: int, config: Config) -> None:

@@ -204,7 +204,7 @@ def draw_view(batch: Batch, labelled: int, *, both: bool = False) -> Batch:
     row, picked = torch.arange(n), torch.randint(labelled if both else views, (n,))
     if both:
         row, picked = row.repeat(2), torch.cat((picked, torch.randint(labelled, views, (n,))))
-    row, picked = (index.to(batch["old"].device) for index in (row, picked))
+    row, picked = (index.to(batch["old"].device, non_blocking=True) for index in (row, picked))
     drawn = {
         name: tensor[row, picked] if name in ("old", "side", "new", "new_side") else tensor[row]
         for name, tensor in batch.items()

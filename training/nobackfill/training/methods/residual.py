@@ -286,7 +286,9 @@ class ResidualObjective(FastFillObjective):
         terms = super().distance_terms(upgraded, view)
         options = self.listwise_options
         assert isinstance(self.queue, Tensor)
-        drawn = torch.randint(len(self.queue), (options.queue,)).to(self.queue.device)
+        drawn = torch.randint(len(self.queue), (options.queue,)).to(
+            self.queue.device, non_blocking=True
+        )
         losses = listwise(
             upgraded.embedding,
             view["new"],
@@ -302,7 +304,8 @@ class ResidualObjective(FastFillObjective):
         """Return the mean over rows with a label; 0 without any."""
         options = self.listwise_options
         assert isinstance(self.labelled_queue, Tensor) and isinstance(self.queue_labels, Tensor)
-        drawn = torch.randint(len(self.queue_labels), (options.queue,)).to(self.queue_labels.device)
+        drawn = torch.randint(len(self.queue_labels), (options.queue,))
+        drawn = drawn.to(self.queue_labels.device, non_blocking=True)
         losses = same_class(
             upgraded.embedding,
             view["labels"],
