@@ -124,6 +124,43 @@ def test_inner_features_are_scikit_learns_pca_of_the_embedders_pooled_features(
         inner(embedder, digits, tmp_path / "no", side_info="simclr")
 
 
+def test_inner_features_beside_simclr_are_both_runs_outputs(
+    embedder: Path, digits: Path, tmp_path: Path
+) -> None:
+    apart, simclr = inner(embedder, digits, tmp_path / "inner"), tmp_path / "simclr"
+    half: dict[str, object] = {"classes": 5, "epochs": 1, "warmup_epochs": 0}
+    for config in (apart, config_of("side_encoder", simclr, digits / "queries", **half)):
+        train_quietly(config)
+    keys: dict[str, object] = {
+        "side_info": "inner_simclr",
+        "simclr": str(simclr),
+        "side_info_dim": 24,
+    }
+    train_quietly(inner(embedder, digits, tmp_path / "both", **keys))
+    images = torch.randint(0, 256, (7, 8, 8, 3), dtype=torch.uint8)
+    first, second, both = (
+        load_encoder(tmp_path / name)[0](images) for name in ("inner", "simclr", "both")
+    )
+    torch.testing.assert_close(both, torch.cat((first, second), 1))
+    facts = load_encoder(tmp_path / "both")[1].facts
+    assert facts["simclr_digest"] == sha256_file(simclr / CHECKPOINT)
+    wrong: tuple[tuple[dict[str, object], str], ...] = (
+        ({"side_info_dim": 26}, "expected 24, twice that of .*simclr; got 26"),
+        ({"simclr": str(tmp_path / "inner")}, "side_info: simclr, got .*inner with inner"),
+        ({"last_nonlin": True}, "expected false"),
+    )
+    for changed, message in wrong:
+        with pytest.raises(ConfigurationError, match=message):
+            train_quietly(inner(embedder, digits, tmp_path / "no", **keys | changed))
+    refused: tuple[tuple[dict[str, object], str], ...] = (
+        ({"simclr": None}, "side_info: inner_simclr and simclr: RUN together"),
+        ({"side_info_dim": 25}, "expected an even side_info_dim"),
+    )
+    for changed, message in refused:
+        with pytest.raises(ConfigurationError, match=message):
+            inner(embedder, digits, tmp_path / "no", **keys | changed)
+
+
 def test_a_bit_passes_the_gradient_near_its_threshold_only() -> None:
     x = torch.tensor([[-3.0, -0.5, 0.0, 0.5, 3.0]], requires_grad=True)
     bits = Binarise().train()(x)

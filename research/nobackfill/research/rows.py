@@ -71,6 +71,8 @@ class Name(StrEnum):
     RESIDUAL_THREE = auto()
     RESIDUAL_CHOSEN = auto()
     RESIDUAL_INNER = auto()
+    RESIDUAL_INNER_SIMCLR = auto()
+    RESIDUAL_JOINT = auto()
     RESIDUAL_BOTH_VIEWS = auto()
     RESIDUAL_SAME_CLASS = auto()
     FCT_MIXED = auto()
@@ -204,6 +206,7 @@ class ComparisonPlace:
         classes: int,
         kind: str,
         embedder: TrainingRun | None = None,
+        simclr: TrainingRun | None = None,
         **values: Any,
     ) -> TrainingRun:
         """Describe a side-information encoder's training.
@@ -215,7 +218,9 @@ class ComparisonPlace:
             name: the name of the run folder.
             classes: the number of first classes to train on.
             kind: the kind of side-information, a value of the key side_info.
-            embedder: the embedder whose features are projected, for the kind inner; None: none.
+            embedder: the embedder whose features are projected, for the kinds inner and
+                inner_simclr; None: none.
+            simclr: the run of kind simclr, for the kind inner_simclr; None: none.
             values: further keys of the configuration, which replace others.
 
         Returns:
@@ -230,9 +235,10 @@ class ComparisonPlace:
                 "classes": classes,
                 "side_info": kind,
                 **({"embedder": embedder.folder} if embedder else {}),
+                **({"simclr": simclr.folder} if simclr else {}),
                 **values,
             },
-            (embedder,) if embedder else (),
+            tuple(run for run in (embedder, simclr) if run),
         )
 
     def upgrade(
@@ -301,10 +307,13 @@ def _side_values(preset: Preset, kind: str) -> Values:
     An alternate old model is trained like the old one (FCT section 5.1), so that only its
     randomness, and mixup, differ. An autoencoder (D.4.2) and VICReg have their own learning rates.
     """
-    if kind in ("alternate", "mixup", "inner"):
-        known = SideEncoderConfig.model_fields
+    if kind in ("alternate", "mixup", "inner", "inner_simclr"):
+        known, dim = SideEncoderConfig.model_fields, preset.side_encoder["side_info_dim"]
+        assert isinstance(dim, int)
         as_old = {key: value for key, value in preset.embedder.items() if key in known}
-        return {**as_old, "side_info_dim": preset.side_encoder["side_info_dim"]}
+        if kind not in ("alternate", "mixup"):
+            as_old["last_nonlin"] = False
+        return {**as_old, "side_info_dim": 2 * dim if kind == "inner_simclr" else dim}
     if kind == "autoencoder":
         views = {"augmentation": preset.embedder["augmentation"]}
         return {**preset.side_encoder, **views, **preset.autoencoder}
@@ -448,9 +457,13 @@ class Shared:
         name, size = f"side-{kind}", {}
         if width is not None:
             name, size = f"{name}-{width}", {"side_info_dim": width}
-        embedder = self.old if kind == "inner" else None
         return self.place.side_encoder(
-            name, classes=self.split.old, kind=kind, embedder=embedder, **size
+            name,
+            classes=self.split.old,
+            kind=kind,
+            embedder=self.old if kind in ("inner", "inner_simclr") else None,
+            simclr=self.side("simclr") if kind == "inner_simclr" else None,
+            **size,
         )
 
     def compatible(self, name: str, method: str, **options: Any) -> TrainingRun:

@@ -22,7 +22,15 @@ Positive = Annotated[float, Field(gt=0)]
 # The range of numpy's seeds.
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
 SideInfo = Literal[
-    "simclr", "autoencoder", "alternate", "mixup", "binary_simclr", "vicreg", "distilled", "inner"
+    "simclr",
+    "autoencoder",
+    "alternate",
+    "mixup",
+    "binary_simclr",
+    "vicreg",
+    "distilled",
+    "inner",
+    "inner_simclr",
 ]
 
 
@@ -196,6 +204,8 @@ class SideEncoderConfig(_Network):
     side_info_dim: int = Field(ge=2, le=4096)
     # `inner`: the run of the old embedder whose pooled features psi projects, without a training.
     embedder: Path | None = None
+    # `inner_simclr`: the run of kind simclr whose output is the second half of psi's.
+    simclr: Path | None = None
     # SimCLR.
     temperature: float = Field(0.1, gt=0)
     # Dimension in which SimCLR and `distilled` compute their loss; VICReg uses four times as many.
@@ -211,10 +221,20 @@ class SideEncoderConfig(_Network):
 
     @model_validator(mode="after")
     def _embedder_fits(self) -> Self:
-        if (self.side_info == "inner") != (self.embedder is not None):
+        if (self.side_info in ("inner", "inner_simclr")) != (self.embedder is not None):
             raise ValueError(
                 "expected the keys side_info: inner and embedder: RUN together, or neither; got "
                 f"side_info: {self.side_info} and embedder: {self.embedder}"
+            )
+        if (self.side_info == "inner_simclr") != (self.simclr is not None):
+            raise ValueError(
+                "expected the keys side_info: inner_simclr and simclr: RUN together, or neither; "
+                f"got side_info: {self.side_info} and simclr: {self.simclr}"
+            )
+        if self.simclr is not None and self.side_info_dim % 2:
+            raise ValueError(
+                "expected an even side_info_dim, half of it for each part of inner_simclr; got "
+                f"{self.side_info_dim}"
             )
         return self
 

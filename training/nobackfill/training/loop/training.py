@@ -47,12 +47,13 @@ from nobackfill.training.methods import embedder_method
 from nobackfill.training.methods.cheap_maps import set_linear
 from nobackfill.training.networks.backbones import linear_layers, replace_layer
 from nobackfill.training.networks.embedder import (
+    Concatenated,
     EmbedderObjective,
     ImageEncoder,
     bare_backbone,
     build_encoder,
 )
-from nobackfill.training.networks.frozen import load_classifier, load_encoder
+from nobackfill.training.networks.frozen import fastest_device, load_classifier, load_encoder
 from nobackfill.training.networks.maps import principal
 from nobackfill.training.networks.weights import load_pretrained, normalisation, read_weights
 from nobackfill.training.side_info import side_objective
@@ -252,11 +253,13 @@ _NETWORK = ("backbone", "width", "image_size", "pooling", "pixel_mean", "pixel_s
 def _project_inner(config: SideEncoderConfig, run_dir: Path, listing: ImageListing) -> Checkpoint:
     """Make psi from a finished embedder: a PCA of what its embedding layer reads takes its place.
 
-    Pooled features contain what the embedding layer leaves out. Nothing is trained.
+    Pooled features contain what the embedding layer leaves out. Nothing is trained. With the key
+    `simclr`, the output of that finished run follows.
 
     Raises:
-        ConfigurationError: the embedder has another network, no linear embedding layer, or fewer
-            features than side_info_dim.
+        ConfigurationError: the embedder or the run of SimCLR is of another kind or has another
+            network, or the embedder has no linear embedding layer, or fewer features than psi
+            takes from it.
     """
     old, before = load_encoder(run_dir)
     if not isinstance(before.config, EmbedderConfig):
@@ -264,35 +267,75 @@ def _project_inner(config: SideEncoderConfig, run_dir: Path, listing: ImageListi
             "the key embedder: expected the run folder of a training of kind embedder, got "
             f"{run_dir} of kind {before.config.kind}"
         )
-    for key in _NETWORK:
-        expected, found = getattr(before.config, key), getattr(config, key)
-        if expected != found:
-            raise ConfigurationError(
-                f"the key {key}: expected {expected}, as in {run_dir}, because side_info is inner; "
-                f"got {found}"
-            )
+    _same_network(config, before.config, run_dir)
+    if config.last_nonlin:
+        raise ConfigurationError(
+            f"the key last_nonlin: expected false, because side_info is {config.side_info} and a "
+            "ReLU would drop the negative half of each projected feature; got true"
+        )
+    second = None if config.simclr is None else _trained_simclr(config, config.simclr)
+    dim = config.side_info_dim if second is None else config.side_info_dim // 2
     network = bare_backbone(old, before.config)
     layers = linear_layers(network)
-    if not layers or layers[-1][1].in_features < config.side_info_dim:
+    if not layers or layers[-1][1].in_features < dim:
         width = layers[-1][1].in_features if layers else 0
         raise ConfigurationError(
             f"the key side_info_dim: expected at most {width}, the number of features that the "
-            f"embedding layer of {run_dir} reads, because side_info is inner; got "
-            f"{config.side_info_dim}"
+            f"embedding layer of {run_dir} reads, because side_info is {config.side_info}; got "
+            f"{dim}"
         )
     path, last = layers[-1]
     replace_layer(network, path, torch.nn.Identity())
     encoder = build_encoder(config)
     encoder.backbone = network
     images = open_pictures(listing, config.image_size, reading_options(config))
+    device = fastest_device()
     with torch.no_grad():
         # The encoder is in eval mode: BatchNorm uses the embedder's statistics.
-        parts = [encoder.eval()(part) for part in chunks(images)]
-    layer = torch.nn.Linear(last.in_features, config.side_info_dim)
-    set_linear(layer, principal(torch.cat(parts), config.side_info_dim))
+        encoder.eval().to(device)
+        parts = [encoder(part.to(device)).cpu() for part in chunks(images)]
+    layer = torch.nn.Linear(last.in_features, dim)
+    set_linear(layer, principal(torch.cat(parts), dim))
     replace_layer(network, path, layer)
     facts = {"embedder_digest": sha256_file(run_dir / CHECKPOINT)}
+    if config.simclr is not None and second is not None:
+        encoder.backbone = Concatenated(network, second)
+        facts["simclr_digest"] = sha256_file(config.simclr / CHECKPOINT)
     return write_solved_run({"encoder": encoder}, config, listing.class_names, facts)
+
+
+def _trained_simclr(config: SideEncoderConfig, run_dir: Path) -> torch.nn.Module:
+    """Return the backbone of a finished run of kind simclr, with its normalisation."""
+    encoder, checkpoint = load_encoder(run_dir)
+    other, half = checkpoint.config, config.side_info_dim // 2
+    if not isinstance(other, SideEncoderConfig) or other.side_info != "simclr":
+        kind = other.side_info if isinstance(other, SideEncoderConfig) else other.kind
+        raise ConfigurationError(
+            "the key simclr: expected the run folder of a side encoder with side_info: simclr, got "
+            f"{run_dir} with {kind}"
+        )
+    if other.side_info_dim != half:
+        raise ConfigurationError(
+            f"the key side_info_dim: expected {2 * other.side_info_dim}, twice that of {run_dir}; "
+            f"got {config.side_info_dim}"
+        )
+    _same_network(config, other, run_dir, (*_NETWORK, "last_nonlin"))
+    return encoder.backbone
+
+
+def _same_network(
+    config: SideEncoderConfig,
+    other: EmbedderConfig | SideEncoderConfig,
+    run_dir: Path,
+    keys: tuple[str, ...] = _NETWORK,
+) -> None:
+    for key in keys:
+        expected, found = getattr(other, key), getattr(config, key)
+        if expected != found:
+            raise ConfigurationError(
+                f"the key {key}: expected {expected}, as in {run_dir}, because side_info is "
+                f"{config.side_info}; got {found}"
+            )
 
 
 def _begin_with(

@@ -38,6 +38,18 @@ class Binarise(nn.Module):
 _NORMALISED = ("simclr", "binary_simclr", "vicreg", "distilled")
 
 
+class Concatenated(nn.Module):
+    """Two backbones that read the same pixels; their outputs [n,a] and [n,b] are [n,a+b]."""
+
+    def __init__(self, first: nn.Module, second: nn.Module) -> None:
+        super().__init__()
+        self.first, self.second = first, second
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """Return the output of the first, then that of the second, for each row."""
+        return torch.cat((self.first(pixels), self.second(pixels)), 1)
+
+
 def to_pixels(images: Tensor) -> Tensor:
     """Convert uint8 [n,H,W,3] to float32 [n,3,H,W] in 0..1, on the same device."""
     return images.permute(0, 3, 1, 2).float() / 255
@@ -116,14 +128,25 @@ def build_encoder(config: EmbedderConfig | SideEncoderConfig) -> ImageEncoder:
         dim, unit = config.embedding_dim, config.head != "softmax"
     else:
         dim, unit = config.side_info_dim, False
-    backbone = build_backbone(
-        config.backbone,
-        dim,
-        width=config.width,
-        pooling=config.pooling,
-        last_nonlin=config.last_nonlin,
-        image_size=config.image_size,
-    )
+
+    def build(dim: int) -> nn.Module:
+        return build_backbone(
+            config.backbone,
+            dim,
+            width=config.width,
+            pooling=config.pooling,
+            last_nonlin=config.last_nonlin,
+            image_size=config.image_size,
+        )
+
+    if isinstance(config, SideEncoderConfig) and config.side_info == "inner_simclr":
+        half = dim // 2
+        simclr = nn.Sequential(build(half), nn.BatchNorm1d(half, affine=False))
+        return ImageEncoder(
+            Concatenated(build(half), simclr), dim, config.image_size, unit,
+            config.pixel_mean, config.pixel_std,
+        )  # fmt: skip
+    backbone = build(dim)
     if isinstance(config, SideEncoderConfig) and config.side_info in _NORMALISED:
         layers = [backbone, nn.BatchNorm1d(dim, affine=False)]
         if config.side_info == "binary_simclr":

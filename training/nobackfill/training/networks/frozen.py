@@ -165,7 +165,7 @@ def encoder_of_run(run_dir: Path, kind: str) -> FrozenEncoder:
             f"{run_dir}: expected the run folder of a training of kind {kind}, got one of kind "
             f"{checkpoint.config.kind}"
         )
-    device = _device()
+    device = fastest_device()
     encoder.to(device)
     size = _AT_ONCE[device.type]
 
@@ -335,7 +335,7 @@ class AugmentedView:
             CannotWriteError: the pixel cache cannot be created.
             NobackfillError: a process that reads images was killed.
         """
-        augment, device, images = Augment(self.config), _device(), self.images.images
+        augment, device, images = Augment(self.config), fastest_device(), self.images.images
         torch.manual_seed(self.seed)
         if not self.mixed:
             for part in chunks(images):
@@ -383,7 +383,8 @@ def augmented_views(
         yield {size: AugmentedView(largest, size, config, begin, view >= views) for size in plain}
 
 
-def _device() -> torch.device:
+def fastest_device() -> torch.device:
+    """Return the device that computes features: a GPU of CUDA if there is one, else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
