@@ -509,6 +509,32 @@ def public_protocol(shared: Shared) -> list[MethodRow]:
     ]
 
 
+def strong(shared: Shared) -> list[MethodRow]:
+    """List transforms to a strong new model, and the parts of the joint recipe one by one.
+
+    `residual_joint` has all of them: side-information of both kinds, a plain and a mixed view per
+    image, a term of the image's class, and three networks distilled into one. Rows of other methods
+    with the same side-information tell what it alone is worth.
+
+    Nothing is trained; each row only describes its runs.
+    """
+    both = shared.side("inner_simclr")
+    joint = {"both_views": True, "same_class": 0.3, "members": 3, "distilled": True}
+    named = {
+        *(Name.INDEPENDENT, Name.AFFINE_SIMCLR, Name.SOFT_PROTOTYPES_SIMCLR, Name.FCT_NONE),
+        *(Name.FCT_SIMCLR, Name.FASTFILL_SIMCLR, Name.FASTFILL_JOINT, Name.RESIDUAL_SIMCLR),
+        *(Name.RESIDUAL_INNER, Name.RESIDUAL_BOTH_VIEWS, Name.RESIDUAL_SAME_CLASS),
+    }
+    rows = (*compatible(shared), *maps(shared), *transforms(shared), *parts(shared))
+    return [
+        *{row.name: row for row in rows if row.name in named}.values(),
+        shared.upgrade_row("affine_inner_simclr", "affine", both),
+        shared.upgrade_row("fct_inner_simclr", "fct", both),
+        shared.upgrade_row(Name.RESIDUAL_INNER_SIMCLR, "residual", both),
+        shared.upgrade_row(Name.RESIDUAL_JOINT, "residual", both, options=joint),
+    ]
+
+
 def core_unseen(shared: Shared) -> list[MethodRow]:
     """List the rows of `core` that need no second training of an image model.
 
@@ -551,6 +577,7 @@ def _doubled(shared: Shared) -> MethodRow:
 GROUPS: dict[str, Callable[[Shared], list[MethodRow]]] = {
     "core": core,
     "public_protocol": public_protocol,
+    "strong": strong,
     "core_unseen": core_unseen,
     "core_unseen_compatible": core_unseen_compatible,
     "bct_family": compatible,

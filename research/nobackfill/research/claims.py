@@ -126,6 +126,20 @@ CLAIMS = (
         (Name.FASTFILL_SIMCLR, SERVED),
         (Name.FASTFILL_JOINT, SERVED),
     ),
+    *(
+        Claim(f"joint recipe > {text}", (Name.RESIDUAL_JOINT, SERVED), than)
+        for text, than in (
+            ("FCT with the same side-information", ("fct_inner_simclr", SERVED)),
+            ("FastFill", (Name.FASTFILL_SIMCLR, SERVED)),
+            ("ours", (OURS, SERVED)),
+            ("the old model", (Name.RESIDUAL_JOINT, "old/old")),
+        )
+    ),
+    Claim(
+        "ours with inner features > the old model",
+        (Name.RESIDUAL_INNER, SERVED),
+        (Name.RESIDUAL_INNER, "old/old"),
+    ),
     Claim(
         "FastFill > FCT over the backfill curve (by uncertainty, at random)",
         (Name.FASTFILL_SIMCLR, "backfill uncertainty"),

@@ -69,9 +69,9 @@ used again from OUT, so an interrupted comparison resumes; remove a folder to tr
 OUT/NAME belongs to the images of its first run; other images are refused.
 
 Writes OUT/NAME.json, OUT/NAME.md and OUT/NAME.svg. Groups of --methods and --once: core,
-public_protocol, core_unseen, core_unseen_compatible, bct_family, dmu_family, adapted, stationary,
-variants, new_data, arcface, architectures, maps, transforms, chains, noise, allocations,
-long_chain, foreign, disjoint, side_information, sizes, parts, limits.
+public_protocol, strong, core_unseen, core_unseen_compatible, bct_family, dmu_family, adapted,
+stationary, variants, new_data, arcface, architectures, maps, transforms, chains, noise,
+allocations, long_chain, foreign, disjoint, side_information, sizes, parts, limits.
 
 --development uses neither the test images nor the unseen classes of the tables, and other seeds.
 Select methods and options with it, then run without it for the figures of a table.
@@ -103,9 +103,9 @@ def main(
         str | None,
         typer.Option(
             metavar="NAME|FOLDER",
-            help="Data set to train and test on: digits, cifar100-cpu, cifar100, cifar100-fct, or "
-            "a folder of images with one folder in it for each class. Required, unless --page or "
-            "--vectors is given.",
+            help="Data set to train and test on: digits, cifar100-cpu, cifar100-gpu, cifar100, "
+            "cifar100-fct, or a folder of images with one folder in it for each class. Required, "
+            "unless --page or --vectors is given.",
         ),
     ] = None,
     seeds: Annotated[

@@ -212,6 +212,15 @@ CIFAR100 = replace(
     threads=None,
     autoencoder={**CIFAR100_CPU.autoencoder, "epochs": 100, "warmup_epochs": 5},
 )
+# The strong regime: the network of cifar100-cpu with twice the channels, on one GPU.
+CIFAR100_GPU = replace(
+    CIFAR100_CPU,
+    name="cifar100-gpu",
+    configs="cifar100-gpu",
+    groups=("strong",),
+    unseen_groups=("strong",),
+    branch=None,
+)
 # The protocol of FCT's public code, in which FCT, FastFill and BT2 print figures.
 CIFAR100_FCT = replace(
     CIFAR100,
@@ -220,7 +229,9 @@ CIFAR100_FCT = replace(
     splits=CIFAR100.splits[:1],
     groups=("public_protocol",),
 )
-PRESETS = {preset.name: preset for preset in (DIGITS, CIFAR100_CPU, CIFAR100, CIFAR100_FCT)}
+PRESETS = {
+    preset.name: preset for preset in (DIGITS, CIFAR100_CPU, CIFAR100_GPU, CIFAR100, CIFAR100_FCT)
+}
 
 
 def folder_preset(classes: int) -> Preset:
