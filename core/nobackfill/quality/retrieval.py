@@ -104,8 +104,8 @@ def search_and_measure(
     """Search a gallery exactly, and measure the answers.
 
     Args:
-        queries: [q, dim].
-        gallery: [g, dim].
+        queries: [q, dim]; q may be 0.
+        gallery: [g, dim]; g may be 0 if `neighbours` is 0.
         relevance: The relevant items of each query.
         metric: How distances are computed.
         neighbours: Number of nearest items to return for each query without ignored ones; fewer if

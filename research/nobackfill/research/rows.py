@@ -343,6 +343,7 @@ def ensure_trained(run: TrainingRun, trained: set[Path]) -> None:
         BusyError: another process trains in the folder.
         NotFoundError: pretrained weights do not exist.
         UnavailableError: pretrained weights cannot be downloaded.
+        NoEncoderError: a release of an upgrade embeds no images.
         NobackfillError: a process that reads images was killed.
         ValueError, RuntimeError: an upgrade is solved from vectors that are not finite.
         OSError: a checkpoint, a file of weights or the lock exists, but cannot be opened.

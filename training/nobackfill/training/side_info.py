@@ -157,6 +157,9 @@ def nt_xent(first: Tensor, second: Tensor, temperature: float) -> Tensor:
 
     Returns:
         A scalar.
+
+    Raises:
+        RuntimeError: the two views have other numbers of rows or dimensions.
     """
     n = len(first)
     views = F.normalize(torch.cat((first, second)).float())

@@ -199,6 +199,9 @@ def draw_view(batch: Batch, labelled: int, *, both: bool = False) -> Batch:
 
     Returns:
         The tensors by name, with `labels` int64; features are [b,d], or [2b,d] with `both`.
+
+    Raises:
+        KeyError: the batch lacks `old` or `labels`.
     """
     n, views = batch["old"].shape[:2]
     row, picked = torch.arange(n), torch.randint(labelled if both else views, (n,))

@@ -282,6 +282,10 @@ class ResidualObjective(FastFillObjective):
         The term `listwise` is the mean over rows times its option; its queue is drawn anew, with
         repetition, by torch's default generator. With the option `same_class` above 0, a term of
         that name follows; it is 0 without labelled rows.
+
+        Raises:
+            KeyError: the view lacks `new`, or `labels` that a term needs.
+            ConfigurationError: outputs have fewer dimensions than the new model's classifier.
         """
         terms = super().distance_terms(upgraded, view)
         options = self.listwise_options
