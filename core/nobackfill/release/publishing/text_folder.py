@@ -42,6 +42,7 @@ from nobackfill.release.publishing.declaration import (
 )
 from nobackfill.release.publishing.sentence_head import WEIGHTS, read_tensors, read_weights
 from nobackfill.release.publishing.sentence_modules import MODULES, SentenceModule, read_modules
+from nobackfill.terminal import escape_hidden
 from nobackfill.vectors import Vectors
 
 # Makes the ONNX file of a Transformer; it needs torch, and is run as a program.
@@ -166,7 +167,8 @@ class TextFolder:
 
         The first call for each state of the folder exports it, which takes seconds to minutes;
         later calls take it from the cache. Its vectors are compared with the library's before it
-        enters the cache. Processes that start at once share one export.
+        enters the cache. Processes that start at once share one export. A line on stderr names the
+        cost before an export begins.
 
         Args:
             role: The role, whose first module is a Transformer.
@@ -199,6 +201,10 @@ class TextFolder:
                 f"{error}; the export of {folder} is kept there, or in the folder that the "
                 "environment variable XDG_CACHE_HOME names"
             ) from error
+        mib = sum(file.stat().st_size for file in self.files[role].weights) >> 20
+        cost = f"about {30 + mib // 30} s of a processor and {1 + mib / 190:.1f} GiB of memory"
+        message = f"{folder}: exports its model ({mib} MiB) to ONNX once, with torch; takes {cost}"
+        print(escape_hidden(message), file=sys.stderr, flush=True)
         with lock_file(target.with_name(f"{name}.lock"), _PATIENCE):
             if (target / _GRAPH).is_file():
                 return target / _GRAPH
