@@ -1,7 +1,10 @@
 """export.py publishes folders that `nobackfill embed` takes; it encodes as their library does."""
 
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,7 @@ from tests.adopt.library_models import DIM, GRAPH, LIBRARY, TEXTS, WORDS, save
 from tests.adopt.model2vec_models import MODEL2VEC
 from tests.support import trials
 from tests.support.blocks import manifest
+from tests.support.waiting import wait_until
 from tests.training.life import run_export
 
 
@@ -127,6 +131,55 @@ def test_modules_behind_an_onnx_file_of_the_transformer(
     alike(published, library)
     assert made.recipe[TEXT_MODEL] == open_embedder(str(tmp_path / "m")).fingerprint
     assert not cache.exists()
+
+
+def exporters(cache: Path) -> list[Path]:
+    """Folders in /proc of the processes that export into a folder."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        # A process may end meanwhile.
+        with suppress(OSError):
+            line = (process / "cmdline").read_bytes().decode(errors="replace")
+            if "transformer_folder" in line and str(cache) in line:
+                found.append(process)
+    return found
+
+
+def has_loaded(process: Path) -> bool:
+    """Whether an exporter has loaded the model and the package that writes it.
+
+    Its output, which breaks with the pipe to its parent, is then behind it.
+    """
+    with suppress(OSError):
+        return "onnx_cpp2py_export" in (process / "maps").read_text()
+    return False
+
+
+def test_the_run_after_a_killed_export_reads_no_half_file(tmp_path: Path, cache: Path) -> None:
+    """SIGKILL hits the command alone; the process that exports for it ends by itself."""
+    library = save(tmp_path / "m", [Pooling(DIM, "mean"), Normalize()])
+    options = ("--model-repo", tmp_path / "repo", "--release", "1")
+    command: list[str | Path] = [sys.executable, "training/export.py", *options]
+    command += ["--text-encoder", tmp_path / "m"]
+    with (tmp_path / "err").open("w") as shown:
+        killed = subprocess.Popen(command, stderr=shown, stdout=subprocess.DEVNULL)
+    wait_until(
+        lambda: any(map(has_loaded, exporters(cache))) or killed.poll() is not None,
+        "an exporter writes",
+        300,
+    )
+    assert killed.poll() is None, (tmp_path / "err").read_text()
+    killed.kill()
+    killed.wait()
+    assert EXPORTS in (tmp_path / "err").read_text()
+    wait_until(lambda: not exporters(cache), "the exporter ends", 300)
+    (work,) = cache.glob(".tmp-*")
+    assert not (work / "check.npz").exists(), "it went on without its parent"
+    (work / "model.onnx").write_bytes(b"half of a file")
+    _, published = publish(tmp_path, "--text-encoder", tmp_path / "m", exports=True)
+    alike(published, library)
+    assert not list(cache.glob(".tmp-*"))
+    assert len(list(cache.glob("*/model.onnx"))) == 1
 
 
 @pytest.mark.parametrize("limit", [None, 3])

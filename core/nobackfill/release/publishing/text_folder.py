@@ -330,17 +330,25 @@ def _check_exportable(folder: Path, transformer: SentenceModule) -> None:
 
 
 def _run_exporter(folder: Path, out: Path, roles: Sequence[TextRole]) -> None:
-    """Export in a child process: torch stays out of this one, and its memory is freed."""
-    done = subprocess.run(
-        # -P: a folder in which the command is run lends no module.
-        [sys.executable, "-P", "-m", _EXPORTER, str(folder.absolute()), str(out), *roles],
-        env=os.environ | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        errors="replace",
-        check=False,
-    )
+    """Export in a child process: torch stays out of this one, and its memory is freed.
+
+    The child ends when this process is killed, because its stdin ends then.
+    """
+    stdin, kept_open = os.pipe()
+    try:
+        done = subprocess.run(
+            # -P: a folder in which the command is run lends no module.
+            [sys.executable, "-P", "-m", _EXPORTER, str(folder.absolute()), str(out), *roles],
+            env=os.environ | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"},
+            stdin=stdin,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
+        )
+    finally:
+        os.close(stdin)
+        os.close(kept_open)
     if done.returncode == 0 and (out / _GRAPH).is_file() and (out / _CHECK).is_file():
         return
     lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]

@@ -1,12 +1,14 @@
 """Export the Transformer of a folder that sentence-transformers saved, as a program.
 
 `python -m nobackfill.training.export.transformer_folder FOLDER OUT TASK…` writes OUT/model.onnx,
-and OUT/check.npz with what the library encodes. `nobackfill embed` runs it, because it needs torch.
+and OUT/check.npz with what the library encodes. `nobackfill embed` and `export.py` run it, because
+it needs torch. It ends when its stdin ends, so that it does not outlive a killed parent.
 """
 
 import logging
 import os
 import sys
+import threading
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -105,7 +107,14 @@ def _write(module: nn.Module, features: dict[str, Tensor], path: Path) -> None:
         )  # fmt: skip
 
 
+def _end_with_stdin() -> None:
+    while os.read(0, 1):
+        pass
+    os._exit(1)
+
+
 if __name__ == "__main__":
+    threading.Thread(target=_end_with_stdin, daemon=True).start()
     os.umask(0o077)
     logging.disable(logging.WARNING)
     export_transformer(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])
