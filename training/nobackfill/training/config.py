@@ -478,4 +478,6 @@ def _set(values: dict[str, object], override: str) -> None:
     try:
         values[last] = _yaml(text)
     except _NOT_YAML as error:
-        raise ConfigurationError(f"--set {override}: the value is not YAML ({error})") from error
+        raise ConfigurationError(
+            f"--set {override}: the value is not YAML ({error}); put a text in quotes"
+        ) from error
