@@ -3,6 +3,8 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -227,6 +229,19 @@ def test_a_killed_publish_shows_nothing_and_the_next_one_works(run: Run, tmp_pat
     )
 
 
+def test_a_map_with_a_network_is_published_and_opened(run: Run, tmp_path: Path) -> None:
+    run(*PUBLISH)
+    old, new = open_source("old.parquet"), open_source("new.parquet")
+    pairs = match(old, new).pairs
+    verdict = decide(pairs, Cost(120, None, None, 1e-6))
+    verdict = replace(verdict, map=layered(verdict.map))
+    models = (old.facts().model, new.facts().model)
+    made = publish(tmp_path / "maps", verdict, pairs, models, read_card(Path("card.json")))
+    opened = open_converter(f"maps#{made.converter}", root=Path("maps/1.root.json"))
+    assert opened.mapping.digest == verdict.map.digest
+    np.testing.assert_array_equal(opened.mapping(pairs.old), verdict.map(pairs.old))
+
+
 def test_few_pairs_of_ones_own_improve_a_foreign_converter() -> None:
     """A corpus of other proportions: its map is worse than that of many own pairs, better than that
     of few; both together are best."""
@@ -250,10 +265,24 @@ def test_few_pairs_of_ones_own_improve_a_foreign_converter() -> None:
     np.testing.assert_allclose(found[CONVERTER].vectors, prior(own.old), atol=1e-6)
 
 
+def layered(mapping: Map) -> Map:
+    """A map with a small network added, as one that a trainer made."""
+    rng, (a, b) = np.random.default_rng(3), mapping.dims
+    sizes = [a, 8, 6, b]
+    layers = tuple(
+        (
+            rng.normal(size=(out, read)).astype(np.float32),
+            rng.normal(size=out).astype(np.float32),
+        )
+        for read, out in pairwise(sizes)
+    )
+    return replace(mapping, layers=layers)
+
+
 def test_the_graph_gives_what_the_map_gives_and_others_are_refused() -> None:
     made = world(60)
-    for new in (made.new, 3 * made.new):
-        mapping = fit_maps(made.old, new)["affine"]
+    maps = [fit_maps(made.old, new)["affine"] for new in (made.new, 3 * made.new)]
+    for mapping in (layered(maps[0]), *maps):
         data = graph_of(mapping)
         session = onnxruntime.InferenceSession(data, providers=["CPUExecutionProvider"])
         rows = np.concatenate([made.old, np.zeros_like(made.old[:1])])

@@ -229,7 +229,7 @@ def upgrade_of(mapping: Map) -> bytes:
 
 
 def map_of(data: bytes, kind: str, facts: dict[str, str]) -> Map:
-    """Read a linear map from a graph that `graph_of` wrote. The graph is compared, never run.
+    """Read a map from a graph that `graph_of` wrote. The graph is compared, never run.
 
     Args:
         data: The bytes of an ONNX file, which may be hostile.
@@ -237,10 +237,10 @@ def map_of(data: bytes, kind: str, facts: dict[str, str]) -> Map:
         facts: The facts of the map.
 
     Returns:
-        A map without layers, which normalises if the graph does.
+        The map, with its layers if there are any; it normalises if the graph does.
 
     Raises:
-        UnfitError: The graph is any other, also one with layers, or holds NaN or infinity.
+        UnfitError: The graph is any other, or holds NaN or infinity.
     """
     try:
         graph = onnx.load_from_string(data).graph
@@ -248,17 +248,26 @@ def map_of(data: bytes, kind: str, facts: dict[str, str]) -> Map:
         weight, bias = constants["weight"], constants["bias"]
         checked = check_vectors(weight, weight.shape[1], what="weight")
         shift = check_vectors(bias[None], len(weight), what="bias")[0]
+        layers: list[tuple[Vectors, Vectors]] = []
+        while (name := f"weight_{len(layers)}") in constants:
+            layer, moved = constants[name], constants[f"bias_{len(layers)}"][None]
+            layers.append(
+                (
+                    check_vectors(layer, layer.shape[1], what=name),
+                    check_vectors(moved, len(layer), what=f"bias of {name}")[0],
+                )
+            )
     except Exception as error:
         # Errors of protobuf, onnx and numpy at hostile bytes have no common base class.
         raise UnfitError(
-            f"expected a linear map as `nobackfill converter publish` writes it ({error}); ask its "
+            f"expected a map as `nobackfill converter publish` writes it ({error}); ask its "
             "publisher to publish it again"
         ) from error
-    found = Map(kind, checked, shift, "least" in constants, facts)
+    found = Map(kind, checked, shift, "least" in constants, facts, tuple(layers))
     # Compared and not run: a stranger's graph may never end.
     if onnx.load_from_string(graph_of(found)).graph != graph:
         raise UnfitError(
-            "expected the graph of a linear map, as `nobackfill converter publish` writes it; this "
+            "expected the graph of a map, as `nobackfill converter publish` writes it; this "
             "graph has other nodes. Ask its publisher to publish it again"
         )
     return found
@@ -321,8 +330,7 @@ def publish(
     """Sign the map of a verdict, and publish it as a converter under the next number.
 
     The first publish makes the signing keys in REPO.keys. A second call publishes another
-    converter, also of the same map. A map with layers is published, too, but `open_converter`
-    refuses it.
+    converter, also of the same map.
 
     Args:
         repo: The publication folder; it is created if it is missing.
@@ -398,7 +406,7 @@ def open_converter(
         PreconditionError: No root is trusted yet and none was given, or the converter was
             withdrawn.
         VerificationError: The metadata or a file is not signed by the root, or was changed.
-        UnfitError: The file is no linear map. The manifest and the signed entry of the file differ.
+        UnfitError: The file is no map. The manifest and the signed entry of the file differ.
         UnavailableError: The host does not answer.
         CannotWriteError: The state folder cannot be written.
         BusyError: Another process updates the trusted root.

@@ -53,7 +53,7 @@ def correct_converter(converter: Map, pairs: Pairs) -> Map:
     map.
 
     Args:
-        converter: A linear map with the dimensions of the pairs, without layers.
+        converter: A map with the dimensions of the pairs; its layers stay as they are.
         pairs: Old vectors [n, a] and new vectors [n, b], at least 2.
 
     Returns:
