@@ -278,6 +278,17 @@ def test_old_vectors_are_dropped_and_their_name_leads_to_the_new_ones(store: Qdr
     assert reversible(store).vector == "new"
 
 
+def test_old_vectors_are_not_dropped_while_a_point_has_nothing_else(store: Qdrant) -> None:
+    carry(store.open(), REVERSIBLE, MAP, flip=True)
+    store.put(MADE.ids[0], MADE.old[9])
+    with pytest.raises(InvalidInputError, match="1 points have a vector 'vector' and no 'new'"):
+        reversible(store).drop_old()
+    assert named_vectors(store) == {"vector", "new"}
+    assert carry(store.open("vector"), TARGET, MAP).write_count == 1
+    reversible(store).drop_old()
+    assert len(read_all(store.open()).ids) == 230
+
+
 def test_new_and_old_vectors_keep_their_names_at_a_flip(store: Qdrant, tmp_path: Path) -> None:
     plan = MigrationPlan(f"qdrant:{store.folder}#docs", "new:embed", vector="vector", to="new")
     (tmp_path / "migration.json").write_text(json.dumps(asdict(plan)))

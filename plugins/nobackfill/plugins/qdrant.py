@@ -817,7 +817,8 @@ class QdrantSource:
             UnavailableError: the server does not answer within a minute.
             NotPermittedError: the server refuses the key.
             BusyError: the server has too many requests, or another process has opened the folder.
-            InvalidInputError: Qdrant refuses the request otherwise.
+            InvalidInputError: a point has only the old vector, and nothing is changed; or Qdrant
+                refuses the request otherwise.
         """
         name, mark = self._flipped_to()
         if not name:
@@ -825,10 +826,27 @@ class QdrantSource:
                 f"collection {self._name}: it has not flipped, so that there are no old vectors to "
                 "drop"
             )
+        old = mark["of"]
+        present = old in self._config()[0]
+        only_old = models.Filter(
+            must=[models.HasVectorCondition(has_vector=old)],
+            must_not=[models.HasVectorCondition(has_vector=name)],
+        )
         with translated_errors(self._name):
-            self._client.delete_vector_name(self._name, mark["of"])
+            count = self._client.count(self._name, count_filter=only_old, exact=True).count
+        if present and count:
+            raise InvalidInputError(
+                f"{self._name}: {count} points have a vector {old!r} and no {name!r}, as programs "
+                "put them after the flip; nothing was dropped. Run `nobackfill carry` with the "
+                f"same model or map, --vector {old} and --to {name}, or delete these vectors; then "
+                "run `nobackfill migrate finish` again"
+            )
+        with translated_errors(self._name):
+            # A killed call may have deleted them, and some clients refuse an unknown name.
+            if present:
+                self._client.delete_vector_name(self._name, old)
             # The old vectors may have notes of their own, of an earlier `carry`.
-            self._drop_notes(name, mark["of"])
+            self._drop_notes(name, old)
             self._set_mark(name, {**mark, "finished": "true"})
 
     def _marks(self) -> dict[str, dict[str, str]]:
