@@ -250,6 +250,22 @@ def test_another_s_collection_is_not_taken_for_notes(store: Qdrant) -> None:
     assert store.client.collection_exists("docs-nobackfill-new")
 
 
+def test_a_sparse_vector_is_neither_replaced_nor_rolled_back(store: Qdrant) -> None:
+    sparse = models.SparseVectorNameConfig(sparse=models.SparseVectorConfig())
+    store.client.create_vector_name("docs", "new", sparse)
+    words = models.SparseVector(indices=[1], values=[2.0])
+    point = models.PointVectors(id=MADE.ids[0], vector={"new": words})
+    store.client.update_vectors("docs", [point])
+    with pytest.raises(AlreadyExistsError, match="'new' exists already"):
+        carry(store.open(), TARGET, MAP)
+    # As an earlier version left it: the mark is ours, the vector is not.
+    marks = {"nobackfill": {"new": {"map": MAP.digest}}}
+    store.client.update_collection("docs", metadata=marks)
+    assert not store.open().rollback("new")
+    record = store.client.retrieve("docs", [MADE.ids[0]], with_vectors=True)[0]
+    assert isinstance(record.vector, dict) and record.vector["new"] == words
+
+
 def test_old_vectors_are_dropped_and_their_name_leads_to_the_new_ones(store: Qdrant) -> None:
     carry(store.open(), REVERSIBLE, MAP, flip=True)
     other = fit_maps(MADE.old, MADE.new)["procrustes"]

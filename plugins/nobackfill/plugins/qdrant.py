@@ -17,7 +17,7 @@ import os
 import re
 import uuid
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache
@@ -307,6 +307,10 @@ class QdrantSource:
         marks = (config.metadata or {}).get("nobackfill") or {}
         return dict(vectors), {n: m for n, m in marks.items() if n in vectors}
 
+    def _sparse_names(self) -> Collection[str]:
+        with translated_errors(self._name):
+            return self._client.get_collection(self._name).config.params.sparse_vectors or {}
+
     def facts(self) -> Facts:
         """Return the name, dimension, metric and model of the vectors.
 
@@ -510,7 +514,8 @@ class QdrantSource:
                 "map; end that migration with `nobackfill migrate finish` or `nobackfill migrate "
                 "back`, or choose another --to"
             )
-        if not target.name or (target.name in vectors and mark.get("map") != target.mark):
+        foreign = target.name in vectors and mark.get("map") != target.mark
+        if not target.name or foreign or target.name in self._sparse_names():
             raise AlreadyExistsError(
                 f"{self._name}: vector {target.name!r} exists already and was not made by this map;"
                 " choose another --to, or remove it with --rollback"
@@ -562,7 +567,9 @@ class QdrantSource:
         if "map" not in mark or "flipped" in mark:
             return False
         with translated_errors(self._name):
-            self._client.delete_vector_name(self._name, name)
+            # A sparse vector may have this name by now; it is not ours.
+            if name in vectors:
+                self._client.delete_vector_name(self._name, name)
             self._drop_notes(name)
             self._set_mark(name, None)
         return name in vectors
