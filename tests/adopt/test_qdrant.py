@@ -3,6 +3,7 @@ the flip where others write."""
 
 import itertools
 import json
+import tracemalloc
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from nobackfill.adopt.maps import fit_maps
 from nobackfill.adopt.migrating import Migration, MigrationPlan
 from nobackfill.adopt.pairs import read_all
 from nobackfill.adopt.sources.opening import open_source
-from nobackfill.adopt.sources.source import Target
+from nobackfill.adopt.sources.source import Target, Window
 from nobackfill.errors import AlreadyExistsError, InvalidInputError
 from nobackfill.plugins.qdrant import QdrantSource, point_id
 from tests.adopt.racing import Racing
@@ -215,6 +216,20 @@ def test_a_change_of_the_old_vector_or_the_text_alone_is_computed_again(store: Q
     # A new vector whose old one is gone was computed from nothing.
     store.client.delete_vectors("docs", ["vector"], [MADE.ids[0]])
     assert carry(store.open(), wanted, MAP).total == 229
+
+
+def test_a_flip_holds_no_whole_collection_in_memory(store: Qdrant) -> None:
+    """Its last window has no ends. As Python's numbers, all of its vectors need more than this."""
+    place = store.open().open_target(TARGET)
+    old, new = MADE.old[0].tolist(), MADE.new[0].tolist()
+    points = [models.PointStruct(id=one, vector={"vector": old, "new": new}) for one in range(4000)]
+    store.client.upsert("docs", points)
+    tracemalloc.start()
+    try:
+        assert len(place.pending(Window())) == 230
+        assert tracemalloc.get_traced_memory()[1] < len(points) * (len(old) + len(new)) * 32
+    finally:
+        tracemalloc.stop()
 
 
 def test_points_that_are_deleted_at_the_writing_stop_no_other(store: Qdrant) -> None:

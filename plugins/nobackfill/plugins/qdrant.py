@@ -21,6 +21,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -1021,7 +1022,22 @@ class NewNamedVectors:
         old, new, content = self._source.vector, self._target.name, self._target.content
         if self.flipped:
             return self._source.rows(old, window, missing=new)
-        points = list(self._source.points(window, [old, new], [content] if content else []))
+        points = self._source.points(window, [old, new], [content] if content else [])
+        # The window of a flip is the whole collection: only pending rows fit into memory.
+        pages = iter(lambda: list(islice(points, _PAGE)), [])
+        parts = [part for page in pages if len(part := self._pending(page))]
+        if not parts:
+            return Rows([], np.empty((0, self._source.facts().dim or 0), np.float32))
+        return Rows(
+            [name for part in parts for name in part.ids],
+            np.concatenate([part.vectors for part in parts]),
+            [key for part in parts for key in part.keys],
+            [version for part in parts for version in part.versions],
+        )
+
+    def _pending(self, points: Sequence[Any]) -> Rows:
+        """Return the rows of a page of points that are pending; delete their stale new vectors."""
+        old, new, content = self._source.vector, self._target.name, self._target.content
         rows, made = self._source.rows_of(points, old), self._source.rows_of(points, new)
         notes = self._source.notes(new, [one.id for one in points])
         olds = dict(zip(rows.ids, rows.vectors, strict=True))
