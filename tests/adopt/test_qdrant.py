@@ -10,9 +10,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from unittest.mock import patch
 
+import httpx
 import numpy as np
 import pytest
 from qdrant_client import QdrantClient, models
+from qdrant_client.http.exceptions import UnexpectedResponse
 
 from nobackfill.adopt.carrying import carry
 from nobackfill.adopt.maps import fit_maps
@@ -20,7 +22,7 @@ from nobackfill.adopt.migrating import Migration, MigrationPlan
 from nobackfill.adopt.pairs import read_all
 from nobackfill.adopt.sources.opening import open_source
 from nobackfill.adopt.sources.source import Target, Window
-from nobackfill.errors import AlreadyExistsError, InvalidInputError
+from nobackfill.errors import AlreadyExistsError, BusyError, InvalidInputError
 from nobackfill.plugins.qdrant import QdrantSource, point_id
 from tests.adopt.racing import Racing
 from tests.adopt.stores import MADE, Qdrant
@@ -324,6 +326,33 @@ def test_new_and_old_vectors_keep_their_names_at_a_flip(store: Qdrant, tmp_path:
     plan = MigrationPlan(f"qdrant:{store.folder}#docs", "new:embed", vector="vector", to="new")
     (tmp_path / "migration.json").write_text(json.dumps(asdict(plan)))
     assert Migration(tmp_path).vector_names() == ("new", "vector")
+
+
+def test_an_alias_is_the_same_collection(store: Qdrant) -> None:
+    alias = models.CreateAlias(collection_name="docs", alias_name="live")
+    operation = models.CreateAliasOperation(create_alias=alias)
+    store.client.update_collection_aliases([operation])
+    live = open_source(f"qdrant:{store.folder}#live")
+    carry(live, REVERSIBLE, MAP, flip=True)
+    assert collections(store) == {"docs", "docs-nobackfill-new"}
+    assert isinstance(live, QdrantSource)
+    with (
+        live.migration_lock(),
+        pytest.raises(BusyError),
+        reversible(store, "vector").migration_lock(),
+    ):
+        pass
+    update(store, MADE.ids[0], new=MADE.new[9].tolist())
+    with pytest.raises(InvalidInputError, match="1 points were written since the flip"):
+        reversible(store).flip_back("new")
+
+
+def test_a_key_that_may_not_list_aliases_reads_its_collection(store: Qdrant) -> None:
+    """Only a server has keys."""
+    refusal = UnexpectedResponse(403, "Forbidden", b"", httpx.Headers())
+    with patch.object(QdrantClient, "get_aliases", side_effect=refusal) as aliases:
+        assert store.open().count() == 230
+    assert aliases.called
 
 
 def test_a_switch_names_the_model_and_makes_no_vector_new(store: Qdrant) -> None:

@@ -46,6 +46,7 @@ from nobackfill.errors import (
     BusyError,
     InvalidInputError,
     NotFoundError,
+    NotPermittedError,
     UnavailableError,
     join_few,
 )
@@ -238,7 +239,7 @@ class QdrantSource:
 
     Args:
         place: https://HOST:PORT (http:// on this machine), or a folder of the local mode.
-        collection: the collection's name.
+        collection: the collection's name, or an alias of it.
         vector: the name of the vector; None: the only dense vector that no map computed, or, where
             the old vectors were dropped, the one that the collection has flipped to. The name of
             vectors that were dropped after a flip leads to the new ones.
@@ -268,6 +269,13 @@ class QdrantSource:
                     f"{collection}: no such collection in this Qdrant; its collections are "
                     f"{others or 'none'}"
                 )
+        # The lock and the notes go by the name; an alias would have its own. A key of one collection
+        # may not list aliases.
+        with suppress(NotPermittedError), translated_errors(collection):
+            aliases = {
+                one.alias_name: one.collection_name for one in self._client.get_aliases().aliases
+            }
+            self._name = aliases.get(collection, collection)
         vectors, marks = self._config()
         if vector is not None and vector not in vectors:
             vector = next((n for n, m in marks.items() if m.get("of") == vector), vector)
