@@ -355,6 +355,31 @@ def test_a_key_that_may_not_list_aliases_reads_its_collection(store: Qdrant) -> 
     assert aliases.called
 
 
+def add_vectors(store: Qdrant, name: str, shift: int) -> None:
+    """Give each point the old vectors under another name, too, rotated by some numbers."""
+    dense = models.DenseVectorConfig(size=24, distance=models.Distance.COSINE)
+    store.client.create_vector_name("docs", name, models.DenseVectorNameConfig(dense=dense))
+    for one, vector in zip(MADE.ids, MADE.old, strict=True):
+        update(store, one, **{name: np.roll(vector, shift).tolist()})
+
+
+def test_two_of_several_vectors_keep_notes_of_their_own(store: Qdrant) -> None:
+    for shift, name in enumerate(("a.b", "a_b")):
+        add_vectors(store, name, shift)
+        carry(store.open(name), replace(REVERSIBLE, name=f"{name}_new"), MAP, flip=True)
+    update(store, MADE.ids[0], **{"a.b_new": MADE.new[9].tolist()})
+    with pytest.raises(InvalidInputError, match="1 points were written since the flip"):
+        reversible(store, "a.b").flip_back("a.b_new")
+
+
+def test_several_vectors_stay_ambiguous_after_a_migration_of_one(store: Qdrant) -> None:
+    add_vectors(store, "other", 1)
+    carry(store.open("vector"), REVERSIBLE, MAP, flip=True)
+    reversible(store, "vector").drop_old()
+    with pytest.raises(InvalidInputError, match="expected one vector, found"):
+        store.open()
+
+
 def test_a_switch_names_the_model_and_makes_no_vector_new(store: Qdrant) -> None:
     reversible(store).name_model("the new model")
     assert store.open().facts().model == "the new model"

@@ -240,9 +240,9 @@ class QdrantSource:
     Args:
         place: https://HOST:PORT (http:// on this machine), or a folder of the local mode.
         collection: the collection's name, or an alias of it.
-        vector: the name of the vector; None: the only dense vector that no map computed, or, where
-            the old vectors were dropped, the one that the collection has flipped to. The name of
-            vectors that were dropped after a flip leads to the new ones.
+        vector: the name of the vector; None: the only dense vector, apart from new ones of a map
+            or model whose old ones still exist. The name of vectors that were dropped after a flip
+            leads to the new ones.
 
     Attributes:
         vector: the name of the vector; empty for an unnamed one.
@@ -269,20 +269,18 @@ class QdrantSource:
                     f"{collection}: no such collection in this Qdrant; its collections are "
                     f"{others or 'none'}"
                 )
-        # The lock and the notes go by the name; an alias would have its own. A key of one collection
-        # may not list aliases.
+        # The lock and the notes go by the name; an alias would have its own. A key of one
+        # collection may not list aliases.
         with suppress(NotPermittedError), translated_errors(collection):
-            aliases = {
-                one.alias_name: one.collection_name for one in self._client.get_aliases().aliases
-            }
-            self._name = aliases.get(collection, collection)
+            for one in self._client.get_aliases().aliases:
+                if one.alias_name == collection:
+                    self._name = one.collection_name
         vectors, marks = self._config()
         if vector is not None and vector not in vectors:
             vector = next((n for n, m in marks.items() if m.get("of") == vector), vector)
         names = list(vectors)
         if vector is None:
-            names = [name for name in vectors if "map" not in marks.get(name, {})]
-            names = names or [name for name in vectors if "flipped" in marks[name]]
+            names = [name for name in vectors if _is_own(marks.get(name, {}), vectors)]
         if (vector is None and len(names) != 1) or (vector is not None and vector not in names):
             raise InvalidInputError(
                 f"{collection}: expected {'one vector' if vector is None else repr(vector)}, found "
@@ -1242,6 +1240,12 @@ class NewNamedVectors:
         ]
 
 
+def _is_own(mark: Mapping[str, str], vectors: Mapping[str, Any]) -> bool:
+    """Return whether vectors are no migration's, or those of one whose old vectors are dropped."""
+    dropped = "flipped" in mark and ("finished" in mark or mark.get("of") not in vectors)
+    return "map" not in mark or dropped
+
+
 @dataclass(frozen=True)
 class Note:
     """Projections of a new vector, and of the old vector that it was computed from.
@@ -1270,7 +1274,10 @@ class Note:
 
 def notes_name(collection: str, name: str) -> str:
     """Return the collection of the notes on new vectors of a name."""
-    return f"{collection}-nobackfill-" + re.sub(r"[^a-zA-Z0-9_-]", "_", name)
+    plain = re.sub(r"[^a-zA-Z0-9_-]", "_", name)
+    # "a.b" and "a_b" may be vectors of one collection.
+    digest = "" if plain == name else "-" + hashlib.sha256(name.encode()).hexdigest()[:8]
+    return f"{collection}-nobackfill-{plain}{digest}"
 
 
 def _project(vector: Vectors) -> list[float]:
