@@ -13,8 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from nobackfill.digests import sha256_file
 from nobackfill.errors import AlreadyExistsError, BusyError, NotFoundError, VerificationError
 from nobackfill.gallery import sqlite_file, staging
+from nobackfill.gallery.rescue import rescue
 from nobackfill.gallery.sqlite_file import FileAccess, open_connection
 from nobackfill.gallery.sqlite_gallery import SqliteGallery
 from nobackfill.gallery.staging import run_upgrade
@@ -204,6 +206,33 @@ def test_damage_is_found_after_an_unclean_end(tmp_path: Path) -> None:
     path.write_bytes(content)
     with pytest.raises(VerificationError, match="restore a backup"):
         SqliteGallery.open(path)
+
+
+@pytest.mark.parametrize("shared_memory", [True, False], ids=["shm", "no shm"])
+def test_a_rescue_reads_the_log_of_a_killed_process_and_changes_nothing(
+    tmp_path: Path, shared_memory: bool
+) -> None:
+    path, saved = tmp_path / "g.sqlite", tmp_path / "saved.sqlite"
+    filled(path, 2000).close()
+    done = subprocess.run([sys.executable, "-c", DIES, str(path), "20"])
+    assert done.returncode == -signal.SIGKILL
+    content = bytearray(path.read_bytes())
+    # The header of a page of vectors that the log does not replace.
+    page = content.index(vectors(2000, 0)[1500].tobytes()) // 16384 * 16384
+    content[page : page + 12] = bytes(12)
+    path.write_bytes(content)
+    log = Path(f"{path}-wal")
+    if not shared_memory:
+        Path(f"{path}-shm").unlink()
+    before = sha256_file(path), sha256_file(log)
+    report = rescue(path, saved, {})
+    assert (sha256_file(path), sha256_file(log)) == before
+    assert report.items == 2000 and 0 < report.missing_rows < 500
+    with SqliteGallery.open(saved) as store:
+        saved_vectors = dict(zip(*(part.tolist() for part in store.load(ONE)), strict=True))
+        items = [store.get(name) for name in ids(20, start=100)]
+    logged = [saved_vectors[item.label] for item in items if item is not None]
+    assert logged == vectors(20, 3).tolist()
 
 
 def test_nobody_checks_while_another_has_it_open(

@@ -19,21 +19,23 @@ from nobackfill.gallery import store
 from nobackfill.gallery.spec import Origin, SpaceInfo
 from nobackfill.gallery.sqlite_file import (
     BUSY_TIMEOUT_MS,
-    SHARED_ACCESS,
+    FileAccess,
     add_space,
     check_tables,
     create_in_place,
+    explain_unwritable,
     find_space,
     from_blobs,
+    has_free_bytes,
     index_metadata,
     item_from_row,
     lock_gallery,
     lock_path,
     open_connection,
     open_lock,
-    possible_accesses,
     read_spaces,
     read_state_value,
+    reading_access,
     set_state_values,
     vector_table,
 )
@@ -79,8 +81,9 @@ def rescue(source: Path, target: Path, others: Mapping[str, str]) -> RescueRepor
     the gallery stay the same. After an error, a part of `target` stays.
 
     Args:
-        source: The damaged file, which exists; it stays unchanged. A lock file may be created next
-            to it, and is held during the rescue.
+        source: The damaged file, which exists. It stays unchanged, and so does the log (-wal) that
+            a killed process left; the log's rows are saved, too. A lock file, which is held during
+            the rescue, and SQLite's -shm may be created next to it.
         target: The new file; it must not exist.
         others: Further tables by name, with the statement that creates each; may be empty. A row is
             copied if the item named by its column `item` was saved. A table that `source` lacks is
@@ -90,8 +93,8 @@ def rescue(source: Path, target: Path, others: Mapping[str, str]) -> RescueRepor
         DamagedError: The tables that describe the gallery cannot be read, or differ from a
             gallery's. No database of SQLite counts as damaged, too.
         BusyError: Another process still has the gallery open after 5 s.
-        CannotWriteError: `source` cannot be read, `target` exists or cannot be written, or its disk
-            is full.
+        CannotWriteError: `source` cannot be read, or its log only in another folder; `target`
+            exists or cannot be written; or its disk is full.
         ValueError: A table of `others` has no column `item`.
     """
     with _source(source) as old:
@@ -122,16 +125,29 @@ def _source(path: Path) -> Iterator[sqlite3.Connection]:
             raise BusyError(
                 f"{path}: another process has this gallery open; stop that process first"
             )
-        access = next(possible_accesses(path, exclusive), SHARED_ACCESS)
         try:
-            with contextlib.closing(open_connection(path, access)) as connection:
-                connection.execute("PRAGMA query_only = ON")
+            with contextlib.closing(open_connection(path, _source_access(path))) as connection:
                 yield connection
         except sqlite3.DatabaseError as error:
             raise error_from_sqlite(path, error) or DamagedError(path, error) from error
     finally:
         if handle >= 0:
             os.close(handle)
+
+
+def _source_access(path: Path) -> FileAccess:
+    """Return a way to read a file that leaves it and its log as they are.
+
+    A connection that can write would move the log into the damaged file when it is closed.
+    """
+    log, shared = (path.with_name(path.name + end) for end in ("-wal", "-shm"))
+    if (
+        log.exists() and not shared.exists()
+        and explain_unwritable(path) is None and has_free_bytes(path.parent)
+    ):  # fmt: skip
+        # SQLite makes the missing -shm; it needs one to read the log.
+        return FileAccess("mode=ro")
+    return reading_access(path, "")
 
 
 class _Rescue:
