@@ -204,8 +204,12 @@ def test_damage_is_found_after_an_unclean_end(tmp_path: Path) -> None:
     # The header of a page in the middle.
     content[16384 * 7 : 16384 * 7 + 12] = os.urandom(12)
     path.write_bytes(content)
+    names = path, Path(f"{path}-wal")
+    before = [sha256_file(name) for name in names]
     with pytest.raises(VerificationError, match="restore a backup"):
         SqliteGallery.open(path)
+    # A rescue reads the log, too.
+    assert [sha256_file(name) for name in names] == before
 
 
 @pytest.mark.parametrize("shared_memory", [True, False], ids=["shm", "no shm"])

@@ -1048,7 +1048,8 @@ def possible_accesses(path: Path, exclusive: bool) -> Iterator[FileAccess]:
 
     Yields:
         First along with other processes, if at least 256 KiB are free or others have it open. Then
-        alone, if `exclusive`. Last for reading only.
+        alone, if `exclusive`. Last for reading only. If the file, its log or its folder cannot be
+        written, reading is the only way.
 
     Raises:
         CannotWriteError: It cannot even be read; raised where the last way is needed.
@@ -1349,8 +1350,13 @@ class FileConnections:
 
     def _open_writer(self, unclean: bool) -> sqlite3.Connection:
         try:
+            if unclean and self._access is SHARED_ACCESS:
+                # A connection that can write moves the log into a damaged file when it is closed.
+                reading = open_connection(self.path, FileAccess("mode=ro"))
+                with contextlib.closing(reading):
+                    check_pages(reading, self.path)
             connection = self._connect()
-            if unclean:
+            if unclean and self._access is not SHARED_ACCESS:
                 check_pages(connection, self.path)
             version = read_format(connection, self.path)
             if version < FORMAT:
