@@ -1268,7 +1268,11 @@ def back(
 
 @migrate_commands.command()
 def finish(work: Work = _WORK) -> None:
-    """Drop the old vectors once searches read the new ones; `migrate back` then fails."""
+    """Drop the old vectors once searches read the new ones; `migrate back` then fails.
+
+    It is refused before searches read the new vectors. If the migration had --where, the old
+    vectors stay in their column, because other rows share it. A second call changes nothing.
+    """
     from nobackfill.adopt.migrating import Migration
 
     migration = Migration(work)

@@ -291,9 +291,9 @@ def sample_source(
 ) -> Sampling:
     """Choose items of a source as `sample_with` does, without holding all of them in memory.
 
-    A source of more than 20,000 items, or twice the sample, is read twice: k-means is fitted to
-    random items of the first pass, and the second pass draws from each cluster. If an item changes
-    meanwhile, either state may count.
+    A source with more items than both 20,000 and twice the sample is read twice: k-means is fitted
+    to random items of the first pass, and the second pass draws from each cluster. If an item
+    changes meanwhile, either state may count.
 
     Args:
         source: The source; nothing is written.
@@ -304,7 +304,8 @@ def sample_source(
 
     Raises:
         InvalidInputError: A vector holds NaN or infinity, dimensions differ, an id occurs twice
-            among those held in memory or chosen, or a file is damaged. `count` is less than 1.
+            among those held in memory or chosen, or a file is damaged. `count` is less than 1, and
+            the source has items.
         UnavailableError: The source's server does not answer.
         NotPermittedError: The server refuses the user, or may hide rows from this role.
         IncompatibleSpaceError: Files of one folder record different models.

@@ -560,15 +560,15 @@ def tidy_models(device: GalleryFile) -> int:
 def re_embed(device: GalleryFile, manifest: Manifest, budget: int, output: Output) -> int:
     """Re-embed the items that need it most, from their images, in a release's space.
 
-    Items without a vector in that space come first, then migrated ones by falling uncertainty. See
-    `re_embed_items` for the images, and for items whose image is missing. Each batch of 32 is
-    durable before the next begins.
+    Items without a vector in that space come first, then migrated ones by falling uncertainty. An
+    item whose vector has no uncertainty is never taken. See `re_embed_items` for the images, and
+    for items whose image is missing. Each batch of 32 is durable before the next begins.
 
     Args:
         device: the gallery.
         manifest: the release of the space.
         budget: the most items to take, those without an image included; 0 or less does nothing.
-        output: where to write progress, and a note if no item needs it.
+        output: where to write progress, and a note if no item can be taken.
 
     Returns:
         The number of items that got a new vector.
@@ -1122,8 +1122,9 @@ def sync(device: GalleryFile, options: SyncOptions, output: Output) -> SyncRepor
         output: where to write progress and notes.
 
     Returns:
-        A report, or with `dry_run` a forecast. Its `state` is "up-to-date" if there is no newer
-        release, and "behind" if none of the newer ones can be followed.
+        A report, or with `dry_run` a forecast. Its `state` is "up-to-date" if no newer release is
+        offered to this device, and "behind" if none of the offered ones can be followed. A release
+        that is rolled out to other devices only causes a note.
 
     Raises:
         BusyError: another sync runs (this does not wait), another command holds the change lock for

@@ -117,7 +117,7 @@ def list_cells(manifests: Mapping[int, Manifest]) -> list[CellName]:
     """List each release on its own, every way of serving older vectors, and the naive swaps.
 
     A naive swap searches raw vectors of an older release of the same dimension. Withdrawn releases
-    are not left out.
+    are not left out. From each older release, only the MOST_ROUTES shortest routes are listed.
 
     Returns:
         The cells, each once, ascending by the query's release; empty without releases. For a

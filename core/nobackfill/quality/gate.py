@@ -345,8 +345,8 @@ def second_views(listing: ImageListing, folder: Path) -> ImageListing:
 
     A view is a part of the picture, three quarters to seven eighths of each side, and lighter or
     darker. Pictures above 640 pixels are reduced first. A picture always gets the same view,
-    whatever else is in the listing. Views are PNG files at the picture's path with the suffix .png;
-    existing files are replaced, and missing folders are made.
+    whatever else is in the listing. Views are PNG files at the picture's path with .png appended
+    (a.jpg.png); existing files are replaced, and missing folders are made.
 
     Args:
         listing: The pictures.

@@ -300,7 +300,8 @@ class GalleryCalls(Connection):
 
         Raises:
             AlreadyExistsError: The gallery exists, and `exist_ok` is False.
-            InvalidInputError: The name is not valid.
+            InvalidInputError: The name is not valid, or the vectors of the active release have more
+                dimensions than the gateway's database can store.
             PreconditionError: No release is active.
             BusyError: An activation or a rollback is under way.
             CannotWriteError: The gallery cannot be written.

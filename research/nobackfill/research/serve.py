@@ -52,7 +52,7 @@ def exported_session(
 
     Raises:
         VerificationError: onnxruntime cannot run the exported file, or it computes other vectors
-            than torch.
+            than torch. The quantised file is not compared.
         OSError: the temporary files cannot be written.
     """
     graph = UpgradeGraph(step)

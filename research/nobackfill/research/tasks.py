@@ -340,7 +340,7 @@ def run_tasks(planned: Planned, jobs: int, cluster: str | None = None) -> None:
     """Make the images, train every run, and measure every row; finished work is skipped.
 
     Progress is printed on stderr. The first error ends the work once the running tasks have ended;
-    finished work stays, and the next call uses it.
+    with a cluster, it is raised at once. Finished work stays, and the next call uses it.
 
     Args:
         planned: the rows by place.
@@ -353,7 +353,9 @@ def run_tasks(planned: Planned, jobs: int, cluster: str | None = None) -> None:
         UnavailableError: pretrained weights cannot be downloaded, or no cluster answers.
         ConfigurationError: a row does not fit the images, a configuration is invalid, or Ray is not
             installed.
-        NobackfillError: a process was killed.
+        NobackfillError: a process of this machine was killed.
+        ray.exceptions.RayError: a worker of the cluster was killed more often than Ray repeats its
+            task.
         InvalidInputError: there are too few images, or one cannot be decoded.
         VerificationError: a checkpoint is damaged.
         DivergedError: a loss is not finite.

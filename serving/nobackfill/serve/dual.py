@@ -153,7 +153,8 @@ class Dual:
             embedder: the new model, for items.
             items: where to read items; None: hits are never re-embedded, and `limits` is ignored.
             limits: bounds of re-embedding; None: the defaults of Limits.
-            carried: the name after `nobackfill carry --to`; its vectors add candidates.
+            carried: the name after `nobackfill carry --to`; its vectors add candidates. It is not
+                checked here: with an unknown name, each search raises NotFoundError.
 
         Returns:
             The search; the caller closes it, but not `source` or `embedder`.

@@ -272,7 +272,8 @@ def read_ledger(repo: Path) -> MetadataLedger | None:
         repo: The publication folder.
 
     Returns:
-        None where nothing was ever committed, also if there is only root metadata or no folder.
+        None where nothing was ever committed, also if there is only root metadata or no folder. A
+        lost timestamp.json looks the same until 2.snapshot.json exists.
 
     Raises:
         VerificationError: A file is missing, cannot be read, or has a wrong signature or digest.

@@ -142,8 +142,9 @@ def tuning(file: Path | None, defaults: Mapping[str, float]) -> dict[str, float]
         defaults: default value by key. The type of a default (int or float) is the type of the key.
 
     Returns:
-        A value for every key of `defaults`; 0, which the gateway reads as its default, for each key
-        that the file lacks.
+        A value for every key of `defaults`, from 0 to below 2**32; 0, which the gateway reads as
+        its default, for each key that the file lacks. The file may have 0 only where the default
+        is 0.
 
     Raises:
         ConfigurationError: the file cannot be read, is no TOML, or has an unknown key or a value

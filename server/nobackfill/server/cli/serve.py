@@ -93,7 +93,8 @@ def sample(
     It takes seconds, trains nothing and needs no network. The models are linear and know 24 kinds
     of drawn pictures; do not use them for others.
 
-    It fails if the release is there already, or, for release 2, if release 1 is not.
+    It fails if the release is there already. Release 1 also fails if model_repo or photos exists,
+    and release 2 if release 1 is missing.
     """
     with exit_codes():
         from nobackfill.server.sample import write_sample

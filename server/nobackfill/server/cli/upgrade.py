@@ -42,9 +42,12 @@ def upgrade(
     """Activate a release from a job outside the gateways.
 
     The job does the work, and the gateways that share the database follow it. If the job is killed,
-    one of these gateways continues. Settings are those of `gateway serve`.
+    one of these gateways continues. If another process activates this release, the job waits for
+    it. A release that is active already is activated again, for galleries that stayed behind.
+    Settings are those of `gateway serve`.
 
-    Progress goes to stderr. It exits with 1 if the activation fails.
+    Progress goes to stderr. It exits with 1 if the activation fails, with 78 without a PostgreSQL
+    database, and with 75 while another release is activated.
     """
     if rollout is not None and rollout not in _ROLLOUTS:
         raise typer.BadParameter(

@@ -285,9 +285,11 @@ def search_templates(
         metric: how distances are computed.
 
     Returns:
-        Means over the galleries, each gallery's own figures (`G1 rank-1`), and ranks in the merged
-        galleries, where every probe has a mate. A probe whose subject is in another gallery is
-        non-mated in this one. All figures are shares 0 to 1.
+        Shares 0 to 1 by name: `tpir@fpir=0.01` for each rate, `rank-1` and `rank-5`, as means over
+        the galleries. The same names with the prefix `G1 `, `G2 `, ... are each gallery's own
+        figures. The ranks with the prefix `merged ` are those in all galleries together, where
+        every probe has a mate. A probe whose subject is in another gallery is non-mated in this
+        one.
 
     Raises:
         InvalidInputError: a template has no face.

@@ -78,7 +78,8 @@ def read_table(path: Path, columns: Sequence[str]) -> Iterator[dict[str, str]]:
 
     Only the given columns are returned. The header's letter case does not matter. A table without
     rows yields nothing. Values are not stripped, and blank lines are left out. If the header
-    repeats a column, its last value counts. A short row is noticed when it is reached.
+    repeats a column, its last value counts. A short row is noticed when it is reached; cells beyond
+    the header are ignored.
 
     Raises:
         NotFoundError: the file does not exist.

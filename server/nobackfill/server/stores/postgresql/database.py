@@ -606,6 +606,8 @@ class Database:
             The result of `work`.
 
         Raises:
+            UnavailableError: the database does not answer, or the outcome of the commit is unknown:
+                it may have happened, but no function for `after_commit` was called.
             NobackfillError: as `write` and `work`; then nothing has changed, unless a function for
                 `after_commit` raises it.
         """
