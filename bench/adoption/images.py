@@ -63,7 +63,9 @@ def main(
     queries: Annotated[
         int,
         typer.Option(
-            min=20, help="Number of pictures that are searched for by a second view of them."
+            min=20,
+            help="Number of pictures that are searched for by a changed copy: cropped, mirrored "
+            "or not, and lighter or darker.",
         ),
     ] = 500,
     only: Annotated[

@@ -241,9 +241,7 @@ def verify(
     model_repo: Repo = DEFAULT_REPO,
     release: Annotated[
         int | None,
-        typer.Option(
-            metavar="N", help="Number of the only release to check.", show_default="all releases"
-        ),
+        typer.Option(metavar="N", help="Check this release alone.", show_default="all releases"),
     ] = None,
     root: Annotated[
         Path | None,

@@ -74,7 +74,11 @@ _Hosts = Annotated[
 @app.command(epilog=examples("gateway sample", "gateway sample --release 2"))
 def sample(
     folder: Annotated[
-        Path, typer.Argument(help="Folder in which model_repo, model_repo.keys and photos appear.")
+        Path,
+        typer.Argument(
+            help="Folder to write to: the publication to model_repo, its signing keys to "
+            "model_repo.keys, and the pictures to photos."
+        ),
     ] = Path(),
     release: Annotated[
         int,
@@ -186,7 +190,7 @@ def serve(
         typer.Option(
             metavar="HOST:PORT|in-process",
             help="Run the models in the tritonserver at this address (grpcs://HOST:PORT for TLS), "
-            "or with in-process in the gateway's own process.",
+            "or in the gateway's own process (in-process).",
             show_default="a tritonserver of its own if one is installed, else in-process",
         ),
     ] = None,

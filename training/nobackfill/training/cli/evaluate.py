@@ -204,7 +204,8 @@ def main(
         str | None,
         typer.Option(
             help="Cells of the matrix to measure, separated by commas, each QUERY/GALLERY as in "
-            "1/1,2/1,2/1>2,2/2; the numbers are releases.",
+            "1/1,2/1,2/1>2,2/2. The numbers are releases; 1>2 are vectors of release 1 that were "
+            "upgraded to release 2.",
             show_default="every cell",
         ),
     ] = None,

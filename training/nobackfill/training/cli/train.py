@@ -52,9 +52,9 @@ def main(
         str | None,
         typer.Option(
             metavar="NAME|FILE",
-            help="Pretrained weights to start from, in place of the key weights of every CONFIG: "
+            help="Pretrained weights to start from, in place of `weights` in every CONFIG: "
             "a name in torchvision, a file that is read, timm:NAME.TAG or open_clip:NAME/TAG.",
-            show_default="the key weights of CONFIG",
+            show_default="`weights` of CONFIG",
         ),
     ] = None,
     overrides: Annotated[
