@@ -113,10 +113,19 @@ class VerificationError(NobackfillError):
 
 
 class DamagedError(VerificationError):
-    """A gallery file has pages or rows that differ from what was written."""
+    """A gallery file has pages or rows that differ from what was written.
+
+    Attributes:
+        path: The file; None where the code that reads a row does not know it.
+        damage: The difference, in words.
+    """
 
     def __init__(self, path: object, damage: object) -> None:
-        super().__init__(f"{path} is damaged ({damage}); restore a backup, or create it again")
+        self.path, self.damage = path, damage
+        super().__init__(
+            f"{path or 'the gallery file'} is damaged ({damage}); restore a backup, or create it "
+            "again"
+        )
 
 
 class UnusableOutputError(VerificationError):

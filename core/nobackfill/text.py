@@ -30,6 +30,9 @@ LARGEST_CALL = 4 * 2**20
 # `input_ids`, `attention_mask` and `token_type_ids`, each int64 [n,t].
 Tokens = dict[str, NDArray[np.int64]]
 
+_SAVE = "expected a tokenizer.json: write it again by Tokenizer.save() of the tokenizers library"
+_CHANGE = "leave out or change the text that it cannot read, or use another tokenizer.json"
+
 
 class BatchTokenizer:
     """A tokenizer.json that truncates texts; a batch is padded to its longest text."""
@@ -50,7 +53,7 @@ class BatchTokenizer:
         """
         with require_extra("text"):
             from tokenizers import Tokenizer
-        with _translate_errors(f"{what}: is no tokenizer.json"):
+        with _translate_errors(what, "load the tokenizer", _SAVE):
             self._tokenizer: Any = Tokenizer.from_buffer(data)
             self._tokenizer.enable_truncation(length)
             padding = self._tokenizer.padding or {}
@@ -83,7 +86,7 @@ class BatchTokenizer:
             InvalidInputError: The tokenizer refuses a text.
             DefectiveTokenizerError: The tokenizer crashes on a text.
         """
-        with _translate_errors(f"{self._what}: cannot read a text"):
+        with _translate_errors(self._what, "tokenize a text", _CHANGE):
             encoded = self._tokenizer.encode_batch(list(texts))
         return {
             "input_ids": np.array([one.ids for one in encoded], np.int64),
@@ -120,7 +123,7 @@ class TokenBags:
         """
         with require_extra("text"):
             from tokenizers import Tokenizer
-        with _translate_errors(f"{what}: is no tokenizer.json"):
+        with _translate_errors(what, "load the tokenizer", _SAVE):
             self._tokenizer: Any = Tokenizer.from_buffer(data)
             self._tokenizer.no_padding()
         self._what = what
@@ -147,26 +150,34 @@ class TokenBags:
             InvalidInputError: The tokenizer refuses a text.
             DefectiveTokenizerError: The tokenizer crashes on a text.
         """
-        with _translate_errors(f"{self._what}: cannot read a text"):
+        with _translate_errors(self._what, "tokenize a text", _CHANGE):
             encoded = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
         return [np.array(one.ids, np.int64) for one in encoded]
 
 
 @contextmanager
-def _translate_errors(what: str) -> Iterator[None]:
+def _translate_errors(name: str, action: str, remedy: str) -> Iterator[None]:
     """Turn everything that a tokenizer raises into an error of this project.
 
     The classes that its compiled code raises have no common base. A panic of that code is not even
     an Exception: it would pass every handler and end the thread or the process.
+
+    Args:
+        name: The name of the tokenizer's file in messages.
+        action: The verb and object of the block, such as "load the tokenizer".
+        remedy: Advice to the user.
     """
     try:
         yield
     except Exception as error:
-        raise InvalidInputError(f"{what} ({error})") from error
+        raise InvalidInputError(f"{name}: cannot {action} ({error}); {remedy}") from error
     except BaseException as error:
         if type(error).__name__ != "PanicException":
             raise
-        raise DefectiveTokenizerError(f"{what} ({str(error)[:200]})") from error
+        raise DefectiveTokenizerError(
+            f"{name}: cannot {action}, because the tokenizers library crashed "
+            f"({str(error)[:200]}); {remedy}"
+        ) from error
 
 
 def check_text(text: str) -> str:

@@ -82,6 +82,24 @@ def test_no_sentence_repeats_a_password(monkeypatch: pytest.MonkeyPatch) -> None
     assert "SECRET" not in str(nameless.value)
 
 
+@pytest.mark.parametrize(
+    ("address", "fault"),
+    [
+        ("postgresql://u:%SECRET@localhost/d#t", "a % is not followed by two hexadecimal digits"),
+        ("postgresql://u:SECRET x@localhost/d#t", "it contains a space"),
+        ("postgresql://u@localhost/d?secret=1#t", "a name after ? is no connection parameter"),
+        ("postgresql://u@localhost/d?sslmode#t", "a parameter after ? has no =VALUE"),
+        ("postgresql://u@localhost/d?a=b=c#t", "a parameter after ? has a second ="),
+        ("postgresql://u@[::1/d#t", "a part of it is malformed"),
+    ],
+)
+def test_the_fault_of_an_address_is_named(address: str, fault: str) -> None:
+    with pytest.raises(InvalidInputError) as refused:
+        open_source(address)
+    assert fault in str(refused.value)
+    assert "SECRET" not in str(refused.value)
+
+
 def test_names_are_names_and_keys_of_any_type_are_carried(postgres: Server) -> None:
     """A quote, a dollar quote, a per cent sign and braces in names; keys of a domain and an
     enumeration; a schema of the table's own, where alone its owner may make things."""

@@ -1,5 +1,6 @@
 """Vectors read where they are asked for, against rows that sqlite3 gives one by one."""
 
+import re
 import sqlite3
 from pathlib import Path
 
@@ -63,7 +64,7 @@ def test_a_vector_that_is_none_is_told(damage: str, tmp_path: Path) -> None:
     connection.close()
     with (
         SqliteGallery.open(path) as store,
-        pytest.raises(DamagedError),
+        pytest.raises(DamagedError, match=f"^{re.escape(str(path))} is damaged .*; restore"),
         store.read_snapshot() as connection,
     ):
         stored = VectorsOnDisk(connection, find_space(connection, ONE))

@@ -153,3 +153,18 @@ def test_the_manifest_decides_what_a_model_must_look_like(tmp_path: Path) -> Non
     assert swapped.exists()
     with pytest.raises(VerificationError, match=path):
         check_release(first.files, first.manifest.model_copy(update={"side_encoder": encoder}))
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("strings", "has the type string, expected one of float32, double, float16, int8, uint8, "),
+        ("other_type", "its input 'embedding' is double, expected float32"),
+    ],
+)
+def test_a_refused_type_is_named_with_what_is_allowed(
+    name: str, sentence: str, tmp_path: Path
+) -> None:
+    with pytest.raises(RefusedError) as caught:
+        check_onnx_file(write_all(tmp_path)[name], INPUTS, OUTPUTS)
+    assert sentence in str(caught.value)

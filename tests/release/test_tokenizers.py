@@ -39,11 +39,13 @@ def endless(said: dict[str, Any]) -> None:
 
 
 def test_a_crash_in_compiled_code_is_an_error_of_ours() -> None:
-    with pytest.raises(DefectiveTokenizerError, match=r"t: is no tokenizer\.json \(Precompiled"):
+    with pytest.raises(DefectiveTokenizerError, match=r"t: .* load .* crashed \(Precompiled"):
         BatchTokenizer(made(no_charsmap), 9, "t")
     reader = BatchTokenizer(made(endless), 9, "t")
     for _ in range(2):
-        with pytest.raises(DefectiveTokenizerError, match=r"t: cannot read a text.*retry-limit"):
+        with pytest.raises(
+            DefectiveTokenizerError, match=r"t: .* a text, .* crashed .*retry-limit"
+        ):
             reader.tokens(["w1", HARD])
         # It goes on with others.
         assert reader.tokens(["w1"])["input_ids"].tolist() == [[1]]

@@ -117,7 +117,7 @@ def no_pooling(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "sentence"),
     [
-        (broken_tokenizer, "is no tokenizer.json"),
+        (broken_tokenizer, "cannot load the tokenizer"),
         (no_tokenizer, "put its tokenizer.json next to"),
         (ids_outside_the_vocabulary, "tokens that its model does not accept"),
         (fixed_batch, "with a free number of texts n"),

@@ -461,7 +461,8 @@ def _fitting(trust: Trust, folder: Path, place: str, old: str | None, new: str |
         raise gone[0]
     if not seen:
         raise NotFoundError(
-            f"{place}: expected a publication with converters, found {known_converters(trust)}"
+            f"{place}: expected a publication with converters, found {known_converters(trust)}; "
+            "name another publication, or fit a map to your own vectors by `nobackfill fit`"
         )
     raise IncompatibleSpaceError(
         f"{place}: expected a converter for the model {(old or new or '')[:12]}…, which computed "

@@ -101,7 +101,7 @@ def read_spaces(connection: sqlite3.Connection) -> list[SpaceInfo]:
         kinds = tuple(map(type, row))
         sound = kinds in (_SPACE_KINDS, _SPACE_KINDS_WITHOUT_SIDE) and row[7] in get_args(State)
         if not sound or not _is_possible(row):
-            raise DamagedError("the gallery file", "a space has invalid values")
+            raise DamagedError(None, "a space has invalid values")
     return [
         SpaceInfo(SpaceSpec(space, release, dim, metric, bool(unit), side_space, side_dim), *others)
         for space, release, dim, metric, unit, side_space, side_dim, *others in rows
@@ -140,7 +140,7 @@ def commit_count(connection: sqlite3.Connection) -> int:
     """
     rows = connection.execute("SELECT count FROM commits").fetchall()
     if len(rows) != 1 or not isinstance(rows[0][0], int):
-        raise DamagedError("the gallery file", "its count of commits is missing")
+        raise DamagedError(None, "its count of commits is missing")
     return int(rows[0][0])
 
 
@@ -171,11 +171,11 @@ def from_blobs(blobs: Sequence[bytes], dim: int) -> Vectors:
     try:
         joined = b"".join(blobs)
     except TypeError as error:
-        raise DamagedError("the gallery file", "a vector that is no blob") from error
+        raise DamagedError(None, "a vector that is no blob") from error
     # Check each length: a longer blob may make up for a shorter one.
     if not set(map(len, blobs)) <= {4 * dim}:
         raise DamagedError(
-            "the gallery file",
+            None,
             f"expected {4 * dim} bytes in each of {len(blobs)} stored vectors, got {len(joined)} "
             "in all",
         )
@@ -645,7 +645,7 @@ def item_from_row(row: tuple[Any, ...]) -> StoredItem:
     fields = _json(metadata, f"item {label}")
     sound = isinstance(item_id, str) and isinstance(digest, str | None) and origin in _ORIGINS
     if not (sound and isinstance(fields, dict) and isinstance(uncertainty, float | None)):
-        raise DamagedError("the gallery file", f"item {label} has invalid values")
+        raise DamagedError(None, f"item {label} has invalid values")
     return StoredItem(label, item_id, digest, fields, origin, uncertainty)
 
 
@@ -653,7 +653,7 @@ def _json(text: Any, what: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, TypeError, RecursionError) as error:
-        raise DamagedError("the gallery file", f"{what} is no valid JSON") from error
+        raise DamagedError(None, f"{what} is no valid JSON") from error
 
 
 def read_state_value(connection: sqlite3.Connection, key: str) -> Any:
@@ -742,12 +742,12 @@ def all_vectors(connection: sqlite3.Connection, info: SpaceInfo) -> tuple[Labels
     end = 0
     for some_labels, some in _chunks(connection, info):
         if end + len(some) > most:
-            raise DamagedError("the gallery file", f"more vectors than its {most} items")
+            raise DamagedError(None, f"more vectors than its {most} items")
         labels[end : end + len(some)] = some_labels
         vectors[end : end + len(some)] = some
         end += len(some)
     if (np.diff(labels[:end]) <= 0).any():
-        raise DamagedError("the gallery file", "vectors are not in the order of their labels")
+        raise DamagedError(None, "vectors are not in the order of their labels")
     return labels[:end], vectors[:end]
 
 
@@ -1416,6 +1416,10 @@ class FileConnections:
             if translation is None:
                 raise
             raise translation from error
+        except DamagedError as error:
+            if error.path is not None:
+                raise
+            raise DamagedError(self.path, error.damage) from error
         finally:
             with self._users:
                 self._using -= 1

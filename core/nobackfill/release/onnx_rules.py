@@ -100,8 +100,8 @@ def check_onnx_file(
                 f"it uses the operator {name}, which is not on the list of allowed operators"
             )
         _check_node(node, model.opset_import[0].version)
-    _check_ends("inputs", graph.input, inputs)
-    _check_ends("outputs", graph.output, outputs)
+    _check_ends("input", graph.input, inputs)
+    _check_ends("output", graph.output, outputs)
     if {i.name for i in graph.input} & {t.name for t in graph.initializer}:
         raise RefusedError("it has an initializer for an input; remove it from the graph's inputs")
     try:
@@ -164,7 +164,8 @@ def _check_tensors(tensors: list[TensorProto]) -> None:
             )
         if tensor.data_type not in _BYTES:
             raise RefusedError(
-                f"its tensor {tensor.name!r} has the type {tensor.data_type}, which is not allowed"
+                f"its tensor {tensor.name!r} has the type {_type_name(tensor.data_type)}, expected "
+                f"one of {', '.join(map(_type_name, _BYTES))}"
             )
         if tensor.HasField("segment") or any(size < 0 for size in tensor.dims):
             raise RefusedError(f"its tensor {tensor.name!r} has an impossible shape")
@@ -178,20 +179,30 @@ def _check_tensors(tensors: list[TensorProto]) -> None:
             )
 
 
+def _type_name(number: int) -> str:
+    """Name a tensor's type as onnx does, in lower case; FLOAT is float32 everywhere else."""
+    if number == TensorProto.FLOAT:
+        return "float32"
+    known = number in TensorProto.DataType.values()
+    return TensorProto.DataType.Name(number).lower() if known else f"unknown ({number})"
+
+
 def _check_ends(what: str, values: Iterable[ValueInfoProto], declared: tuple[Tensor, ...]) -> None:
     names = [value.name for value in values]
     declared_names = [name for name, _, _ in declared]
     if sorted(names) != sorted(declared_names):
-        raise RefusedError(f"it has {what} {names}, but the manifest declares {declared_names}")
+        raise RefusedError(f"it has {what}s {names}, but the manifest declares {declared_names}")
     for name, dtype, declared_shape in declared:
         value = next(value for value in values if value.name == name)
         kind = value.type.tensor_type
         if not value.type.HasField("tensor_type") or kind.elem_type != _TYPES[dtype]:
-            raise RefusedError(f"its input or output {name!r} is not {dtype}")
+            is_tensor = value.type.HasField("tensor_type")
+            found = _type_name(kind.elem_type) if is_tensor else "no tensor"
+            raise RefusedError(f"its {what} {name!r} is {found}, expected {dtype}")
         shape = [d.dim_value if d.HasField("dim_value") else None for d in kind.shape.dim]
         if shape != [None, *declared_shape]:
             raise RefusedError(
-                f"its input or output {name!r} has the shape {shape}, expected "
+                f"its {what} {name!r} has the shape {shape}, expected "
                 f"{[None, *declared_shape]} (None: any number of items)"
             )
 

@@ -31,7 +31,9 @@ class TextReader:
                 read_verified(files, self._spec.tokenizer), self._spec.length, path
             )
         except InvalidInputError as error:
-            raise VerificationError(f"{error}; the release is refused") from error
+            raise VerificationError(
+                f"the release is refused; its publisher must publish it again: {error}"
+            ) from error
 
     def tokenize(self, texts: Sequence[str], role: TextRole) -> Tokens:
         """Tokenize texts for the encoder.

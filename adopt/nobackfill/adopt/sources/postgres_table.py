@@ -178,6 +178,17 @@ _CLASSES: list[tuple[type[Exception], type[NobackfillError]]] = [
     (psycopg.Error, InvalidInputError),
 ]
 
+# Faults of an address, by the start of libpq's message, whose end may hold a password.
+_FAULTS = {
+    'missing "="': "it does not begin with postgresql://",
+    "invalid percent-encoded token": "a % is not followed by two hexadecimal digits (write % as "
+    "%25)",
+    "unexpected spaces": "it contains a space (write it as %20)",
+    "invalid URI query parameter": "a name after ? is no connection parameter of PostgreSQL",
+    "missing key/value separator": "a parameter after ? has no =VALUE",
+    "extra key/value separator": "a parameter after ? has a second = (write it as %3D)",
+}
+
 
 @contextmanager
 def translate_errors(name: str) -> Iterator[None]:
@@ -201,9 +212,12 @@ def translate_errors(name: str) -> Iterator[None]:
         ours = next(ours for theirs, ours in _CLASSES if isinstance(error, theirs))
         if isinstance(error, psycopg.ProgrammingError) and error.sqlstate is None:
             # libpq repeats what it cannot read of an address, a password too.
+            faults = (fault for start, fault in _FAULTS.items() if str(error).startswith(start))
             raise InvalidInputError(
-                f"{name}: expected postgresql://USER@HOST/DATABASE before #TABLE, other signs than "
-                "letters and digits as %XX, and the password in ~/.pgpass or PGPASSWORD"
+                f"{name}: the PostgreSQL address cannot be read: "
+                f"{next(faults, 'a part of it is malformed')}; expected "
+                "postgresql://USER@HOST/DATABASE#TABLE, with the password in ~/.pgpass or "
+                "PGPASSWORD"
             ) from None
         said = str(error).strip().splitlines() or [type(error).__name__]
         # Without a state, libpq says so itself: no server answered, or the connection broke.

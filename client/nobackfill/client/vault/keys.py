@@ -75,7 +75,10 @@ def read_identity(path: Path) -> Identity:
             except pyrage.IdentityError:
                 # The library's message would quote the secret line.
                 break
-    raise ConfigurationError(f"{path}: expected a line AGE-SECRET-KEY-1...; is it an age identity?")
+    raise ConfigurationError(
+        f"{path}: expected a line with a valid secret key, AGE-SECRET-KEY-1..., found none; give a "
+        "file that age-keygen or edge-client wrote"
+    )
 
 
 def read_recipient(text: str) -> Recipient:

@@ -116,7 +116,10 @@ def read_index(path: Path, spec: SpaceSpec, engine: str) -> IndexFile:
         # Read once, then check and use the same bytes: the file may change.
         content = np.frombuffer(path.read_bytes(), np.uint8)
     except FileNotFoundError as error:
-        raise NotFoundError(f"{path}: there is no index file; build the index") from error
+        raise NotFoundError(
+            f"{path}: there is no index file; build the index by hnsw.build_index, and save it "
+            "there"
+        ) from error
     except OSError as error:
         raise VerificationError(
             f"{path}: the index file cannot be read ({error.strerror}); build the index again"

@@ -472,8 +472,8 @@ class MilvusCollection:
         self._vector = vector or dense[0]
         if results.get("functions"):
             raise InvalidInputError(
-                f"{name}: this collection has functions that compute fields; such collections "
-                "cannot be migrated yet"
+                f"{name}: expected a collection without functions, found functions that compute "
+                "fields; copy its items into a collection without functions, and migrate that one"
             )
         self._dim = int(self._fields[self._vector]["params"]["dim"])
         by_key = any(one.get("is_partition_key") for one in self._fields.values())

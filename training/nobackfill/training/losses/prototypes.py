@@ -66,7 +66,9 @@ def transition(new: Tensor, temperature: float) -> Tensor:
     """
     if len(new) < 2:
         raise ValueError(
-            f"UniBCT's transition matrix (Eq. 6) needs at least 2 images of a class, got {len(new)}"
+            "UniBCT's transition matrix (Eq. 6) compares the images of one class: expected at "
+            f"least 2 images, got {len(new)}. Leave such classes out, or call refined_features, "
+            "which keeps their old features"
         )
     unit = F.normalize(new)
     similarity = unit @ unit.t() / temperature
