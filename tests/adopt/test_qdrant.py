@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 from unittest.mock import patch
 
 import httpx
@@ -22,7 +23,7 @@ from nobackfill.adopt.migrating import Migration, MigrationPlan
 from nobackfill.adopt.pairs import read_all
 from nobackfill.adopt.sources.opening import open_source
 from nobackfill.adopt.sources.source import Target, Window
-from nobackfill.errors import AlreadyExistsError, BusyError, InvalidInputError
+from nobackfill.errors import AlreadyExistsError, BusyError, CannotWriteError, InvalidInputError
 from nobackfill.plugins.qdrant import QdrantSource, point_id
 from tests.adopt.racing import Racing
 from tests.adopt.stores import MADE, Qdrant
@@ -378,6 +379,19 @@ def test_several_vectors_stay_ambiguous_after_a_migration_of_one(store: Qdrant) 
     reversible(store, "vector").drop_old()
     with pytest.raises(InvalidInputError, match="expected one vector, found"):
         store.open()
+
+
+def test_a_folder_that_cannot_be_written_is_refused_and_goes_on_later(store: Qdrant) -> None:
+    """A full disk fails in the same way."""
+    points: Any = store.client._client
+    file = points.collections["docs"].storage.storage
+    file.execute("PRAGMA query_only = 1")
+    with pytest.raises(CannotWriteError, match=r"cannot be written \(attempt to write a readonly"):
+        carry(store.open(), REVERSIBLE, MAP)
+    file.execute("PRAGMA query_only = 0")
+    assert carry(store.open(), REVERSIBLE, MAP).total == 230
+    assert reversible(store).rollback("new")
+    assert named_vectors(store) == {"vector"}
 
 
 def test_a_switch_names_the_model_and_makes_no_vector_new(store: Qdrant) -> None:

@@ -15,6 +15,7 @@ search with the new name (`using`). The old vectors stay until `drop_old`.
 import hashlib
 import os
 import re
+import sqlite3
 import uuid
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -44,6 +45,7 @@ from nobackfill.adopt.sources.source import (
 from nobackfill.errors import (
     AlreadyExistsError,
     BusyError,
+    CannotWriteError,
     InvalidInputError,
     NotFoundError,
     NotPermittedError,
@@ -196,9 +198,16 @@ def translated_errors(name: str) -> Iterator[None]:
         BusyError: status 429, or another process has opened the folder.
         InvalidInputError: any other status, and any other ValueError or RuntimeError of the block.
             OSError passes unchanged.
+        CannotWriteError: the disk of a folder is full, or one of its files is read-only.
     """
     try:
         yield
+    except sqlite3.OperationalError as error:
+        # The local mode keeps its points in a file of SQLite.
+        raise CannotWriteError(
+            f"collection {name}: the folder cannot be written ({error}); free some space or fix "
+            "the permissions, and run it again"
+        ) from error
     except UnexpectedResponse as error:
         ours = STATUSES.get(error.status_code or 0, InvalidInputError)
         raise ours(
@@ -235,7 +244,8 @@ class QdrantSource:
     """A collection of Qdrant, one dense vector of which can be migrated.
 
     Every method may raise UnavailableError, NotPermittedError, BusyError, NotFoundError (the
-    collection was dropped) and InvalidInputError, by the server's answer.
+    collection was dropped) and InvalidInputError, by the server's answer. Those that write may
+    raise CannotWriteError for a folder.
 
     Args:
         place: https://HOST:PORT (http:// on this machine), or a folder of the local mode.
