@@ -244,8 +244,8 @@ class QdrantSource:
     """A collection of Qdrant, one dense vector of which can be migrated.
 
     Every method may raise UnavailableError, NotPermittedError, BusyError, NotFoundError (the
-    collection was dropped) and InvalidInputError, by the server's answer. Those that write may
-    raise CannotWriteError for a folder.
+    collection was dropped) and InvalidInputError, by the server's answer.
+    Methods that write may raise CannotWriteError for a folder.
 
     Args:
         place: https://HOST:PORT (http:// on this machine), or a folder of the local mode.
