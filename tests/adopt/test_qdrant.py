@@ -312,6 +312,27 @@ def test_old_vectors_are_dropped_and_their_name_leads_to_the_new_ones(store: Qdr
     assert reversible(store).vector == "new"
 
 
+def test_a_flip_that_is_half_taken_back_can_be_taken_back_and_made_anew(store: Qdrant) -> None:
+    """The new vectors go before the mark: the next verdict must not meet those of another map."""
+    other = fit_maps(MADE.old, MADE.new)["procrustes"]
+    for killed, state in (("delete_vector_name", "flipped"), ("delete_collection", "old")):
+        carry(store.open(), REVERSIBLE, MAP, flip=True)
+        with (
+            patch.object(QdrantClient, killed, side_effect=KeyboardInterrupt),
+            pytest.raises(KeyboardInterrupt),
+        ):
+            reversible(store, "vector").flip_back("new")
+        source = reversible(store, "vector")
+        assert source.flip_state(MAP.digest) == state
+        if state == "flipped":
+            assert source.flip_back("new") == 0
+        assert named_vectors(store) == {"vector"}
+        anew = replace(REVERSIBLE, mark=other.digest)
+        assert carry(store.open(), anew, other, flip=True).total == 230
+        assert reversible(store, "vector").flip_back("new") == 0
+        assert named_vectors(store) == {"vector"} and collections(store) == {"docs"}
+
+
 def test_old_vectors_are_not_dropped_while_a_point_has_nothing_else(store: Qdrant) -> None:
     carry(store.open(), REVERSIBLE, MAP, flip=True)
     store.put(MADE.ids[0], MADE.old[9])

@@ -802,7 +802,7 @@ class QdrantSource:
                 f"collection {self._name}: no old vectors, so that no flip to {to!r} can be undone"
             )
         without_old, stale = 0, list[Any]()
-        for window in self.windows(_PAGE):
+        for window in self.windows(_PAGE) if to in vectors else ():
             page = list(self.points(window, [old, to]))
             both = [one for one in page if {old, to} <= set(one.vector or {})]
             without_old += sum(to in (one.vector or {}) for one in page) - len(both)
@@ -827,8 +827,11 @@ class QdrantSource:
             with suppress(NotFoundError), translated_errors(self._name):
                 self._client.delete_vectors(self._name, [old], stale[first : first + _PAGE])
         with translated_errors(self._name):
-            self._set_mark(to, {n: v for n, v in mark.items() if n not in ("flipped", "of")})
-        self.rollback(to)
+            # The mark goes last: a killed call leaves a flip, and a second call takes it back.
+            if to in vectors:
+                self._client.delete_vector_name(self._name, to)
+            self._drop_notes(to)
+            self._set_mark(to, None)
         return losses
 
     def drop_old(self) -> None:
