@@ -376,9 +376,9 @@ def life(table: Migrated, way: str, kills: int, seed: int, seconds: float = 6.0)
             process.kill()
             done += 1
         process.communicate()
-    if table.flipped:
-        table.run("back", "--yes")
-        table.check("v", OLD_SCALE)
+    # Since the first `back`, the verdict of the run that was killed last may be another way.
+    table.run("back", "--yes")
+    table.check("v", OLD_SCALE)
     # A sample that is older than the rows is no reason to keep an old vector.
     plan = json.loads(file.read_text())
     file.write_text(json.dumps(plan | {"way": way, "state": "writing"}))
