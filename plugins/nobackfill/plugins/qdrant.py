@@ -309,6 +309,10 @@ class QdrantSource:
     def _client(self) -> QdrantClient:
         return self._clients.own
 
+    def _read_config(self) -> models.CollectionConfig:
+        with translated_errors(self._name):
+            return self._client.get_collection(self._name).config
+
     def _config(self) -> tuple[dict[str, Any], dict[str, dict[str, str]]]:
         """Return the parameters of dense vectors by name ("" for an unnamed one), and their marks.
 
@@ -316,8 +320,7 @@ class QdrantSource:
         of the map, as "map". A flip adds "flipped", and "of": the name of the old vectors.
         "finished" says that these were dropped.
         """
-        with translated_errors(self._name):
-            config = self._client.get_collection(self._name).config
+        config = self._read_config()
         vectors = config.params.vectors or {}
         if not isinstance(vectors, dict):
             vectors = {"": vectors}
@@ -325,8 +328,7 @@ class QdrantSource:
         return dict(vectors), {n: m for n, m in marks.items() if n in vectors}
 
     def _sparse_names(self) -> Collection[str]:
-        with translated_errors(self._name):
-            return self._client.get_collection(self._name).config.params.sparse_vectors or {}
+        return self._read_config().params.sparse_vectors or {}
 
     def facts(self) -> Facts:
         """Return the name, dimension, metric and model of the vectors.
@@ -567,7 +569,7 @@ class QdrantSource:
     def rollback(self, name: str) -> bool:
         """Remove the new vectors of a name, and the collection of their notes.
 
-        The mark goes last, so that a killed call can be repeated.
+        A killed call can be repeated.
 
         Returns:
             False if no map created them, or if the collection has flipped to them.
@@ -583,13 +585,20 @@ class QdrantSource:
         # A flipped collection searches these vectors, so they must stay.
         if "map" not in mark or "flipped" in mark:
             return False
+        self._remove(name, vectors)
+        return name in vectors
+
+    def _remove(self, name: str, vectors: Collection[str]) -> None:
+        """Remove new vectors, their notes and their mark; `vectors` are the dense ones there are.
+
+        The mark goes last, so that a killed call can be repeated.
+        """
         with translated_errors(self._name):
             # A sparse vector may have this name by now; it is not ours.
             if name in vectors:
                 self._client.delete_vector_name(self._name, name)
             self._drop_notes(name)
             self._set_mark(name, None)
-        return name in vectors
 
     def _make_notes(self, name: str) -> None:
         """Create the collection of notes on new vectors, if it is missing."""
@@ -826,12 +835,7 @@ class QdrantSource:
         for first in range(0, len(stale), _PAGE):
             with suppress(NotFoundError), translated_errors(self._name):
                 self._client.delete_vectors(self._name, [old], stale[first : first + _PAGE])
-        with translated_errors(self._name):
-            # The mark goes last: a killed call leaves a flip, and a second call takes it back.
-            if to in vectors:
-                self._client.delete_vector_name(self._name, to)
-            self._drop_notes(to)
-            self._set_mark(to, None)
+        self._remove(to, vectors)
         return losses
 
     def drop_old(self) -> None:
@@ -878,9 +882,7 @@ class QdrantSource:
 
     def _marks(self) -> dict[str, dict[str, str]]:
         """Return the marks of all names, also of vectors that do not exist."""
-        with translated_errors(self._name):
-            metadata = self._client.get_collection(self._name).config.metadata
-        return dict((metadata or {}).get("nobackfill") or {})
+        return dict((self._read_config().metadata or {}).get("nobackfill") or {})
 
     def _set_mark(self, name: str, mark: dict[str, str] | None) -> None:
         marks = {**self._marks(), name: mark}
