@@ -13,6 +13,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -210,7 +211,7 @@ def fit(
     first, step = _begin(fabric, objective.trained_parts(), optimizer, config, class_names, resumed)
     model, optimizer = fabric.setup(objective, optimizer)
     checkpoint, held = resumed, _held_on_device(rows, fabric.device)
-    unchecked = LossCheck(config, fabric.device)
+    losses = LossCheck(config, fabric.device)
     with (
         progress.bar(str(config.run_dir), config.epochs, first) as advance,
         _tensor_cores(fabric.device),
@@ -224,10 +225,10 @@ def fit(
                 terms = model(batch)
                 loss = torch.stack([term.float() for term in terms.values()]).sum()
                 logs = step % config.log_every == 0
-                unchecked.add(step, tuple(terms), _over_devices(fabric, terms), check=logs)
+                losses.add(step, tuple(terms), _over_devices(fabric, terms), check=logs)
                 fabric.backward(loss)
                 if config.gradient_clip is not None:
-                    # `unchecked` raises for a loss that is not finite.
+                    # `losses` raises for a loss that is not finite.
                     fabric.clip_gradients(
                         model, optimizer, max_norm=config.gradient_clip, error_if_nonfinite=False
                     )
@@ -235,9 +236,9 @@ def fit(
                 optimizer.zero_grad(set_to_none=True)
                 if logs and fabric.is_global_zero:
                     lr = learning_rate(config, step / steps)
-                    _log(config, epoch, step, lr, unchecked.figures | objective.statistics)
+                    _log(config, epoch, step, lr, losses.figures | objective.statistics)
                 step += 1
-            unchecked.check()
+            losses.check()
             last = epoch + 1 == config.epochs
             if last:
                 objective.finish()
@@ -249,7 +250,7 @@ def fit(
                 )
                 if fabric.is_global_zero:
                     write_checkpoint(config.run_dir, checkpoint)
-            advance(unchecked.figures["loss"])
+            advance(losses.figures["loss"])
     assert checkpoint is not None
     return checkpoint
 
@@ -469,9 +470,9 @@ class LossCheck:
         if not self._steps:
             return
         # One copy from the device.
-        values = torch.cat([terms for _, _, terms in self._steps]).tolist()
+        values = iter(torch.cat([terms for _, _, terms in self._steps]).tolist())
         for step, names, _ in self._steps:
-            own, values = values[: len(names)], values[len(names) :]
+            own = list(islice(values, len(names)))
             self.figures = {"loss": sum(own), **dict(zip(names, own, strict=True))}
             _check_finite(self.figures, step, self._config)
         self._steps = []

@@ -27,7 +27,6 @@ from nobackfill.training.config import (
 )
 from nobackfill.training.data.folders import hold_out, readable_images, require_classes
 from nobackfill.training.data.pictures import (
-    chunks,
     exceeds_memory,
     open_pictures,
     reading_options,
@@ -45,6 +44,7 @@ from nobackfill.training.loop.upgrade import train_upgrade
 from nobackfill.training.method import EmbedderInputs
 from nobackfill.training.methods import embedder_method
 from nobackfill.training.methods.cheap_maps import set_linear
+from nobackfill.training.methods.compatible import encode_all
 from nobackfill.training.networks.backbones import linear_layers, replace_layer
 from nobackfill.training.networks.embedder import (
     Concatenated,
@@ -289,13 +289,8 @@ def _project_inner(config: SideEncoderConfig, run_dir: Path, listing: ImageListi
     encoder = build_encoder(config)
     encoder.backbone = network
     images = open_pictures(listing, config.image_size, reading_options(config))
-    device = fastest_device()
-    with torch.no_grad():
-        # The encoder is in eval mode: BatchNorm uses the embedder's statistics.
-        encoder.eval().to(device)
-        parts = [encoder(part.to(device)).cpu() for part in chunks(images)]
     layer = torch.nn.Linear(last.in_features, dim)
-    set_linear(layer, principal(torch.cat(parts), dim))
+    set_linear(layer, principal(encode_all(encoder, images, fastest_device()), dim))
     replace_layer(network, path, layer)
     facts = {"embedder_digest": sha256_file(run_dir / CHECKPOINT)}
     if config.simclr is not None and second is not None:
