@@ -25,7 +25,7 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.base.modules import Dense, Normalize, Transformer
-from sentence_transformers.sentence_transformer.modules import Pooling
+from sentence_transformers.sentence_transformer.modules import Pooling, StaticEmbedding
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
 LIBRARY = Path(__file__).parent / "library"
@@ -47,6 +47,20 @@ def dense() -> list[Any]:
 def save(folder: Path, modules: list[Any], **settings: Any) -> Any:
     """The model of LIBRARY's Transformer and `modules`, saved by the library and read by it."""
     return _save(folder, LIBRARY, modules, **settings)
+
+
+def static(dim: int = 6, seed: int = 0) -> StaticEmbedding:
+    """A table of vectors of WORDS by the tokenizer of LIBRARY."""
+    torch.manual_seed(seed)
+    tokenizer = Tokenizer.from_file(str(LIBRARY / "tokenizer.json"))
+    return StaticEmbedding(tokenizer, embedding_weights=torch.randn(len(WORDS), dim))
+
+
+def save_modules(folder: Path, modules: list[Any], **settings: Any) -> Any:
+    """The library's model, as it reads the folder that it saved."""
+    made = SentenceTransformer(modules=modules, device="cpu", **settings)
+    made.save_pretrained(str(folder), create_model_card=False)
+    return SentenceTransformer(str(folder), device="cpu")
 
 
 def _write_base(folder: Path) -> Path:

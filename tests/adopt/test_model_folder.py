@@ -16,8 +16,7 @@ import pytest
 import torch
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.base.modules import Dense, Normalize, Router, Transformer
-from sentence_transformers.sentence_transformer.modules import LayerNorm, Pooling, StaticEmbedding
-from tokenizers import Tokenizer
+from sentence_transformers.sentence_transformer.modules import LayerNorm, Pooling
 
 from nobackfill.adopt.converters import read_card
 from nobackfill.adopt.embedding import Embedder, open_embedder
@@ -29,7 +28,7 @@ from nobackfill.errors import (
     InvalidInputError,
     NotFoundError,
 )
-from tests.adopt.library_models import DIM, LIBRARY, TEXTS, WORDS, save
+from tests.adopt.library_models import DIM, LIBRARY, TEXTS, WORDS, save, save_modules, static
 from tests.adopt.model2vec_models import MODEL2VEC
 
 
@@ -38,19 +37,6 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where exported ONNX files lie."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "nobackfill" / "onnx"
-
-
-def static(dim: int = 6, seed: int = 0) -> StaticEmbedding:
-    torch.manual_seed(seed)
-    tokenizer = Tokenizer.from_file(str(LIBRARY / "tokenizer.json"))
-    return StaticEmbedding(tokenizer, embedding_weights=torch.randn(len(WORDS), dim))
-
-
-def saved(folder: Path, modules: list[Any], **settings: Any) -> Any:
-    """The library's model, as it reads the folder that it saved."""
-    made = SentenceTransformer(modules=modules, device="cpu", **settings)
-    made.save_pretrained(str(folder), create_model_card=False)
-    return SentenceTransformer(str(folder), device="cpu")
 
 
 def alike(folder: Path, library: Any, texts: list[str] = TEXTS) -> None:
@@ -84,7 +70,7 @@ STATIC = {
 @pytest.mark.parametrize("case", STATIC)
 def test_static_embeddings_need_no_onnx_file(case: str, tmp_path: Path, cache: Path) -> None:
     prompts = {"query": "w20 ", "document": "w21 w22 "}
-    library = saved(tmp_path / "m", [static(), *STATIC[case]], prompts=prompts)
+    library = save_modules(tmp_path / "m", [static(), *STATIC[case]], prompts=prompts)
     alike(tmp_path / "m", library, [*TEXTS, "unheard words", ""])
     assert not cache.exists()
     items, queries = opened(tmp_path / "m")
@@ -95,14 +81,14 @@ def test_static_embeddings_need_no_onnx_file(case: str, tmp_path: Path, cache: P
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_tables_of_other_precision(dtype: torch.dtype, tmp_path: Path) -> None:
     module = static()
-    library = saved(tmp_path / "a", [module])
-    saved(tmp_path / "b", [module.to(dtype)])
+    library = save_modules(tmp_path / "a", [module])
+    save_modules(tmp_path / "b", [module.to(dtype)])
     found = open_embedder(str(tmp_path / "b")).embed(TEXTS)
     np.testing.assert_allclose(found, library.encode(TEXTS), atol=2e-2)
 
 
 def test_a_text_without_tokens_has_the_librarys_zeros(tmp_path: Path) -> None:
-    library = saved(tmp_path / "m", [static(), Normalize()])
+    library = save_modules(tmp_path / "m", [static(), Normalize()])
     assert not library.encode([""]).any()
     assert not open_embedder(str(tmp_path / "m")).embed([""]).any()
 
@@ -110,18 +96,18 @@ def test_a_text_without_tokens_has_the_librarys_zeros(tmp_path: Path) -> None:
 def test_static_embeddings_truncate_as_their_tokenizer_does(tmp_path: Path) -> None:
     module = static()
     module.tokenizer.enable_truncation(3)
-    alike(tmp_path / "m", saved(tmp_path / "m", [module]))
+    alike(tmp_path / "m", save_modules(tmp_path / "m", [module]))
 
 
 def test_another_table_is_another_model(tmp_path: Path) -> None:
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
-        saved(tmp_path / name, [static(seed=seed)])
+        save_modules(tmp_path / name, [static(seed=seed)])
     prints = [open_embedder(str(tmp_path / name)).fingerprint for name in "abc"]
     assert prints[0] == prints[1] != prints[2]
 
 
 def test_a_table_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
-    saved(tmp_path / "m", [static()])
+    save_modules(tmp_path / "m", [static()])
     file = tmp_path / "m" / "tokenizer.json"
     tokenizer = json.loads(file.read_text())
     tokenizer["model"]["vocab"]["more"] = 900
@@ -142,7 +128,7 @@ def test_weights_whose_header_is_no_object_are_refused(header: str, tmp_path: Pa
 
 def test_a_default_prompt_of_static_embeddings_has_to_be_named(tmp_path: Path) -> None:
     prompts = {"topic": "w20 w21 "}
-    saved(tmp_path / "m", [static()], prompts=prompts, default_prompt_name="topic")
+    save_modules(tmp_path / "m", [static()], prompts=prompts, default_prompt_name="topic")
     with pytest.raises(InvalidInputError, match='name that prompt "document" there'):
         open_embedder(str(tmp_path / "m"))
 
@@ -161,7 +147,7 @@ def test_model2vec_is_read_as_model2vec_reads_it(case: str, tmp_path: Path) -> N
 
 
 def test_no_torch_is_loaded_for_static_embeddings(tmp_path: Path) -> None:
-    saved(tmp_path / "m", [static()])
+    save_modules(tmp_path / "m", [static()])
     script = (
         "import sys\nfrom nobackfill.adopt.embedding import open_embedder\n"
         f"open_embedder({str(tmp_path / 'm')!r}).embed(['w1'])\n"
@@ -186,7 +172,7 @@ def test_a_card_names_a_folder_next_to_it(tmp_path: Path) -> None:
 
 def test_each_role_takes_its_route(tmp_path: Path) -> None:
     router = Router.for_query_document([static(seed=1)], [static(seed=2), Dense(6, 6)])
-    alike(tmp_path / "m", saved(tmp_path / "m", [router, Normalize()]))
+    alike(tmp_path / "m", save_modules(tmp_path / "m", [router, Normalize()]))
     items, queries = opened(tmp_path / "m")
     assert items.fingerprint == queries.fingerprint
     assert items.reads == "documents"
@@ -198,7 +184,7 @@ def test_a_query_route_of_other_weights_is_another_encoder(tmp_path: Path) -> No
     reads = []
     for name, query in (("a", 1), ("b", 3)):
         router = Router.for_query_document([static(seed=query)], [static(seed=2)])
-        saved(tmp_path / name, [router])
+        save_modules(tmp_path / name, [router])
         items, queries = opened(tmp_path / name)
         reads.append((items.fingerprint, queries.reads))
     assert reads[0][0] == reads[1][0] and reads[0][1] != reads[1][1]
@@ -206,7 +192,7 @@ def test_a_query_route_of_other_weights_is_another_encoder(tmp_path: Path) -> No
 
 def test_vectors_of_both_routes_are_of_one_space(tmp_path: Path) -> None:
     router = Router.for_query_document([static(seed=1)], [static(seed=2)])
-    saved(tmp_path / "m", [router])
+    save_modules(tmp_path / "m", [router])
     lines = [json.dumps({"id": f"t{n}", "text": text}) for n, text in enumerate(TEXTS)]
     (tmp_path / "t.jsonl").write_text("\n".join(lines))
     items = read_items(str(tmp_path / "t.jsonl"), column="text")
@@ -230,19 +216,21 @@ def test_vectors_of_both_routes_are_of_one_space(tmp_path: Path) -> None:
 )
 def test_routes_are_mapped_as_the_library_maps_them(mappings: Any, tmp_path: Path) -> None:
     router = Router({"a": [static(seed=1)], "b": [static(seed=2)]}, route_mappings=mappings)
-    alike(tmp_path / "m", saved(tmp_path / "m", [router]))
+    alike(tmp_path / "m", save_modules(tmp_path / "m", [router]))
 
 
 def test_a_route_by_the_name_of_the_modality(tmp_path: Path) -> None:
     router = Router({"text": [static(seed=1)]})
-    library = saved(tmp_path / "m", [router])
+    library = save_modules(tmp_path / "m", [router])
     alike(tmp_path / "m", library)
     items, queries = opened(tmp_path / "m")
     assert items.reads == queries.reads == ""
 
 
 def test_a_missing_route_is_refused_with_what_adds_it(tmp_path: Path) -> None:
-    library = saved(tmp_path / "m", [Router({"query": [static(seed=1)], "doc": [static(seed=2)]})])
+    library = save_modules(
+        tmp_path / "m", [Router({"query": [static(seed=1)], "doc": [static(seed=2)]})]
+    )
     with pytest.raises(ValueError, match="No route"):
         library.encode_document(TEXTS)
     with pytest.raises(InvalidInputError, match="routes doc, query, and none") as refused:
@@ -258,7 +246,7 @@ def test_a_missing_route_is_refused_with_what_adds_it(tmp_path: Path) -> None:
 def test_the_router_of_before_version_5(tmp_path: Path) -> None:
     """Asym: its own file is config.json, and it knows no mappings."""
     router = Router.for_query_document([static(seed=1)], [static(seed=2)])
-    saved(tmp_path / "m", [router])
+    save_modules(tmp_path / "m", [router])
     file = next((tmp_path / "m").rglob("router_config.json"))
     config = json.loads(file.read_text())
     file.unlink()
@@ -276,12 +264,12 @@ def test_the_router_of_before_version_5(tmp_path: Path) -> None:
 
 def test_a_module_with_code_of_its_own_is_refused_by_name(tmp_path: Path) -> None:
     router = Router.for_query_document([static(seed=1)], [static(seed=2)])
-    saved(tmp_path / "m", [router])
+    save_modules(tmp_path / "m", [router])
     file = next((tmp_path / "m").rglob("router_config.json"))
     file.write_text(file.read_text().replace("sentence_transformers.", "modeling_own.", 1))
     with pytest.raises(InvalidInputError, match=r"modeling_own.* is never run"):
         open_embedder(str(tmp_path / "m"))
-    saved(tmp_path / "n", [static()])
+    save_modules(tmp_path / "n", [static()])
     file = tmp_path / "n" / "modules.json"
     file.write_text(file.read_text().replace("sentence_transformers.", "modeling_own.", 1))
     with pytest.raises(InvalidInputError, match=r"does not apply .*modeling_own"):
@@ -289,7 +277,7 @@ def test_a_module_with_code_of_its_own_is_refused_by_name(tmp_path: Path) -> Non
 
 
 def test_modules_outside_of_the_folder_are_refused(tmp_path: Path) -> None:
-    saved(tmp_path / "m", [static()])
+    save_modules(tmp_path / "m", [static()])
     file = tmp_path / "m" / "modules.json"
     file.write_text(json.dumps([json.loads(file.read_text())[0] | {"path": "../n"}]))
     with pytest.raises(InvalidInputError, match=r"own folder, got '\.\./n'"):
@@ -350,7 +338,7 @@ def test_routes_with_transformers_of_their_own(tmp_path: Path, cache: Path) -> N
     router = Router.for_query_document(
         [Transformer(str(LIBRARY)), Pooling(DIM, "mean")], [other, Pooling(DIM, "cls")]
     )
-    library = saved(tmp_path / "m", [router, Normalize()], prompts={"query": "w3 "})
+    library = save_modules(tmp_path / "m", [router, Normalize()], prompts={"query": "w3 "})
     alike(tmp_path / "m", library)
     assert len(graphs(cache)) == 2
 
@@ -441,7 +429,7 @@ def test_transformers_of_other_kinds(number: int, tmp_path: Path) -> None:
     )
     model.save_pretrained(base)
     first = Transformer(str(base), max_seq_length=24)
-    library = saved(tmp_path / "m", [first, Pooling(DIM, pooling), Normalize()])
+    library = save_modules(tmp_path / "m", [first, Pooling(DIM, pooling), Normalize()])
     alike(tmp_path / "m", library)
 
 
@@ -479,7 +467,7 @@ def test_pickles_are_refused_by_name(tmp_path: Path, cache: Path) -> None:
         if modules is None:
             bert(tmp_path / name, [Pooling(DIM, "mean")])
         else:
-            saved(tmp_path / name, modules)
+            save_modules(tmp_path / name, modules)
         file = tmp_path / name / "model.safetensors"
         file.rename(file.with_name("pytorch_model.bin"))
         with pytest.raises(InvalidInputError, match=r"found pytorch_model\.bin, a pickle"):

@@ -12,17 +12,15 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from sentence_transformers import SentenceTransformer
 from sentence_transformers.base.modules import Dense, Normalize, Router
-from sentence_transformers.sentence_transformer.modules import LayerNorm, Pooling, StaticEmbedding
-from tokenizers import Tokenizer
+from sentence_transformers.sentence_transformer.modules import LayerNorm, Pooling
 
 from nobackfill.adopt.embedding import open_embedder
 from nobackfill.release.manifest import Manifest
 from nobackfill.release.publishing.inspection import verify_publication
 from nobackfill.release.text_models import TextModel, open_text_encoder
 from nobackfill.training.export.external import TEXT_MODEL
-from tests.adopt.library_models import DIM, GRAPH, LIBRARY, TEXTS, WORDS, save
+from tests.adopt.library_models import DIM, GRAPH, TEXTS, save, save_modules, static
 from tests.adopt.model2vec_models import MODEL2VEC
 from tests.support import trials
 from tests.support.blocks import manifest
@@ -36,19 +34,6 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with trials.near():
         yield tmp_path / "cache" / "nobackfill" / "onnx"
-
-
-def static(dim: int = 6, seed: int = 0) -> StaticEmbedding:
-    torch.manual_seed(seed)
-    tokenizer = Tokenizer.from_file(str(LIBRARY / "tokenizer.json"))
-    return StaticEmbedding(tokenizer, embedding_weights=torch.randn(len(WORDS), dim))
-
-
-def save_static(folder: Path, modules: list[Any], **settings: Any) -> Any:
-    """The library's model, as it reads the folder that it saved."""
-    made = SentenceTransformer(modules=modules, device="cpu", **settings)
-    made.save_pretrained(str(folder), create_model_card=False)
-    return SentenceTransformer(str(folder), device="cpu")
 
 
 EXPORTS = "to ONNX once, with torch; takes about 30 s of a processor and 1.0 GiB of memory"
@@ -187,7 +172,7 @@ def test_static_embeddings_become_a_release(limit: int | None, tmp_path: Path, c
     module = static()
     if limit is not None:
         module.tokenizer.enable_truncation(limit)
-    library = save_static(tmp_path / "m", [module, Dense(6, 4), Normalize()])
+    library = save_modules(tmp_path / "m", [module, Dense(6, 4), Normalize()])
     made, published = publish(tmp_path, "--text-encoder", tmp_path / "m")
     alike(published, library)
     assert made.recipe[TEXT_MODEL] == open_embedder(str(tmp_path / "m")).fingerprint
