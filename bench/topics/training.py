@@ -1,15 +1,16 @@
 """The training loop against a bare torch loop, the feature cache, and evaluation of whole sets."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 from torch.nn import functional as F
 
 from bench import data
-from bench.harness import Bench, Contender, Row, Table, compared, interleave
+from bench.harness import Bench, Contender, Measured, Row, Table, compared, interleave
 from nobackfill.metrics import retrieval
 from nobackfill.metrics.ranking import same_label
 from nobackfill.training.config import Augmentation, EmbedderConfig
@@ -67,18 +68,11 @@ NETWORKS = (("small_resnet", 64, 256, 195), ("resnet50", 32, 512, 40))
 
 def _on_card(bench: Bench, backbone: str, width: int, batch: int, batches: int) -> Table:
     """Compare the loop with a bare one on a GPU, without and with augmentation."""
-    count = bench.size(4, batches, batches) * batch
-    images = torch.from_numpy(data.images(count, PIXELS))
-    labels = torch.from_numpy(np.random.default_rng(0).integers(0, 100, count))
-    names = tuple(str(n) for n in range(100))
-    plain = Augmentation()
-    changed = Augmentation(horizontal_flip=True, translate=0.125)
-    runs = iter(range(10_000))
 
-    def config(augmentation: Augmentation) -> EmbedderConfig:
-        return _config(bench, next(runs), augmentation).model_copy(
+    def config(number: int, augmentation: Augmentation) -> EmbedderConfig:
+        return _config(bench, number, augmentation).model_copy(
             update={
-                "run_dir": bench.folder / f"{backbone}-{next(runs)}",
+                "run_dir": bench.folder / f"{backbone}-{number}",
                 "backbone": backbone,
                 "width": width,
                 "embedding_dim": 128,
@@ -89,36 +83,68 @@ def _on_card(bench: Bench, backbone: str, width: int, batch: int, batches: int) 
             }
         )
 
+    changed = Augmentation(horizontal_flip=True, translate=0.125)
+    count = bench.size(4, batches, batches) * batch
+    measured = _beside_bare(bench, config, changed, count, 100)
+    card = torch.cuda.get_device_name()
+    return compared(f"{backbone} on {card}", "images/s", measured, "bare torch", CARD)
+
+
+def _loop(bench: Bench) -> Table:
+    changed = Augmentation(translate=0.1, rotate_degrees=10, scale=0.1)
+    count = bench.size(256, 2048, 8192)
+    measured = _beside_bare(bench, partial(_config, bench), changed, count, CLASSES)
+    return compared("Training loop", "images/s", measured, "bare torch", LOOP)
+
+
+def _beside_bare(
+    bench: Bench,
+    config: Callable[[int, Augmentation], EmbedderConfig],
+    changed: Augmentation,
+    count: int,
+    classes: int,
+) -> dict[str, Measured]:
+    """Train an epoch of `count` images by the loop and by a bare one, on the configured device."""
+    images = torch.from_numpy(data.images(count, PIXELS))
+    labels = torch.from_numpy(np.random.default_rng(0).integers(0, classes, count))
+    names = tuple(str(n) for n in range(classes))
+    plain = Augmentation()
+    runs = iter(range(10_000))
+
     def ours(augmentation: Augmentation) -> float:
-        own = config(augmentation)
+        own = config(next(runs), augmentation)
         torch.manual_seed(0)
-        objective = EmbedderObjective(own, 100)
+        objective = EmbedderObjective(own, classes)
         rows = {"images": images, "labels": labels}
         started = time.perf_counter()
         fit(objective, rows, own, names, progress=ProgressBars(visible=False))
         return count / (time.perf_counter() - started)
 
     def bare() -> float:
+        own = config(0, plain)
+        device, batch = own.accelerator, own.batch_size
+        on_gpu = device == "cuda"
         torch.manual_seed(0)
-        objective = EmbedderObjective(config(plain), 100).cuda()
+        objective = EmbedderObjective(own, classes).to(device)
         network, head = objective.embedder.backbone, objective.head
         optimiser = torch.optim.SGD(
-            objective.parameters(), lr=0.05, momentum=0.9, nesterov=True, fused=True
+            objective.parameters(), lr=0.05, momentum=0.9, nesterov=True, fused=on_gpu
         )
-        torch.cuda.synchronize()
+        wait: Callable[[], None] = torch.cuda.synchronize if on_gpu else lambda: None
+        wait()
         started = time.perf_counter()
-        held, classes = images.cuda(), labels.cuda()
-        order = torch.randperm(count, device="cuda")
+        held, held_labels = images.to(device), labels.to(device)
+        order = torch.randperm(count, device=device)
         for start in range(0, count - batch + 1, batch):
             picked = order[start : start + batch]
             pixels = held[picked].permute(0, 3, 1, 2).float() / 255
-            with torch.autocast("cuda", torch.bfloat16):
+            with torch.autocast(device, torch.bfloat16, enabled=on_gpu):
                 vectors = network((pixels - 0.5) / 0.5)
-            loss = head(F.normalize(vectors.float()), classes[picked])
+            loss = head(F.normalize(vectors.float()), held_labels[picked])
             loss.backward()
             optimiser.step()
             optimiser.zero_grad(set_to_none=True)
-        torch.cuda.synchronize()
+        wait()
         return count / (time.perf_counter() - started)
 
     contenders = [
@@ -126,52 +152,7 @@ def _on_card(bench: Bench, backbone: str, width: int, batch: int, batches: int) 
         Contender("ours", lambda: ours(plain)),
         Contender("ours, augmented", lambda: ours(changed)),
     ]
-    measured = interleave(contenders, bench.size(1, 3, 7))
-    card = torch.cuda.get_device_name()
-    return compared(f"{backbone} on {card}", "images/s", measured, "bare torch", CARD)
-
-
-def _loop(bench: Bench) -> Table:
-    count = bench.size(256, 2048, 8192)
-    images = torch.from_numpy(data.images(count, PIXELS))
-    labels = torch.from_numpy(np.random.default_rng(0).integers(0, CLASSES, count))
-    names = tuple(str(n) for n in range(CLASSES))
-    plain, changed = Augmentation(), Augmentation(translate=0.1, rotate_degrees=10, scale=0.1)
-    runs = iter(range(10_000))
-
-    def ours(augmentation: Augmentation) -> float:
-        config = _config(bench, next(runs), augmentation)
-        torch.manual_seed(0)
-        objective = EmbedderObjective(config, CLASSES)
-        rows = {"images": images, "labels": labels}
-        started = time.perf_counter()
-        fit(objective, rows, config, names, progress=ProgressBars(visible=False))
-        return count / (time.perf_counter() - started)
-
-    def bare() -> float:
-        config = _config(bench, 0, plain)
-        torch.manual_seed(0)
-        objective = EmbedderObjective(config, CLASSES)
-        network, head = objective.embedder.backbone, objective.head
-        optimiser = torch.optim.SGD(objective.parameters(), lr=0.05, momentum=0.9, nesterov=True)
-        started = time.perf_counter()
-        order = torch.randperm(count)
-        for start in range(0, count - 127, 128):
-            picked = order[start : start + 128]
-            pixels = images[picked].permute(0, 3, 1, 2).float() / 255
-            loss = head(F.normalize(network((pixels - 0.5) / 0.5)), labels[picked])
-            loss.backward()
-            optimiser.step()
-            optimiser.zero_grad(set_to_none=True)
-        return count / (time.perf_counter() - started)
-
-    contenders = [
-        Contender("bare torch", bare),
-        Contender("ours", lambda: ours(plain)),
-        Contender("ours, augmented", lambda: ours(changed)),
-    ]
-    measured = interleave(contenders, bench.size(1, 3, 7))
-    return compared("Training loop", "images/s", measured, "bare torch", LOOP)
+    return interleave(contenders, bench.size(1, 3, 7))
 
 
 @dataclass(frozen=True)
