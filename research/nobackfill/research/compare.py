@@ -203,8 +203,8 @@ def main(
         ),
     ] = None,
 ) -> None:
-    """Train and evaluate methods on the same splits; print a table, and which claims of papers "
-    "hold."""
+    """Train and evaluate methods on the same splits; print a table, and which claims of papers
+    hold."""
     if pairs is not None and not vectors:
         raise ConfigurationError(
             "--pairs is the number of training pairs of --vectors; also give --vectors FILE.npz"
