@@ -38,7 +38,7 @@ from nobackfill.adopt.sources.source import (
     Target,
     Window,
     even,
-    lock_by_file,
+    lock_by_address,
     metric_of,
     server_address,
 )
@@ -713,12 +713,8 @@ class QdrantSource:
             BusyError: another migration holds the lock.
             CannotWriteError: the lock file cannot be created.
         """
-        folder = Path(self._place).resolve()
-        if "://" in self._place:
-            caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-            folder = caches / "nobackfill"
-        address = hashlib.sha256(f"{self._place}#{self._name}".encode()).hexdigest()[:16]
-        return lock_by_file(folder / f".{address}-nobackfill.lock", self._name)
+        folder = None if "://" in self._place else Path(self._place).resolve()
+        return lock_by_address(self._place, self._name, folder)
 
     def read_migration_mark(self, column: str) -> str | None:
         """Return the digest of the map whose vectors have a name; None for any other name, and

@@ -5,7 +5,9 @@ raise UnavailableError (its server does not answer), NotPermittedError (it refus
 BusyError (others hold the store, or its server has too many requests).
 """
 
+import hashlib
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -785,6 +787,30 @@ def lock_by_file(path: Path, name: str) -> Iterator[Callable[[], None]]:
             raise BusyError(f"{name}: {OTHER_MIGRATION}") from error
         locks.callback(path.unlink, missing_ok=True)
         yield lambda: None
+
+
+def lock_by_address(
+    place: str, name: str, folder: Path | None = None
+) -> AbstractContextManager[Callable[[], None]]:
+    """Hold `Reversible.migration_lock` by a lock file for a collection of a store without locks.
+
+    The file lies in `folder`. For a server it lies in `~/.cache/nobackfill` (or below
+    XDG_CACHE_HOME): it keeps out migrations of this user on this machine alone. It waits up to 3 s.
+
+    Args:
+        place: The address of the store.
+        name: Name of the collection.
+        folder: The store's own folder; None for a server.
+
+    Raises:
+        BusyError: Another migration holds the lock.
+        CannotWriteError: The lock file cannot be created.
+    """
+    if folder is None:
+        caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        folder = caches / "nobackfill"
+    address = hashlib.sha256(f"{place}#{name}".encode()).hexdigest()[:16]
+    return lock_by_file(folder / f".{address}-nobackfill.lock", name)
 
 
 def name_before(column: str) -> str:
