@@ -136,6 +136,7 @@ JSON: Mapping[str, tuple[str, ...]] = {
     "python training/evaluate.py": (
         f"{_TRAINING}.cli.evaluate:main",
         f"{_TRAINING}.cli.evaluate:_report",
+        f"{_TRAINING}.cli.evaluate:_protocol_report",
         f"{_TRAINING}.cli.evaluate:_figures",
         "nobackfill.quality.retrieval:_evaluate",
         "nobackfill.quality.retrieval:_recognition",

@@ -178,6 +178,65 @@ def test_two_releases_are_measured_by_a_protocol(name: str, life: Life, tmp_path
     assert cells["2/1"][best] < min(cells[cell][best] for cell in ("2/1>2", "2/2"))
 
 
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_backfill_goes_from_the_served_figures_to_the_new_models(
+    name: str, life: Life, tmp_path: Path
+) -> None:
+    """Every protocol by every order that its files and the upgrade allow; BCT's Figure 3."""
+    WRITERS[name](life, tmp_path)
+    file = tmp_path / "report.json"
+    result = by_protocol(life, name, tmp_path, "--backfill", "--json", file)
+    assert result.exit_code == 0, result.output
+    assert "re-embedded, in percent" in result.output
+    report = json.loads(file.read_text("utf-8"))
+    cells, curves = report["cells"], report["backfill"]
+    assert set(curves) == {"2/1", "2/1>2"}
+    has_classes = name in ("ijbc", "market1501", "vggface2")
+    for cell, orders in curves.items():
+        assert set(orders) == {"random"} | ({"class"} if has_classes else set())
+        for curve in orders.values():
+            assert set(curve["figures"]) == FIGURES[name] == set(curve["means"])
+            for figure, values in curve["figures"].items():
+                assert values[0] == pytest.approx(cells[cell][figure])
+                assert values[-1] == pytest.approx(cells["2/2"][figure])
+                area = np.trapezoid(values, curve["shares"])
+                assert curve["means"][figure] == pytest.approx(area)
+
+
+def test_a_class_is_re_embedded_whole(life: Life, tmp_path: Path) -> None:
+    """Half of VGGFace2's subjects are new, half served: no share lies inside a subject."""
+    vggface2(life, tmp_path)
+    file = tmp_path / "report.json"
+    by_protocol(
+        life, "vggface2", tmp_path, "--backfill", "--json", file, "--cells", "1/1,2/1>2,2/2"
+    )
+    curve = json.loads(file.read_text("utf-8"))["backfill"]["2/1>2"]["class"]
+    assert np.multiply(curve["shares"], 10) == pytest.approx(np.arange(11))
+
+
+def test_criteria_are_those_of_the_papers_for_each_figure(life: Life, tmp_path: Path) -> None:
+    """BCT Eq. 2 and 9, DMU Eq. 6 and 7; update gain wants an independent release."""
+    market1501(life, tmp_path)
+    file = tmp_path / "report.json"
+    result = by_protocol(life, "market1501", tmp_path, "--independent", "2", "--json", file)
+    assert result.exit_code == 0, result.output
+    assert "update gain" in " ".join(result.output.split())
+    report = json.loads(file.read_text("utf-8"))
+    cells, criteria = report["cells"], report["criterion"]
+    assert set(criteria) == {"2/1", "2/1>2"}
+    for figure in ("rank-1", "map"):
+        old, served, new = (cells[cell][figure] for cell in ("1/1", "2/1>2", "2/2"))
+        assert old < served < new
+        assert criteria["2/1>2"][figure] == {
+            "compatible": True,
+            "update_gain": pytest.approx((served - old) / (new - old)),
+            "upgrade_gain": pytest.approx((served - old) / old),
+            "degradation": 0,
+        }
+        assert criteria["2/1"][figure]["compatible"] is False
+        assert criteria["2/1"][figure]["update_gain"] is None
+
+
 def embedded(life: Life, paths: list[Path], *along: int) -> Vectors:
     """Vectors of images by the published files one by one."""
     published = read_publication(life.repo).manifests
@@ -262,7 +321,7 @@ def test_a_query_of_oxford_is_its_box(life: Life, tmp_path: Path) -> None:
         (("--protocol", "gldv2", "--root", "nowhere"), 66, "no protocol file nowhere/index.csv"),
         (("--protocol", "gldv2"), 2, "--protocol needs --root FOLDER and can otherwise"),
         (
-            ("--protocol", "gldv2", "--root", ".", "--backfill"),
+            ("--protocol", "gldv2", "--root", ".", "--neighbours", "3"),
             2,
             "--protocol needs --root FOLDER and can otherwise",
         ),

@@ -25,8 +25,14 @@ from nobackfill.quality.route_evidence import backfill_curves
 from nobackfill.release.manifest import Manifest
 from nobackfill.release.trust.trust import read_publication
 from nobackfill.training.cli.command import command_app
-from nobackfill.training.cli.table import backfill_table, matrix_table, protocol_table
-from nobackfill.training.protocols.evaluation import evaluate_protocol
+from nobackfill.training.cli.table import (
+    backfill_table,
+    matrix_table,
+    protocol_backfill_table,
+    protocol_criteria_table,
+    protocol_table,
+)
+from nobackfill.training.protocols.evaluation import ProtocolReport, evaluate_protocol
 from nobackfill.training.protocols.persons import OperatingPoints
 
 
@@ -95,7 +101,9 @@ classes, and of pairs of the same class, that satisfy it.
 
 Published test protocols: --protocol NAME --root FOLDER replaces --queries and --gallery. Names:
 ijbc, gldv2, roxford5k, rparis6k, market1501, vggface2; docs/training.md lists the files that each
-expects below FOLDER. JSON: {"protocol": NAME, "cells": {CELL: {FIGURE: share}}}.
+expects below FOLDER. Criteria are told for each figure, and --backfill measures each figure. JSON:
+{"protocol": NAME, "cells": {CELL: {FIGURE: share}}, "criterion": {CELL: {FIGURE: {...}}},
+"backfill": {CELL: {ORDER: {"shares", "figures", "means"}}}}.
 
 Examples:
 
@@ -109,8 +117,8 @@ not published, 78 wrong configuration.
 """
 
 _NO_CURVE = (
-    "--backfill measured no curve, because no cell of --cells has an older gallery; add one such "
-    "as 2/1"
+    "--backfill measured no curve, because no cell of --cells has an older gallery whose vectors "
+    "can be searched together with new ones; add one such as 2/1"
 )
 
 _Queries = Annotated[
@@ -232,8 +240,8 @@ def main(
         bool,
         typer.Option(
             "--backfill",
-            help="Also measure mAP and CMC-1 while a growing share of each older gallery is "
-            "re-embedded. Without this flag, no such curve is measured.",
+            help="Also measure mAP and CMC-1, or the figures of --protocol, while a growing share "
+            "of each older gallery is re-embedded. Without this flag, no such curve is measured.",
         ),
     ] = False,
     int8: Annotated[
@@ -257,17 +265,22 @@ def main(
     names = _names(cells, manifests, independent)
     points = _points(protocol, far, fpir)
     if protocol is not None:
-        others = (queries, gallery, picture, independent, neighbours or None, backfill or None)
+        others = (queries, gallery, picture, neighbours or None)
         if root is None or any(other is not None for other in others):
             raise typer.BadParameter(
                 "--protocol needs --root FOLDER and can otherwise be combined only with --cells, "
-                "--far, --fpir, --int8 and --json"
+                "--independent, --backfill, --far, --fpir, --int8 and --json"
             )
-        shares = evaluate_protocol(
-            protocol, root, model_repo, manifests, names, int8=int8, points=points
-        )
-        print(protocol_table(shares))
-        _write(json_file, lambda: {"protocol": protocol, "cells": shares})
+        report = evaluate_protocol(
+            protocol, root, model_repo, manifests, names, int8=int8, points=points,
+            independent=independent, backfill=backfill,
+        )  # fmt: skip
+        print(protocol_table(report.cells))
+        if report.criteria:
+            print(protocol_criteria_table(report.criteria))
+        if backfill:
+            print(protocol_backfill_table(report.backfill) if report.backfill else _NO_CURVE)
+        _write(json_file, lambda: _protocol_report(protocol, report))
         return
     if queries is None or gallery is None:
         raise typer.BadParameter(
@@ -350,6 +363,25 @@ def _report(
             str(cell.name): dict(neighbour_paths(cell, query_images, gallery_images))
             for cell in matrix
             if neighbours
+        },
+    }
+
+
+def _protocol_report(name: str, report: ProtocolReport) -> dict[str, object]:
+    return {
+        "protocol": name,
+        "cells": report.cells,
+        "criterion": report.criteria,
+        "backfill": {
+            cell: {
+                order: {
+                    "shares": curve.shares.tolist(),
+                    "figures": {key: values.tolist() for key, values in curve.figures.items()},
+                    "means": {key: curve.mean_of(key) for key in curve.figures},
+                }
+                for order, curve in orders.items()
+            }
+            for cell, orders in report.backfill.items()
         },
     }
 

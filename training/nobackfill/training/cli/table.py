@@ -1,17 +1,20 @@
 """Tables for the terminal: rows are query models, columns galleries, figures in percent."""
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from nobackfill.metrics.backfill import TENTHS, BackfillCurve
+from nobackfill.quality.criterion import Judgement
 from nobackfill.quality.gate import GainRow, ReleaseEvidence
 from nobackfill.quality.retrieval import MatrixCell
 from nobackfill.release.manifest import Unlabelled
+from nobackfill.training.protocols.evaluation import ProtocolCurve
 
 
 def gate_table(evidence: ReleaseEvidence) -> str:
@@ -126,13 +129,58 @@ def backfill_table(curves: Mapping[str, Mapping[str, BackfillCurve]]) -> str:
     Raises:
         ValueError: a curve has another number of figures than of shares.
     """
+    return _share_table(
+        (cell, order, title, curve.shares, values)
+        for cell, orders in curves.items()
+        for order, curve in orders.items()
+        for title, values in (("CMC-1", curve.cmc1), ("mAP", curve.map))
+    )
+
+
+def protocol_backfill_table(curves: Mapping[str, Mapping[str, ProtocolCurve]]) -> str:
+    """Format a protocol's figures in percent at each tenth of a backfill, and their mean.
+
+    Values between measured shares are interpolated linearly. The result has no newline at its end;
+    without curves it is a header.
+
+    Args:
+        curves: the curve by cell and by order of re-embedding.
+    """
+    return _share_table(
+        (cell, order, title, curve.shares, values)
+        for cell, orders in curves.items()
+        for order, curve in orders.items()
+        for title, values in curve.figures.items()
+    )
+
+
+def protocol_criteria_table(criteria: Mapping[str, Mapping[str, Judgement]]) -> str:
+    """Format the papers' criteria by cell and figure, in percent; "-" where one is not defined.
+
+    The result has no newline at its end; without cells it is a header.
+
+    Args:
+        criteria: as in `ProtocolReport`.
+    """
+    keys = ("update_gain", "upgrade_gain", "degradation")
+    titles = (_SHARES[key].replace("-\n", "").replace("\n", " ") for key in keys)
+    table = Table("cell", "figure", "BCT Eq. 2", *titles)
+    for cell, figures in criteria.items():
+        for name, values in figures.items():
+            met = "met" if values["compatible"] else "not met"
+            table.add_row(cell, name, met, *(_percent(values[key]) for key in keys))
+    return render(table)
+
+
+def _share_table(
+    rows: Iterable[tuple[str, str, str, NDArray[np.float64], NDArray[np.float64]]],
+) -> str:
+    """Format curves: cell, order and figure, then shares [s] and values [s]."""
     shares = (f"{100 * share:.0f} %" for share in TENTHS)
     table = Table("cell", "order", "figure", *shares, "mean", box=box.SIMPLE, padding=(0, 1, 0, 0))
-    for cell, orders in curves.items():
-        for order, curve in orders.items():
-            for title, values in (("CMC-1", curve.cmc1), ("mAP", curve.map)):
-                tenths = [*np.interp(TENTHS, curve.shares, values), curve.mean_over(values)]
-                table.add_row(cell, order, title, *(f"{100 * value:.1f}" for value in tenths))
+    for cell, order, title, points, values in rows:
+        tenths = [*np.interp(TENTHS, points, values), np.trapezoid(values, points)]
+        table.add_row(cell, order, title, *(f"{100 * value:.1f}" for value in tenths))
     return f"Share of the gallery that is re-embedded, in percent:\n{render(table)}"
 
 

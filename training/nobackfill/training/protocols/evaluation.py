@@ -2,11 +2,29 @@
 
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from nobackfill.errors import ConfigurationError
-from nobackfill.quality.cells import CellName
+from nobackfill.metrics.backfill import (
+    ReembeddingOrder,
+    class_order,
+    class_shares,
+    random_order,
+    uncertainty_order,
+)
+from nobackfill.metrics.compatibility import (
+    degradation,
+    is_compatible,
+    update_gain,
+    upgrade_gain,
+)
+from nobackfill.quality.cells import CellName, own_cell
+from nobackfill.quality.criterion import INDEPENDENT, Judgement
 from nobackfill.quality.embedded import PublishedListing, cell_vectors
 from nobackfill.release.manifest import Manifest
 from nobackfill.training.protocols import landmarks, persons
@@ -52,6 +70,42 @@ def protocol_named(
     return partial(persons.ijbc, points=points)
 
 
+@dataclass(frozen=True)
+class ProtocolCurve:
+    """The figures of a protocol while a growing share of the gallery is re-embedded.
+
+    Attributes:
+        shares: of re-embedded images, [s], ascending from 0 to 1.
+        figures: each figure at these shares, [s].
+    """
+
+    shares: NDArray[np.float64]
+    figures: Mapping[str, NDArray[np.float64]]
+
+    def mean_of(self, figure: str) -> float:
+        """Return the area under the curve of a figure: its mean over shares (trapezium rule).
+
+        Raises:
+            KeyError: there is no such figure.
+        """
+        return float(np.trapezoid(self.figures[figure], self.shares))
+
+
+@dataclass(frozen=True)
+class ProtocolReport:
+    """The measurements of `evaluate_protocol`.
+
+    Attributes:
+        cells: figures by cell, shares 0..1.
+        criteria: by cell of an older gallery and by figure, as of `figure_criteria`.
+        backfill: curves by cell of an older gallery and by order.
+    """
+
+    cells: Mapping[str, Figures]
+    criteria: Mapping[str, Mapping[str, Judgement]]
+    backfill: Mapping[str, Mapping[str, ProtocolCurve]]
+
+
 def evaluate_protocol(
     name: str,
     root: Path,
@@ -61,7 +115,9 @@ def evaluate_protocol(
     *,
     int8: bool = False,
     points: OperatingPoints | None = None,
-) -> dict[str, Figures]:
+    independent: int | None = None,
+    backfill: bool = False,
+) -> ProtocolReport:
     """Embed the images of a protocol by published releases, and measure its figures for each cell.
 
     Images are embedded once for each release, and cells are measured in their order. Query images
@@ -75,9 +131,9 @@ def evaluate_protocol(
         cells: the cells to measure; none give an empty result.
         int8: use quantised upgrades where they exist.
         points: operating points for ijbc; None: the protocol's own.
-
-    Returns:
-        Figures by cell; shares 0..1.
+        independent: a release trained without older models, whose own cell is among `cells`, for
+            update gain and degradation; None: the query's own, if it was trained so.
+        backfill: also measure the figures while older galleries are re-embedded.
 
     Raises:
         ConfigurationError: the name is unknown, the protocol has no operating points, or the folder
@@ -97,9 +153,93 @@ def evaluate_protocol(
         queries = gallery = PublishedListing(protocol.queries, model_repo, manifests)
         if protocol.gallery is not protocol.queries:
             gallery = PublishedListing(protocol.gallery, model_repo, manifests)
-        return {
-            str(cell): protocol.figures(
+        measured = {
+            cell: protocol.figures(
                 *cell_vectors(cell, queries, gallery, int8=int8), queries.metric_of(cell)
             )
             for cell in cells
         }
+        older = [cell for cell in cells if cell.gallery[0] != cell.query]
+        curves = {
+            str(cell): _curves(protocol, cell, queries, gallery, int8=int8)
+            for cell in older
+            if backfill
+        }
+    criteria = {}
+    for cell in older:
+        reference = independent
+        if independent is None and manifests[cell.query].method == INDEPENDENT:
+            reference = cell.query
+        ends = measured.get(own_cell(cell.gallery[0])), measured.get(own_cell(cell.query))
+        bound = None if reference is None else measured.get(own_cell(reference))
+        if ends[0] is not None and ends[1] is not None:
+            criteria[str(cell)] = figure_criteria(measured[cell], ends[0], ends[1], bound)
+    return ProtocolReport(
+        {str(cell): figures for cell, figures in measured.items()},
+        criteria,
+        {cell: orders for cell, orders in curves.items() if orders},
+    )
+
+
+def figure_criteria(
+    served: Figures, old: Figures, new: Figures, independent: Figures | None
+) -> dict[str, Judgement]:
+    """Compute the papers' criteria for each figure of a cell with an older gallery.
+
+    Args:
+        served: figures of the cell, of which more is better.
+        old, new: figures of old/old and new/new, with the same names.
+        independent: new/new of a model trained without older ones; None: unknown.
+
+    Returns:
+        By figure: `compatible` (BCT Eq. 2), `update_gain` (BCT Eq. 9), `upgrade_gain` (DMU Eq. 6)
+        and `degradation` (DMU Eq. 7); None where one is not defined, such as without `independent`
+        or if it divides by 0.
+    """
+    criteria: dict[str, Judgement] = {}
+    for name, value in served.items():
+        bound = None if independent is None else independent[name]
+        criteria[name] = {
+            "compatible": is_compatible(value, old[name]),
+            "update_gain": None if bound is None else update_gain(value, old[name], bound),
+            "upgrade_gain": upgrade_gain(value, old[name]) if old[name] > 0 else None,
+            "degradation": degradation(new[name], bound) if bound else None,
+        }
+    return criteria
+
+
+def _curves(
+    protocol: Protocol,
+    cell: CellName,
+    queries: PublishedListing,
+    gallery: PublishedListing,
+    *,
+    int8: bool,
+) -> dict[str, ProtocolCurve]:
+    """Measure the protocol while a cell's gallery is re-embedded, by plain distances.
+
+    Orders are random, class (BCT's supplement) if the protocol tells classes, and uncertainty if
+    the upgrade predicts it. There are none if old and new vectors cannot be one gallery: they have
+    other dimensions, or queries pass an adapter.
+    """
+    served, native = gallery.vectors_along(cell.gallery, int8=int8), gallery.native(cell.query)
+    if served.embedding.shape != native.shape or queries.query_adapter(cell) is not None:
+        return {}
+    orders = {"random": ReembeddingOrder(random_order(len(native), 0))}
+    if protocol.classes is not None:
+        items = class_order(protocol.classes, 0)
+        orders["class"] = ReembeddingOrder(items, class_shares(protocol.classes, items))
+    if served.uncertainty is not None:
+        orders["uncertainty"] = ReembeddingOrder(uncertainty_order(served.uncertainty))
+    curves = {}
+    for name, order in orders.items():
+        shares = np.asarray(order.shares, np.float64)
+        points = []
+        for count in np.round(shares * len(native)).astype(int).tolist():
+            mixed = served.embedding.copy()
+            mixed[order.items[:count]] = native[order.items[:count]]
+            vectors = queries.native(cell.query)
+            points.append(protocol.figures(vectors, mixed, queries.metric(cell.query)))
+        figures = {name: np.array([point[name] for point in points]) for name in points[0]}
+        curves[name] = ProtocolCurve(shares, figures)
+    return curves

@@ -355,7 +355,21 @@ def ijbc(root: Path, _scratch: Path, points: OperatingPoints = OperatingPoints()
         accepted = {f"tar@far={rate:g}": share for rate, share in verified.items()}
         return accepted | dict(search_templates(probes, galleries, first, second, points.fpir))
 
-    return Protocol(listing, listing, figures)
+    return Protocol(listing, listing, figures, _subjects(faces, galleries))
+
+
+def _subjects(faces: Faces, galleries: Sequence[SubjectTemplates]) -> Ints:
+    """Return the subject of each face by its template's gallery entry.
+
+    Faces of a template in no gallery are a class of their own, below 0."""
+    subject_of = {
+        template: subject
+        for entries in galleries
+        for template, subject in zip(
+            entries.templates.tolist(), entries.subjects.tolist(), strict=True
+        )
+    }
+    return np.array([subject_of.get(t, -1 - t) for t in faces.templates.tolist()], np.int64)
 
 
 def _group_means(vectors: Floats, place: Ints, groups: int) -> Floats:
@@ -418,7 +432,7 @@ def vggface2(root: Path, _scratch: Path) -> Protocol:
     listing = list_images(root)
     drawn = listing.select(subsample(listing))
     relevance = same_label(drawn.labels, drawn.labels, drawn.paths, drawn.paths)
-    return ranking_protocol(drawn, drawn, relevance, _face_figures)
+    return ranking_protocol(drawn, drawn, relevance, _face_figures, drawn.labels)
 
 
 def _face_figures(ranking: Ranking) -> Figures:
@@ -521,7 +535,9 @@ def market1501(root: Path, _scratch: Path) -> Protocol:
         for persons in (queries, gallery)
     )
     relevance = market_relevance(queries, gallery)
-    return ranking_protocol(query_listing, gallery_listing, relevance, _person_figures)
+    return ranking_protocol(
+        query_listing, gallery_listing, relevance, _person_figures, gallery.persons
+    )
 
 
 def _person_figures(ranking: Ranking) -> Figures:

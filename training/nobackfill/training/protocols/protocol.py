@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from nobackfill.class_folders import ImageListing
 from nobackfill.errors import InvalidInputError, NotFoundError, join_few
@@ -133,11 +134,18 @@ class Protocol:
 
     Its arguments are vectors of the queries [q,dim] and of the gallery [n,dim], in listing order,
     and the metric. Queries and gallery may be the same listing.
+
+    Attributes:
+        queries, gallery: the images.
+        figures: the function.
+        classes: the person or class of each gallery image, int64 [n]; None: the protocol's files
+            do not tell it.
     """
 
     queries: ImageListing
     gallery: ImageListing
     figures: Callable[[Vectors, Vectors, Metric], Figures]
+    classes: NDArray[np.int64] | None = None
 
 
 def images(root: Path, paths: Sequence[str]) -> ImageListing:
@@ -163,6 +171,7 @@ def ranking_protocol(
     gallery: ImageListing,
     relevance: Relevance,
     figures: Callable[[Ranking], Figures],
+    classes: NDArray[np.int64] | None = None,
 ) -> Protocol:
     """Make a protocol whose figures depend on one ranking of the gallery per query.
 
@@ -175,5 +184,10 @@ def ranking_protocol(
         queries, gallery: the images.
         relevance: what each query should find, by positions in `gallery`.
         figures: computes shares 0 to 1 by name from the ranking.
+        classes: the person or class of each gallery image, int64 [n]; None: unknown.
     """
-    return Protocol(queries, gallery, lambda q, g, metric: figures(rank(q, g, relevance, metric)))
+
+    def measure(q: Vectors, g: Vectors, metric: Metric) -> Figures:
+        return figures(rank(q, g, relevance, metric))
+
+    return Protocol(queries, gallery, measure, classes)
