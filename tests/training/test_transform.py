@@ -1,9 +1,13 @@
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 
+from nobackfill.errors import ConfigurationError
 from nobackfill.training.config import UpgradeConfig
 from nobackfill.training.method import UpgradeShape
+from nobackfill.training.methods import upgrade_method
 from nobackfill.training.methods.fct import build_fct, draw_view, squared_l2
 from nobackfill.training.networks.transform import FctTransform
 from tests.training.life import config_of
@@ -47,6 +51,32 @@ def test_a_branch_left_out_equals_the_zero_vector() -> None:
         embedding = torch.randn(4, 16)
         expected = whole(embedding, torch.zeros(4, 8))
         assert torch.allclose(without(embedding, None), expected, atol=1e-5)
+
+
+def test_raw_training_is_the_authors_mse_and_serves_unit_vectors() -> None:
+    """The option `raw` of fct: lengths count in training only, and not in other methods."""
+    shape = UpgradeShape(16, 8, 12, 0, True)
+    values: dict[str, object] = {"old": "a", "new": "b", "projection_dim": 8, "inner_dim": 8}
+    embedding, side = torch.randn(6, 16), torch.randn(6, 8)
+    outputs = {}
+    for raw in (True, False):
+        config = config_of("upgrade", Path("r"), Path("i"), **values, options={"raw": raw})
+        assert isinstance(config, UpgradeConfig)
+        torch.manual_seed(0)
+        upgrade = upgrade_method("fct").build(config, shape)
+        outputs[raw] = upgrade.train()(embedding, side).embedding
+        # In eval mode, as exported, both are unit vectors.
+        served = upgrade.eval()(embedding, side).embedding
+        assert torch.allclose(served.norm(dim=1), torch.ones(6), atol=1e-5)
+    assert not torch.allclose(outputs[True].norm(dim=1), torch.ones(6), atol=1e-2)
+    assert torch.allclose(nn.functional.normalize(outputs[True]), outputs[False], atol=1e-5)
+
+
+def test_an_unknown_option_of_fct_is_refused() -> None:
+    config = config_of("upgrade", Path("r"), Path("i"), old="a", new="b", options={"row": True})
+    assert isinstance(config, UpgradeConfig)
+    with pytest.raises(ConfigurationError, match="row"):
+        upgrade_method("fct").build(config, UpgradeShape(4, 0, 4, 0, True))
 
 
 def test_unit_outputs_have_norm_one() -> None:

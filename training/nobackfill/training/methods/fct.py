@@ -9,6 +9,7 @@ from nobackfill.errors import ConfigurationError
 from nobackfill.training.config import UpgradeConfig
 from nobackfill.training.loop.objective import Batch, Objective, Terms
 from nobackfill.training.method import UpgradeInputs, UpgradeMethod, UpgradeShape
+from nobackfill.training.methods.compatible import Options, read_options
 from nobackfill.training.networks.transform import (
     FctTransform,
     UpgradeNetwork,
@@ -62,12 +63,25 @@ def squared_l2(predicted: Tensor, target: Tensor) -> Tensor:
     return (predicted - target).float().square().sum(1).mean()
 
 
-def build_fct(config: UpgradeConfig, shape: UpgradeShape) -> UpgradeNetwork:
+class FctOptions(Options):
+    """FCT's option."""
+
+    # In a space of unit vectors: train h by squared L2 of its raw output, as the authors' code
+    # does, and normalise only what is served. false: normalise in training too (D.7).
+    raw: bool = False
+
+
+def _build(config: UpgradeConfig, shape: UpgradeShape) -> UpgradeNetwork:
+    options = read_options(config.options, FctOptions, config.method)
+    return build_fct(config, shape, raw=options.raw)
+
+
+def build_fct(config: UpgradeConfig, shape: UpgradeShape, *, raw: bool = False) -> UpgradeNetwork:
     """Build h, and g of the same architecture if new side-information is written (section 4.4).
 
     Keys reads_embedding, projection_dim and inner_dim of the configuration apply. `options` is not
     read. The weights are random, from torch's default generator. With unit vectors in the new
-    space, h's output is normalised; g's never is.
+    space, h's output is normalised, with `raw` in eval mode only; g's never is.
     """
 
     def transform(dim: int, unit: bool) -> FctTransform:
@@ -78,6 +92,7 @@ def build_fct(config: UpgradeConfig, shape: UpgradeShape) -> UpgradeNetwork:
             projection_dim=config.projection_dim,
             inner_dim=config.inner_dim,
             unit=unit,
+            raw=raw,
         )
 
     return UpgradeNetwork(
@@ -215,4 +230,4 @@ def draw_view(batch: Batch, labelled: int, *, both: bool = False) -> Batch:
     return {**drawn, "labels": torch.where(picked < labelled, drawn["labels"], -1)}
 
 
-FCT = UpgradeMethod(build=build_fct, objective=FctObjective)
+FCT = UpgradeMethod(build=_build, objective=FctObjective)

@@ -36,8 +36,8 @@ class FctTransform(nn.Module):
     """FCT's network: (embedding [n,old_dim], side [n,side_dim]) -> [n,new_dim].
 
     A dim of 0 omits that branch. This equals FCT's zero vector, whose projection is a constant that
-    the mixer's first bias contains. With `unit` the output is normalised, also in training (D.7).
-    At least one of the two dims is above 0.
+    the mixer's first bias contains. With `unit` the output is normalised, also in training (D.7),
+    or with `raw` only in eval mode. At least one of the two dims is above 0.
     """
 
     def __init__(
@@ -49,9 +49,10 @@ class FctTransform(nn.Module):
         projection_dim: int,
         inner_dim: int,
         unit: bool,
+        raw: bool = False,
     ) -> None:
         super().__init__()
-        self.unit = unit
+        self.unit, self.raw = unit, raw
         self.embedding_projection = projection_unit(old_dim, projection_dim) if old_dim else None
         self.side_projection = projection_unit(side_dim, projection_dim) if side_dim else None
         width = projection_dim * ((old_dim > 0) + (side_dim > 0))
@@ -73,7 +74,9 @@ class FctTransform(nn.Module):
             assert side is not None
             parts.append(self.side_projection(side))
         output: Tensor = self.mixer(torch.cat(parts, 1))
-        return F.normalize(output) if self.unit else output
+        if not self.unit or (self.raw and self.training):
+            return output
+        return F.normalize(output)
 
 
 class UpgradeNetwork(nn.Module):
