@@ -25,7 +25,7 @@ FLAGS = (
 )  # fmt: skip
 
 
-def target() -> Path:
+def compiled_module_path() -> Path:
     """Return the path of the compiled module for this Python."""
     return FOLDER / f"_native{sysconfig.get_config_var('EXT_SUFFIX')}"
 
@@ -76,7 +76,7 @@ class NativeBuild(BuildHookInterface):  # type: ignore[type-arg]
             version: Kind of the build: editable or standard.
             build_data: Changed in place: the files and the tag of the wheel.
         """
-        path = target()
+        path = compiled_module_path()
         if not _is_fresh(path):
             try:
                 compile_to(path)

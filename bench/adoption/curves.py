@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from bench.harness import Row
 from nobackfill.adopt.judgement import ORDERS, SHARES, Figures
 from nobackfill.metrics.bootstrap import Difference, paired_bootstrap
-from nobackfill.metrics.ranking import Ranking, Relevance, rank_block, same_label
+from nobackfill.metrics.ranking import Ranking, Relevance, rank_block, relevance_by_label
 from nobackfill.metrics.retrieval import PerQuery, average_precision, cmc
 from nobackfill.serving.fusion import Block
 
@@ -38,7 +38,7 @@ def gained(
 
 def interval(gain: Difference) -> str | None:
     """In points; None of too few classes."""
-    if gain.of_these_classes:
+    if gain.is_limited_to_classes:
         return None
     return f"{100 * gain.low:.1f} to {100 * gain.high:.1f}"
 
@@ -46,7 +46,7 @@ def interval(gain: Difference) -> str | None:
 def of_class(labels: Labels) -> Relevance:
     """Each item asks for those of its class, itself left out."""
     own = np.arange(len(labels))
-    return same_label(labels, labels, own, own)
+    return relevance_by_label(labels, labels, own, own)
 
 
 def by_class(block: Block, relevance: Relevance) -> Figures:

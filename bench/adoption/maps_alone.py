@@ -69,7 +69,7 @@ def _ways(
     blocks = split_into_blocks(pairs.old, pairs.new)
     straight = {
         "ridge": ridge.fit_ridge(blocks, sample=LEFT_OUT),
-        "ridge, fixed": ridge.solve_ridge(Moments.of(blocks()), FIXED),
+        "ridge, fixed": ridge.solve_ridge(Moments.from_blocks(blocks()), FIXED),
     }
     carried = {kind: one(gallery.old) for kind, one in fit_maps(pairs.old, pairs.new).items()}
     for way, found_by in straight.items():

@@ -17,9 +17,9 @@ from bench.models import First, int8_path, multiplications
 from bench.record import ROOT
 from demo.data import prepare
 from nobackfill.class_folders import ImageListing, decode_listing, list_images
-from nobackfill.metrics.compatibility import share_kept
-from nobackfill.metrics.ranking import same_label
-from nobackfill.metrics.retrieval import mean
+from nobackfill.metrics.compatibility import retention
+from nobackfill.metrics.ranking import relevance_by_label
+from nobackfill.metrics.retrieval import mean_of_answerable
 from nobackfill.quality.retrieval import search_and_measure
 from nobackfill.training.export.onnx_export import export_onnx, quantise
 from nobackfill.training.loop.upgrade import read_upgrade
@@ -107,12 +107,12 @@ def _rows(
     found: dict[tuple[str, str], Vectors],
     upgrades: dict[str, Config],
 ) -> tuple[list[Row], dict[str, Sequence[float]]]:
-    relevance = same_label(seen["queries"].labels, seen["server"].labels)
+    relevance = relevance_by_label(seen["queries"].labels, seen["server"].labels)
     queries, old = found["queries", "embedder-2"], found["server", "embedder-1"]
 
     def quality(asked: Vectors, gallery: Vectors) -> dict[str, float]:
         found = search_and_measure(asked, gallery, relevance)
-        return {"map": mean(found.map), "cmc1": mean(found.cmc1)}
+        return {"map": mean_of_answerable(found.map), "cmc1": mean_of_answerable(found.cmc1)}
 
     best = quality(queries, found["server", "embedder-2"])
     rows = [
@@ -149,7 +149,7 @@ def _row(name: str, scores: dict[str, float], best: dict[str, float]) -> dict[st
         "gallery": name,
         "mAP %": 100 * scores["map"],
         "CMC-1 %": 100 * scores["cmc1"],
-        "kept": share_kept(scores["map"], best["map"]),
+        "kept": retention(scores["map"], best["map"]),
         "MACs an item": None,
         "items/s": None,
         "spread": None,

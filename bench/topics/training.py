@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from bench import data
 from bench.harness import Bench, Contender, Measured, Row, Table, compared, interleave
 from nobackfill.metrics import retrieval
-from nobackfill.metrics.ranking import same_label
+from nobackfill.metrics.ranking import relevance_by_label
 from nobackfill.training.config import Augmentation, EmbedderConfig
 from nobackfill.training.data.pictures import chunks
 from nobackfill.training.loop.loop import ProgressBars, fit
@@ -199,7 +199,7 @@ def _evaluation(bench: Bench) -> Table:
         vectors = data.things(size).new
         # Another seed than that of the vectors: their clusters must not be the labels.
         labels = np.random.default_rng(11).integers(0, 100, size)
-        relevance = same_label(labels, labels, np.arange(size), np.arange(size))
+        relevance = relevance_by_label(labels, labels, np.arange(size), np.arange(size))
         started = time.perf_counter()
         retrieval.search_and_score(vectors, vectors, relevance)
         took = time.perf_counter() - started

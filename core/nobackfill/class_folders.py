@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from nobackfill.digests import sha256_file
 from nobackfill.errors import ConfigurationError, InvalidInputError, join_few
-from nobackfill.framing import Fit, Frame, Interpolation, Margin
+from nobackfill.framing import Fit, Frame, Interpolation, MarginRounding
 from nobackfill.images import decode_file
-from nobackfill.picture_files import SUFFIXES, is_clutter
+from nobackfill.picture_files import PICTURE_SUFFIXES, is_hidden_or_system
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +107,8 @@ def list_images(
     folders = _folders(root) if class_list is None else _named_folders(root, class_list)
     if not folders:
         raise InvalidInputError(
-            f"{root}: expected class folders holding images ({', '.join(SUFFIXES)}), got none; "
+            f"{root}: expected class folders holding images ({', '.join(PICTURE_SUFFIXES)}), got "
+            "none; "
             "put each class's images into a folder of its own"
         )
     if classes is not None and classes > len(folders):
@@ -119,7 +120,8 @@ def list_images(
     for folder, of_class in files.items():
         if not of_class:
             raise InvalidInputError(
-                f"class folder {folder}: expected images ({', '.join(SUFFIXES)}), got none; remove "
+                f"class folder {folder}: expected images ({', '.join(PICTURE_SUFFIXES)}), got "
+                "none; remove "
                 "or fill it"
             )
     return _listing(root, files)
@@ -187,11 +189,11 @@ def _files(folders: list[Path]) -> dict[Path, list[Path]]:
         files[folder] = []
         for inside, folders_inside, names in os.walk(folder):
             links = [name for name in folders_inside if Path(inside, name).is_symlink()]
-            folders_inside[:] = [name for name in folders_inside if not is_clutter(name)]
+            folders_inside[:] = [name for name in folders_inside if not is_hidden_or_system(name)]
             for name in (*names, *links):
-                if is_clutter(name):
+                if is_hidden_or_system(name):
                     continue
-                is_image = name.lower().endswith(SUFFIXES) and name not in links
+                is_image = name.lower().endswith(PICTURE_SUFFIXES) and name not in links
                 (files[folder] if is_image else others).append(Path(inside, name))
         files[folder].sort()
     if others:
@@ -215,7 +217,7 @@ def _listing(root: Path, files: Mapping[Path, list[Path]]) -> ImageListing:
     )
 
 
-def order_by_digest(listing: ImageListing, seed: int) -> Iterator[NDArray[np.int64]]:
+def order_rows_by_digest(listing: ImageListing, seed: int) -> Iterator[NDArray[np.int64]]:
     """Yield, for each class, its rows in the order of a seeded digest of the file names.
 
     The order is reproducible on every machine and does not follow the file names. The whole path
@@ -272,7 +274,7 @@ def hash_file(file: Path) -> str:
 def decode_listing(
     listing: ImageListing, height: int, width: int | None = None, fit: Fit = "stretch",
     shortest: int | None = None, interpolation: Interpolation = "bilinear",
-    margin: Margin = "nearest",
+    margin: MarginRounding = "nearest",
 ) -> Images:  # fmt: skip
     """Decode every image of a listing in threads, one for each core.
 

@@ -37,12 +37,12 @@ def space_id(
     dim: int,
     metric: Metric,
     unit: bool,
-    more: Mapping[str, str | int] = MappingProxyType({}),
+    more_fields: Mapping[str, str | int] = MappingProxyType({}),
 ) -> str:
     """Return the id of a release's vector space: `sp-` and 64 hex digits.
 
     The id covers all that changes what a vector means or how two vectors are compared. Without an
-    embedder and `more`, releases of equal dimension, metric and norm share an id.
+    embedder and `more_fields`, releases of equal dimension, metric and norm share an id.
 
     Args:
         embedder_sha256: SHA-256 of the image embedder's file in hex, None without one. It is part
@@ -52,14 +52,19 @@ def space_id(
         dim: The dimension of a vector.
         metric: How distances are computed.
         unit: Whether vectors have norm 1.
-        more: Further fields of the digest, such as a text encoder; they replace fields of the same
-            name.
+        more_fields: Further fields of the digest, such as a text encoder; they replace fields of
+            the same name.
 
     Raises:
         InvalidInputError: `embedder_sha256` is not 64 lower-case hex digits.
-        TypeError: A value of `more` cannot be written as JSON.
+        TypeError: A value of `more_fields` cannot be written as JSON.
     """
-    fields: dict[str, str | int | bool] = {"dim": dim, "metric": metric, "unit": unit, **more}
+    fields: dict[str, str | int | bool] = {
+        "dim": dim,
+        "metric": metric,
+        "unit": unit,
+        **more_fields,
+    }
     if embedder_sha256 is not None and height is not None and width is not None:
         fields |= {"embedder": _hex64(embedder_sha256), "height": height, "width": width}
     return SPACE_PREFIX + _digest(fields)

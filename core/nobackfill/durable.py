@@ -59,7 +59,7 @@ class DurableStep:
     data: bytes | memoryview = b""
 
 
-class Faults:
+class FaultInjector:
     """The fault to inject, the number of steps so far, and the observer of a power-loss test."""
 
     def __init__(self, spec: str | None) -> None:
@@ -122,14 +122,14 @@ class Faults:
         code = errno.EIO if kind == "eio" else errno.ENOSPC
         raise OSError(code, os.strerror(code), str(path))
 
-    def report(self, operation: DurableStep) -> None:
+    def report_step(self, step: DurableStep) -> None:
         """Pass a finished step to the observer, if there is one; the observer's error reaches the
         caller."""
         if self.observer is not None:
-            self.observer(operation)
+            self.observer(step)
 
 
-FAULTS = Faults(os.environ.get(VARIABLE))
+FAULT_INJECTOR = FaultInjector(os.environ.get(VARIABLE))
 
 
 _UNWRITABLE = (
@@ -232,7 +232,7 @@ def write_file(path: Path, data: bytes, mode: int = 0o644) -> None:
         _fsync_dir(path.parent)
 
 
-def write_into_spare(spare: Path, path: Path, data: bytes) -> None:
+def write_file_over_spare(spare: Path, path: Path, data: bytes) -> None:
     """Replace a file atomically, reusing the disk blocks of a spare file.
 
     Works on a full disk, too, as long as the data needs no more blocks than the spare file has.
@@ -301,7 +301,7 @@ def make_dir(path: Path, mode: int = 0o755) -> None:
         _fsync_dir(path.parent)
 
 
-def refuse_inside(target: Path, source: Path) -> None:
+def refuse_copy_into_itself(target: Path, source: Path) -> None:
     """Check that a copy of the folder `source` to `target` does not land in what it copies.
 
     Links are followed, also those at the top of `source`. A path that does not exist yet counts by
@@ -517,12 +517,12 @@ def _lock_file(path: Path) -> int:
         except (BlockingIOError, FileNotFoundError):
             return -1
         except OSError as error:
-            raise unlockable(path, error) from error
+            raise lock_refused_error(path, error) from error
         undo.pop_all()
         return handle
 
 
-def unlockable(path: Path, error: OSError) -> CannotWriteError:
+def lock_refused_error(path: Path, error: OSError) -> CannotWriteError:
     """Return, without raising it, the error for a file whose file system refuses a lock (flock)."""
     return CannotWriteError(
         f"{path}: cannot be locked ({error.strerror}); put the folder on a file system that has "
@@ -543,10 +543,10 @@ def _translate_os_errors(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _step(kind: str, path: Path, target: Path | None = None) -> Iterator[None]:
-    if fault := FAULTS.count_step():
-        FAULTS.strike(fault, path)
+    if fault := FAULT_INJECTOR.count_step():
+        FAULT_INJECTOR.strike(fault, path)
     yield
-    FAULTS.report(DurableStep(kind, path, target))
+    FAULT_INJECTOR.report_step(DurableStep(kind, path, target))
 
 
 def _create(path: Path, mode: int) -> None:
@@ -555,16 +555,16 @@ def _create(path: Path, mode: int) -> None:
 
 
 def _write(path: Path, data: bytes | memoryview) -> None:
-    fault = FAULTS.count_step()
+    fault = FAULT_INJECTOR.count_step()
     if fault and fault != "short":
-        FAULTS.strike(fault, path)
+        FAULT_INJECTOR.strike(fault, path)
     with path.open("ab", buffering=0) as file:
         remainder = memoryview(data)[: len(data) // 2 if fault else len(data)]
         while remainder:
             remainder = remainder[file.write(remainder) :]
     if fault:
-        FAULTS.strike(fault, path)
-    FAULTS.report(DurableStep("write", path, data=data))
+        FAULT_INJECTOR.strike(fault, path)
+    FAULT_INJECTOR.report_step(DurableStep("write", path, data=data))
 
 
 def _fsync(path: Path) -> None:

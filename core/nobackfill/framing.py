@@ -9,7 +9,7 @@ Fit = Literal["stretch", "crop", "pad"]
 Interpolation = Literal["bilinear", "bicubic", "lanczos"]
 # Rounding when an odd number of pixels is cut from two sides: as torchvision, or down, as
 # transformers.
-Margin = Literal["nearest", "down"]
+MarginRounding = Literal["nearest", "down"]
 
 Box = tuple[float, float, float, float]
 
@@ -31,7 +31,7 @@ class Frame(NamedTuple):
     fit: Fit = "stretch"
     shortest: int | None = None
     interpolation: Interpolation = "bilinear"
-    margin: Margin = "nearest"
+    margin: MarginRounding = "nearest"
 
     def transpose(self) -> "Frame":
         """Return the frame for a picture that is rotated by 90 degrees after it was resized.
@@ -75,7 +75,7 @@ class Frame(NamedTuple):
         return picture, (self.width, self.height), (0, 0)
 
 
-def _centre(side: int, scaled: int, size: int, margin: Margin) -> tuple[float, float]:
+def _centre(side: int, scaled: int, size: int, margin: MarginRounding) -> tuple[float, float]:
     """Return where the central pixels of the scaled side begin and end on the source's side."""
     scaled = max(size, scaled)
     half = (scaled - size) / 2

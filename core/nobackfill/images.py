@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from PIL import ExifTags, Image
 
 from nobackfill.errors import InvalidInputError
-from nobackfill.framing import Fit, Frame, Interpolation, Margin
+from nobackfill.framing import Fit, Frame, Interpolation, MarginRounding
 
 # Bounds on an image file. All are read from its bytes before any decoder sees them: a file of a few
 # kilobytes can make a decoder use gigabytes or minutes, by its sides, by a thousand passes over the
@@ -35,9 +35,9 @@ LARGEST_JPEG_PIXELS = 125_000_000
 # Longest side in pixels: a picture of width 1 would first be widened at its whole height.
 LONGEST_SIDE = 65_535
 # libjpeg writes 10 passes for a colour picture and 18 for CMYK; each covers all pixels.
-MOST_SCANS = 64
+MOST_JPEG_SCANS = 64
 # Chunks of a PNG or segments of a JPEG; Pillow reads each in Python.
-MOST_PIECES = 65_536
+MOST_FILE_SEGMENTS = 65_536
 
 _PNG = b"\x89PNG\r\n\x1a\n"
 _EXIF = b"Exif\0\0"
@@ -55,7 +55,7 @@ _MARKER = re.compile(rb"\xff[\x01-\xcf\xd8-\xfe]", re.DOTALL)
 
 
 @dataclass(frozen=True)
-class Header:
+class ImageHeader:
     """The facts of an image file that are known before decoding.
 
     Attributes:
@@ -63,8 +63,8 @@ class Header:
         width: Columns, before EXIF orientation.
         height: Rows, before EXIF orientation.
         scans: Passes of a JPEG over its picture, 1 for other formats.
-        picture: The file without what decoders need not see: for a JPEG, without its metadata and
-            without everything after its end, such as further pictures.
+        picture_bytes: The file without what decoders need not see: for a JPEG, without its
+            metadata and without everything after its end, such as further pictures.
         exif: The EXIF data of a JPEG without its signature, None if there is none.
     """
 
@@ -72,11 +72,11 @@ class Header:
     width: int
     height: int
     scans: int
-    picture: bytes
+    picture_bytes: bytes
     exif: bytes | None
 
     @property
-    def cost(self) -> int:
+    def decoding_cost(self) -> int:
         """Estimate the cost of decoding, in pixels of a plain JPEG (about 7 ns each).
 
         The estimate also bounds memory: a PNG takes up to 8 bytes a pixel, a WebP, HEIC or AVIF up
@@ -86,7 +86,7 @@ class Header:
         return per_pixel * self.width * self.height
 
 
-def read_header(data: bytes) -> Header:
+def read_header(data: bytes) -> ImageHeader:
     """Read the header of a JPEG, PNG, WebP, HEIC or AVIF file without decoding the picture.
 
     HEIC and AVIF need no extra here; their size is the largest that any picture or tile declares.
@@ -95,7 +95,7 @@ def read_header(data: bytes) -> Header:
         data: The bytes of the file; their number is not limited here.
 
     Returns:
-        The header. `picture` is `data` itself except for a JPEG.
+        The header. `picture_bytes` is `data` itself except for a JPEG.
 
     Raises:
         InvalidInputError: Another format, a damaged header, or more pixels, passes or pieces than
@@ -124,9 +124,10 @@ def read_header(data: bytes) -> Header:
             f"image: expected at most {largest} pixels and sides up to {LONGEST_SIDE}, "
             f"got {width} x {height}; send a smaller copy"
         )
-    if header.scans > MOST_SCANS:
+    if header.scans > MOST_JPEG_SCANS:
         raise InvalidInputError(
-            f"image: expected a JPEG of at most {MOST_SCANS} scans, got {header.scans} or more; "
+            f"image: expected a JPEG of at most {MOST_JPEG_SCANS} scans, got {header.scans} or "
+            "more; "
             "save it again"
         )
     return header
@@ -146,7 +147,7 @@ def damage_error(why: object) -> InvalidInputError:
     )
 
 
-def _jpeg(data: bytes) -> Header:
+def _jpeg(data: bytes) -> ImageHeader:
     """Drop the metadata, so that no decoder fails on it, and the padding."""
     parts, size, exif, scans = [b"\xff\xd8"], None, None, 0
     first_scan, end = 0, len(data)
@@ -157,7 +158,7 @@ def _jpeg(data: bytes) -> Header:
         if marker == _SOS:
             first_scan = first_scan or start
             scans += 1
-            if scans > MOST_SCANS:
+            if scans > MOST_JPEG_SCANS:
                 break
         elif scans:
             continue
@@ -173,7 +174,7 @@ def _jpeg(data: bytes) -> Header:
         raise damage_error("it ends before its picture")
     height, width = size
     picture = b"".join([*parts, memoryview(data)[first_scan:end]])
-    return Header("JPEG", width, height, scans, picture, exif)
+    return ImageHeader("JPEG", width, height, scans, picture, exif)
 
 
 def _is_metadata(marker: int) -> bool:
@@ -188,7 +189,7 @@ def _segments(data: bytes) -> Iterator[tuple[int, int, int]]:
     It searches after the last segment, after junk, and after the coded data of a scan.
     """
     stop = 2
-    for _ in range(MOST_PIECES):
+    for _ in range(MOST_FILE_SEGMENTS):
         match = _MARKER.search(data, stop)
         if match is None:
             return
@@ -205,7 +206,7 @@ def _segments(data: bytes) -> Iterator[tuple[int, int, int]]:
     raise _too_many_pieces()
 
 
-def _png(data: bytes) -> Header:
+def _png(data: bytes) -> ImageHeader:
     if data[12:16] != b"IHDR" or len(data) < 33:
         raise damage_error("it does not begin with its header")
     width, height = struct.unpack_from(">II", data, 16)
@@ -213,12 +214,12 @@ def _png(data: bytes) -> Header:
     while position + 8 <= len(data) and data[position + 4 : position + 8] != b"IEND":
         position += 12 + int.from_bytes(data[position : position + 4], "big")
         pieces += 1
-        if pieces > MOST_PIECES:
+        if pieces > MOST_FILE_SEGMENTS:
             raise _too_many_pieces()
-    return Header("PNG", width, height, 1, data, None)
+    return ImageHeader("PNG", width, height, 1, data, None)
 
 
-def _webp(data: bytes) -> Header:
+def _webp(data: bytes) -> ImageHeader:
     """Read the size of the canvas, for which libwebp allocates memory as soon as the file is
     opened."""
     kind, start = data[12:16], data[20:30]
@@ -234,25 +235,25 @@ def _webp(data: bytes) -> Header:
         width, height = (side & 0x3FFF for side in struct.unpack_from("<HH", start, 6))
     else:
         raise damage_error("its first chunk is not one of a picture")
-    return Header("WEBP", width, height, 1, data, None)
+    return ImageHeader("WEBP", width, height, 1, data, None)
 
 
-def _heif(data: bytes) -> Header:
+def _heif(data: bytes) -> ImageHeader:
     """Return the largest size that any picture or tile declares."""
     sizes = [struct.unpack_from(">II", data, at.end() + 4) for at in _SIZES.finditer(data[:-12])]
     if not sizes:
         raise damage_error("it has no picture with a size")
     width, height = max(sizes, key=lambda size: size[0] * size[1])
-    return Header(_BRANDS[data[8:12]], width, height, 1, data, None)
+    return ImageHeader(_BRANDS[data[8:12]], width, height, 1, data, None)
 
 
 def _too_many_pieces() -> InvalidInputError:
     return InvalidInputError(
-        f"image: expected at most {MOST_PIECES} segments or chunks, got more; save it again"
+        f"image: expected at most {MOST_FILE_SEGMENTS} segments or chunks, got more; save it again"
     )
 
 
-LARGEST_BYTES = 32 * 2**20
+LARGEST_IMAGE_BYTES = 32 * 2**20
 
 Pixels = NDArray[np.uint8]
 
@@ -284,7 +285,7 @@ _RESAMPLING: dict[Interpolation, Image.Resampling] = {
 
 def decode_image(
     data: bytes, height: int, width: int, fit: Fit = "stretch", shortest: int | None = None,
-    interpolation: Interpolation = "bilinear", margin: Margin = "nearest",
+    interpolation: Interpolation = "bilinear", margin: MarginRounding = "nearest",
 ) -> Pixels:  # fmt: skip
     """Decode a JPEG, PNG, WebP, HEIC or AVIF file, and resize it with antialiasing.
 
@@ -311,12 +312,12 @@ def decode_image(
             MiB, a header that `read_header` refuses, or HEIC or AVIF without the extra `heic`. Also
             for a height or width below 1, or an unknown filter; the message then blames the file.
     """
-    return decode_after_header(
+    return decode_with_header(
         check_header(data), height, width, fit, shortest, interpolation, margin
     )
 
 
-def check_header(data: bytes) -> Header:
+def check_header(data: bytes) -> ImageHeader:
     """Read the header of an image file of at most 32 MiB that may be decoded.
 
     Args:
@@ -325,16 +326,17 @@ def check_header(data: bytes) -> Header:
     Raises:
         InvalidInputError: The file is larger, or `read_header` refuses it.
     """
-    if len(data) > LARGEST_BYTES:
+    if len(data) > LARGEST_IMAGE_BYTES:
         raise InvalidInputError(
-            f"image: expected at most {LARGEST_BYTES} bytes, got {len(data)}; send a smaller copy"
+            f"image: expected at most {LARGEST_IMAGE_BYTES} bytes, got {len(data)}; send a "
+            "smaller copy"
         )
     return read_header(data)
 
 
-def decode_after_header(
-    header: Header, height: int, width: int, fit: Fit = "stretch", shortest: int | None = None,
-    interpolation: Interpolation = "bilinear", margin: Margin = "nearest",
+def decode_with_header(
+    header: ImageHeader, height: int, width: int, fit: Fit = "stretch", shortest: int | None = None,
+    interpolation: Interpolation = "bilinear", margin: MarginRounding = "nearest",
 ) -> Pixels:  # fmt: skip
     """Decode a file whose header was read already; otherwise like `decode_image`.
 
@@ -374,14 +376,14 @@ def decode_after_header(
     return np.asarray(resized if turn is None else resized.transpose(turn), dtype=np.uint8)
 
 
-def decode_within(data: bytes, side: int) -> Pixels:
-    """Decode an image for display, in proportion, with no side longer than `side`.
+def decode_for_display(data: bytes, longest_side: int) -> Pixels:
+    """Decode an image for display, in proportion, with no side longer than `longest_side`.
 
     A smaller image keeps its size. Models need `decode_image` instead.
 
     Args:
         data: The bytes of the file.
-        side: The longest side of the result in pixels; less than 1 counts as 1.
+        longest_side: The longest side of the result in pixels; less than 1 counts as 1.
 
     Returns:
         uint8 RGB [height, width, 3], with EXIF orientation applied; each side has at least 1 pixel.
@@ -401,13 +403,13 @@ def decode_within(data: bytes, side: int) -> Pixels:
     except Exception as error:
         raise damage_error(error) from error
     height, width = (columns, rows) if swap else (rows, columns)
-    scale = min(1.0, side / max(height, width))
-    return decode_after_header(header, max(1, round(scale * height)), max(1, round(scale * width)))
+    scale = min(1.0, longest_side / max(height, width))
+    return decode_with_header(header, max(1, round(scale * height)), max(1, round(scale * width)))
 
 
 def decode_file(
     path: Path, height: int, width: int, fit: Fit = "stretch", shortest: int | None = None,
-    interpolation: Interpolation = "bilinear", margin: Margin = "nearest",
+    interpolation: Interpolation = "bilinear", margin: MarginRounding = "nearest",
 ) -> Pixels:  # fmt: skip
     """Decode an image file by its path; otherwise like `decode_image`.
 
@@ -454,16 +456,17 @@ def read_file(path: Path) -> bytes:
             if not stat.S_ISREG(status.st_mode):
                 raise InvalidInputError("expected a regular file, got a folder, pipe or device")
             with open(descriptor, "rb", closefd=False) as file:
-                data = file.read(LARGEST_BYTES + 1)
+                data = file.read(LARGEST_IMAGE_BYTES + 1)
         finally:
             # `open` leaves the descriptor of a folder open when it refuses it.
             os.close(descriptor)
     except OSError as error:
         raise InvalidInputError(f"cannot be read ({error.strerror})") from error
-    if len(data) > LARGEST_BYTES:
+    if len(data) > LARGEST_IMAGE_BYTES:
         size = max(len(data), status.st_size)
         raise InvalidInputError(
-            f"expected a file of at most {LARGEST_BYTES} bytes, got {size}; use a smaller copy"
+            f"expected a file of at most {LARGEST_IMAGE_BYTES} bytes, got {size}; use a smaller "
+            "copy"
         )
     return data
 
@@ -478,7 +481,7 @@ def _resize(image: Image.Image, frame: Frame) -> Image.Image:
     return padded
 
 
-def _open(header: Header) -> Image.Image:
+def _open(header: ImageHeader) -> Image.Image:
     """Open a picture without decoding it. Raises InvalidInputError without the extra `heic`."""
     if header.format in HEIF_FORMATS:
         try:
@@ -490,10 +493,10 @@ def _open(header: Header) -> Image.Image:
             ) from error
         # Only its handler of HEIF files; Pillow reads AVIF itself.
         pillow_heif.register_heif_opener(thumbnails=False)
-    return Image.open(io.BytesIO(header.picture), formats=(header.format,))
+    return Image.open(io.BytesIO(header.picture_bytes), formats=(header.format,))
 
 
-def _check_still(image: Image.Image, header: Header) -> None:
+def _check_still(image: Image.Image, header: ImageHeader) -> None:
     if header.format == "HEIF":
         # libheif has rotated and cropped it already; the main picture is open.
         if image.width * image.height > LARGEST_PIXELS:
@@ -505,15 +508,15 @@ def _check_still(image: Image.Image, header: Header) -> None:
         raise InvalidInputError("image: expected a still image, got an animation")
 
 
-def _scale_transparency(image: Image.Image, header: Header) -> None:
+def _scale_transparency(image: Image.Image, header: ImageHeader) -> None:
     """Scale the transparent colour of a PNG with 16 bits a channel, as Pillow scales its pixels to
     8."""
     colour = image.info.get("transparency")
-    if header.format == "PNG" and header.picture[24] == 16 and isinstance(colour, tuple):
+    if header.format == "PNG" and header.picture_bytes[24] == 16 and isinstance(colour, tuple):
         image.info["transparency"] = tuple(value >> 8 for value in colour)
 
 
-def _orientation(image: Image.Image, header: Header) -> object:
+def _orientation(image: Image.Image, header: ImageHeader) -> object:
     """Return the EXIF orientation, 1 to 8, or None: good photographs often have unreadable EXIF."""
     try:
         if header.format != "JPEG":

@@ -16,21 +16,21 @@ from typing import Any
 
 import urllib3
 
-# A source that is slower than this over PATIENCE_SECONDS is treated as stalled.
+# A source that is slower than this over STALL_SECONDS is treated as stalled.
 SLOWEST_BYTES_A_SECOND = 1024
-PATIENCE_SECONDS = 15.0
+STALL_SECONDS = 15.0
 # Size of the queue of pieces; a fast host does not fill the memory.
 _AHEAD = 2
 
 
 def read_paced(
     fetch: Callable[[], Iterator[bytes]], deadline: float = float("inf"), *,
-    slow: type[Exception] = TimeoutError,
+    slow_error: type[Exception] = TimeoutError,
 ) -> Generator[bytes]:  # fmt: skip
     """Yield the pieces of a byte source for as long as they arrive fast enough.
 
     A thread reads the source, from the first `next` on. Time that the caller takes between two
-    pieces counts, too. When the caller stops early, the connection of a `pool_manager` that the
+    pieces counts, too. When the caller stops early, the connection of a `make_http_pool` that the
     source reads from is shut down. Another source ends in its thread at its own next timeout, or
     with the process.
 
@@ -39,14 +39,14 @@ def read_paced(
             at most three pieces ahead.
         deadline: Time on `time.monotonic()` in seconds; no wait goes beyond it. Infinity, the
             default, sets none.
-        slow: The class of the error for a slow source; it is created with one message.
+        slow_error: The class of the error for a slow source; it is created with one message.
 
     Yields:
         Non-empty pieces, in order; none for an empty source. Close the generator to end the reading
         early.
 
     Raises:
-        slow: Fewer than SLOWEST_BYTES_A_SECOND arrived over PATIENCE_SECONDS, or the deadline
+        slow_error: Fewer than SLOWEST_BYTES_A_SECOND arrived over STALL_SECONDS, or the deadline
             passed.
         BaseException: Any error of the source itself.
     """
@@ -55,12 +55,12 @@ def read_paced(
     try:
         begin, count = time.monotonic(), 0
         while True:
-            piece = source.wait_piece(min(begin + PATIENCE_SECONDS, deadline))
+            piece = source.wait_piece(min(begin + STALL_SECONDS, deadline))
             clock = time.monotonic()
             if piece is None and (
                 clock >= deadline or count < SLOWEST_BYTES_A_SECOND * (clock - begin)
             ):
-                raise slow(
+                raise slow_error(
                     f"the host sends too slowly: expected at least {SLOWEST_BYTES_A_SECOND} bytes "
                     "a second and the end before the deadline, got less"
                 )
@@ -173,7 +173,7 @@ class _HttpsPool(urllib3.HTTPSConnectionPool):
     ConnectionCls = _Https
 
 
-def pool_manager(**settings: Any) -> urllib3.PoolManager:
+def make_http_pool(**settings: Any) -> urllib3.PoolManager:
     """Create a connection pool for `read_paced`: it shuts a connection down when its reader gives
     up.
 

@@ -1,6 +1,6 @@
 """Recognise picture files by name, and files that cameras and systems add to them."""
 
-SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
+PICTURE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 # These need the extra `heic`.
 HEIF_SUFFIXES = (".heic", ".heif", ".avif")
 # Thumbnails of a NAS, and resource forks of macOS.
@@ -16,10 +16,10 @@ def is_picture(name: str) -> bool:
     Args:
         name: A file name, or a path.
     """
-    return name.lower().endswith(SUFFIXES + HEIF_SUFFIXES)
+    return name.lower().endswith(PICTURE_SUFFIXES + HEIF_SUFFIXES)
 
 
-def is_clutter(name: str) -> bool:
+def is_hidden_or_system(name: str) -> bool:
     """Tell whether a file or folder is no photograph: hidden (`.Trash`, `._IMG.jpg`), `@eaDir` or
     `__MACOSX`.
 
@@ -29,7 +29,7 @@ def is_clutter(name: str) -> bool:
     return name.startswith(".") or name in _CLUTTER
 
 
-def explain_suffix(name: str) -> str:
+def explain_refused_suffix(name: str) -> str:
     """Explain why a file is refused that has the suffix of no picture.
 
     Args:
@@ -40,4 +40,4 @@ def explain_suffix(name: str) -> str:
     """
     dot = name.rpartition(".")
     suffix = f".{dot[2].lower()}" if dot[1] and dot[0] else "no suffix"
-    return f"expected a picture ({', '.join(SUFFIXES + HEIF_SUFFIXES)}), got {suffix}"
+    return f"expected a picture ({', '.join(PICTURE_SUFFIXES + HEIF_SUFFIXES)}), got {suffix}"

@@ -58,16 +58,16 @@ _OPEN: "weakref.WeakSet[ForkAware]" = weakref.WeakSet()
 _forking: list[ForkAware] = []
 
 
-def watch_forks(one: ForkAware) -> None:
+def register_for_forks(resource: ForkAware) -> None:
     """Call `before_fork` and `after_fork` of an object at every fork, while the object is
     referenced.
 
     A second call for the same object changes nothing.
 
     Args:
-        one: The object; only a weak reference to it is stored. It must be hashable.
+        resource: The object; only a weak reference to it is stored. It must be hashable.
     """
-    _OPEN.add(one)
+    _OPEN.add(resource)
 
 
 def _before() -> None:

@@ -17,7 +17,7 @@ Pairs = tuple[Floats, Floats]
 Blocks = Callable[[], Iterable[Pairs]]
 
 # Penalties to try, as multiples of the mean input variance.
-DECADES = tuple(10.0**power for power in range(-6, 4))
+PENALTIES = tuple(10.0**power for power in range(-6, 4))
 # Rows whose leave-one-out error is computed; of more, this many are sampled.
 MOST_HELD_OUT = 20_000
 _BLOCK_ROWS = 8192
@@ -31,16 +31,16 @@ class Ridge:
         weight: float64 [b, a].
         bias: float64 [b].
         penalty: Lambda, as a multiple of the mean input variance of all rows.
-        error: Leave-one-out error: the mean squared distance, summed over the b outputs, between a
-            row and its prediction from the other rows.
-        spread: The mean squared distance between a row and the mean of all rows.
+        loo_error: Leave-one-out error: the mean squared distance, summed over the b outputs,
+            between a row and its prediction from the other rows.
+        output_variance: The mean squared distance between a row and the mean of all rows.
     """
 
     weight: Doubles
     bias: Doubles
     penalty: float
-    error: float
-    spread: float
+    loo_error: float
+    output_variance: float
 
 
 class Moments:
@@ -50,23 +50,23 @@ class Moments:
         rows: Number of pairs.
     """
 
-    def __init__(self, like: "Moments | None" = None) -> None:
+    def __init__(self, same_origin_as: "Moments | None" = None) -> None:
         """Begin without pairs.
 
         Args:
-            like: Use the origin of these moments, so that `subtract` can take one from the other.
-                None, or moments without pairs: the first block gives the origin.
+            same_origin_as: Use the origin of these moments, so that `subtract` can take one from
+                the other. None, or moments without pairs: the first block gives the origin.
         """
         self.rows = 0
         # Sums of differences from the first block's means: a large mean costs no digits.
         self._origin: tuple[Doubles, Doubles] | None = None
-        if like is not None and like._origin is not None:
-            self._begin(like._origin)
+        if same_origin_as is not None and same_origin_as._origin is not None:
+            self._begin(same_origin_as._origin)
         self._sums: tuple[Doubles, Doubles]
         self._products: tuple[Doubles, Doubles]
 
     @classmethod
-    def of(cls, blocks: Iterable[Pairs]) -> "Moments":
+    def from_blocks(cls, blocks: Iterable[Pairs]) -> "Moments":
         """Compute the moments of all blocks, in float64.
 
         Args:
@@ -117,8 +117,8 @@ class Moments:
         """Return the moments of the rows that are not in `part`.
 
         Args:
-            part: Moments of some of these rows, created with `like` this object. This is not
-                checked; without it the result is wrong.
+            part: Moments of some of these rows, created with `same_origin_as` this object. This is
+                not checked; without it the result is wrong.
 
         Returns:
             New moments; neither operand changes. At least one pair must have been added to this
@@ -172,7 +172,7 @@ class Moments:
     def mean(self) -> tuple[Doubles, Doubles]:
         """Return the mean of x, float64 [a], and of y, float64 [b].
 
-        Without rows after `subtract`, or with only `like`, both are NaN.
+        Without rows after `subtract`, or with only `same_origin_as`, both are NaN.
 
         Raises:
             AssertionError: No rows were added.
@@ -228,7 +228,7 @@ def solve_ridge(moments: Moments, penalty: float) -> Ridge:
             0 gives least squares of minimum norm. A constant input gets the weight 0 then.
 
     Returns:
-        The map, with NaN as `error` and `spread`.
+        The map, with NaN as `loo_error` and `output_variance`.
 
     Raises:
         numpy.linalg.LinAlgError: The system of equations is singular, or its eigenvalues cannot be
@@ -271,15 +271,15 @@ def fit_ridge(
             groups and at least one.
 
     Returns:
-        The map, with `error` and `spread` of the sample. `error` is infinite where no penalty has a
-        finite error: the rows are too few for their dimensions.
+        The map, with `loo_error` and `output_variance` of the sample. `loo_error` is infinite
+        where no penalty has a finite error: the rows are too few for their dimensions.
 
     Raises:
         ValueError: Rows that are no pairs, NaN or infinity, fewer than 2 groups, a number of rows
             that is no multiple of `group`, or another number of rows at the second call.
         numpy.linalg.LinAlgError: The eigenvalues cannot be computed.
     """
-    moments = Moments.of(blocks()) if moments is None else moments
+    moments = Moments.from_blocks(blocks()) if moments is None else moments
     if moments.rows % group or moments.rows < 2 * group:
         raise ValueError(
             f"cross-validation: expected at least 2 whole groups of {group} pairs, got "
@@ -287,7 +287,7 @@ def fit_ridge(
         )
     spectrum = _Spectrum(moments)
     held_out = spectrum.hold_out(blocks(), group, seed, sample)
-    errors = {penalty: held_out.error(penalty) for penalty in DECADES}
+    errors = {penalty: held_out.error(penalty) for penalty in PENALTIES}
     best = min(errors, key=errors.__getitem__)
     finer = {best * 10**power for power in (-0.75, -0.5, -0.25, 0.25, 0.5, 0.75)}
     errors |= {penalty: held_out.error(penalty) for penalty in sorted(finer)}

@@ -7,7 +7,7 @@ import unicodedata
 _HIDDEN = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 
 
-def escape_hidden(text: str) -> str:
+def escape_control(text: str) -> str:
     """Escape each character that moves the cursor, changes colours, begins a line or is invisible.
 
     Args:

@@ -23,9 +23,9 @@ from nobackfill.extras import require_extra
 
 # Bytes of a text in UTF-8. A model reads a few hundred tokens; owners split longer texts into
 # passages.
-LARGEST_BYTES = 64 * 2**10
+LARGEST_TEXT_BYTES = 64 * 2**10
 # Bytes of all texts of one call.
-LARGEST_CALL = 4 * 2**20
+LARGEST_CALL_BYTES = 4 * 2**20
 
 # `input_ids`, `attention_mask` and `token_type_ids`, each int64 [n,t].
 Tokens = dict[str, NDArray[np.int64]]
@@ -37,14 +37,14 @@ _CHANGE = "leave out or change the text that it cannot read, or use another toke
 class BatchTokenizer:
     """A tokenizer.json that truncates texts; a batch is padded to its longest text."""
 
-    def __init__(self, data: bytes, length: int, what: str) -> None:
+    def __init__(self, data: bytes, length: int, error_name: str) -> None:
         """Load a tokenizer.
 
         Args:
             data: The bytes of tokenizer.json.
             length: Tokens after which a text is truncated, at least 1, those that the tokenizer
                 adds included.
-            what: The name of the file in messages.
+            error_name: The name of the file in messages.
 
         Raises:
             InvalidInputError: The data is no tokenizer, or leaves no room for text within `length`.
@@ -53,7 +53,7 @@ class BatchTokenizer:
         """
         with require_extra("text"):
             from tokenizers import Tokenizer
-        with _translate_errors(what, "load the tokenizer", _SAVE):
+        with _translate_errors(error_name, "load the tokenizer", _SAVE):
             self._tokenizer: Any = Tokenizer.from_buffer(data)
             self._tokenizer.enable_truncation(length)
             padding = self._tokenizer.padding or {}
@@ -65,12 +65,12 @@ class BatchTokenizer:
             own_tokens = self._tokenizer.num_special_tokens_to_add(False)
         if own_tokens >= length:
             raise InvalidInputError(
-                f"{what}: adds {own_tokens} tokens to each text, which leaves none of the "
+                f"{error_name}: adds {own_tokens} tokens to each text, which leaves none of the "
                 f"{length} of max_length; declare a larger max_length"
             )
-        self._what = what
+        self._what = error_name
 
-    def tokens(self, texts: Sequence[str]) -> Tokens:
+    def tokenize(self, texts: Sequence[str]) -> Tokens:
         """Tokenize a batch of texts; their size is not checked.
 
         A text of too many tokens is truncated, and shorter ones are padded to the longest.
@@ -103,18 +103,18 @@ class BatchTokenizer:
         return next((one for one in ids if one is not None), 0)
 
 
-class TokenBags:
+class BagTokenizer:
     """A tokenizer.json for models that average the vectors of a text's tokens.
 
     Special tokens are not added, and nothing is padded.
     """
 
-    def __init__(self, data: bytes, what: str) -> None:
+    def __init__(self, data: bytes, error_name: str) -> None:
         """Load a tokenizer; it truncates texts as its file says.
 
         Args:
             data: The bytes of tokenizer.json.
-            what: The name of the file in messages.
+            error_name: The name of the file in messages.
 
         Raises:
             InvalidInputError: The data is no tokenizer.
@@ -123,12 +123,12 @@ class TokenBags:
         """
         with require_extra("text"):
             from tokenizers import Tokenizer
-        with _translate_errors(what, "load the tokenizer", _SAVE):
+        with _translate_errors(error_name, "load the tokenizer", _SAVE):
             self._tokenizer: Any = Tokenizer.from_buffer(data)
             self._tokenizer.no_padding()
-        self._what = what
+        self._what = error_name
 
-    def limit(self, length: int | None) -> None:
+    def truncate_at(self, length: int | None) -> None:
         """Truncate texts after other tokens than the file says.
 
         Args:
@@ -143,7 +143,7 @@ class TokenBags:
         """Return the id of each token, with added ones."""
         return dict(self._tokenizer.get_vocab(with_added_tokens=True))
 
-    def ids(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
+    def token_ids(self, texts: Sequence[str]) -> list[NDArray[np.int64]]:
         """Return the ids of each text's tokens, int64 [tokens]; a text may have none.
 
         Raises:
@@ -194,9 +194,9 @@ def check_text(text: str) -> str:
         raise InvalidInputError(
             "text: expected valid Unicode, got an unpaired surrogate (half of a character)"
         ) from error
-    if size > LARGEST_BYTES:
+    if size > LARGEST_TEXT_BYTES:
         raise TooLargeError(
-            f"text: expected at most {LARGEST_BYTES} bytes, got {size}; cut it into passages"
+            f"text: expected at most {LARGEST_TEXT_BYTES} bytes, got {size}; cut it into passages"
         )
     if not any(sign.isprintable() and not sign.isspace() for sign in text):
         raise InvalidInputError(
@@ -215,9 +215,10 @@ def check_texts(texts: Sequence[str]) -> None:
         TooLargeError: They have more than 4 MiB in UTF-8.
     """
     size = sum(len(text.encode(errors="replace")) for text in texts)
-    if size > LARGEST_CALL:
+    if size > LARGEST_CALL_BYTES:
         raise TooLargeError(
-            f"expected texts of at most {LARGEST_CALL >> 20} MiB together, got {size} bytes; send "
+            f"expected texts of at most {LARGEST_CALL_BYTES >> 20} MiB together, got {size} "
+            "bytes; send "
             "fewer at a time"
         )
 
@@ -229,12 +230,12 @@ class TextLine:
     Attributes:
         id: The id of the item.
         text: The text to embed.
-        notes: The other keys of the object, with their JSON values.
+        other_keys: The other keys of the object, with their JSON values.
     """
 
     id: str
     text: str
-    notes: Mapping[str, Any]
+    other_keys: Mapping[str, Any]
 
     def metadata(self) -> dict[str, str | int | float | bool | list[str]]:
         """Return the notes as metadata of an item, without the keys that are null.
@@ -247,7 +248,7 @@ class TextLine:
         Raises:
             InvalidInputError: A value is an object, or a list with anything but texts.
         """
-        values = {key: value for key, value in self.notes.items() if value is not None}
+        values = {key: value for key, value in self.other_keys.items() if value is not None}
         for key, value in values.items():
             texts = isinstance(value, list) and all(isinstance(one, str) for one in value)
             if not texts and not isinstance(value, str | int | float | bool):
@@ -258,14 +259,14 @@ class TextLine:
         return values
 
 
-def read_texts(
+def read_text_lines(
     path: Path, refusals: dict[str, str] | None = None, *, key: str = "id", column: str = "text"
 ) -> Iterator[TextLine]:
     """Yield the objects of a JSONL file in order, with one line in memory at a time.
 
     Opens the file at the first `next`. Ids may repeat, and the size of texts and lines is not
     checked. Id and text may be empty, a finite number becomes its text, and the other keys become
-    `notes`.
+    `other_keys`.
 
     Args:
         path: A regular file or a pipe, in UTF-8. Empty lines are skipped, and an empty file yields

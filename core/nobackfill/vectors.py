@@ -10,7 +10,7 @@ from nobackfill.errors import InvalidInputError, UnusableRowsError
 Vectors = NDArray[np.float32]
 Metric = Literal["squared_l2", "cosine"]
 # The input of a model.
-Kind = Literal["text", "image"]
+InputKind = Literal["text", "image"]
 # How an item's vector was made in its space.
 Origin = Literal["native", "direct", "upgraded", "re-embedded", "old-model"]
 
@@ -21,7 +21,7 @@ _FLOAT32 = np.dtype(np.float32)
 _FLOATS = (_FLOAT32, np.dtype(np.float64))
 
 
-def check_vectors(vectors: ArrayLike, dim: int, *, what: str, unit: bool = False) -> Vectors:
+def check_vectors(vectors: ArrayLike, dim: int, *, error_name: str, unit: bool = False) -> Vectors:
     """Return vectors as a C-contiguous float32 array of shape [n, dim], or refuse them all.
 
     Nothing is scaled: with `unit`, a vector of another norm is refused. A zero vector passes
@@ -31,7 +31,7 @@ def check_vectors(vectors: ArrayLike, dim: int, *, what: str, unit: bool = False
         vectors: float32 or float64 [n, dim], or nested lists of floats; n may be 0. A single vector
             of shape [dim] is refused. An empty list is refused, because it has no dimension.
         dim: The expected dimension, at least 1.
-        what: The name of the data in error messages.
+        error_name: The name of the data in error messages.
         unit: Whether each norm must be 1 within 1e-3.
 
     Returns:
@@ -46,10 +46,12 @@ def check_vectors(vectors: ArrayLike, dim: int, *, what: str, unit: bool = False
     """
     array = np.asarray(vectors)
     if array.dtype not in _FLOATS:
-        raise InvalidInputError(f"{what}: expected float32 or float64 values, got {array.dtype}")
+        raise InvalidInputError(
+            f"{error_name}: expected float32 or float64 values, got {array.dtype}"
+        )
     if array.ndim != 2 or array.shape[1] != dim:
         raise InvalidInputError(
-            f"{what}: expected an array of shape [n, {dim}], got {list(array.shape)}; "
+            f"{error_name}: expected an array of shape [n, {dim}], got {list(array.shape)}; "
             "use vectors that the same release's model computed"
         )
     if array.dtype == _FLOAT32 and _surely_valid(array, unit):
@@ -67,7 +69,7 @@ def check_vectors(vectors: ArrayLike, dim: int, *, what: str, unit: bool = False
             "finite values and norm 1" if unit else f"finite values and a norm <= {LARGEST_NORM:g}"
         )
         raise UnusableRowsError(
-            f"{what}: expected {expected} in every row; row {invalid[0]} and "
+            f"{error_name}: expected {expected} in every row; row {invalid[0]} and "
             f"{len(invalid) - 1} more differ",
             invalid,
         )
@@ -101,13 +103,13 @@ def normalise(vectors: Vectors) -> Vectors:
     return scaled
 
 
-def vector_from_bytes(values: bytes, dim: int, *, what: str, unit: bool = False) -> Vectors:
+def vector_from_bytes(values: bytes, dim: int, *, error_name: str, unit: bool = False) -> Vectors:
     """Read one vector from little-endian float32 bytes.
 
     Args:
         values: 4 * dim bytes.
         dim: The expected dimension.
-        what: The name of the data in error messages.
+        error_name: The name of the data in error messages.
         unit: Whether its norm must be 1 within 1e-3.
 
     Returns:
@@ -119,6 +121,8 @@ def vector_from_bytes(values: bytes, dim: int, *, what: str, unit: bool = False)
     """
     if len(values) != 4 * dim:
         raise InvalidInputError(
-            f"{what}: expected {4 * dim} bytes (float32, dimension {dim}), got {len(values)}"
+            f"{error_name}: expected {4 * dim} bytes (float32, dimension {dim}), got {len(values)}"
         )
-    return check_vectors(np.frombuffer(values, "<f4").reshape(1, dim), dim, what=what, unit=unit)
+    return check_vectors(
+        np.frombuffer(values, "<f4").reshape(1, dim), dim, error_name=error_name, unit=unit
+    )

@@ -46,7 +46,7 @@ def test_an_item_and_its_query_do_not_vouch_for_one_another() -> None:
     noise = 0.05 * rng.normal(size=(2, 40, 48)).astype(np.float32)
     asked = Queries(pairs.old + noise[0], pairs.new + noise[1], np.arange(40), own=False)
     rows = add_queries(pairs, asked)
-    moments = Moments.of(split_into_blocks(rows.old, rows.new)())
+    moments = Moments.from_blocks(split_into_blocks(rows.old, rows.new)())
     chosen = strength(rows, np.arange(40), moments)
     alone = Solver(moments).strength(split_into_blocks(rows.old, rows.new))
 

@@ -17,7 +17,7 @@ from nobackfill.adopt.pairs import inspect, read_ids
 from nobackfill.adopt.sources.opening import open_searchable, open_source
 from nobackfill.adopt.sources.source import Target
 from nobackfill.errors import InvalidInputError
-from nobackfill.text import read_texts
+from nobackfill.text import read_text_lines
 from tests.adopt.made import world
 from tests.support.pgbouncer import pooled
 from tests.support.postgres import Server
@@ -199,6 +199,6 @@ def test_two_models_in_one_column_are_counted(database: tuple[str, Connection]) 
 def test_byte_order_marks_are_no_part_of_a_text(tmp_path: Path) -> None:
     lines = tmp_path / "texts.jsonl"
     lines.write_text('{"id": "a", "text": "one"}\n{"id": "b", "text": "two"}\n', "utf-8-sig")
-    assert [one.id for one in read_texts(lines)] == ["a", "b"]
+    assert [one.id for one in read_text_lines(lines)] == ["a", "b"]
     (tmp_path / "ids.txt").write_text("a\nb\n", "utf-8-sig")
     assert read_ids(tmp_path / "ids.txt") == {"a", "b"}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from nobackfill import durable
-from nobackfill.durable import FAULTS, DurableStep, Faults
+from nobackfill.durable import FAULT_INJECTOR, DurableStep, FaultInjector
 from nobackfill.errors import AlreadyExistsError, BusyError, CannotWriteError, ConfigurationError
 from tests.support.crash import KILLED, run_with_fault, sweep
 
@@ -76,11 +76,11 @@ def test_a_published_folder_was_synced_before_it_got_its_name(tmp_path: Path) ->
     (source / "deep").mkdir(parents=True)
     (source / "deep" / "file").write_bytes(b"data")
     steps: list[DurableStep] = []
-    FAULTS.observer = steps.append
+    FAULT_INJECTOR.observer = steps.append
     try:
         durable.publish_dir(source, tmp_path / "target")
     finally:
-        FAULTS.observer = None
+        FAULT_INJECTOR.observer = None
     kinds = [(step.kind, step.path.name) for step in steps]
     rename = kinds.index(("rename", "source"))
     assert kinds.index(("fsync", "file")) < kinds.index(("fsync_dir", "deep")) < rename
@@ -188,12 +188,12 @@ def test_a_read_only_database_cannot_be_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize("spec", ["kill", "kill@", "kill@0", "burn@1", "kill@1x", "kill@-1"])
 def test_unknown_faults_are_refused(spec: str) -> None:
     with pytest.raises(ConfigurationError, match="kill@N"):
-        Faults(spec)
+        FaultInjector(spec)
 
 
 def test_faults_fire_once_or_from_there_on() -> None:
     for spec, fired in (("eio@2", [0, 1, 0, 0]), ("eio@2+", [0, 1, 1, 1]), (None, [0, 0, 0, 0])):
-        faults = Faults(spec)
+        faults = FaultInjector(spec)
         assert [int(bool(faults.count_step())) for _ in range(4)] == fired
         assert faults.steps == 4
         assert faults.fired == any(fired)

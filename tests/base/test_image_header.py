@@ -9,7 +9,13 @@ import pytest
 from PIL import Image
 
 from nobackfill.errors import InvalidInputError
-from nobackfill.images import LONGEST_SIDE, MOST_PIECES, MOST_SCANS, decode_image, read_header
+from nobackfill.images import (
+    LONGEST_SIDE,
+    MOST_FILE_SEGMENTS,
+    MOST_JPEG_SCANS,
+    decode_image,
+    read_header,
+)
 from tests.support import pictures
 from tests.support.pictures import encoded
 
@@ -25,9 +31,9 @@ def passes(count: int) -> bytes:
 
 
 def test_a_jpeg_of_a_thousand_scans_is_refused_before_it_is_decoded() -> None:
-    assert decode_image(passes(MOST_SCANS), 8, 8).shape == (8, 8, 3)
-    assert read_header(passes(MOST_SCANS)).scans == MOST_SCANS
-    for count in (MOST_SCANS + 1, 1000):
+    assert decode_image(passes(MOST_JPEG_SCANS), 8, 8).shape == (8, 8, 3)
+    assert read_header(passes(MOST_JPEG_SCANS)).scans == MOST_JPEG_SCANS
+    for count in (MOST_JPEG_SCANS + 1, 1000):
         data = passes(count)
         assert len(data) < 100_000
         with pytest.raises(InvalidInputError, match="scans"):
@@ -45,18 +51,18 @@ def test_a_file_of_a_million_pieces_is_refused_before_it_is_decoded() -> None:
     ):
         assert decode_image(start + 1000 * piece + rest, 8, 8).shape == (8, 8, 3)
         with pytest.raises(InvalidInputError, match="segments or chunks"):
-            read_header(start + 10 * MOST_PIECES * piece + rest)
+            read_header(start + 10 * MOST_FILE_SEGMENTS * piece + rest)
 
 
 def test_a_jpegs_metadata_and_what_follows_it_cost_no_decoding() -> None:
     expected = decode_image(JPEG, 8, 8)
     noted = encoded(Image.open(io.BytesIO(JPEG)), "JPEG", comment=b"x" * 60_000)
-    assert len(read_header(noted).picture) < 2000
+    assert len(read_header(noted).picture_bytes) < 2000
     followed = JPEG + b"\xff\xda\0\2" * 1000
     assert read_header(followed).scans == 1
     np.testing.assert_array_equal(decode_image(followed, 8, 8), expected)
     padded = JPEG[:2] + b"\xff" * 2**22 + JPEG[2:]
-    assert len(read_header(padded).picture) < 2000
+    assert len(read_header(padded).picture_bytes) < 2000
     np.testing.assert_array_equal(decode_image(padded, 8, 8), expected)
 
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from nobackfill.errors import InvalidInputError
-from nobackfill.images import LARGEST_BYTES, decode_file, decode_image, read_file
+from nobackfill.images import LARGEST_IMAGE_BYTES, decode_file, decode_image, read_file
 from tests.support import pictures
 from tests.support.pictures import encoded
 
@@ -201,7 +201,7 @@ def test_truncated_files_are_refused(kind: str, share: float) -> None:
 
 def test_too_many_bytes_are_refused_unread() -> None:
     with pytest.raises(InvalidInputError, match="bytes"):
-        decode_image(b"\0" * (LARGEST_BYTES + 1), 8, 8)
+        decode_image(b"\0" * (LARGEST_IMAGE_BYTES + 1), 8, 8)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -280,7 +280,7 @@ def test_files_are_named_in_refusals(tmp_path: Path) -> None:
         assert str(caught.value).count(str(path)) == 1
     large = tmp_path / "large"
     with large.open("wb") as file:
-        file.truncate(LARGEST_BYTES + 1)
+        file.truncate(LARGEST_IMAGE_BYTES + 1)
     with pytest.raises(InvalidInputError, match="bytes"):
         decode_file(large, 8, 8)
 

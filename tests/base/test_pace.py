@@ -36,7 +36,7 @@ def test_an_error_comes_after_what_came_before_it() -> None:
 
 
 def test_a_source_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pace, "PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(pace, "STALL_SECONDS", 0.2)
     wake = threading.Event()
 
     def silent() -> Iterator[bytes]:
@@ -50,7 +50,7 @@ def test_a_source_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_end_counts_for_a_source_that_is_fast_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pace, "PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(pace, "STALL_SECONDS", 0.1)
     monkeypatch.setattr(pace, "SLOWEST_BYTES_A_SECOND", 1)
 
     def steady() -> Iterator[bytes]:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from sklearn.linear_model import Ridge as SklearnRidge
 
-from nobackfill.ridge import DECADES, Floats, Moments, fit_ridge, solve_ridge, split_into_blocks
+from nobackfill.ridge import PENALTIES, Floats, Moments, fit_ridge, solve_ridge, split_into_blocks
 
 Doubles = NDArray[np.float64]
 
@@ -46,17 +46,17 @@ def test_the_chosen_error_is_that_of_really_leaving_out(
 ) -> None:
     x, y = paired(n * together, a, b, seed)
     found = fit_ridge(split_into_blocks(x, y, rows=4 * together), group=together)
-    assert found.error == pytest.approx(slow_error(x, y, found.penalty, together), rel=1e-5)
-    assert found.spread == pytest.approx(y.var(0).sum(), rel=1e-9)
+    assert found.loo_error == pytest.approx(slow_error(x, y, found.penalty, together), rel=1e-5)
+    assert found.output_variance == pytest.approx(y.var(0).sum(), rel=1e-9)
     # No penalty of the coarse grid is better by really leaving out.
-    others = [slow_error(x, y, penalty, together) for penalty in DECADES]
-    assert found.error <= min(others) * (1 + 1e-6)
+    others = [slow_error(x, y, penalty, together) for penalty in PENALTIES]
+    assert found.loo_error <= min(others) * (1 + 1e-6)
 
 
 @pytest.mark.parametrize("penalty", [1e-5, 0.1, 3.0])
 def test_the_map_is_scikit_learns(penalty: float) -> None:
     x, y = paired(50, 6, 3, 0)
-    found = solve_ridge(Moments.of(split_into_blocks(x, y, 7)()), penalty)
+    found = solve_ridge(Moments.from_blocks(split_into_blocks(x, y, 7)()), penalty)
     alpha = penalty * float(np.square(x - x.mean(0)).sum()) / 6
     model = SklearnRidge(alpha=alpha).fit(x, y)
     np.testing.assert_allclose(found.weight, model.coef_, rtol=1e-8)
@@ -73,7 +73,7 @@ def test_a_linear_truth_is_found_and_noise_is_answered_by_the_mean() -> None:
     inputs = rng.normal(size=(100, 60))
     unrelated = fit_ridge(split_into_blocks(inputs, noise))
     mean_alone = float(np.square((noise - noise.mean(0)) * 100 / 99).sum(1).mean())
-    assert unrelated.error <= mean_alone * 1.001
+    assert unrelated.loo_error <= mean_alone * 1.001
     # Least squares answers with what it learnt by heart.
     assert slow_error(inputs, noise, 1e-6, 1) > 2 * mean_alone
 
@@ -90,16 +90,19 @@ def test_blocks_and_a_far_origin_change_nothing() -> None:
     whole = fit_ridge(split_into_blocks(x, y))
     far = fit_ridge(split_into_blocks(x + 1e6, y - 1e6, rows=37))
     np.testing.assert_allclose(far.weight, whole.weight, rtol=1e-5)
-    assert far.error == pytest.approx(whole.error, rel=1e-5)
+    assert far.loo_error == pytest.approx(whole.loo_error, rel=1e-5)
 
 
 def test_moments_of_the_rest_are_those_of_all_without_a_part() -> None:
     x, y = paired(90, 5, 3, 8)
-    whole = Moments.of(split_into_blocks(x, y)())
+    whole = Moments.from_blocks(split_into_blocks(x, y)())
     part = Moments(whole)
     part.add(x[20:50], y[20:50])
     left = np.r_[:20, 50:90]
-    rest, expected = whole.subtract(part), Moments.of(split_into_blocks(x[left], y[left])())
+    rest, expected = (
+        whole.subtract(part),
+        Moments.from_blocks(split_into_blocks(x[left], y[left])()),
+    )
     assert rest.rows == 60
     np.testing.assert_allclose(rest.gram, expected.gram, atol=1e-9)
     np.testing.assert_allclose(rest.cross, expected.cross, atol=1e-9)
@@ -111,8 +114,8 @@ def test_of_many_rows_some_are_left_out() -> None:
     x, y = paired(4000, 10, 3, 5)
     all_rows = fit_ridge(split_into_blocks(x, y))
     some = fit_ridge(split_into_blocks(x, y, rows=300), sample=1000)
-    assert some.error == pytest.approx(all_rows.error, rel=0.1)
-    assert some.error != all_rows.error
+    assert some.loo_error == pytest.approx(all_rows.loo_error, rel=0.1)
+    assert some.loo_error != all_rows.loo_error
     np.testing.assert_allclose(some.weight, all_rows.weight, atol=0.02)
 
 
@@ -151,12 +154,12 @@ def test_inputs_that_never_vary_weigh_nothing() -> None:
 def test_what_is_no_pair_is_refused() -> None:
     good = np.ones((4, 2))
     with pytest.raises(ValueError, match="at least 2 pairs, got 0"):
-        Moments.of([])
+        Moments.from_blocks([])
     with pytest.raises(ValueError, match="expected paired rows"):
-        Moments.of([(good, good[:3])])
+        Moments.from_blocks([(good, good[:3])])
     with pytest.raises(ValueError, match="NaN or infinity"):
-        Moments.of([(good, good), (good * np.nan, good)])
+        Moments.from_blocks([(good, good), (good * np.nan, good)])
     with pytest.raises(ValueError, match="expected the dimensions"):
-        Moments.of([(good, good), (np.ones((4, 3)), good)])
+        Moments.from_blocks([(good, good), (np.ones((4, 3)), good)])
     with pytest.raises(ValueError, match="2 whole groups of 4 pairs"):
         fit_ridge(split_into_blocks(good, good), group=4)

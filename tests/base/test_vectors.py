@@ -27,7 +27,7 @@ def test_vectors_pass_only_if_every_row_is_sound(values: NDArray[np.float32]) ->
         norm = float(np.sqrt(sum(float(x) ** 2 for x in row)))
         sound = sound and bool(np.isfinite(row).all()) and norm <= 1e15 * (1 + 1e-6)
     try:
-        got = check_vectors(values, DIM, what="test")
+        got = check_vectors(values, DIM, error_name="test")
     except InvalidInputError:
         borderline = np.isclose(np.linalg.norm(rows, axis=1), 1e15, rtol=1e-5).any()
         assert not sound or borderline
@@ -46,32 +46,34 @@ def test_vectors_pass_only_if_every_row_is_sound(values: NDArray[np.float32]) ->
 )  # fmt: skip
 def test_other_shapes_and_types_are_refused(values: object) -> None:
     with pytest.raises(InvalidInputError, match="query"):
-        check_vectors(values, DIM, what="query")  # type: ignore[arg-type]
+        check_vectors(values, DIM, error_name="query")  # type: ignore[arg-type]
 
 
 def test_unit_vectors_have_norm_one() -> None:
     good = np.array([[1, 0, 0], [0.6, 0.8, 0]], np.float32)
-    check_vectors(good, DIM, what="test", unit=True)
+    check_vectors(good, DIM, error_name="test", unit=True)
     for bad in (good * 1.01, good * 0.99, good * 0):
         with pytest.raises(InvalidInputError, match="norm 1"):
-            check_vectors(bad, DIM, what="test", unit=True)
+            check_vectors(bad, DIM, error_name="test", unit=True)
 
 
 def test_views_become_contiguous() -> None:
     wide = np.arange(12, dtype=np.float32).reshape(2, 6)
-    assert check_vectors(wide[:, ::2], DIM, what="test").flags.c_contiguous
+    assert check_vectors(wide[:, ::2], DIM, error_name="test").flags.c_contiguous
 
 
 def test_refusals_hold_no_values() -> None:
     secret = np.array([[1.234567, np.nan, 0]], np.float32)
     with pytest.raises(InvalidInputError) as caught:
-        check_vectors(secret, DIM, what="test")
+        check_vectors(secret, DIM, error_name="test")
     assert "1.23" not in str(caught.value)
 
 
 def test_bytes_are_little_endian_floats_of_the_right_number() -> None:
     values = np.array([1.5, -2, 3], "<f4")
-    np.testing.assert_array_equal(vector_from_bytes(values.tobytes(), DIM, what="test"), [values])
+    np.testing.assert_array_equal(
+        vector_from_bytes(values.tobytes(), DIM, error_name="test"), [values]
+    )
     for wrong in (b"", values.tobytes()[:-1], values.tobytes() + b"\0" * 4):
         with pytest.raises(InvalidInputError, match="12 bytes"):
-            vector_from_bytes(wrong, DIM, what="test")
+            vector_from_bytes(wrong, DIM, error_name="test")

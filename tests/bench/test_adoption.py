@@ -13,7 +13,7 @@ from bench.adoption.texts import Embedded
 from bench.adoption.trial import Trial
 from bench.adoption.valley import classes
 from nobackfill.adopt.judgement import blocked
-from nobackfill.metrics.ranking import same_label
+from nobackfill.metrics.ranking import relevance_by_label
 from nobackfill.metrics.retrieval import search_and_score
 from tests.adopt.made import kinds
 
@@ -44,7 +44,9 @@ def test_the_truth_is_that_of_items_that_chose_nothing(trial: Trial) -> None:
         assert trial.labels is not None
         labels, own = trial.labels[PAIRS:], np.arange(REST)
         asked = side.bodies[PAIRS:]
-        slow = search_and_score(asked, asked, same_label(labels, labels, own, own), "cosine")
+        slow = search_and_score(
+            asked, asked, relevance_by_label(labels, labels, own, own), "cosine"
+        )
         assert rows[way]["class mAP"] == pytest.approx(100 * slow["map"].mean(), abs=1e-3)
         assert rows[way]["class CMC-1"] == pytest.approx(100 * slow["cmc1"].mean(), abs=1e-3)
 

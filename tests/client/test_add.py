@@ -138,9 +138,9 @@ def test_a_file_that_grows_while_it_is_read_is_bounded(
 ) -> None:
     (image,) = blocks.write_pngs(tmp_path, 1)
     size = image.stat().st_size
-    monkeypatch.setattr(images, "LARGEST_BYTES", size)
+    monkeypatch.setattr(images, "LARGEST_IMAGE_BYTES", size)
     assert len(images.read_file(image)) == size
-    monkeypatch.setattr(images, "LARGEST_BYTES", size - 1)
+    monkeypatch.setattr(images, "LARGEST_IMAGE_BYTES", size - 1)
     with pytest.raises(InvalidInputError, match=f"at most {size - 1} bytes, got {size}"):
         images.read_file(image)
 
@@ -195,7 +195,7 @@ def test_telephones_pictures_are_taken(setting: Setting, tmp_path: Path) -> None
     assert done.added == [str(heic), str(avif), str(large)]
     got = images.decode_file(heic, 64, 64).astype(int)
     assert np.abs(got - pixels).mean() < 8
-    assert images.decode_within(heic.read_bytes(), 16).shape == (16, 16, 3)
+    assert images.decode_for_display(heic.read_bytes(), 16).shape == (16, 16, 3)
 
 
 def test_without_the_extra_a_heic_is_refused_by_name_and_the_others_go_on(

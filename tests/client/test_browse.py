@@ -13,7 +13,7 @@ from nobackfill.client.device import Device
 from nobackfill.client.gallery_file import sidecar
 from nobackfill.client.maintenance import collect, delete
 from nobackfill.gallery.store import NewVectors
-from nobackfill.images import LARGEST_BYTES
+from nobackfill.images import LARGEST_IMAGE_BYTES
 from nobackfill.plugins.web.browse.app import make_site
 from tests.support import edge, graphs
 from tests.support.edge import Setting
@@ -173,7 +173,7 @@ def test_a_picture_is_searched_and_what_is_none_is_refused(
     assert re.findall(r"<span>(0-\d+\.png)</span>", found.text)[0] == setting.images[2].name
     narrowed = client.post(f"{AT}/search?where=name=0-0007.png", content=picture, headers=OURS)
     assert re.findall(r"<span>(0-\d+\.png)</span>", narrowed.text) == ["0-0007.png"]
-    answers = {b"no picture": 422, b"": 422, b"\xff" * (LARGEST_BYTES + 1): 413}
+    answers = {b"no picture": 422, b"": 422, b"\xff" * (LARGEST_IMAGE_BYTES + 1): 413}
     for content, status in answers.items():
         refused = client.post(f"{AT}/search", content=content, headers=OURS)
         assert (refused.status_code, refused.text.count('role="alert"')) == (status, 1)

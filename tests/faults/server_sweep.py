@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from nobackfill.durable import FAULTS
+from nobackfill.durable import FAULT_INJECTOR
 from nobackfill.errors import NobackfillError, NotFoundError
 from nobackfill.gallery.sqlite_gallery import SqliteGallery
 from nobackfill.release import trial
@@ -233,7 +233,7 @@ def sweep_operation(kind: str, top: Path, pristine: Path, name: str, stride: int
 def main(kinds: list[str], stride: int) -> dict[str, int]:
     # Trials of releases in this process: they write nothing, and a process costs a second.
     trial.explain_refusal_in_child = lambda request, poll: trial.explain_refusal(request)
-    FAULTS.arm(None)
+    FAULT_INJECTOR.arm(None)
     points: dict[str, int] = {}
     with tempfile.TemporaryDirectory() as disk, memory_folder(Path(disk)) as folder:
         top, pristine = folder / "top", folder / "pristine"

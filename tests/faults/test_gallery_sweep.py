@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nobackfill.durable import FAULTS
+from nobackfill.durable import FAULT_INJECTOR
 from nobackfill.errors import CannotWriteError, NotFoundError
 from nobackfill.gallery import staging
 from nobackfill.gallery.search import graph_file, hnsw
@@ -200,11 +200,11 @@ def test_a_gallery_survives_a_failure_at_every_step(
 
 @contextmanager
 def armed(fault: str) -> Iterator[None]:
-    FAULTS.arm(fault)
+    FAULT_INJECTOR.arm(fault)
     try:
         yield
     finally:
-        FAULTS.arm(None)
+        FAULT_INJECTOR.arm(None)
 
 
 @pytest.mark.parametrize(
@@ -227,7 +227,7 @@ def test_a_process_goes_on_after_an_error_and_its_views_agree_with_the_file(
             views = {ONE: LiveView(store, ONE)}
             failed = 0
             fired = False
-            FAULTS.arm(f"{kind}@{step}")
+            FAULT_INJECTOR.arm(f"{kind}@{step}")
             for number, operation in enumerate(LIFE):
                 try:
                     operation(store, folder)
@@ -243,8 +243,8 @@ def test_a_process_goes_on_after_an_error_and_its_views_agree_with_the_file(
                         np.testing.assert_array_equal(
                             view.snapshot().content()[1], store.load(space)[1]
                         )
-            fired = FAULTS.fired
-            FAULTS.arm(None)
+            fired = FAULT_INJECTOR.fired
+            FAULT_INJECTOR.arm(None)
             assert failed == int(fired), f"step {step}"
             assert dump(store) == unbroken[-1], f"step {step}"
         step += stride

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from nobackfill.durable import FAULTS, DurableStep
+from nobackfill.durable import FAULT_INJECTOR, DurableStep
 from nobackfill.errors import AlreadyExistsError, NobackfillError
 from nobackfill.release.publishing.publish import publish
 from tests.support.powerloss import WAYS, record, states
@@ -30,7 +30,7 @@ def test_after_power_loss_the_release_is_wholly_there_or_not_at_all(
     try:
         publish(shop.repo, second)
     finally:
-        FAULTS.observer = None
+        FAULT_INJECTOR.observer = None
     committed = [i for i, step in enumerate(steps, 1) if commits(step, shop.repo)]
     assert len(committed) == 1
     visible_from, tried = committed[0], 0

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nobackfill.durable import FAULTS
+from nobackfill.durable import FAULT_INJECTOR
 from nobackfill.errors import CannotWriteError, NotFoundError, VerificationError
 from nobackfill.gallery.search import graph_file, hnsw
 from nobackfill.gallery.search.exact import ExactIndex
@@ -194,16 +194,16 @@ def test_a_file_that_cannot_be_written_is_said_and_the_old_one_stays(
     before = path.read_bytes()
     new = hnsw.transfer_index(old, spec(), LABELS[1:], old.vectors[1:])
     for step in range(1, 100):
-        FAULTS.arm(f"enospc@{step}")
+        FAULT_INJECTOR.arm(f"enospc@{step}")
         try:
             new.save(path)
         except CannotWriteError:
             pass
         else:
-            assert not FAULTS.fired
+            assert not FAULT_INJECTOR.fired
             break
         finally:
-            FAULTS.arm(None)
+            FAULT_INJECTOR.arm(None)
         # Only the last step, after the rename, finds the new one there: whole.
         assert (
             path.read_bytes() == before

@@ -17,8 +17,8 @@ from nobackfill.metrics.backfill import (
     uncertainty_order,
 )
 from nobackfill.metrics.distances import Metric, to_unit_norm
-from nobackfill.metrics.ranking import same_label
-from nobackfill.metrics.retrieval import mean, search_and_score
+from nobackfill.metrics.ranking import relevance_by_label
+from nobackfill.metrics.retrieval import mean_of_answerable, search_and_score
 
 
 def mixed() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -35,9 +35,9 @@ def mixed() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 def test_each_point_is_the_mixed_gallery(monkeypatch: pytest.MonkeyPatch) -> None:
     queries, served, backfilled, query_labels, labels = mixed()
-    relevance = same_label(query_labels, labels)
+    relevance = relevance_by_label(query_labels, labels)
     order = random_order(50, seed=3)
-    monkeypatch.setattr("nobackfill.metrics.distances.BLOCK_VALUES", 7 * 50)
+    monkeypatch.setattr("nobackfill.metrics.distances.BLOCK_DISTANCES", 7 * 50)
     curve = backfill_curve(
         queries, served, backfilled, order, relevance, shares=[0, 0.5, 1], metric="cosine"
     )
@@ -45,13 +45,13 @@ def test_each_point_is_the_mixed_gallery(monkeypatch: pytest.MonkeyPatch) -> Non
         gallery = served.copy()
         gallery[order[:done]] = backfilled[order[:done]]
         expected = search_and_score(queries, gallery, relevance, "cosine")
-        assert curve.map[point] == pytest.approx(mean(expected["map"]))
-        assert curve.cmc1[point] == pytest.approx(mean(expected["cmc1"]))
+        assert curve.map[point] == pytest.approx(mean_of_answerable(expected["map"]))
+        assert curve.cmc1[point] == pytest.approx(mean_of_answerable(expected["cmc1"]))
 
 
 def test_the_oracle_beats_random_and_the_mean_is_the_area() -> None:
     queries, served, backfilled, query_labels, labels = mixed()
-    relevance = same_label(query_labels, labels)
+    relevance = relevance_by_label(query_labels, labels)
     means = {}
     for name, order in {
         "random": random_order(50, 0),
@@ -59,17 +59,17 @@ def test_the_oracle_beats_random_and_the_mean_is_the_area() -> None:
         "reversed": oracle_order(served, backfilled)[::-1],
     }.items():
         curve = backfill_curve(queries, served, backfilled, order, relevance)
-        means[name] = curve.mean_over(curve.map)
+        means[name] = curve.area_under(curve.map)
         by_hand = sum((curve.map[i] + curve.map[i + 1]) / 2 * 0.1 for i in range(10))
         assert means[name] == pytest.approx(by_hand)
-        assert mean(curve.map_areas) == pytest.approx(by_hand)
-        assert mean(curve.cmc1_areas) == pytest.approx(curve.mean_over(curve.cmc1))
+        assert mean_of_answerable(curve.map_areas) == pytest.approx(by_hand)
+        assert mean_of_answerable(curve.cmc1_areas) == pytest.approx(curve.area_under(curve.cmc1))
     assert means["oracle"] > means["random"] > means["reversed"]
 
 
 def test_served_items_may_have_fewer_dimensions() -> None:
     queries, served, backfilled, query_labels, labels = mixed()
-    relevance = same_label(query_labels, labels)
+    relevance = relevance_by_label(query_labels, labels)
     curve = backfill_curve(
         queries,
         served[:, :2],
@@ -79,10 +79,10 @@ def test_served_items_may_have_fewer_dimensions() -> None:
         served_queries=queries[:, :2],
     )
     assert curve.map[0] == pytest.approx(
-        mean(search_and_score(queries[:, :2], served[:, :2], relevance)["map"])
+        mean_of_answerable(search_and_score(queries[:, :2], served[:, :2], relevance)["map"])
     )
     assert curve.map[-1] == pytest.approx(
-        mean(search_and_score(queries, backfilled, relevance)["map"])
+        mean_of_answerable(search_and_score(queries, backfilled, relevance)["map"])
     )
 
 
@@ -130,7 +130,7 @@ def test_a_line_undoes_what_carrying_did_to_distances() -> None:
     rng = np.random.default_rng(3)
     new, labels = rng.normal(size=(30, 6)), np.arange(30) % 3
     query = np.zeros((1, 6))
-    relevance = same_label(np.array([0]), labels)
+    relevance = relevance_by_label(np.array([0]), labels)
     order = random_order(30, 0)
     plain = backfill_curve(query, new, new, order, relevance)
     # Squared distances of l2 are a quarter.
@@ -156,5 +156,5 @@ def test_an_order_must_name_every_item() -> None:
     queries, served, backfilled, query_labels, labels = mixed()
     with pytest.raises(ValueError, match="each of the 50 items once"):
         backfill_curve(
-            queries, served, backfilled, np.zeros(50, int), same_label(query_labels, labels)
+            queries, served, backfilled, np.zeros(50, int), relevance_by_label(query_labels, labels)
         )

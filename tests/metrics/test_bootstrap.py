@@ -7,7 +7,7 @@ from scipy.stats import bootstrap as scipy_bootstrap
 from scipy.stats import norm
 from scipy.stats import t as student
 
-from nobackfill.metrics.bootstrap import FEWEST_CLASSES, Difference, paired_bootstrap
+from nobackfill.metrics.bootstrap import FEWEST_DECIDING_CLASSES, Difference, paired_bootstrap
 
 Runs = list[NDArray[np.float64]]
 
@@ -195,14 +195,14 @@ def test_queries_of_a_class_are_not_independent() -> None:
 
 
 def test_fewer_classes_than_are_a_sample_decide_no_claim() -> None:
-    labels = np.repeat(np.arange(FEWEST_CLASSES), 30)
+    labels = np.repeat(np.arange(FEWEST_DECIDING_CLASSES), 30)
     values = np.full(len(labels), 0.1)
     enough = paired_bootstrap([values], [0 * values], classes=[labels])
-    assert (enough.verdict, enough.of_these_classes) == ("holds", False)
-    some = labels < FEWEST_CLASSES - 1
+    assert (enough.verdict, enough.is_limited_to_classes) == ("holds", False)
+    some = labels < FEWEST_DECIDING_CLASSES - 1
     for gain in (values[some], -values[some]):
         found = paired_bootstrap([gain], [0 * gain], classes=[labels[some]])
-        assert (found.verdict, found.of_these_classes, found.classes) == ("undecided", True, 9)
+        assert (found.verdict, found.is_limited_to_classes, found.classes) == ("undecided", True, 9)
         # For these classes alone: as queries are drawn.
         assert (found.low, found.high) == (gain[0], gain[0])
     # A class without an answerable query is none.

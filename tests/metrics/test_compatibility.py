@@ -5,17 +5,17 @@ import pytest
 
 from nobackfill.metrics.classes import mean_by_class, worst_class
 from nobackfill.metrics.compatibility import (
+    closed_gap_share,
     degradation,
-    gap_closed,
     is_compatible,
     negative_flips,
-    share_kept,
+    retention,
     strict_criterion,
     update_gain,
     upgrade_gain,
 )
 from nobackfill.metrics.distances import Metric
-from nobackfill.metrics.ranking import same_label
+from nobackfill.metrics.ranking import relevance_by_label
 from tests.metrics import slow
 
 
@@ -45,11 +45,11 @@ def test_the_two_deltas_are_those_of_dmus_table_1() -> None:
 
 def test_shares_of_the_new_model() -> None:
     # FCT Table 1: old 46.5, served 65.0, new 68.1.
-    assert share_kept(0.65, 0.681) == pytest.approx(0.9545, abs=1e-4)
-    assert gap_closed(0.65, 0.465, 0.681) == pytest.approx(0.8565, abs=1e-4)
-    closed = gap_closed(0.4, 0.465, 0.681)
+    assert retention(0.65, 0.681) == pytest.approx(0.9545, abs=1e-4)
+    assert closed_gap_share(0.65, 0.465, 0.681) == pytest.approx(0.8565, abs=1e-4)
+    closed = closed_gap_share(0.4, 0.465, 0.681)
     assert closed is not None and closed < 0
-    assert gap_closed(0.5, 0.6, 0.6) is None
+    assert closed_gap_share(0.5, 0.6, 0.6) is None
 
 
 def test_negative_flips_counts_only_what_was_right() -> None:
@@ -82,15 +82,15 @@ def test_the_strict_criterion_agrees_with_a_loop(
             same = bool(query_labels[i] == gallery_labels[j])
             pairs[same] += 1
             kept[same] += crossed <= before if same else crossed >= before
-    monkeypatch.setattr("nobackfill.metrics.distances.BLOCK_VALUES", 5 * 31)
+    monkeypatch.setattr("nobackfill.metrics.distances.BLOCK_DISTANCES", 5 * 31)
     images = (np.arange(23), np.arange(31)) if own else (None, None)
-    relevance = same_label(query_labels, gallery_labels, *images)
+    relevance = relevance_by_label(query_labels, gallery_labels, *images)
     ours = strict_criterion(new, old, gallery, relevance, metric)
-    assert ours.other_class == pytest.approx(kept[False] / pairs[False])
-    assert ours.same_class == pytest.approx(kept[True] / pairs[True])
+    assert ours.different_class_share == pytest.approx(kept[False] / pairs[False])
+    assert ours.same_class_share == pytest.approx(kept[True] / pairs[True])
     # BCT's remark: the old model itself satisfies Eq. (1).
     same_model = strict_criterion(old, old, gallery, relevance, metric)
-    assert same_model.other_class == 1 and same_model.same_class == 1
+    assert same_model.different_class_share == 1 and same_model.same_class_share == 1
 
 
 def test_classes_worst_and_ranges() -> None:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from nobackfill.metrics.identification import OpenSetSearch, open_set_search, tpir_at_fpir
-from nobackfill.metrics.ranking import Relevance, same_label
+from nobackfill.metrics.ranking import Relevance, relevance_by_label
 from tests.metrics import slow
 
 
@@ -44,9 +44,9 @@ def people(tied: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
 @pytest.mark.parametrize("fpir", [0.0, 0.01, 0.1, 0.3, 1.0])
 def test_agrees_with_the_loop(fpir: float, tied: bool) -> None:
     probes, probe_labels, gallery, gallery_labels = people(tied)
-    relevance = same_label(probe_labels, gallery_labels)
+    relevance = relevance_by_label(probe_labels, gallery_labels)
     search = open_set_search(probes, gallery, relevance)
-    assert len(search.non_mated) == np.sum(probe_labels >= 30) > 0
+    assert len(search.non_mated_distances) == np.sum(probe_labels >= 30) > 0
     expected = loop(probes, gallery, relevance, fpir)
     assert 0 <= expected <= 1
     assert tpir_at_fpir(search, fpir) == pytest.approx(expected)
@@ -57,13 +57,13 @@ def test_ignored_items_are_neither_answers_nor_mates(fpir: float) -> None:
     """Of every probe the item that stands first is taken out: a mate of some, a stranger of
     others; who loses the only mate is non-mated."""
     probes, probe_labels, gallery, gallery_labels = people(tied=False)
-    plain = same_label(probe_labels, gallery_labels)
+    plain = relevance_by_label(probe_labels, gallery_labels)
     first = [np.argmin(((gallery - probe) ** 2).sum(1), keepdims=True) for probe in probes]
     relevance = Relevance(plain.relevant, first)
     search = open_set_search(probes, gallery, relevance)
     lost = [bool(len(m)) and set(m) <= set(i) for m, i in zip(plain.relevant, first, strict=True)]
-    assert len(search.non_mated) == np.sum(probe_labels >= 30) + sum(lost)
-    assert 0 < sum(lost) < len(search.hit_distances)
+    assert len(search.non_mated_distances) == np.sum(probe_labels >= 30) + sum(lost)
+    assert 0 < sum(lost) < len(search.mated_distances)
     expected = loop(probes, gallery, relevance, fpir)
     assert expected != loop(probes, gallery, plain, fpir)
     assert tpir_at_fpir(search, fpir) == pytest.approx(expected)
@@ -71,9 +71,9 @@ def test_ignored_items_are_neither_answers_nor_mates(fpir: float) -> None:
 
 def test_a_hit_needs_rank_1_whatever_the_threshold() -> None:
     search = open_set_search(
-        np.array([[0.0], [9.0]]), np.array([[1.0], [2.0]]), same_label([7, 3], [5, 7])
+        np.array([[0.0], [9.0]]), np.array([[1.0], [2.0]]), relevance_by_label([7, 3], [5, 7])
     )
-    assert np.isinf(search.hit_distances).all()
+    assert np.isinf(search.mated_distances).all()
     assert tpir_at_fpir(search, 1) == 0
 
 

@@ -7,31 +7,31 @@ from sklearn.neighbors import NearestNeighbors
 
 from nobackfill.metrics.cka import linear_cka
 from nobackfill.metrics.hubness import hubness
-from nobackfill.metrics.neighbours import nearest
+from nobackfill.metrics.neighbours import exact_neighbours
 
 
 def test_nearest_is_scikit_learns(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(0)
     queries, gallery = rng.normal(size=(37, 5)), rng.normal(size=(60, 5))
     expected = NearestNeighbors(algorithm="brute").fit(gallery)
-    monkeypatch.setattr("nobackfill.metrics.distances.BLOCK_VALUES", 10 * 60)
+    monkeypatch.setattr("nobackfill.metrics.distances.BLOCK_DISTANCES", 10 * 60)
     for k in (1, 7, 60):
         distances, positions = expected.kneighbors(queries, n_neighbors=k)
-        ours, values = nearest(queries, gallery, k)
+        ours, values = exact_neighbours(queries, gallery, k)
         np.testing.assert_array_equal(ours, positions)
         np.testing.assert_allclose(values, distances**2, atol=1e-12)
     cosine = NearestNeighbors(algorithm="brute", metric="cosine").fit(gallery)
     np.testing.assert_array_equal(
-        nearest(queries, gallery, 4, "cosine")[0], cosine.kneighbors(queries, 4)[1]
+        exact_neighbours(queries, gallery, 4, "cosine")[0], cosine.kneighbors(queries, 4)[1]
     )
 
 
 def test_equal_distances_come_by_position() -> None:
     gallery = np.array([[2.0], [1.0], [1.0], [0.0], [1.0]])
-    assert nearest(np.array([[1.0]]), gallery, 2)[0].tolist() == [[1, 2]]
-    assert nearest(np.array([[1.0]]), gallery, 5)[0].tolist() == [[1, 2, 4, 0, 3]]
+    assert exact_neighbours(np.array([[1.0]]), gallery, 2)[0].tolist() == [[1, 2]]
+    assert exact_neighbours(np.array([[1.0]]), gallery, 5)[0].tolist() == [[1, 2, 4, 0, 3]]
     with pytest.raises(ValueError, match="k must be 1 to 5"):
-        nearest(np.array([[1.0]]), gallery, 6)
+        exact_neighbours(np.array([[1.0]]), gallery, 6)
 
 
 def test_hubness_skewness_is_scipys() -> None:
@@ -40,8 +40,8 @@ def test_hubness_skewness_is_scipys() -> None:
     counts = [sum(int(n == item) for n in neighbours.ravel()) for item in range(40)]
     ours = hubness(neighbours, 40)
     assert ours.skewness == pytest.approx(skew(counts))
-    assert ours.orphans == pytest.approx(np.mean(np.array(counts) == 0))
-    assert ours.largest == pytest.approx(max(counts) / 200)
+    assert ours.orphan_share == pytest.approx(np.mean(np.array(counts) == 0))
+    assert ours.largest_hub_share == pytest.approx(max(counts) / 200)
     assert hubness(np.array([[0], [1]]), 2).skewness == 0
     with pytest.raises(ValueError, match="expected positions below 3"):
         hubness(np.array([[3]]), 3)

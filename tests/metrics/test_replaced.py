@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nobackfill.metrics.ranking import Relevance, rank_block
-from nobackfill.metrics.replaced import ReplacementSteps, rank_steps
+from nobackfill.metrics.replaced import ReplacementSteps, rank_replacement_steps
 
 
 @pytest.mark.slow
@@ -25,7 +25,7 @@ def test_each_step_is_the_ranking_of_its_mixture(data: st.DataObject) -> None:
         return rng.choice(items, rng.integers(0, items + 1), replace=False)
 
     relevance = Relevance([some() for _ in range(queries)], [some() for _ in range(queries)])
-    found = rank_steps(before, after, 0, ways, relevance)
+    found = rank_replacement_steps(before, after, 0, ways, relevance)
     for way, steps in zip(ways, found, strict=True):
         for count, step in zip(way.counts, steps, strict=True):
             mixture = before.copy()

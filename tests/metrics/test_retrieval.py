@@ -7,13 +7,13 @@ import pytest
 from sklearn.metrics import average_precision_score
 
 from nobackfill.metrics import ranking as ranking_module
-from nobackfill.metrics.distances import BLOCK_VALUES, Metric, distances, to_unit_norm
-from nobackfill.metrics.ranking import Ranking, Relevance, rank, rank_neighbours, same_label
+from nobackfill.metrics.distances import BLOCK_DISTANCES, Metric, distances, to_unit_norm
+from nobackfill.metrics.ranking import Ranking, Relevance, rank, rank_neighbours, relevance_by_label
 from nobackfill.metrics.retrieval import (
     average_precision,
     average_precision_at,
     cmc,
-    mean,
+    mean_of_answerable,
     search_and_score,
 )
 from tests.metrics import slow
@@ -53,7 +53,7 @@ def compare_with_loops(
 @pytest.mark.parametrize("seed", range(3))
 def test_queries_and_gallery_differ(seed: int, metric: Metric) -> None:
     queries, query_labels, gallery, gallery_labels = data(seed)
-    relevance = same_label(query_labels, gallery_labels)
+    relevance = relevance_by_label(query_labels, gallery_labels)
     assert any(label == 9 for label in query_labels)
     compare_with_loops(queries, gallery, relevance, metric)
 
@@ -61,7 +61,7 @@ def test_queries_and_gallery_differ(seed: int, metric: Metric) -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_ties_put_irrelevant_items_first(seed: int) -> None:
     queries, query_labels, gallery, gallery_labels = data(seed, tied=True)
-    compare_with_loops(queries, gallery, same_label(query_labels, gallery_labels), "l2")
+    compare_with_loops(queries, gallery, relevance_by_label(query_labels, gallery_labels), "l2")
 
 
 @pytest.mark.parametrize("metric", METRICS)
@@ -69,18 +69,25 @@ def test_self_match_is_removed_by_image_not_by_label(metric: Metric) -> None:
     _, _, gallery, labels = data(4)
     images = [f"{i}.png" for i in range(90)]
     order = np.random.default_rng(0).permutation(90)[:50]
-    relevance = same_label(labels[order], labels, [images[i] for i in order], images)
+    relevance = relevance_by_label(labels[order], labels, [images[i] for i in order], images)
     assert [ignored.tolist() for ignored in relevance.ignored] == [[i] for i in order]
     compare_with_loops(gallery[order], gallery, relevance, metric)
     # Left in, every query would find itself.
-    assert mean(cmc(rank(gallery, gallery, same_label(labels, labels), metric), 1)) == 1
-    assert mean(cmc(rank(gallery[order], gallery, relevance, metric), 1)) < 1
+    assert (
+        mean_of_answerable(
+            cmc(rank(gallery, gallery, relevance_by_label(labels, labels), metric), 1)
+        )
+        == 1
+    )
+    assert mean_of_answerable(cmc(rank(gallery[order], gallery, relevance, metric), 1)) < 1
 
 
 def test_average_precision_is_scikit_learns_without_ties() -> None:
     queries, query_labels, gallery, gallery_labels = data(1)
     d = distances(queries, gallery, "l2")
-    ours = average_precision(rank(queries, gallery, same_label(query_labels, gallery_labels)))
+    ours = average_precision(
+        rank(queries, gallery, relevance_by_label(query_labels, gallery_labels))
+    )
     for q, label in enumerate(query_labels):
         if label != 9:
             expected = average_precision_score(gallery_labels == label, -d[q])
@@ -88,7 +95,7 @@ def test_average_precision_is_scikit_learns_without_ties() -> None:
 
 
 def test_a_collapsed_embedding_scores_the_worst_not_the_best() -> None:
-    relevance = same_label([0], [0, 1, 1, 0])
+    relevance = relevance_by_label([0], [0, 1, 1, 0])
     ours = rank(np.zeros((1, 3)), np.zeros((4, 3)), relevance)
     assert ours.ranks[0].tolist() == [3, 4]
     assert cmc(ours, 1).tolist() == [0]
@@ -97,7 +104,7 @@ def test_a_collapsed_embedding_scores_the_worst_not_the_best() -> None:
 
 def test_ranks_by_hand() -> None:
     gallery = np.array([[0.0], [1.0], [2.0], [3.0]])
-    ours = rank(np.array([[0.1]]), gallery, same_label([7], [5, 7, 5, 7]))
+    ours = rank(np.array([[0.1]]), gallery, relevance_by_label([7], [5, 7, 5, 7]))
     assert ours.ranks[0].tolist() == [2, 4]
     assert cmc(ours, 1).tolist() == [0] and cmc(ours, 2).tolist() == [1]
     assert average_precision(ours)[0] == pytest.approx((1 / 2 + 2 / 4) / 2)
@@ -108,9 +115,9 @@ def test_ranks_by_hand() -> None:
 
 def test_blocks_do_not_change_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
     queries, query_labels, gallery, gallery_labels = data(2)
-    relevance = same_label(query_labels, gallery_labels)
+    relevance = relevance_by_label(query_labels, gallery_labels)
     whole = rank(queries, gallery, relevance)
-    monkeypatch.setattr("nobackfill.metrics.distances.BLOCK_VALUES", 7 * len(gallery))
+    monkeypatch.setattr("nobackfill.metrics.distances.BLOCK_DISTANCES", 7 * len(gallery))
     pieces = rank(queries, gallery, relevance)
     for a, b in zip(whole.ranks, pieces.ranks, strict=True):
         np.testing.assert_array_equal(a, b)
@@ -119,7 +126,7 @@ def test_blocks_do_not_change_the_result(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_neighbour_lists_agree_with_the_full_ranking_and_count_what_they_missed() -> None:
     queries, query_labels, gallery, gallery_labels = data(3)
     images = [f"{i}" for i in range(90)]
-    relevance = same_label(query_labels, gallery_labels, images[:40], images)
+    relevance = relevance_by_label(query_labels, gallery_labels, images[:40], images)
     d = distances(queries, gallery)
     full = rank(queries, gallery, relevance)
     listed = rank_neighbours(np.argsort(d, axis=1)[:, :21], relevance)
@@ -129,19 +136,21 @@ def test_neighbour_lists_agree_with_the_full_ranking_and_count_what_they_missed(
         average_precision(listed)[query_labels != 9] <= average_precision(full)[query_labels != 9]
     ).all()
     assert listed.relevant.tolist() == full.relevant.tolist()
-    padded = rank_neighbours(np.array([[2, -1, -1]]), same_label([0], [1, 0, 0]))
+    padded = rank_neighbours(np.array([[2, -1, -1]]), relevance_by_label([0], [1, 0, 0]))
     assert padded.ranks[0].tolist() == [1] and padded.relevant.tolist() == [2]
 
 
 def test_unanswerable_queries_are_left_out_of_the_mean() -> None:
     ours = Ranking([np.array([1]), np.array([], int)], np.array([1, 0]))
-    assert mean(cmc(ours, 1)) == 1 and mean(average_precision(ours)) == 1
+    assert (
+        mean_of_answerable(cmc(ours, 1)) == 1 and mean_of_answerable(average_precision(ours)) == 1
+    )
     with pytest.raises(ValueError, match="no query has a relevant item"):
-        mean(cmc(Ranking([np.array([], int)], np.array([0])), 1))
+        mean_of_answerable(cmc(Ranking([np.array([], int)], np.array([0])), 1))
 
 
 def test_an_empty_gallery_has_nothing_relevant() -> None:
-    relevance = same_label([0, 1], np.empty(0, np.int64))
+    relevance = relevance_by_label([0, 1], np.empty(0, np.int64))
     assert [len(one) for one in relevance.relevant] == [0, 0]
     ranked = rank(np.eye(2), np.empty((0, 2)), relevance)
     assert np.isnan(average_precision(ranked)).all()
@@ -149,7 +158,7 @@ def test_an_empty_gallery_has_nothing_relevant() -> None:
 
 def test_score_gives_the_three_figures() -> None:
     queries, query_labels, gallery, gallery_labels = data(0)
-    relevance = same_label(query_labels, gallery_labels)
+    relevance = relevance_by_label(query_labels, gallery_labels)
     figures = search_and_score(queries, gallery, relevance, "cosine")
     ours = rank(to_unit_norm(queries), to_unit_norm(gallery), relevance, "l2")
     np.testing.assert_allclose(figures["cmc1"], cmc(ours, 1))
@@ -168,26 +177,26 @@ def test_bad_input_is_refused() -> None:
     with pytest.raises(ValueError, match="'l2', 'cosine', 'inner_product'"):
         distances(good, good, "dot")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="each of 3 queries, got 2"):
-        rank(good, good, same_label([0, 1], [0, 1, 2]))
+        rank(good, good, relevance_by_label([0, 1], [0, 1, 2]))
     with pytest.raises(ValueError, match="or of neither"):
-        same_label([0], [0], query_images=["a"])
+        relevance_by_label([0], [0], query_images=["a"])
     with pytest.raises(ValueError, match="one image identity for each label"):
-        same_label([0], [0, 1], ["a"], ["a"])
+        relevance_by_label([0], [0, 1], ["a"], ["a"])
     with pytest.raises(ValueError, match="k must be at least 1"):
-        cmc(rank(good, good, same_label([0, 1, 2], [0, 1, 2])), 0)
+        cmc(rank(good, good, relevance_by_label([0, 1, 2], [0, 1, 2])), 0)
     with pytest.raises(ValueError, match=r"expected positions \[1, k\]"):
-        ranking_module.rank_neighbours(np.zeros((2, 3), int), same_label([0], [0]))
+        ranking_module.rank_neighbours(np.zeros((2, 3), int), relevance_by_label([0], [0]))
 
 
 def test_memory_is_a_few_blocks_whatever_the_number_of_queries() -> None:
     rng = np.random.default_rng(0)
     gallery = rng.random((50_000, 8), dtype=np.float32)
     queries = rng.random((1_400, 8), dtype=np.float32)
-    relevance = same_label(np.arange(1_400) % 100, np.arange(50_000) % 100)
+    relevance = relevance_by_label(np.arange(1_400) % 100, np.arange(50_000) % 100)
     tracemalloc.start()
     rank(queries, gallery, relevance)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert BLOCK_VALUES // 50_000 < 1_400
+    assert BLOCK_DISTANCES // 50_000 < 1_400
     # Distances, their sorted copy and one more on the way, of 2^25 float32 each.
-    assert peak < 3.5 * 4 * BLOCK_VALUES
+    assert peak < 3.5 * 4 * BLOCK_DISTANCES

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from sklearn.metrics import roc_curve
 
-from nobackfill.metrics.verification import tar_at_far, threshold_at
+from nobackfill.metrics.verification import tar_at_far, threshold_at_error_rate
 
 RATES = [0.0, 0.001, 0.01, 0.05, 0.1, 0.29, 0.5, 1.0]
 
@@ -44,10 +44,10 @@ def test_agrees_with_a_loop_over_thresholds(far: float) -> None:
 
 def test_tied_impostors_come_in_together_or_not_at_all() -> None:
     impostor = np.array([1.0, 2.0, 2.0, 2.0, 3.0])
-    assert threshold_at(impostor, 0.2) == 2
-    assert threshold_at(impostor, 0.6) == 2
-    assert threshold_at(impostor, 0.8) == 3
-    assert threshold_at(impostor, 1) == np.inf
+    assert threshold_at_error_rate(impostor, 0.2) == 2
+    assert threshold_at_error_rate(impostor, 0.6) == 2
+    assert threshold_at_error_rate(impostor, 0.8) == 3
+    assert threshold_at_error_rate(impostor, 1) == np.inf
 
 
 def test_bad_input_is_refused() -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nobackfill.metrics.bootstrap import FEWEST_CLASSES
-from nobackfill.metrics.ranking import Ints, Ranking, same_label
+from nobackfill.metrics.bootstrap import FEWEST_DECIDING_CLASSES
+from nobackfill.metrics.ranking import Ints, Ranking, relevance_by_label
 from nobackfill.metrics.retrieval import PerQuery, search_and_score
 from nobackfill.quality.cells import parse_cell
 from nobackfill.quality.gate import GainRow, decide_gate, gain_row
@@ -64,7 +64,7 @@ def pool() -> Pool:
     labels = np.repeat(np.arange(CLASSES), IMAGES)
     centres = rng.normal(size=(CLASSES, DIM))[labels]
     own = np.arange(len(labels))
-    relevance = same_label(labels, labels, own, own)
+    relevance = relevance_by_label(labels, labels, own, own)
     found = []
     for _ in range(2):
         error = rng.lognormal(-0.5, 0.4, CLASSES)[labels, None]
@@ -119,7 +119,7 @@ def test_few_classes_are_decided_for_themselves_and_the_verdict_says_so(
     published = Publication({1: first}, frozenset())
     better = Pool(pool.before, {f: values + 0.2 for f, values in pool.before.items()})
     told = {}
-    for count in (FEWEST_CLASSES - 1, FEWEST_CLASSES):
+    for count in (FEWEST_DECIDING_CLASSES - 1, FEWEST_DECIDING_CLASSES):
         row = better.row(np.arange(count), [np.arange(IMAGES)] * count)
         assert row.passes and row.map_gain.classes == count
         told[count] = decide_gate(published, [row], second).detail

@@ -10,7 +10,7 @@ import pytest
 from onnx import helper, numpy_helper
 
 from nobackfill.class_folders import list_images
-from nobackfill.metrics.ranking import same_label
+from nobackfill.metrics.ranking import relevance_by_label
 from nobackfill.quality.cells import parse_cell
 from nobackfill.quality.embedded import PublishedListing
 from nobackfill.quality.gate import ReleaseEvidence, measure_release
@@ -169,7 +169,7 @@ def test_calibration_is_fitted_to_what_is_served(life: Life) -> None:
     rows, _ = split_halves(listing, 0)
     half = listing.select(rows)
     embedded = PublishedListing(half, life.repo, published)
-    relevance = same_label(half.labels, half.labels, half.paths, half.paths)
+    relevance = relevance_by_label(half.labels, half.labels, half.paths, half.paths)
     fitted = {}
     for int8 in (False, True):
         found = search_cell(parse_cell("2/1>2"), embedded, embedded, relevance, int8=int8)

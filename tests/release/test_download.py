@@ -119,7 +119,7 @@ def test_other_content_of_the_same_length_is_refused(
 def test_a_dripping_host_is_given_up_and_its_part_kept(
     repo: Simulator, trust: Trust, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pace, "PATIENCE_SECONDS", 0.3)
+    monkeypatch.setattr(pace, "STALL_SECONDS", 0.3)
     read = 0
 
     def drip(data: bytes) -> Iterator[bytes]:

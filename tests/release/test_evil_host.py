@@ -21,7 +21,7 @@ TARGET = TargetFile.from_data("embedder_1/1/model.onnx", DATA, ["sha256"])
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trust, "SILENCE_SECONDS", 0.3)
-    monkeypatch.setattr(pace, "PATIENCE_SECONDS", 0.4)
+    monkeypatch.setattr(pace, "STALL_SECONDS", 0.4)
     monkeypatch.setattr(trust, "METADATA_SECONDS", 0.6)
 
 

@@ -46,9 +46,9 @@ def test_a_crash_in_compiled_code_is_an_error_of_ours() -> None:
         with pytest.raises(
             DefectiveTokenizerError, match=r"t: .* a text, .* crashed .*retry-limit"
         ):
-            reader.tokens(["w1", HARD])
+            reader.tokenize(["w1", HARD])
         # It goes on with others.
-        assert reader.tokens(["w1"])["input_ids"].tolist() == [[1]]
+        assert reader.tokenize(["w1"])["input_ids"].tolist() == [[1]]
 
 
 def test_nothing_else_is_taken_for_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,7 +59,7 @@ def test_nothing_else_is_taken_for_a_crash(monkeypatch: pytest.MonkeyPatch) -> N
     reader = BatchTokenizer(made(lambda said: None), 9, "t")
     monkeypatch.setattr(reader, "_tokenizer", Stopped())
     with pytest.raises(KeyboardInterrupt):
-        reader.tokens(["w1"])
+        reader.tokenize(["w1"])
 
 
 def test_a_text_is_cut_beside_what_the_tokenizer_adds() -> None:
@@ -73,7 +73,7 @@ def test_a_text_is_cut_beside_what_the_tokenizer_adds() -> None:
             "special_tokens": {"w1": {"id": "w1", "ids": [1], "tokens": ["w1"]}},
         }  # fmt: skip
 
-    assert BatchTokenizer(made(around), 3, "t").tokens(["w1 " * 9])["input_ids"].shape == (1, 3)
+    assert BatchTokenizer(made(around), 3, "t").tokenize(["w1 " * 9])["input_ids"].shape == (1, 3)
     # It would not cut at all.
     with pytest.raises(InvalidInputError, match="adds 2 tokens to each text"):
         BatchTokenizer(made(around), 2, "t")

@@ -13,8 +13,8 @@ import pytest
 
 from nobackfill.class_folders import list_images
 from nobackfill.errors import InvalidInputError, NotFoundError
-from nobackfill.metrics.ranking import rank, same_label
-from nobackfill.metrics.retrieval import average_precision, mean
+from nobackfill.metrics.ranking import rank, relevance_by_label
+from nobackfill.metrics.retrieval import average_precision, mean_of_answerable
 from nobackfill.research.catalogue import rows_of
 from nobackfill.research.cells import Cells, evaluation, read_cells, write_cells
 from nobackfill.research.compare import compare
@@ -273,9 +273,9 @@ def test_queries_do_not_find_themselves(tmp_path: Path, digits: Path) -> None:
     test = evaluation(listing, "cosine", tmp_path)
     rng = np.random.default_rng(0)
     vectors = rng.normal(size=(len(listing), 4))
-    ours = mean(average_precision(rank(vectors, vectors, test.relevance)))
-    with_self = same_label(listing.labels, listing.labels)
-    assert ours < mean(average_precision(rank(vectors, vectors, with_self)))
+    ours = mean_of_answerable(average_precision(rank(vectors, vectors, test.relevance)))
+    with_self = relevance_by_label(listing.labels, listing.labels)
+    assert ours < mean_of_answerable(average_precision(rank(vectors, vectors, with_self)))
 
 
 def test_train_and_test_images_are_apart_and_change_with_the_seed(

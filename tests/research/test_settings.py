@@ -10,7 +10,7 @@ from safetensors.numpy import load_file
 
 from nobackfill.class_folders import list_images
 from nobackfill.metrics.distances import to_unit_norm
-from nobackfill.metrics.retrieval import mean, search_and_score
+from nobackfill.metrics.retrieval import mean_of_answerable, search_and_score
 from nobackfill.research.catalogue import PAIRS, rows_of
 from nobackfill.research.cells import evaluation, read_cells
 from nobackfill.research.images import SHIFTS, train_and_test, write_digits, write_shifted
@@ -125,7 +125,9 @@ def test_models_of_two_architectures_are_compared(place: ComparisonPlace, pair: 
     cells = read_cells(place.runs / "cells" / f"{pair}-affine_simclr.npz")
     assert cells is not None
     # What was carried is nearer to the new space than two networks are.
-    figures = {cell: mean(cells.by_query[cell]["map"]) for cell in ("new/old", "new/served")}
+    figures = {
+        cell: mean_of_answerable(cells.by_query[cell]["map"]) for cell in ("new/old", "new/served")
+    }
     assert figures["new/old"] < figures["new/served"]
     # All rows of a pair have one old model, and rivals start alike.
     olds = {other.old.folder for name, other in rows.items() if name.startswith(f"{pair}:")}
@@ -190,9 +192,11 @@ def test_dmus_gallery_evolves_with_each_update_in_a_row(place: ComparisonPlace) 
     kept = read_cells(place.runs / "cells" / "bct_chain.npz")
     assert found is not None and kept is not None
     # By the mean: what is nearly as near as another may change places with it.
-    expected = mean(search_and_score(new, served, test.relevance, test.metric)["map"])
-    assert mean(found.by_query["new/served"]["map"]) == pytest.approx(expected, abs=1e-3)
-    assert abs(mean(found.by_query["new/old"]["map"]) - expected) > 0.01
+    expected = mean_of_answerable(search_and_score(new, served, test.relevance, test.metric)["map"])
+    assert mean_of_answerable(found.by_query["new/served"]["map"]) == pytest.approx(
+        expected, abs=1e-3
+    )
+    assert abs(mean_of_answerable(found.by_query["new/old"]["map"]) - expected) > 0.01
     np.testing.assert_array_equal(
         kept.by_query["new/served"]["map"], kept.by_query["new/old"]["map"]
     )

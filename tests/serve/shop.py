@@ -17,7 +17,7 @@ from nobackfill.adopt.sources.opening import open_source
 from nobackfill.adopt.sources.source import Searchable
 from nobackfill.serve import Dual, FunctionItems, Limits
 from nobackfill.serving.fusion import Joining
-from nobackfill.vectors import Kind, Vectors
+from nobackfill.vectors import InputKind, Vectors
 from tests.adopt.made import world
 
 MADE = world(300)
@@ -40,7 +40,7 @@ class NewModel:
     """The new model: "text of item-7" is that item's vector. Counts what it embeds."""
 
     fingerprint: str = "the new model"
-    kind: Kind | None = "text"
+    kind: InputKind | None = "text"
     reads: str = ""
     seconds: float = 0.0
     vectors: Vectors = field(default_factory=lambda: MADE.new)

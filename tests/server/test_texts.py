@@ -17,7 +17,7 @@ from nobackfill.release.publishing.publish import publish
 from nobackfill.server.bulk import fill
 from nobackfill.server.cli import galleries  # noqa: F401 - puts its command into app
 from nobackfill.server.cli.app import app
-from nobackfill.text import LARGEST_BYTES
+from nobackfill.text import LARGEST_TEXT_BYTES
 from nobackfill.v1 import gallery_pb2, search_pb2
 from tests.adopt.models import WORDS
 from tests.release.test_tokenizers import ENDLESS, HARD
@@ -129,7 +129,7 @@ def test_texts_are_bounded(notes: Client) -> None:
     long = "w1 " * (10 * 2**20 // 3)
     with pytest.raises(TooLargeError, match="cut it into passages"):
         notes.search("g", text=long)
-    with pytest.raises(RpcError, match=f"at most {LARGEST_BYTES} bytes"):
+    with pytest.raises(RpcError, match=f"at most {LARGEST_TEXT_BYTES} bytes"):
         notes.raw.ask(search_pb2.Query(text=long))
     refused = notes.put_texts("g", {"long": long})
     assert "passages" in refused["long"]

@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from nobackfill.durable import FAULTS
+from nobackfill.durable import FAULT_INJECTOR
 from nobackfill.errors import NobackfillError
 
 KILLED = -9
@@ -96,13 +96,18 @@ def count_steps(action: Callable[[], object]) -> int:
 def _child(writer: int, spec: str | None, action: Callable[[], object]) -> None:
     status, error, trace = 0, "", ""
     try:
-        FAULTS.arm(spec)
+        FAULT_INJECTOR.arm(spec)
         action()
     except NobackfillError as refusal:
         status, error = refusal.exit_code, str(refusal)
     except BaseException:  # noqa: BLE001 - told to the parent, which fails
         status, trace = 1, traceback.format_exc()
     finally:
-        said = {"steps": FAULTS.steps, "fired": FAULTS.fired, "error": error, "traceback": trace}
+        said = {
+            "steps": FAULT_INJECTOR.steps,
+            "fired": FAULT_INJECTOR.fired,
+            "error": error,
+            "traceback": trace,
+        }
         os.write(writer, json.dumps(said).encode())
         os._exit(status)

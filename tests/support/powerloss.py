@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from nobackfill.durable import FAULTS, DurableStep
+from nobackfill.durable import FAULT_INJECTOR, DurableStep
 
 Way = Literal["drop", "empty", "torn"]
 WAYS: tuple[Way, ...] = ("drop", "empty", "torn")
@@ -36,7 +36,7 @@ _Node = _File | _Folder
 
 def record(steps: list[DurableStep]) -> None:
     """Let every durable step of this process be appended to `steps`."""
-    FAULTS.observer = steps.append
+    FAULT_INJECTOR.observer = steps.append
 
 
 class Disk:

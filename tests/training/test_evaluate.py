@@ -6,7 +6,7 @@ import pytest
 
 from nobackfill.class_folders import decode_listing, list_images
 from nobackfill.errors import CannotWriteError
-from nobackfill.metrics.ranking import same_label
+from nobackfill.metrics.ranking import relevance_by_label
 from nobackfill.quality.cells import parse_cell
 from nobackfill.quality.criterion import compute_criteria
 from nobackfill.quality.embedded import PublishedListing
@@ -152,7 +152,7 @@ def test_a_compatible_release_is_held_to_an_independent_one(life: Life) -> None:
         MatrixCell(parse_cell(name), {"map": value}, np.ones(3), none, none, "")
         for name, value in figures.items()
     ]
-    relevance = same_label(listing.labels, listing.labels)
+    relevance = relevance_by_label(listing.labels, listing.labels)
     told = compute_criteria(cells, images, images, relevance, independent=2)["3/1"]
     assert told["update_gain"] == pytest.approx(0.2626, abs=1e-4)
     assert told["upgrade_gain"] == pytest.approx(0.0307, abs=1e-4)

@@ -13,7 +13,7 @@ import torch
 import yaml
 from torch import Tensor, nn
 
-from nobackfill.durable import FAULTS
+from nobackfill.durable import FAULT_INJECTOR
 from nobackfill.errors import CannotWriteError, ConfigurationError, VerificationError
 from nobackfill.training.config import Config
 from nobackfill.training.loop.loop import (
@@ -97,14 +97,14 @@ def test_a_write_that_fails_at_any_step_loses_nothing(tmp_path: Path) -> None:
     whole, failed = read_finished(unbroken.run_dir), True
     for step in itertools.count(1):
         broken = unbroken.model_copy(update={"run_dir": tmp_path / f"broken-{step}"})
-        FAULTS.arm(f"enospc@{step}")
+        FAULT_INJECTOR.arm(f"enospc@{step}")
         try:
             run(Line(), broken)
             failed = False
         except CannotWriteError:
             failed = True
         finally:
-            FAULTS.arm(None)
+            FAULT_INJECTOR.arm(None)
         if failed:
             run(Line(), broken)
         done = read_finished(broken.run_dir)

@@ -21,7 +21,7 @@ from nobackfill.errors import (
     TooLargeError,
 )
 from nobackfill.gallery.filters import Range, TimeRange
-from nobackfill.images import LARGEST_BYTES
+from nobackfill.images import LARGEST_IMAGE_BYTES
 from nobackfill.v1 import gallery_pb2, release_pb2, search_pb2, upgrade_pb2, vault_pb2
 from nobackfill.wire import Gateway
 from nobackfill.wire.answers import Image, Item, Status
@@ -113,13 +113,13 @@ def test_items(place: Place, tmp_path: Path) -> None:
         gateway.delete("items", where={})
     large = tmp_path / "large.png"
     with large.open("wb") as file:
-        file.truncate(LARGEST_BYTES + 1)
+        file.truncate(LARGEST_IMAGE_BYTES + 1)
     odd: dict[str, Image] = {"none": tmp_path / "none.png", "large": large, "good": images[1]}
     odd["text"] = b"no image"
     assert sorted(gateway.put("items", odd)) == ["large", "none", "text"]
     assert gateway.get("items", "good").id == "good"
     with pytest.raises(TooLargeError, match="smaller copy"):
-        gateway.search("items", image=bytes(LARGEST_BYTES + 1))
+        gateway.search("items", image=bytes(LARGEST_IMAGE_BYTES + 1))
 
 
 def test_metadata_of_another_kind_is_refused_without_sending(place: Place) -> None:

@@ -17,7 +17,7 @@ from typer.core import TyperGroup
 
 from nobackfill.errors import InvalidInputError, NobackfillError, NotFoundError, error_from_os
 from nobackfill.framing import Fit, Interpolation
-from nobackfill.terminal import escape_hidden
+from nobackfill.terminal import escape_control
 from nobackfill.version_option import Version
 
 if TYPE_CHECKING:
@@ -359,7 +359,7 @@ def sample(
     else:
         write_file(out, text.encode())
         which = f"the ids of {len(ids)} of {sampling.total} items"
-        print(escape_hidden(f"{out}: written, with {which}"))
+        print(escape_control(f"{out}: written, with {which}"))
     # Not on stdout with the ids, which may go into a pipe.
     covered = pairs.coverage(opened, sampling, seed)
     print(covered.sentence, file=sys.stdout if out else sys.stderr)
@@ -518,7 +518,7 @@ def embed(
             _tell(f"{name}: {why}")
     count = f"{len(refusals)} refused, " if refusals else ""
     vectors = len(found.ids) - len(refusals)
-    print(escape_hidden(f"{made} items embedded now, {count}{vectors} with a vector in {out}"))
+    print(escape_control(f"{made} items embedded now, {count}{vectors} with a vector in {out}"))
     if refusals:
         raise typer.Exit(InvalidInputError.exit_code)
 
@@ -933,7 +933,11 @@ def _carry_and_answer(
     if isinstance(source, WarningSource):
         obstacles = [] if flip else source.obstacles(target)
         for warning in [*source.warnings(target.name), *obstacles]:
-            print(escape_hidden(f"nobackfill: warning: {warning}"), file=sys.stderr, flush=True)
+            print(
+                escape_control(f"nobackfill: warning: {warning}"),
+                file=sys.stderr,
+                flush=True,
+            )
     done = write_vectors(source, target, maker, progress=_progress(source.count()), flip=flip)
     lines = [
         *notes,
@@ -1139,14 +1143,14 @@ def _migrate(migration: "Migration", plan: "MigrationPlan", yes: bool) -> None:
     from nobackfill.adopt.verdict import ADAPTER
 
     for line in migration.decide(plan, _tell):
-        print(escape_hidden(line))
+        print(escape_control(line))
     way = migration.plan().way
     if way in ("stay", ADAPTER):
         migration.write(_tell)
         next_step = "stay with the old model"
         if way == ADAPTER:
             next_step = adapter_example(migration.adapter)
-        print(escape_hidden(f"nothing was written: {next_step}"))
+        print(escape_control(f"nothing was written: {next_step}"))
         return
     if not yes:
         if not sys.stdin.isatty():
@@ -1168,7 +1172,7 @@ def _migrate(migration: "Migration", plan: "MigrationPlan", yes: bool) -> None:
     )
     if after.state == "flipped" and after.where is not None:
         table = after.to.partition(":")[2]
-        print(escape_hidden(f"flipped: the table {table} holds the new vectors of these rows"))
+        print(escape_control(f"flipped: the table {table} holds the new vectors of these rows"))
         print("next: join it in your queries, and switch them to the new model; then")
         print("`nobackfill migrate finish`. Until then `nobackfill migrate back` drops the table")
     elif after.state == "flipped":
@@ -1183,7 +1187,7 @@ def _migrate(migration: "Migration", plan: "MigrationPlan", yes: bool) -> None:
         )
         return
     for step in result.steps:
-        print(escape_hidden(f"  {step}"))
+        print(escape_control(f"  {step}"))
 
 
 def _interruption(migration: "Migration", work: Path) -> str:
@@ -1284,7 +1288,7 @@ def finish(work: Work = _WORK) -> None:
 
 
 def _tell(line: str) -> None:
-    print(escape_hidden(line), file=sys.stderr)
+    print(escape_control(line), file=sys.stderr)
 
 
 def _progress(total: int) -> Callable[[int], None]:
@@ -1299,7 +1303,7 @@ def _progress(total: int) -> Callable[[int], None]:
 
 
 def _answer(as_json: bool, answer: Mapping[str, object], lines: list[str]) -> None:
-    print(json.dumps(answer) if as_json else "\n".join(map(escape_hidden, lines)))
+    print(json.dumps(answer) if as_json else "\n".join(map(escape_control, lines)))
 
 
 def main() -> None:
@@ -1313,7 +1317,7 @@ def main() -> None:
         refusal = error_from_os(error) if isinstance(error, OSError) else error
         if refusal is None:
             raise
-        print(escape_hidden(f"nobackfill: {refusal}"), file=sys.stderr)
+        print(escape_control(f"nobackfill: {refusal}"), file=sys.stderr)
         sys.exit(refusal.exit_code)
 
 

@@ -246,15 +246,15 @@ def map_of(data: bytes, kind: str, facts: dict[str, str]) -> Map:
         graph = onnx.load_from_string(data).graph
         constants = {one.name: numpy_helper.to_array(one) for one in graph.initializer}
         weight, bias = constants["weight"], constants["bias"]
-        checked = check_vectors(weight, weight.shape[1], what="weight")
-        shift = check_vectors(bias[None], len(weight), what="bias")[0]
+        checked = check_vectors(weight, weight.shape[1], error_name="weight")
+        shift = check_vectors(bias[None], len(weight), error_name="bias")[0]
         layers: list[tuple[Vectors, Vectors]] = []
         while (name := f"weight_{len(layers)}") in constants:
             layer, moved = constants[name], constants[f"bias_{len(layers)}"][None]
             layers.append(
                 (
-                    check_vectors(layer, layer.shape[1], what=name),
-                    check_vectors(moved, len(layer), what=f"bias of {name}")[0],
+                    check_vectors(layer, layer.shape[1], error_name=name),
+                    check_vectors(moved, len(layer), error_name=f"bias of {name}")[0],
                 )
             )
     except Exception as error:

@@ -275,7 +275,7 @@ def cross_fit(
     if fitted_queries is not None:
         item = np.r_[item, fitted_queries.rows]
     fitted = np.flatnonzero(np.isin(item, items))
-    total = Moments.of(split_into_blocks(rows.old[fitted], rows.new[fitted])())
+    total = Moments.from_blocks(split_into_blocks(rows.old[fitted], rows.new[fitted])())
     penalty = None
     if needs_strength(kinds):
         penalty = strength(rows, fitted[fitted < len(pairs)], total)
@@ -328,7 +328,7 @@ def strength(pairs: Pairs, rows: Ints, moments: Moments) -> Strength:
         ValueError: There are fewer than 2 rows, or a vector is not finite.
     """
     blocks = split_into_blocks(pairs.old[rows], pairs.new[rows])
-    of_items = Moments.of(blocks())
+    of_items = Moments.from_blocks(blocks())
     penalty = Solver(of_items).strength(blocks)
     if of_items.rows == moments.rows:
         return penalty

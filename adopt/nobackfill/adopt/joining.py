@@ -120,7 +120,7 @@ def load_joining(path: Path) -> Joining:
                 "not know"
             )
         old, carried, new, crowd = (
-            check_vectors(arrays[name], arrays[name].shape[1], what=name)
+            check_vectors(arrays[name], arrays[name].shape[1], error_name=name)
             for name in ("old", "carried", "new", "crowd")
         )
         if not len(old) == len(carried) == len(new) > 0 or 0 in (old.shape[1], new.shape[1]):

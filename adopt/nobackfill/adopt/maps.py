@@ -123,7 +123,7 @@ class Map:
                 norm above 1e15.
         """
         what = "old vectors" if self.direction == "old to new" else "queries by the new model"
-        checked = check_vectors(vectors, self.dims[0], what=what)
+        checked = check_vectors(vectors, self.dims[0], error_name=what)
         mapped = checked @ self.weight.T + self.bias
         if self.layers:
             mapped = mapped + self._network(checked)
@@ -367,8 +367,8 @@ def _array(data: bytes) -> Any:
 def _linear(weight: Vectors, bias: Vectors) -> tuple[Vectors, Vectors]:
     if weight.ndim != 2 or 0 in weight.shape or weight.shape[:1] != bias.shape:
         raise ValueError(f"it has a layer of the shapes {weight.shape} and {bias.shape}")
-    checked = check_vectors(weight, weight.shape[1], what="weight")
-    return checked, check_vectors(bias[None], len(bias), what="bias")[0]
+    checked = check_vectors(weight, weight.shape[1], error_name="weight")
+    return checked, check_vectors(bias[None], len(bias), error_name="bias")[0]
 
 
 KINDS = ("affine", "low_rank", "procrustes")
@@ -436,7 +436,7 @@ def fit_maps(
             f"got {len(old)} old and {len(new)} new vectors; embed more items by the new model"
         )
     blocks = split_into_blocks(old, new)
-    solver = Solver(Moments.of(blocks()))
+    solver = Solver(Moments.from_blocks(blocks()))
     strength = solver.strength(blocks, group=group) if needs_strength(kinds) else None
     return solver.maps(strength, is_unit(new), kinds)
 
@@ -477,7 +477,7 @@ class Solver:
                 number of rows is no multiple of `group`.
         """
         found = ridge.fit_ridge(blocks, group=group, moments=self._moments, sample=LEFT_OUT)
-        unexplained = found.error / found.spread if found.spread > 0 else 0.0
+        unexplained = found.loo_error / found.output_variance if found.output_variance > 0 else 0.0
         return Strength(PENALTY_FACTOR * found.penalty, min(LARGEST_ROTATION_SHARE, unexplained))
 
     def maps(
@@ -640,9 +640,9 @@ def train_residual(affine: Map, old: Vectors, new: Vectors, trainer: Trainer) ->
                 f"{list(np.shape(weight))}"
             )
         size = len(weight)
-        shift = check_vectors(np.asarray(bias, np.float32)[None], size, what="a layer's bias")
+        shift = check_vectors(np.asarray(bias, np.float32)[None], size, error_name="a layer's bias")
         checked = check_vectors(
-            np.asarray(weight, np.float32), np.shape(weight)[1], what="a layer's weight"
+            np.asarray(weight, np.float32), np.shape(weight)[1], error_name="a layer's weight"
         )
         layers.append((checked, shift[0]))
     if size != affine.dims[1] or not layers:

@@ -106,7 +106,7 @@ class MapChoice:
         if self.fitted_queries is None:
             return fit_maps(pairs.old, pairs.new, kinds=[self.kind])[self.kind]
         rows = crossfit.add_queries(pairs, self.fitted_queries)
-        moments = Moments.of(split_into_blocks(rows.old, rows.new)())
+        moments = Moments.from_blocks(split_into_blocks(rows.old, rows.new)())
         penalty = None
         if needs_strength([self.kind]):
             penalty = crossfit.strength(rows, np.arange(len(pairs)), moments)

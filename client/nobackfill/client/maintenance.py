@@ -298,7 +298,7 @@ def _check_space(device: GalleryFile, space: SpaceInfo) -> int:
             vectors = from_blobs([blob for (blob,) in batch], spec.dim)
             description = f"vectors of release {spec.release}"
             try:
-                check_vectors(vectors, spec.dim, what=description, unit=spec.unit)
+                check_vectors(vectors, spec.dim, error_name=description, unit=spec.unit)
             except UnusableRowsError as error:
                 raise DamagedError(device.path, error) from error
             count += len(vectors)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from nobackfill.errors import join_few
-from nobackfill.terminal import escape_hidden
+from nobackfill.terminal import escape_control
 
 Advance = Callable[[int, int], None]
 
@@ -41,7 +41,7 @@ class Output:
             print(json.dumps(answer))
             return
         for line in lines:
-            print(escape_hidden(line))
+            print(escape_control(line))
 
     def note(self, line: str) -> None:
         """Print a remark on stderr, in both forms; control characters are made visible.
@@ -49,7 +49,7 @@ class Output:
         Raises:
             OSError: stderr cannot be written.
         """
-        print(escape_hidden(line), file=sys.stderr)
+        print(escape_control(line), file=sys.stderr)
 
     def reasons(self, reasons: Mapping[str, str]) -> None:
         """Print one remark on stderr for each reason, with the names that it applies to.

@@ -16,7 +16,7 @@ from nobackfill.gallery.spec import Metadata, SpaceSpec
 from nobackfill.gallery.sqlite_file import StoredItem
 from nobackfill.gallery.store import NewVectors
 from nobackfill.images import Pixels, decode_image, read_file
-from nobackfill.picture_files import explain_suffix, is_clutter, is_picture
+from nobackfill.picture_files import explain_refused_suffix, is_hidden_or_system, is_picture
 from nobackfill.release.models import count_cores, no_vector_error, open_embedder, open_side_encoder
 from nobackfill.vectors import Vectors
 
@@ -97,7 +97,7 @@ def _files(path: Path, scan: ImageScan, gallery: Path | None) -> Iterator[str]:
         for name in sorted(folders):
             # Building a Path for each name takes twice as long.
             inside = os.path.join(folder, name)  # noqa: PTH118
-            if is_clutter(name) or _is_own(folder, name, gallery):
+            if is_hidden_or_system(name) or _is_own(folder, name, gallery):
                 scan.system_files.append(inside)
             elif os.path.islink(inside):  # noqa: PTH114
                 scan.refusals[inside] = (
@@ -108,10 +108,10 @@ def _files(path: Path, scan: ImageScan, gallery: Path | None) -> Iterator[str]:
         folders[:] = enter
         for name in sorted(files):
             inside = os.path.join(folder, name)  # noqa: PTH118
-            if is_clutter(name) or _is_own(folder, name, gallery):
+            if is_hidden_or_system(name) or _is_own(folder, name, gallery):
                 scan.system_files.append(inside)
             elif not is_picture(name):
-                scan.refusals[inside] = explain_suffix(name)
+                scan.refusals[inside] = explain_refused_suffix(name)
             else:
                 yield inside
     yield from unreadable

@@ -22,7 +22,7 @@ from nobackfill.durable import remove_tree
 from nobackfill.errors import InvalidInputError
 from nobackfill.gallery.sqlite_file import StoredItem
 from nobackfill.gallery.store import Store
-from nobackfill.images import decode_file, decode_within
+from nobackfill.images import decode_file, decode_for_display
 from nobackfill.release.models import count_cores
 
 # Longest side of a thumbnail, and of a picture on its own page, in pixels.
@@ -113,7 +113,7 @@ class Thumbnails:
             if original is None:
                 return None
             try:
-                pixels = decode_within(original, side)
+                pixels = decode_for_display(original, side)
             except InvalidInputError:
                 return None
             buffer = io.BytesIO()

@@ -139,7 +139,7 @@ class Search:
             # Items may lack a vector, or pages may have lost some; only a check can tell.
             device.store.check_pages()
         try:
-            check_vectors(vectors, self.spec.dim, what="stored vectors", unit=self.spec.unit)
+            check_vectors(vectors, self.spec.dim, error_name="stored vectors", unit=self.spec.unit)
         except UnusableRowsError as error:
             # Damaged vectors would give wrong answers.
             raise DamagedError(device.path, error) from error
@@ -302,7 +302,7 @@ class Search:
                 f"{join_few(embeddings) or 'none'}; embed the query with that release"
             )
         query = np.ascontiguousarray(embedding, np.float32)[None]
-        check_vectors(query, self.spec.dim, what="query", unit=self.spec.unit)
+        check_vectors(query, self.spec.dim, error_name="query", unit=self.spec.unit)
         return self._answers([""], query, k)[0]
 
     def by_id(self, item_id: str, k: int) -> DeviceAnswer:

@@ -260,7 +260,7 @@ class _Rescue:
             present = [place for place, row in enumerate(good) if row[column] is not None]
             vectors = from_blobs([good[place][column] for place in present], dim)
             try:
-                check_vectors(vectors, dim, what=table, unit=unit)
+                check_vectors(vectors, dim, error_name=table, unit=unit)
             except UnusableRowsError as error:
                 bad |= {present[row] for row in error.rows}
         valid = [row for place, row in enumerate(good) if place not in bad]

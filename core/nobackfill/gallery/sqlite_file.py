@@ -1210,7 +1210,7 @@ def lock_gallery(handle: int, path: Path, timeout_s: float) -> bool:
             except BlockingIOError:
                 continue
             except OSError as error:
-                raise durable.unlockable(path, error) from error
+                raise durable.lock_refused_error(path, error) from error
         if time.monotonic() >= deadline:
             raise BusyError(
                 f"{path}: another process has this gallery open exclusively; try again after it "

@@ -573,7 +573,7 @@ def check_uncertainty(uncertainty: ArrayLike | None, rows: int) -> NDArray[np.fl
     if uncertainty is None:
         return None
     column = np.asarray(uncertainty)[:, None]
-    doubt = check_vectors(column, 1, what="uncertainties of an upgrade")[:, 0]
+    doubt = check_vectors(column, 1, error_name="uncertainties of an upgrade")[:, 0]
     if len(doubt) != rows:
         raise InvalidInputError(
             f"uncertainties of an upgrade: expected {rows} rows, got {len(doubt)}"

@@ -282,13 +282,13 @@ def check_new_vectors(info: SpaceInfo, new: NewVectors, rows: int) -> CheckedVec
     """
     spec = info.spec
     what = f"embeddings of release {spec.release}"
-    embedding = check_vectors(new.embedding, spec.dim, what=what, unit=spec.unit)
+    embedding = check_vectors(new.embedding, spec.dim, error_name=what, unit=spec.unit)
     side = None
     if new.side is not None:
         what = f"side-information of release {spec.release}"
         if spec.side_space is None:
             raise InvalidInputError(f"{what}: the release has none; leave it out")
-        side = check_vectors(new.side, spec.side_dim, what=what)
+        side = check_vectors(new.side, spec.side_dim, error_name=what)
     for array in (embedding, side):
         if array is not None and len(array) != rows:
             raise InvalidInputError(f"{what}: expected {rows} rows, got {len(array)}")

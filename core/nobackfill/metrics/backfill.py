@@ -12,12 +12,12 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from nobackfill.metrics.distances import Floats, Metric, distance_blocks
-from nobackfill.metrics.neighbours import nearest
+from nobackfill.metrics.neighbours import exact_neighbours
 from nobackfill.metrics.ranking import Ints, Ranking, Relevance
-from nobackfill.metrics.replaced import ReplacementSteps, rank_steps
-from nobackfill.metrics.retrieval import PerQuery, average_precision, cmc, mean
+from nobackfill.metrics.replaced import ReplacementSteps, rank_replacement_steps
+from nobackfill.metrics.retrieval import PerQuery, average_precision, cmc, mean_of_answerable
 
-TENTHS = np.linspace(0, 1, 11)
+TENTH_SHARES = np.linspace(0, 1, 11)
 # Neighbours of an item that count as its searches.
 GAIN_NEIGHBOURS = 10
 
@@ -54,24 +54,24 @@ class BackfillCurve:
     cmc1_areas: PerQuery
     map_areas: PerQuery
 
-    def mean_over(self, values: NDArray[np.float64]) -> float:
+    def area_under(self, figures: NDArray[np.float64]) -> float:
         """Return the area under one of the curves [s]: its mean over shares 0 to 1 (trapezium
         rule).
 
         With a single share the area is 0; NaN gives NaN.
 
         Args:
-            values: One figure at each share, [s].
+            figures: One figure at each share, [s].
 
         Raises:
             ValueError: Another number of values.
         """
-        if values.shape != self.shares.shape:
+        if figures.shape != self.shares.shape:
             raise ValueError(
                 f"backfill curve: expected one value for each share {self.shares.shape}, got "
-                f"{values.shape}"
+                f"{figures.shape}"
             )
-        return float(np.trapezoid(values, self.shares))
+        return float(np.trapezoid(figures, self.shares))
 
 
 def random_order(items: int, seed: int) -> Ints:
@@ -162,7 +162,7 @@ def gain_order(served: Floats, uncertainty: Floats, metric: Metric = "l2") -> In
         ValueError: There are no items, the vectors are not finite, one is zero with cosine, the
             metric is unknown, or `uncertainty` has another length.
     """
-    neighbours, _ = nearest(served, served, min(GAIN_NEIGHBOURS + 1, len(served)), metric)
+    neighbours, _ = exact_neighbours(served, served, min(GAIN_NEIGHBOURS + 1, len(served)), metric)
     occurrences = np.bincount(
         neighbours[neighbours != np.arange(len(served))[:, None]], minlength=len(served)
     )
@@ -203,7 +203,7 @@ class ReembeddingOrder:
     """An order of re-embedding, and the shares at which quality is measured."""
 
     items: Ints
-    shares: ArrayLike = field(default_factory=lambda: TENTHS)
+    shares: ArrayLike = field(default_factory=lambda: TENTH_SHARES)
 
 
 def backfill_curve(
@@ -213,7 +213,7 @@ def backfill_curve(
     order: Ints,
     relevance: Relevance,
     *,
-    shares: ArrayLike = TENTHS,
+    shares: ArrayLike = TENTH_SHARES,
     metric: Metric = "l2",
     served_queries: Floats | None = None,
     line: DistanceLine = IDENTITY_LINE,
@@ -311,7 +311,9 @@ def curves_by_order(
         strict=True,
     ):
         carried = line.slope * old + line.offset
-        for number, steps in enumerate(rank_steps(carried, new, first, replacements, relevance)):
+        for number, steps in enumerate(
+            rank_replacement_steps(carried, new, first, replacements, relevance)
+        ):
             rankings = [Ranking(r, np.array([len(one) for one in r], np.int64)) for r in steps]
             cmc1[number].append(np.stack([cmc(ranking, 1) for ranking in rankings]))
             precision[number].append(np.stack([average_precision(one) for one in rankings]))
@@ -327,8 +329,8 @@ def _curve(
     """Build a curve from figures [steps, queries]."""
     return BackfillCurve(
         shares,
-        np.array([mean(values) for values in cmc1]),
-        np.array([mean(values) for values in precision]),
+        np.array([mean_of_answerable(values) for values in cmc1]),
+        np.array([mean_of_answerable(values) for values in precision]),
         np.asarray(np.trapezoid(cmc1, shares, axis=0)),
         np.asarray(np.trapezoid(precision, shares, axis=0)),
     )

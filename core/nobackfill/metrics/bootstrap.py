@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 Verdict = Literal["holds", "fails", "undecided"]
 # Fewer classes are no sample of others: no claim is decided.
-FEWEST_CLASSES = 10
+FEWEST_DECIDING_CLASSES = 10
 
 
 @dataclass(frozen=True)
@@ -36,20 +36,21 @@ class Difference:
     classes: int | None = None
 
     @property
-    def of_these_classes(self) -> bool:
+    def is_limited_to_classes(self) -> bool:
         """Tell whether the bounds hold for the evaluated classes only, because they are fewer than
-        FEWEST_CLASSES."""
-        return self.classes is not None and self.classes < FEWEST_CLASSES
+        FEWEST_DECIDING_CLASSES."""
+        return self.classes is not None and self.classes < FEWEST_DECIDING_CLASSES
 
     @property
     def verdict(self) -> Verdict:
         """Decide from the bounds whether a > b.
 
         Returns:
-            undecided with fewer than FEWEST_CLASSES (10) classes. Otherwise, also if `classes` is
-            None: holds if `low` is above 0, fails if `high` is below 0, else undecided.
+            undecided with fewer than FEWEST_DECIDING_CLASSES (10) classes. Otherwise, also if
+            `classes` is None: holds if `low` is above 0, fails if `high` is below 0, else
+            undecided.
         """
-        if self.of_these_classes:
+        if self.is_limited_to_classes:
             return "undecided"
         if self.low > 0:
             return "holds"
@@ -99,8 +100,8 @@ def paired_bootstrap(
             share, or NaN where the query has no answer.
         b: The second model's, one array [q] a run, paired with `a`.
         classes: The class of each query, one array [q] a run; None if unknown. Equal labels are one
-            class in every run. With fewer than FEWEST_CLASSES the bounds are drawn over queries and
-            hold for these classes alone.
+            class in every run. With fewer than FEWEST_DECIDING_CLASSES the bounds are drawn over
+            queries and hold for these classes alone.
         level: The share of intervals that cover the truth, between 0 and 1.
         resamples: Number of resamples, at least 1.
         seed: Seed of the random numbers, at least 0; a seed gives the same bounds again.
@@ -125,7 +126,7 @@ def paired_bootstrap(
     if classes is not None:
         by_class = _by_class(queries, a, classes)
         class_count = min(len(run.names) for run in by_class)
-        if class_count >= FEWEST_CLASSES:
+        if class_count >= FEWEST_DECIDING_CLASSES:
             units, tail = by_class, _widen(tail, class_count)
     rng = np.random.default_rng(seed)
     draws = rng.integers(len(units), size=(len(units), resamples))

@@ -72,7 +72,7 @@ def degradation(new_new: float, independent: float) -> float:
     return (independent - new_new) / _positive(independent, "M(new*, new*)")
 
 
-def share_kept(new_served: float, new_new: float) -> float:
+def retention(new_served: float, new_new: float) -> float:
     """Compute M(new, served) / M(new, new): the share of a full backfill's quality without a
     backfill.
 
@@ -89,7 +89,7 @@ def share_kept(new_served: float, new_new: float) -> float:
     return new_served / _positive(new_new, "M(new, new)")
 
 
-def gap_closed(new_served: float, old_old: float, new_new: float) -> float | None:
+def closed_gap_share(new_served: float, old_old: float, new_new: float) -> float | None:
     """Compute (M(new, served) - M(old, old)) / (M(new, new) - M(old, old)).
 
     Args:
@@ -132,12 +132,12 @@ class StrictCriterion:
     """Shares of pairs that satisfy BCT Eq. (1), which requires both to be 1.
 
     Attributes:
-        other_class: Share of the pairs of two classes.
-        same_class: Share of the pairs of one class.
+        different_class_share: Share of the pairs of two classes.
+        same_class_share: Share of the pairs of one class.
     """
 
-    other_class: float
-    same_class: float
+    different_class_share: float
+    same_class_share: float
 
 
 def strict_criterion(

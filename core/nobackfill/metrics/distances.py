@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 Metric = Literal["l2", "cosine", "inner_product"]
 Floats = NDArray[np.floating]
-BLOCK_VALUES = 32 * 1024 * 1024
+BLOCK_DISTANCES = 32 * 1024 * 1024
 
 
 def distances(queries: Floats, gallery: Floats, metric: Metric = "l2") -> Floats:
@@ -56,7 +56,7 @@ def distance_blocks(
             or an unknown metric; raised at the first block.
     """
     queries, gallery = _check(queries, gallery, metric)
-    size = max(1, BLOCK_VALUES // max(1, len(gallery)))
+    size = max(1, BLOCK_DISTANCES // max(1, len(gallery)))
     for first in range(0, len(queries), size):
         yield first, _block(queries[first : first + size], gallery, metric)
 

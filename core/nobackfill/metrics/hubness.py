@@ -16,13 +16,13 @@ class Hubness:
 
     Attributes:
         skewness: Skewness of the k-occurrences; 0 is even.
-        orphans: Share of items in no answer.
-        largest: The most frequent item's share of the queries.
+        orphan_share: Share of items in no answer.
+        largest_hub_share: The most frequent item's share of the queries.
     """
 
     skewness: float
-    orphans: float
-    largest: float
+    orphan_share: float
+    largest_hub_share: float
 
 
 def hubness(neighbours: Ints, gallery_size: int) -> Hubness:

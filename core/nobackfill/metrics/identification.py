@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from nobackfill.metrics.distances import Floats, Metric, distance_blocks
 from nobackfill.metrics.ranking import Relevance
-from nobackfill.metrics.verification import threshold_at
+from nobackfill.metrics.verification import threshold_at_error_rate
 
 
 @dataclass(frozen=True)
@@ -15,13 +15,14 @@ class OpenSetSearch:
     """The nearest answer of every probe.
 
     Attributes:
-        hit_distances: Distance of the nearest mate if it is the first hit, otherwise infinity;
+        mated_distances: Distance of the nearest mate if it is the first hit, otherwise infinity;
             [mated probes].
-        non_mated: Distance of the nearest item, for probes without a mate; [non-mated probes].
+        non_mated_distances: Distance of the nearest item, for probes without a mate; [non-mated
+            probes].
     """
 
-    hit_distances: NDArray[np.float64]
-    non_mated: NDArray[np.float64]
+    mated_distances: NDArray[np.float64]
+    non_mated_distances: NDArray[np.float64]
 
 
 def open_set_search(
@@ -73,11 +74,12 @@ def tpir_at_fpir(search: OpenSetSearch, fpir: float) -> float:
     Raises:
         ValueError: No mated or no non-mated probes, or `fpir` is out of range.
     """
-    if not len(search.hit_distances) or not len(search.non_mated):
+    if not len(search.mated_distances) or not len(search.non_mated_distances):
         raise ValueError(
-            f"identification: expected mated and non-mated probes, got {len(search.hit_distances)} "
-            f"and {len(search.non_mated)}"
+            "identification: expected mated and non-mated probes, got "
+            f"{len(search.mated_distances)} "
+            f"and {len(search.non_mated_distances)}"
         )
     # Infinity marks a miss, which an infinite threshold (fpir 1) must not accept.
-    identified = search.hit_distances < threshold_at(search.non_mated, fpir)
+    identified = search.mated_distances < threshold_at_error_rate(search.non_mated_distances, fpir)
     return float(identified.mean())

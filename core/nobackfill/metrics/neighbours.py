@@ -6,7 +6,9 @@ from nobackfill.metrics.distances import Floats, Metric, distance_blocks
 from nobackfill.metrics.ranking import Ints
 
 
-def nearest(queries: Floats, gallery: Floats, k: int, metric: Metric = "l2") -> tuple[Ints, Floats]:
+def exact_neighbours(
+    queries: Floats, gallery: Floats, k: int, metric: Metric = "l2"
+) -> tuple[Ints, Floats]:
     """Return the k nearest items of each query, nearest first, equal distances by position.
 
     Args:

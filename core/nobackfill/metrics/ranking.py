@@ -45,7 +45,7 @@ class Ranking:
     relevant: Ints
 
 
-def same_label(
+def relevance_by_label(
     query_labels: ArrayLike,
     gallery_labels: ArrayLike,
     query_images: Sequence[str] | Ints | None = None,

@@ -14,7 +14,7 @@ from nobackfill.metrics.distances import Floats
 from nobackfill.metrics.ranking import Ints, Relevance
 
 # Number of cells into which the distances of one query are sorted.
-CELLS = 4096
+DISTANCE_CELLS = 4096
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class ReplacementSteps:
     counts: Ints
 
     @cached_property
-    def places(self) -> Ints:
+    def positions(self) -> Ints:
         """Return the position of each item in the order, [n].
 
         Computed once, so do not change it. Call it only for a permutation; this is not checked.
@@ -40,7 +40,7 @@ class ReplacementSteps:
         return places
 
     @cached_property
-    def bounds(self) -> Ints:
+    def group_bounds(self) -> Ints:
         """Return the positions between which items are replaced together, from 0 to all.
 
         Ascending, each once, [p + 1] for p groups; computed once. Steps may be in any order.
@@ -48,19 +48,19 @@ class ReplacementSteps:
         return np.unique(np.concatenate([[0], self.counts, [len(self.order)]]))
 
     @cached_property
-    def parts(self) -> Ints:
+    def groups(self) -> Ints:
         """Return for each item the number of the group with which it is replaced, [n].
 
         Groups are numbered from 0; computed once.
         """
-        return np.searchsorted(self.bounds, self.places, "right") - 1
+        return np.searchsorted(self.group_bounds, self.positions, "right") - 1
 
 
-def rank_steps(
+def rank_replacement_steps(
     old_block: Floats,
     new_block: Floats,
     first: int,
-    ways: Sequence[ReplacementSteps],
+    orders: Sequence[ReplacementSteps],
     relevance: Relevance,
 ) -> list[list[list[Ints]]]:
     """Rank the relevant items as `rank_block` does, for each way and each of its steps.
@@ -72,7 +72,7 @@ def rank_steps(
         old_block: Distances before replacement, [b, g].
         new_block: Distances after replacement, [b, g].
         first: Number of the first query of the block, from 0.
-        ways: The orders; none give an empty list.
+        orders: The orders; none give an empty list.
         relevance: The relevant items of all queries.
 
     Returns:
@@ -82,7 +82,7 @@ def rank_steps(
         IndexError: Relevance for fewer queries, or a position outside the gallery.
         ValueError: The two blocks, or an order and the blocks, have different sizes.
     """
-    ranks_by_way: list[list[list[Ints]]] = [[[] for _ in way.counts] for way in ways]
+    ranks_by_way: list[list[list[Ints]]] = [[[] for _ in way.counts] for way in orders]
     for i, (old, new) in enumerate(zip(old_block, new_block, strict=True)):
         ignored = np.zeros(len(old), bool)
         ignored[relevance.ignored[first + i]] = True
@@ -94,12 +94,12 @@ def rank_steps(
         keys, standing = values[ascending], np.empty(len(values), np.int64)
         standing[ascending] = np.arange(len(values))
         nearer = [_among(keys, np.where(ignored, np.inf, kind)) for kind in (old, new)]
-        for steps, way in zip(ranks_by_way, ways, strict=True):
-            counts = _count_nearer(nearer, way.parts, len(way.bounds) - 1, len(keys))
+        for steps, way in zip(ranks_by_way, orders, strict=True):
+            counts = _count_nearer(nearer, way.groups, len(way.group_bounds) - 1, len(keys))
             # The one of both values that a relevant item has at each step.
-            kind = way.places[relevant] < way.counts[:, None]
+            kind = way.positions[relevant] < way.counts[:, None]
             at = np.sort(standing[np.arange(len(relevant)) + len(relevant) * kind], axis=1)
-            replaced = np.searchsorted(way.bounds, way.counts)
+            replaced = np.searchsorted(way.group_bounds, way.counts)
             ranks = _ranks(keys[at], np.take_along_axis(counts[replaced], at, axis=1))
             for step, row in zip(steps, ranks, strict=True):
                 step.append(row)
@@ -118,10 +118,10 @@ def _among(keys: Floats, distances: Floats) -> Ints:
         return np.searchsorted(keys, distances)
     # Monotone: a key of an earlier cell is nearer, one of a later cell is farther.
     cells, of_keys = (
-        np.clip((values - keys[0]) * (CELLS / width), 0, CELLS).astype(np.int64)
+        np.clip((values - keys[0]) * (DISTANCE_CELLS / width), 0, DISTANCE_CELLS).astype(np.int64)
         for values in (distances, keys)
     )
-    counts = np.bincount(of_keys, minlength=CELLS + 1)
+    counts = np.bincount(of_keys, minlength=DISTANCE_CELLS + 1)
     offsets = np.cumsum(counts) - counts
     positions: Ints = offsets[cells]
     unsure = np.flatnonzero(counts[cells])

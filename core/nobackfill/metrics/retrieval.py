@@ -1,8 +1,8 @@
 """Compute CMC and mean average precision from a ranking.
 
 Each function returns one value for each query, NaN if the query has no relevant item in the
-gallery; `mean` averages the others. Values are shares, 0 to 1. Values by query let the bootstrap
-pair two models on the same queries.
+gallery; `mean_of_answerable` averages the others. Values are shares, 0 to 1. Values by query let
+the bootstrap pair two models on the same queries.
 """
 
 import numpy as np
@@ -66,7 +66,7 @@ def average_precision_at(ranking: Ranking, k: int) -> PerQuery:
     return _precision_sum(cut) / _or_nan(np.minimum(ranking.relevant, k))
 
 
-def mean(per_query: PerQuery) -> float:
+def mean_of_answerable(per_query: PerQuery) -> float:
     """Return the mean of a figure over answerable queries.
 
     Args:

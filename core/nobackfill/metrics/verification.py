@@ -29,15 +29,15 @@ def tar_at_far(genuine: Floats, impostor: Floats, far: float) -> float:
             "verification: expected distances of genuine and of impostor pairs, got none of one "
             "kind"
         )
-    return float(np.mean(genuine < threshold_at(impostor, far)))
+    return float(np.mean(genuine < threshold_at_error_rate(impostor, far)))
 
 
-def threshold_at(wrong: Floats, rate: float) -> float:
+def threshold_at_error_rate(wrong_distances: Floats, rate: float) -> float:
     """Return the largest distance with at most a share of wrong pairs below it.
 
     Args:
-        wrong: Distances of wrong pairs, [n], in any order; with none, the result is infinity. NaN
-            counts as the largest distance, and may be the result.
+        wrong_distances: Distances of wrong pairs, [n], in any order; with none, the result is
+            infinity. NaN counts as the largest distance, and may be the result.
         rate: The share, 0 to 1.
 
     Returns:
@@ -48,7 +48,7 @@ def threshold_at(wrong: Floats, rate: float) -> float:
     """
     if not 0 <= rate <= 1:
         raise ValueError(f"false accept rate: expected a rate of 0 to 1, got {rate}")
-    ordered: NDArray[np.floating] = np.sort(wrong)
+    ordered: NDArray[np.floating] = np.sort(wrong_distances)
     # 0.29 * 100 is 28.999999999999996: the product of an exact share must round to the whole
     # number.
     count = int(np.floor(rate * len(ordered) + 1e-9))

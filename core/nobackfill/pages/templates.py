@@ -4,10 +4,10 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-SHARED = Path(__file__).parent
+SHARED_TEMPLATES = Path(__file__).parent
 
 
-def environment(*folders: Path) -> Environment:
+def template_environment(*folders: Path) -> Environment:
     """Return a Jinja environment over some folders and the shared templates.
 
     Values are escaped, and an undefined name raises jinja2.UndefinedError when a page is rendered.
@@ -18,5 +18,7 @@ def environment(*folders: Path) -> Environment:
             missing folder is ignored; a missing template raises jinja2.TemplateNotFound later.
     """
     return Environment(
-        loader=FileSystemLoader([*folders, SHARED]), autoescape=True, undefined=StrictUndefined
+        loader=FileSystemLoader([*folders, SHARED_TEMPLATES]),
+        autoescape=True,
+        undefined=StrictUndefined,
     )

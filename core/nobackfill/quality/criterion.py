@@ -5,11 +5,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from nobackfill.metrics.compatibility import (
+    closed_gap_share,
     degradation,
-    gap_closed,
     is_compatible,
     negative_flips,
-    share_kept,
+    retention,
     strict_criterion,
     update_gain,
     upgrade_gain,
@@ -87,8 +87,8 @@ def _judge(
         "update_gain": None if bound is None else update_gain(served, old_map, bound),
         "upgrade_gain": upgrade_gain(served, old_map),
         "degradation": None if bound is None else degradation(upper, bound),
-        "share_kept": share_kept(served, upper),
-        "gap_closed": gap_closed(served, old_map, upper),
+        "share_kept": retention(served, upper),
+        "gap_closed": closed_gap_share(served, old_map, upper),
         "negative_flips": negative_flips(old.cmc1, cell.cmc1),
     }
 
@@ -108,5 +108,8 @@ def _strict(
         relevance,
         queries.metric_of(name),
     )
-    values = {"strict_apart": shares.other_class, "strict_together": shares.same_class}
+    values = {
+        "strict_apart": shares.different_class_share,
+        "strict_together": shares.same_class_share,
+    }
     return {key: None if np.isnan(share) else share for key, share in values.items()}

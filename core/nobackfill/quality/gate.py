@@ -24,11 +24,11 @@ from PIL import Image, ImageEnhance
 
 from nobackfill.class_folders import ImageListing
 from nobackfill.errors import join_few
-from nobackfill.images import Pixels, decode_within, read_file
+from nobackfill.images import Pixels, decode_for_display, read_file
 from nobackfill.metrics.backfill import IDENTITY_LINE, DistanceLine
-from nobackfill.metrics.bootstrap import FEWEST_CLASSES, Difference, paired_bootstrap
+from nobackfill.metrics.bootstrap import FEWEST_DECIDING_CLASSES, Difference, paired_bootstrap
 from nobackfill.metrics.ranking import Ints
-from nobackfill.metrics.retrieval import PerQuery, mean
+from nobackfill.metrics.retrieval import PerQuery, mean_of_answerable
 from nobackfill.quality.cells import CellName, own_cell, served_cells
 from nobackfill.quality.embedded import PublishedListing
 from nobackfill.quality.listing import (
@@ -231,12 +231,12 @@ def decide_gate(
 
 def _of_these_classes(rows: Sequence[GainRow]) -> str:
     """Tell that the verdict holds for no other classes, if they are too few to draw."""
-    few_classes = [row.map_gain.classes or 0 for row in rows if row.map_gain.of_these_classes]
+    few_classes = [row.map_gain.classes or 0 for row in rows if row.map_gain.is_limited_to_classes]
     if not few_classes:
         return ""
     return (
         f"decided for the {min(few_classes)} evaluated classes alone; "
-        f"evaluate {FEWEST_CLASSES} or more to decide for others"
+        f"evaluate {FEWEST_DECIDING_CLASSES} or more to decide for others"
     )
 
 
@@ -363,7 +363,7 @@ def second_views(listing: ImageListing, folder: Path) -> ImageListing:
     for path, view in zip(listing.paths, views, strict=True):
         place = folder / view
         place.parent.mkdir(parents=True, exist_ok=True)
-        _view(decode_within(read_file(listing.root / path), _SIDE), path).save(place)
+        _view(decode_for_display(read_file(listing.root / path), _SIDE), path).save(place)
     return ImageListing(folder, listing.paths, views, np.arange(len(listing)))
 
 
@@ -414,10 +414,11 @@ def _measure_views(
         cells.append(
             Unlabelled(
                 query=str(name.query), gallery=name.gallery_name, queries=len(views),
-                items=len(own), agreement=mean(agreement_with_own(migrated, new)),
-                stayed_agreement=mean(agreement_with_own(stayed, new)),
-                recall1=mean(migrated.cmc1), stayed_recall1=mean(stayed.cmc1),
-                mrr=mean(migrated.map), stayed_mrr=mean(stayed.map),
+                items=len(own), agreement=mean_of_answerable(agreement_with_own(migrated, new)),
+                stayed_agreement=mean_of_answerable(agreement_with_own(stayed, new)),
+                recall1=mean_of_answerable(migrated.cmc1),
+                stayed_recall1=mean_of_answerable(stayed.cmc1),
+                mrr=mean_of_answerable(migrated.map), stayed_mrr=mean_of_answerable(stayed.map),
                 similar=row.finds_similar, very_item=row.keeps_items,
             )
         )  # fmt: skip
@@ -530,9 +531,9 @@ class CellMeasurer:
         return Cell(
             query=str(name.query),
             gallery=name.gallery_name,
-            cmc1=mean(figures.cmc1),
-            cmc5=mean(figures.cmc5),
-            map=mean(figures.map),
+            cmc1=mean_of_answerable(figures.cmc1),
+            cmc5=mean_of_answerable(figures.cmc5),
+            map=mean_of_answerable(figures.map),
             queries=len(self.queries.listing),
             items=len(self.embedded.listing),
         )
@@ -634,7 +635,9 @@ def _lossy_twins(gate: CellMeasurer, release: Manifest, int8_loss: float) -> set
     lossy = set()
     for upgrade in release.upgrades:
         name = CellName(release.release, (upgrade.from_release, release.release))
-        loss = mean(gate.cell(name, exact=True).map) - mean(gate.cell(name).map)
+        loss = mean_of_answerable(gate.cell(name, exact=True).map) - mean_of_answerable(
+            gate.cell(name).map
+        )
         if upgrade.int8_file is not None and loss > int8_loss:
             lossy.add(upgrade.from_release)
     return lossy
@@ -679,12 +682,12 @@ def _route(
     gate: CellMeasurer, calibrating: CellMeasurer, name: CellName
 ) -> tuple[RouteEvidence, DistanceLine]:
     """Return the evidence of a route, and the line by which its migrated vectors are ranked."""
-    upper = mean(gate.cell(own_cell(name.query)).map)
+    upper = mean_of_answerable(gate.cell(own_cell(name.query)).map)
     # Fitted on one half of the images; its effect on the curves is measured on the other.
     scale = fit_distance_line(
         calibrating.cell(name), calibrating.cell(own_cell(name.query)), calibrating.relevance
     )
-    exact, served = gate.cell(name, exact=True), mean(gate.cell(name).map)
+    exact, served = gate.cell(name, exact=True), mean_of_answerable(gate.cell(name).map)
     fitting, judging = (
         QuerySet(one.queries, one.embedded, one.relevance, one.classes)
         for one in (calibrating, gate)
@@ -693,8 +696,8 @@ def _route(
     both = measure_rank_fusion(name, fitting, judging, int8=gate.quantised(name))
     evidence = RouteEvidence(
         releases=name.gallery,
-        map=mean(exact.map),
-        cmc1=mean(exact.cmc1),
+        map=mean_of_answerable(exact.map),
+        cmc1=mean_of_answerable(exact.cmc1),
         int8_map=served if gate.quantised(name) else None,
         kept=served / upper if upper > 0 else 0.0,
         healing=healing,

@@ -12,10 +12,10 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from nobackfill.class_folders import ImageListing, hash_files, order_by_digest
+from nobackfill.class_folders import ImageListing, hash_files, order_rows_by_digest
 from nobackfill.errors import InvalidInputError, join_few
-from nobackfill.metrics.ranking import Relevance, same_label
-from nobackfill.text import TextLine, check_text, read_texts
+from nobackfill.metrics.ranking import Relevance, relevance_by_label
+from nobackfill.text import TextLine, check_text, read_text_lines
 
 _LABEL, _QUERY = "label", "query"
 _SENTENCE = re.compile(r"(?<=[.!?])\s+|(?<=[\u3002\uff01\uff1f])")
@@ -92,7 +92,7 @@ def list_texts(file: Path) -> TextListing:
             another. Or a text or query is blank, cannot be cut in two, or is larger than 64 KiB
             (TooLargeError).
     """
-    lines = list(read_texts(file))
+    lines = list(read_text_lines(file))
     ids = [one.id for one in lines]
     duplicates = [name for name, times in Counter(ids).items() if times > 1]
     if duplicates:
@@ -101,11 +101,11 @@ def list_texts(file: Path) -> TextListing:
         )
     for one in lines:
         _check(one.text, file, one)
-    if not any(_LABEL in one.notes for one in lines):
+    if not any(_LABEL in one.other_keys for one in lines):
         return _known_items(file, lines)
     labels = []
     for one in lines:
-        label = one.notes.get(_LABEL)
+        label = one.other_keys.get(_LABEL)
         if not isinstance(label, str | int):
             raise InvalidInputError(
                 f"{file}: {one.id}: expected the key {_LABEL!r} with the name of the text's class, "
@@ -119,10 +119,10 @@ def list_texts(file: Path) -> TextListing:
 
 
 def _known_items(file: Path, lines: list[TextLine]) -> TextListing:
-    with_queries = any(_QUERY in one.notes for one in lines)
+    with_queries = any(_QUERY in one.other_keys for one in lines)
     queries, texts = [], []
     for one in lines:
-        query, text = (one.notes.get(_QUERY), one.text) if with_queries else _cut(one.text)
+        query, text = (one.other_keys.get(_QUERY), one.text) if with_queries else _cut(one.text)
         if not isinstance(query, str):
             raise InvalidInputError(
                 f"{file}: {one.id}: expected the key {_QUERY!r} with a text that should find this "
@@ -166,7 +166,7 @@ def _check(text: str, file: Path, line: TextLine) -> str:
 def relevance_among_others(listing: ImageListing) -> Relevance:
     """Make every image or text a query, and all the others of its class relevant (FCT section 4.2);
     the query itself is ignored. A query alone in its class has no relevant item."""
-    return same_label(listing.labels, listing.labels, listing.paths, listing.paths)
+    return relevance_by_label(listing.labels, listing.labels, listing.paths, listing.paths)
 
 
 def relevance_by_class(queries: ImageListing, gallery: ImageListing) -> Relevance:
@@ -186,7 +186,7 @@ def relevance_by_class(queries: ImageListing, gallery: ImageListing) -> Relevanc
             f"{queries.root} and {gallery.root} have no class name in common, so that no query "
             "could find anything; use the same names in both"
         )
-    return same_label(labels, gallery.labels)
+    return relevance_by_label(labels, gallery.labels)
 
 
 def relevance_without_copies(queries: ImageListing, gallery: ImageListing) -> tuple[Relevance, int]:
@@ -210,7 +210,7 @@ def relevance_without_copies(queries: ImageListing, gallery: ImageListing) -> tu
             f"{queries.root} and {gallery.root} have no class folder name in common, so that no "
             "query could find anything; use the same names in both"
         )
-    relevance = same_label(labels, gallery.labels, hash_files(queries), hash_files(gallery))
+    relevance = relevance_by_label(labels, gallery.labels, hash_files(queries), hash_files(gallery))
     return relevance, sum(len(ignored) > 0 for ignored in relevance.ignored)
 
 
@@ -246,7 +246,7 @@ def split_halves(listing: ImageListing, seed: int) -> tuple[Rows, Rows]:
     second = np.zeros(len(listing), bool)
     # Classes whose pair only one of the halves can have take turns separately.
     turns = {True: False, False: False}
-    for rows in order_by_digest(listing, seed):
+    for rows in order_rows_by_digest(listing, seed):
         size = len(rows) // 2
         if len(rows) % 2 or len(rows) == IMAGES:
             single = len(rows) in (IMAGES, IMAGES + 1)
@@ -268,7 +268,7 @@ def _of_items(listing: TextListing, seed: int) -> tuple[Rows, Rows]:
             f"expected at least {2 * ITEMS} texts, got {len(listing)}"
         )
     one_class = ImageListing(listing.root, ("",), listing.paths, np.zeros(len(listing), np.int64))
-    (every,) = order_by_digest(one_class, seed)
+    (every,) = order_rows_by_digest(one_class, seed)
     return np.sort(every[::2]), np.sort(every[1::2])
 
 

@@ -13,7 +13,7 @@ from nobackfill.metrics.classes import worst_class
 from nobackfill.metrics.distances import Metric, distances
 from nobackfill.metrics.hubness import hubness
 from nobackfill.metrics.identification import open_set_search, tpir_at_fpir
-from nobackfill.metrics.neighbours import nearest
+from nobackfill.metrics.neighbours import exact_neighbours
 from nobackfill.metrics.ranking import Ints, Ranking, Relevance, rank, rank_neighbours
 from nobackfill.metrics.retrieval import (
     PerQuery,
@@ -21,7 +21,7 @@ from nobackfill.metrics.retrieval import (
     average_precision_at,
     cmc,
     compute_figures,
-    mean,
+    mean_of_answerable,
 )
 from nobackfill.metrics.verification import tar_at_far
 from nobackfill.quality.cells import CellName
@@ -125,7 +125,7 @@ def search_and_measure(
     near_distances: Vectors = np.empty((len(queries), 0), np.float32)
     if neighbours:
         own = max((len(ignored) for ignored in relevance.ignored), default=0)
-        nearest_items, near_distances = nearest(
+        nearest_items, near_distances = exact_neighbours(
             queries, gallery, min(neighbours + own, len(gallery)), metric
         )
         nearest_items, near_distances = _without_ignored(
@@ -319,10 +319,10 @@ def _evaluate(
     worst, worst_map = worst_class(cell.map, queries.listing.labels)
     items = len(gallery.listing)
     figures = {
-        "cmc1": mean(cell.cmc1),
-        "cmc5": mean(cell.cmc5),
-        "map": mean(cell.map),
-        f"map_at_{MAP_AT}": mean(average_precision_at(cell.ranking, MAP_AT)),
+        "cmc1": mean_of_answerable(cell.cmc1),
+        "cmc5": mean_of_answerable(cell.cmc5),
+        "map": mean_of_answerable(cell.map),
+        f"map_at_{MAP_AT}": mean_of_answerable(average_precision_at(cell.ranking, MAP_AT)),
         "worst_class_map": worst_map,
         "hub_skewness": hubness(cell.neighbours[:, :HUB_NEIGHBOURS], items).skewness,
         **_recognition(*vectors, relevance, metric),

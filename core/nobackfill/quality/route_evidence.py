@@ -26,7 +26,7 @@ from nobackfill.metrics.backfill import (
 from nobackfill.metrics.bootstrap import Difference, paired_bootstrap
 from nobackfill.metrics.distances import Metric, distances, to_unit_norm
 from nobackfill.metrics.ranking import Ints, Relevance
-from nobackfill.metrics.retrieval import PerQuery, mean
+from nobackfill.metrics.retrieval import PerQuery, mean_of_answerable
 from nobackfill.quality.cells import CellName, own_cell
 from nobackfill.quality.embedded import (
     EmbeddedListing,
@@ -351,8 +351,8 @@ def measure_rank_fusion(
     of_map, of_cmc1 = gains["stayed"]
     return BothEvidence(
         **joint._asdict(),
-        map=mean(fused.map),
-        cmc1=mean(fused.cmc1),
+        map=mean_of_answerable(fused.map),
+        cmc1=mean_of_answerable(fused.cmc1),
         map_gain_low=of_map.low,
         cmc1_gain_low=of_cmc1.low,
     )
@@ -377,7 +377,7 @@ def _fit_joint(cell: CellName, half: QuerySet, *, int8: bool) -> JointDistance |
 
 
 def _objective(cell: CellFigures) -> float:
-    return mean(cell.cmc1) + mean(cell.map)
+    return mean_of_answerable(cell.cmc1) + mean_of_answerable(cell.map)
 
 
 def _spaces(cell: CellName, half: QuerySet, *, int8: bool) -> tuple[_Space, _Space]:

@@ -255,7 +255,7 @@ def release_space_id(embedder: PublishedEmbedder, text: TextEncoder | None = Non
         dim=embedder.dim,
         metric=embedder.metric,
         unit=embedder.unit,
-        more=dict(_space_fields(embedder, text)),
+        more_fields=dict(_space_fields(embedder, text)),
     )
 
 

@@ -139,7 +139,9 @@ class UpgradeModel:
         """
         upgrade = self.upgrade
         inputs = {
-            "embedding": check_vectors(embedding, upgrade.from_dim, what="embedding to upgrade")
+            "embedding": check_vectors(
+                embedding, upgrade.from_dim, error_name="embedding to upgrade"
+            )
         }
         count = len(inputs["embedding"])
         if upgrade.reads_side:
@@ -149,7 +151,7 @@ class UpgradeModel:
                     f"side-information, got {'none' if side is None else len(side)}"
                 )
             inputs["side"] = check_vectors(
-                side, upgrade.from_side_dim, what="side-information to upgrade"
+                side, upgrade.from_side_dim, error_name="side-information to upgrade"
             )
         values = dict(zip(self._outputs, self._session.run(inputs, self._outputs), strict=True))
         spec = self._manifest.embedder
@@ -194,7 +196,7 @@ class AdapterModel:
             UnusableOutputError: Some outputs are no vectors of the older space; the error lists the
                 rows.
         """
-        checked = check_vectors(queries, self._dim, what="query to adapt")
+        checked = check_vectors(queries, self._dim, error_name="query to adapt")
         (adapted,) = self._session.run({"embedding": checked}, ["adapted"])
         adapter = self._adapter
         return check_output(adapted, len(checked), adapter.to_dim, "adapted", unit=adapter.to_unit)
@@ -487,7 +489,7 @@ def check_output(
             that is not 1. The error lists the rows.
     """
     try:
-        checked = check_vectors(values, dim, what=f"model output {name!r}", unit=unit)
+        checked = check_vectors(values, dim, error_name=f"model output {name!r}", unit=unit)
     except UnusableRowsError as error:
         raise UnusableOutputError(str(error), error.rows) from error
     except InvalidInputError as error:

@@ -46,7 +46,7 @@ from nobackfill.release.models import (
     read_verified,
 )
 from nobackfill.release.text_models import TextModel, open_text_encoder
-from nobackfill.text import LARGEST_BYTES as _LARGEST_TEXT
+from nobackfill.text import LARGEST_TEXT_BYTES as _LARGEST_TEXT
 from nobackfill.text import check_text
 from nobackfill.vectors import Vectors
 

@@ -54,7 +54,7 @@ class TextReader:
             DefectiveTokenizerError: The tokenizer crashes on a text.
         """
         prefix = self._spec.prefix(role)
-        return self._select_inputs(self._tokenizing.tokens([prefix + text for text in texts]))
+        return self._select_inputs(self._tokenizing.tokenize([prefix + text for text in texts]))
 
     @cached_property
     def largest_token_inputs(self) -> Tokens:

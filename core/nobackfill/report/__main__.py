@@ -9,7 +9,7 @@ import typer
 from nobackfill.durable import write_file
 from nobackfill.errors import NobackfillError
 from nobackfill.extras import require_extra
-from nobackfill.terminal import escape_hidden
+from nobackfill.terminal import escape_control
 
 
 def command(
@@ -71,5 +71,5 @@ if __name__ == "__main__":
     try:
         typer.run(command)
     except NobackfillError as error:
-        print(escape_hidden(f"report: {error}"), file=sys.stderr)
+        print(escape_control(f"report: {error}"), file=sys.stderr)
         sys.exit(error.exit_code)

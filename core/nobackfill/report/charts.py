@@ -11,7 +11,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from nobackfill.metrics.retrieval import mean
+from nobackfill.metrics.retrieval import mean_of_answerable
 from nobackfill.report.comparison import Comparison
 from nobackfill.vectors import Vectors
 
@@ -60,12 +60,12 @@ def backfill_chart(comparison: Comparison) -> str:
     figure = Figure(figsize=(WIDTH, 3.2), layout="constrained")
     axes = figure.add_subplot()
     for (order, curve), colour in zip(comparison.curves.items(), COLOURS, strict=False):
-        area = 100 * curve.mean_over(curve.map)
+        area = 100 * curve.area_under(curve.map)
         axes.plot(
             100 * curve.shares, 100 * curve.map, color=colour, marker="o", markersize=3,
             label=f"{ORDERS[order]} (mean {area:.1f})",
         )  # fmt: skip
-    bound = 100 * mean(comparison.cells["new/new"].map)
+    bound = 100 * mean_of_answerable(comparison.cells["new/new"].map)
     axes.axhline(bound, color="#555", linestyle="--", linewidth=1, label=f"new/new {bound:.1f}")
     axes.set_xlabel("images embedded again, % of the gallery")
     axes.set_ylabel("mAP, %")

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from nobackfill.class_folders import ImageListing
 from nobackfill.metrics.backfill import BackfillCurve
-from nobackfill.metrics.compatibility import negative_flips, share_kept
-from nobackfill.metrics.retrieval import PerQuery, mean
+from nobackfill.metrics.compatibility import negative_flips, retention
+from nobackfill.metrics.retrieval import PerQuery, mean_of_answerable
 from nobackfill.quality.cells import upgrade_cells
 from nobackfill.quality.embedded import PublishedListing
 from nobackfill.quality.listing import relevance_among_others
@@ -289,7 +289,7 @@ def mean_percent(values: PerQuery) -> float:
     Raises:
         ValueError: No query is answerable.
     """
-    return 100 * mean(values)
+    return 100 * mean_of_answerable(values)
 
 
 def _shade(figures: Mapping[str, tuple[float, float, float]]) -> Matrix:
@@ -311,7 +311,7 @@ def quality_kept(matrix: Matrix) -> float | None:
     served, bound = matrix.get(("new", "served")), matrix.get(("new", "new"))
     if served is None or bound is None or bound.map <= 0:
         return None
-    return 100 * share_kept(served.map, bound.map)
+    return 100 * retention(served.map, bound.map)
 
 
 @dataclass(frozen=True)

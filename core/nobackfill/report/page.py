@@ -19,7 +19,7 @@ from nobackfill.class_folders import ImageListing, list_nonempty_classes
 from nobackfill.errors import InvalidInputError, NotFoundError, join_few
 from nobackfill.images import decode_file
 from nobackfill.metrics.backfill import uncertainty_order
-from nobackfill.pages.templates import environment
+from nobackfill.pages.templates import template_environment
 from nobackfill.release.manifest import Manifest, PublishedFile, Unlabelled
 from nobackfill.release.routes import route_along
 from nobackfill.release.trust.trust import TrustedFolder
@@ -341,7 +341,7 @@ def render_page(
     elif old is not None:
         matrix = matrix_of_evidence(manifests[old], new, route)
     return (
-        environment(Path(__file__).parent)
+        template_environment(Path(__file__).parent)
         .get_template("page.html.j2")
         .render(
             old=None if old is None else manifests[old],

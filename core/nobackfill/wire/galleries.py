@@ -205,16 +205,17 @@ def image_bytes(image: Image) -> bytes:
         TypeError: `image` is neither bytes nor a path; a bytearray is neither.
     """
     # Loads Pillow, which only callers that send images need.
-    from nobackfill.images import LARGEST_BYTES, read_file
+    from nobackfill.images import LARGEST_IMAGE_BYTES, read_file
 
     if not isinstance(image, bytes):
         try:
             return read_file(Path(image))
         except InvalidInputError as error:
             raise type(error)(f"{image}: {error}") from error
-    if len(image) > LARGEST_BYTES:
+    if len(image) > LARGEST_IMAGE_BYTES:
         raise TooLargeError(
-            f"image: expected at most {LARGEST_BYTES} bytes, got {len(image)}; send a smaller copy"
+            f"image: expected at most {LARGEST_IMAGE_BYTES} bytes, got {len(image)}; send a "
+            "smaller copy"
         )
     return image
 

@@ -74,7 +74,7 @@ class ChromaServer:
             "/collections"
         )
         self._http = _pool()
-        processes.watch_forks(self)
+        processes.register_for_forks(self)
 
     def before_fork(self) -> None:
         """Do nothing: requests of other threads continue in the parent."""

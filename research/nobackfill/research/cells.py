@@ -21,7 +21,7 @@ from nobackfill.metrics.backfill import IDENTITY_LINE, BackfillCurve, DistanceLi
 from nobackfill.metrics.cka import linear_cka
 from nobackfill.metrics.distances import Metric
 from nobackfill.metrics.hubness import hubness
-from nobackfill.metrics.neighbours import nearest
+from nobackfill.metrics.neighbours import exact_neighbours
 from nobackfill.metrics.ranking import Relevance
 from nobackfill.metrics.retrieval import PerQuery
 from nobackfill.quality.cells import CellName, own_cell, upgrade_cells
@@ -239,7 +239,7 @@ def by_query(figures: CellFigures) -> dict[str, PerQuery]:
 
 
 def _hubness(queries: Floats, gallery: Floats, test: Evaluation) -> float:
-    near, _ = nearest(queries, gallery, min(HUB_NEIGHBOURS + 1, len(gallery)), test.metric)
+    near, _ = exact_neighbours(queries, gallery, min(HUB_NEIGHBOURS + 1, len(gallery)), test.metric)
     return hubness(near, len(gallery)).skewness
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from nobackfill.durable import write_file
 from nobackfill.errors import ConfigurationError, InvalidInputError, NotFoundError
-from nobackfill.metrics.bootstrap import FEWEST_CLASSES
+from nobackfill.metrics.bootstrap import FEWEST_DECIDING_CLASSES
 from nobackfill.research.catalogue import digest_of_rows
 from nobackfill.research.cells import KNOWN_CLASSES, NEW_CLASSES, RANGED
 from nobackfill.research.presets import PRESETS
@@ -45,7 +45,8 @@ WITHDRAWN = (
     "again."
 )
 FEW_CLASSES = (
-    f"Fewer than {FEWEST_CLASSES} classes are no sample of others: claims on them are undecided."
+    f"Fewer than {FEWEST_DECIDING_CLASSES} classes are no sample of others: claims on them are "
+    "undecided."
 )
 FIGURE_NAMES = {"cmc1": "CMC-1", "map": "mAP"}
 
@@ -688,7 +689,7 @@ def _tested(results: Results) -> str:
         split.name: split.tested_end - split.tested_first for split in PRESETS[results.data].splits
     }
     texts = [f"{split} tests {counts[split]} classes" for split in results.splits]
-    few = [split for split in results.splits if counts[split] < FEWEST_CLASSES]
+    few = [split for split in results.splits if counts[split] < FEWEST_DECIDING_CLASSES]
     decides = f"; {' and '.join(few)} classes are too few to judge others by" if few else ""
     return f" {'; '.join(texts)}{decides}.".replace(" main tests", " Main tests", 1)
 

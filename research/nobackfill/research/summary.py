@@ -14,13 +14,13 @@ import numpy as np
 
 from nobackfill.metrics.bootstrap import Difference, Verdict, paired_bootstrap
 from nobackfill.metrics.compatibility import (
+    closed_gap_share,
     degradation,
-    gap_closed,
     negative_flips,
-    share_kept,
+    retention,
     upgrade_gain,
 )
-from nobackfill.metrics.retrieval import PerQuery, mean
+from nobackfill.metrics.retrieval import PerQuery, mean_of_answerable
 from nobackfill.research.cells import Cells
 from nobackfill.research.results import (
     BestNewNew,
@@ -81,10 +81,11 @@ class JudgedClaim:
         """Decide whether the claim holds.
 
         Returns:
-            undecided with fewer than FEWEST_SEEDS seeds or fewer than FEWEST_CLASSES classes.
-            Otherwise the verdict of the difference. With `or_equal`, a lower bound of 0 also holds.
+            undecided with fewer than FEWEST_SEEDS seeds or fewer than FEWEST_DECIDING_CLASSES
+            classes. Otherwise the verdict of the difference. With `or_equal`, a lower bound of 0
+            also holds.
         """
-        if self.seeds < FEWEST_SEEDS or self.difference.of_these_classes:
+        if self.seeds < FEWEST_SEEDS or self.difference.is_limited_to_classes:
             return "undecided"
         if not self.or_equal:
             return self.difference.verdict
@@ -139,7 +140,7 @@ def _strongest(side: Side, rows: Rows, figure: str) -> tuple[str, list[PerQuery]
         return "", []
     most = max(len(runs) for runs in candidates.values())
     complete = {name: runs for name, runs in candidates.items() if len(runs) == most}
-    name = max(complete, key=lambda name: sum(mean(run) for run in complete[name]))
+    name = max(complete, key=lambda name: sum(mean_of_answerable(run) for run in complete[name]))
     return name, complete[name]
 
 
@@ -277,9 +278,9 @@ def kept_figures(cells: Figures, references: Mapping[str, BestNewNew]) -> dict[s
     old, served, new = (cells[cell]["map"][0] for cell in ("old/old", "new/served", "new/new"))
     figures: dict[str, float | None] = {"upgrade_gain": upgrade_gain(served, old)}
     for figure, reference in references.items():
-        figures[f"kept_{figure}"] = share_kept(cells["new/served"][figure][0], reference.value)
+        figures[f"kept_{figure}"] = retention(cells["new/served"][figure][0], reference.value)
     if "map" in references:
-        figures["gap_closed"] = gap_closed(served, old, references["map"].value)
+        figures["gap_closed"] = closed_gap_share(served, old, references["map"].value)
         figures["degradation"] = degradation(new, references["map"].value)
     return {name: value for name, value in figures.items() if value is not None}
 
@@ -287,7 +288,7 @@ def kept_figures(cells: Figures, references: Mapping[str, BestNewNew]) -> dict[s
 def outcomes(judged: Mapping[str, JudgedClaim]) -> dict[str, ClaimOutcome]:
     """Convert a claim, judged by figure, to its form in the results file.
 
-    With fewer than FEWEST_CLASSES classes an outcome has no bounds.
+    With fewer than FEWEST_DECIDING_CLASSES classes an outcome has no bounds.
 
     Args:
         judged: the judged claim by figure; an empty one gives none.
@@ -299,7 +300,7 @@ def outcomes(judged: Mapping[str, JudgedClaim]) -> dict[str, ClaimOutcome]:
             difference=one.difference.mean,
             bounds=(
                 None
-                if one.difference.of_these_classes
+                if one.difference.is_limited_to_classes
                 else (one.difference.low, one.difference.high)
             ),
             verdict=one.verdict,
@@ -312,7 +313,7 @@ def outcomes(judged: Mapping[str, JudgedClaim]) -> dict[str, ClaimOutcome]:
 def _cells(runs: Sequence[Cells]) -> dict[str, dict[str, Figure]]:
     return {
         cell: {
-            name: _mean_and_std([mean(run.by_query[cell][name]) for run in runs])
+            name: _mean_and_std([mean_of_answerable(run.by_query[cell][name]) for run in runs])
             for name in figures
         }
         for cell, figures in runs[0].by_query.items()
@@ -333,7 +334,7 @@ def _flips(run: Cells) -> float:
 
 
 def _mean(figures: Iterable[PerQuery]) -> float:
-    return float(np.mean([mean(values) for values in figures]))
+    return float(np.mean([mean_of_answerable(values) for values in figures]))
 
 
 def _mean_and_std(values: Sequence[float]) -> Figure:

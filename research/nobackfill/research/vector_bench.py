@@ -40,9 +40,9 @@ from nobackfill.metrics.backfill import (
     random_order,
     uncertainty_order,
 )
-from nobackfill.metrics.bootstrap import FEWEST_CLASSES, paired_bootstrap
-from nobackfill.metrics.neighbours import nearest
-from nobackfill.metrics.ranking import rank, same_label
+from nobackfill.metrics.bootstrap import FEWEST_DECIDING_CLASSES, paired_bootstrap
+from nobackfill.metrics.neighbours import exact_neighbours
+from nobackfill.metrics.ranking import rank, relevance_by_label
 from nobackfill.metrics.retrieval import PerQuery, average_precision, cmc
 from nobackfill.research.rivals.rival import Floats, Rival, TrainingVectors, UncertainRival
 from nobackfill.research.rivals.rows import rivals
@@ -432,7 +432,7 @@ def compare_vectors(
 
 def _nearest(queries: Floats, gallery: Floats) -> NDArray[np.int64]:
     """Return the eleven nearest items [m, 11] of each query, its own item included."""
-    return nearest(queries, gallery, min(_AGREEMENT + 1, len(gallery)))[0]
+    return exact_neighbours(queries, gallery, min(_AGREEMENT + 1, len(gallery)))[0]
 
 
 def _others(hits: NDArray[np.int64]) -> list[NDArray[np.int64]]:
@@ -455,7 +455,7 @@ def _measure(
         figures["known_item"] = (hits[:, 0] == np.arange(len(queries))).astype(np.float64)
     if vectors.labels is not None:
         places = np.arange(len(queries))
-        relevance = same_label(vectors.labels, vectors.labels, places, places)
+        relevance = relevance_by_label(vectors.labels, vectors.labels, places, places)
         ranking = rank(queries, gallery, relevance)
         figures = {"cmc1": cmc(ranking, 1), "map": average_precision(ranking)} | figures
     return figures
@@ -478,7 +478,7 @@ def _backfill(rival: Rival, gallery: Floats, vectors: FrozenVectors) -> dict[str
         gain_order(gallery, variances),
     )
     orders = {name: ReembeddingOrder(one) for name, one in zip(ORDERS, items, strict=True)}
-    relevance = same_label(vectors.labels, vectors.labels, places, places)
+    relevance = relevance_by_label(vectors.labels, vectors.labels, places, places)
     curves = curves_by_order(vectors.new, gallery, vectors.new, orders, relevance)
     return {
         name: {"cmc1": curve.cmc1_areas, "map": curve.map_areas} for name, curve in curves.items()
@@ -507,7 +507,7 @@ def _differences(
             mean=difference.mean,
             low=difference.low,
             high=difference.high,
-            classes=None if difference.of_these_classes else difference.classes,
+            classes=None if difference.is_limited_to_classes else difference.classes,
         )
     return differences
 
@@ -526,7 +526,7 @@ def page_of(results: BenchResults) -> str:
         f"`{results.command}`", "",
         f"{results.pairs} training pairs, {seeds_of_bench(results)}, {results.machine}. Figures in "
         "percent. In brackets: the difference to old/old and its 95 % interval, over classes where "
-        f"there are at least {FEWEST_CLASSES}, else over queries.",
+        f"there are at least {FEWEST_DECIDING_CLASSES}, else over queries.",
     ]  # fmt: skip
     for part, count in results.queries.items():
         classes = f" of {results.classes[part]} classes" if results.classes[part] else ""

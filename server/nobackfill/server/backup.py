@@ -123,7 +123,7 @@ def backup(data: Path, target: Path) -> Summary:
             "pg_dump"
         )
     _refuse_taken(target)
-    durable.refuse_inside(target, data)
+    durable.refuse_copy_into_itself(target, data)
     _sweep(target.absolute().parent)
     unfinished = target.with_name(f"{durable.TEMPORARY_PREFIX}{target.name}")
     durable.make_dir(unfinished, 0o700)
@@ -312,7 +312,7 @@ def restore(source: Path, data: Path) -> Summary:
     """
     data = data.resolve()
     _refuse_full(data)
-    durable.refuse_inside(data, source)
+    durable.refuse_copy_into_itself(data, source)
     if not (source / LISTING).is_file():
         raise NotFoundError(
             f"{source}: expected a complete backup, found no {LISTING}; name a folder that "
@@ -537,7 +537,7 @@ def _check_gallery(path: Path) -> int | None:
         for info in read_spaces(connection):
             what = f"{path}: vectors of release {info.spec.release}"
             try:
-                check_vectors(all_vectors(connection, info)[1], info.spec.dim, what=what)
+                check_vectors(all_vectors(connection, info)[1], info.spec.dim, error_name=what)
             except InvalidInputError as error:
                 raise VerificationError(str(error)) from error
         return count_rows(connection, None)

@@ -23,14 +23,20 @@ from nobackfill.errors import (
     UnusableOutputError,
 )
 from nobackfill.extras import load_plugin, require_extra
-from nobackfill.images import LARGEST_BYTES, Pixels, read_file
-from nobackfill.picture_files import HEIF_SUFFIXES, SUFFIXES, explain_suffix, is_clutter, is_picture
+from nobackfill.images import LARGEST_IMAGE_BYTES, Pixels, read_file
+from nobackfill.picture_files import (
+    HEIF_SUFFIXES,
+    PICTURE_SUFFIXES,
+    explain_refused_suffix,
+    is_hidden_or_system,
+    is_picture,
+)
 from nobackfill.release.manifest import Manifest, parse_manifest
 from nobackfill.release.models import no_vector_error, read_verified
 from nobackfill.server.embedding.embedding import Embedding, InProcessModels
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.upgrades.workers.cache import OpenCache, write_files
-from nobackfill.text import check_text, read_texts
+from nobackfill.text import check_text, read_text_lines
 from nobackfill.v1 import gallery_pb2 as pb
 from nobackfill.v1 import types_pb2 as types
 from nobackfill.vectors import Vectors
@@ -122,9 +128,9 @@ class Folder:
         """
         for folder, subfolders, files in os.walk(self._root, onerror=_unreadable):
             links = [name for name in subfolders if Path(folder, name).is_symlink()]
-            subfolders[:] = sorted(name for name in subfolders if not is_clutter(name))
+            subfolders[:] = sorted(name for name in subfolders if not is_hidden_or_system(name))
             relative = Path(folder).relative_to(self._root)
-            names = sorted(name for name in (*files, *links) if not is_clutter(name))
+            names = sorted(name for name in (*files, *links) if not is_hidden_or_system(name))
             yield from ((relative / name).as_posix() for name in names)
 
     def read(self, name: str) -> bytes:
@@ -206,7 +212,7 @@ class ObjectStore:
             raise self._failed(error) from error
         paths = sorted(info.path for info in infos if info.type == self._fs.FileType.File)
         names = (path.removeprefix(self._prefix) for path in paths)
-        return (name for name in names if not any(map(is_clutter, name.split("/"))))
+        return (name for name in names if not any(map(is_hidden_or_system, name.split("/"))))
 
     def read(self, name: str) -> bytes:
         """Return the bytes of an object; nothing is decompressed.
@@ -220,16 +226,16 @@ class ObjectStore:
         """
         try:
             with self._files.open_input_stream(self._prefix + name, compression=None) as stream:
-                data = bytes(stream.read(LARGEST_BYTES + 1))
+                data = bytes(stream.read(LARGEST_IMAGE_BYTES + 1))
         except FileNotFoundError as error:
             raise InvalidInputError("it was deleted") from error
         except self._failures as error:
             # Raises if the store itself fails, not only this object.
             self._look()
             raise InvalidInputError(f"this object cannot be read ({error})") from error
-        if len(data) > LARGEST_BYTES:
+        if len(data) > LARGEST_IMAGE_BYTES:
             raise InvalidInputError(
-                f"expected a picture of at most {LARGEST_BYTES} bytes, found more"
+                f"expected a picture of at most {LARGEST_IMAGE_BYTES} bytes, found more"
             )
         return data
 
@@ -528,7 +534,7 @@ def is_texts(place: str) -> bool:
 
 
 def _texts_of(place: str, unsent: dict[str, str]) -> Iterator[pb.PutItem]:
-    for text in read_texts(Path(place), unsent):
+    for text in read_text_lines(Path(place), unsent):
         try:
             item = pb.PutItem(id=_check_name(text.id), text=check_text(text.text))
             fill_metadata(text.metadata(), item.metadata)
@@ -626,7 +632,8 @@ def _check_result(result: FillResult, place: str) -> FillResult:
     """
     if not result.stored_count and not result.refusals:
         raise InvalidInputError(
-            f"{place}: expected pictures ({', '.join(SUFFIXES + HEIF_SUFFIXES)}), or lines of "
+            f"{place}: expected pictures ({', '.join(PICTURE_SUFFIXES + HEIF_SUFFIXES)}), or "
+            "lines of "
             "texts in a file FILE.jsonl, found none; check the name of the place"
         )
     return result
@@ -647,7 +654,7 @@ def _pictures(names: Iterable[str], refusals: dict[str, str]) -> Iterator[str]:
         try:
             picture = _check_name(name)
             if not is_picture(picture):
-                raise InvalidInputError(explain_suffix(picture))
+                raise InvalidInputError(explain_refused_suffix(picture))
             yield picture
         except InvalidInputError as error:
             refusals[_printable(name)] = str(error)

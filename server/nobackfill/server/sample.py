@@ -23,7 +23,14 @@ from PIL import Image, ImageDraw
 from nobackfill import durable
 from nobackfill.digests import side_space_id
 from nobackfill.errors import AlreadyExistsError, NotFoundError
-from nobackfill.metrics import average_precision, cmc, mean, paired_bootstrap, rank, same_label
+from nobackfill.metrics import (
+    average_precision,
+    cmc,
+    mean_of_answerable,
+    paired_bootstrap,
+    rank,
+    relevance_by_label,
+)
 from nobackfill.release.manifest import (
     Calibration,
     GateVerdict,
@@ -349,17 +356,17 @@ def _add_upgrade(
     values["gate"] = GateVerdict(
         verdict="passed" if passed else "failed", map_gain_low=bounds[0], cmc1_gain_low=bounds[1]
     )
-    whole = mean(_figures(new, new, labels)[0])
+    whole = mean_of_answerable(_figures(new, new, labels)[0])
     values["routes"] = (
         RouteEvidence(
-            releases=(1, 2), map=mean(serves[0]), cmc1=mean(serves[1]),
-            kept=mean(serves[0]) / whole,
+            releases=(1, 2), map=mean_of_answerable(serves[0]), cmc1=mean_of_answerable(serves[1]),
+            kept=mean_of_answerable(serves[0]) / whole,
         ),
     )  # fmt: skip
     space = values["space"]
     calibrations.append(_calibration(space, space, "upgraded", new, carried, labels))
     calibrations.append(_calibration(old.space, old.space, "old-model", vectors, vectors, labels))
-    return mean(serves[0]), mean(stays[0])
+    return mean_of_answerable(serves[0]), mean_of_answerable(stays[0])
 
 
 def _figures(
@@ -367,7 +374,7 @@ def _figures(
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return average precision and CMC@1 of each picture [n] that searches all the others."""
     names = np.arange(len(labels))
-    ranking = rank(queries, gallery, same_label(labels, labels, names, names))
+    ranking = rank(queries, gallery, relevance_by_label(labels, labels, names, names))
     return average_precision(ranking), cmc(ranking, 1)
 
 

@@ -576,7 +576,7 @@ class StateFile(GatewayState):
         except CannotWriteError:
             if begins or not self._spare.exists():
                 raise
-            durable.write_into_spare(self._spare, self._path, content)
+            durable.write_file_over_spare(self._spare, self._path, content)
         if not begins:
             durable.remove_tree(self._spare)
 

@@ -264,7 +264,7 @@ def vaults_of(source: Path | None, target: Path | None) -> tuple[Path, Path] | N
         )
     if target.resolve() == source.resolve():
         return None
-    durable.refuse_inside(target, source)
+    durable.refuse_copy_into_itself(target, source)
     if (target / "trust").exists():
         raise AlreadyExistsError(
             f"{target}: a gateway has served from this folder, and its vault would be replaced; "

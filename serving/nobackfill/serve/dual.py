@@ -232,8 +232,8 @@ class Dual:
         if not 1 <= k <= HITS:
             raise InvalidInputError(f"k, the number of hits: expected 1 to {HITS}, got {k}")
         dims = self._mapping.dims
-        by_old = check_vectors(np.atleast_2d(old), dims[0], what="query by the old model")
-        by_new = check_vectors(np.atleast_2d(new), dims[1], what="query by the new model")
+        by_old = check_vectors(np.atleast_2d(old), dims[0], error_name="query by the old model")
+        by_new = check_vectors(np.atleast_2d(new), dims[1], error_name="query by the new model")
         rows = self._candidates(by_old, by_new)
         rows, odds, native = self._rank(rows, by_old, by_new)
         if self._reembedder is not None and len(rows):

@@ -10,7 +10,7 @@ from nobackfill.errors import BusyError, InvalidInputError, NotPermittedError, U
 from nobackfill.serving.natives import ItemVersion, Natives, digest_vector
 from nobackfill.serving.reembedding import Limits, Reembedding
 from nobackfill.serving.sources import Items, check_item_size
-from nobackfill.vectors import Kind, Vectors
+from nobackfill.vectors import InputKind, Vectors
 
 
 class ColumnItems:
@@ -21,7 +21,7 @@ class ColumnItems:
         column: the name of the column or field.
     """
 
-    kind: Kind = "text"
+    kind: InputKind = "text"
 
     def __init__(self, source: Searchable, column: str) -> None:
         self._source, self._column = source, column

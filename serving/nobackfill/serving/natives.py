@@ -91,7 +91,7 @@ CREATE TABLE IF NOT EXISTS native (
         self._newest = 0
         # The connection and its PRAGMA data_version when the copy last had what the file has.
         self._state: tuple[sqlite3.Connection, int] | None = None
-        processes.watch_forks(self)
+        processes.register_for_forks(self)
 
     def before_fork(self) -> None:
         """Lock the object and close the file before this process is forked.
@@ -180,7 +180,7 @@ CREATE TABLE IF NOT EXISTS native (
             BusyError, CannotWriteError, DamagedError: nothing was stored.
             UnusableRowsError: a vector is not finite, or its norm is above 1e15.
         """
-        checked = check_vectors(vectors, self._dim, what="new vectors")
+        checked = check_vectors(vectors, self._dim, error_name="new vectors")
         blobs = (vector.astype("<f4").tobytes() for vector in checked)
         rows = list(zip(ids, old_digest, blobs, strict=True))
         with self._transaction() as connection:
@@ -297,7 +297,7 @@ CREATE TABLE IF NOT EXISTS native (
         ).fetchall()
         for number, name, old_digest, blob in rows:
             try:
-                vector = vector_from_bytes(blob, self._dim, what=f"{self._path}: {name!r}")[0]
+                vector = vector_from_bytes(blob, self._dim, error_name=f"{self._path}: {name!r}")[0]
             except (InvalidInputError, TypeError) as error:
                 raise VerificationError(
                     f"{error}; the file of native vectors is damaged: delete {self._path}, and "

@@ -22,9 +22,9 @@ from nobackfill.errors import (
     UnavailableError,
 )
 from nobackfill.loopback import is_loopback
-from nobackfill.pace import pool_manager, read_paced
-from nobackfill.text import LARGEST_BYTES, parse_text_line
-from nobackfill.vectors import Kind
+from nobackfill.pace import make_http_pool, read_paced
+from nobackfill.text import LARGEST_TEXT_BYTES, parse_text_line
+from nobackfill.vectors import InputKind
 
 _PIECE = 1 << 16
 # Errors that a host can cause; urllib3 passes some of other libraries on.
@@ -35,7 +35,7 @@ class Items(Protocol):
     """A source of items by id; threads may share it."""
 
     @property
-    def kind(self) -> Kind | None:
+    def kind(self) -> InputKind | None:
         """Return the kind of all its items, image or text; None if it may return either kind."""
 
     def read(self, name: str, most_bytes: int) -> str | bytes | None:
@@ -68,7 +68,7 @@ class FolderItems:
         kind: image or text.
     """
 
-    def __init__(self, folder: Path, pattern: str = "{id}", kind: Kind = "image") -> None:
+    def __init__(self, folder: Path, pattern: str = "{id}", kind: InputKind = "image") -> None:
         self._folder, self._pattern, self.kind = folder.resolve(), pattern, kind
 
     def read(self, name: str, most_bytes: int) -> str | bytes | None:
@@ -122,7 +122,9 @@ class FunctionItems:
         kind: the kind of all its items, image or text; None if it may return either kind.
     """
 
-    def __init__(self, function: Callable[[str], str | bytes | None], kind: Kind | None) -> None:
+    def __init__(
+        self, function: Callable[[str], str | bytes | None], kind: InputKind | None
+    ) -> None:
         self._function, self.kind = function, kind
 
     def read(self, name: str, most_bytes: int) -> str | bytes | None:
@@ -167,7 +169,11 @@ class UrlItems:
     """
 
     def __init__(
-        self, template: str, hosts: Collection[str], kind: Kind = "image", timeout: float = 10.0
+        self,
+        template: str,
+        hosts: Collection[str],
+        kind: InputKind = "image",
+        timeout: float = 10.0,
     ) -> None:
         self._template, self.kind = template, kind
         try:
@@ -187,7 +193,7 @@ class UrlItems:
                 f"path, got {template!r}"
             )
         self._timeout = timeout
-        self._http = pool_manager(retries=False, timeout=timeout, maxsize=16)
+        self._http = make_http_pool(retries=False, timeout=timeout, maxsize=16)
 
     def read(self, name: str, most_bytes: int) -> str | bytes | None:
         """Request an item from its host, and stop after `most_bytes`.
@@ -252,7 +258,7 @@ class UrlItems:
                 response.close()
 
 
-def _decode(kind: Kind, data: bytes, name: str) -> str | bytes:
+def _decode(kind: InputKind, data: bytes, name: str) -> str | bytes:
     """Decode a text; return an image unchanged. Raises InvalidInputError for bad UTF-8."""
     if kind == "image":
         return data
@@ -311,7 +317,7 @@ class LineItems:
         InvalidInputError: a line is malformed, or `file` is no regular file.
     """
 
-    kind: Kind = "text"
+    kind: InputKind = "text"
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -439,4 +445,4 @@ def _open_file(path: Path) -> BinaryIO:
 
 def _longest(most_bytes: int) -> int:
     """Bound the length of a line by its text's bytes: JSON may write six bytes for one."""
-    return 6 * min(most_bytes, LARGEST_BYTES) + (1 << 16)
+    return 6 * min(most_bytes, LARGEST_TEXT_BYTES) + (1 << 16)

@@ -20,7 +20,7 @@ from nobackfill.errors import (
     UnusableRowsError,
 )
 from nobackfill.release.manifest import TextRole
-from nobackfill.vectors import Kind, Vectors, check_vectors
+from nobackfill.vectors import InputKind, Vectors, check_vectors
 
 
 class Embedder(Protocol):
@@ -35,7 +35,7 @@ class Embedder(Protocol):
     """
 
     fingerprint: str
-    kind: Kind | None
+    kind: InputKind | None
     reads: str
 
     def embed(self, items: list[str] | list[Path] | list[bytes]) -> Vectors:
@@ -169,7 +169,7 @@ class QueryEmbedder:
 
     def __init__(self, model: Embedder, encoder: Embedder) -> None:
         self._encoder = encoder
-        self.kind: Kind | None = encoder.kind
+        self.kind: InputKind | None = encoder.kind
         self.fingerprint = model.fingerprint
         self.reads = f"{QUERIES} by {encoder.fingerprint}"
 
@@ -212,7 +212,7 @@ class PythonFunction:
         InvalidInputError: The name leads to no function, or FINGERPRINT is no text or empty.
     """
 
-    kind: Kind | None = None
+    kind: InputKind | None = None
     reads = ""
 
     def __init__(self, name: str) -> None:
@@ -273,7 +273,7 @@ class PythonFunction:
                 f"each item ({error})"
             ) from error
         try:
-            return check_vectors(np.asarray(vectors), vectors.shape[1], what=self._name)
+            return check_vectors(np.asarray(vectors), vectors.shape[1], error_name=self._name)
         except UnusableRowsError as error:
             raise UnusableItemsError(str(error)) from error
 

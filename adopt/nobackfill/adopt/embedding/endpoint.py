@@ -25,7 +25,7 @@ from nobackfill.errors import (
     UnusableRowsError,
 )
 from nobackfill.loopback import is_loopback
-from nobackfill.vectors import Kind, Vectors, check_vectors
+from nobackfill.vectors import InputKind, Vectors, check_vectors
 
 # The variable that holds the bearer's key.
 KEY = "NOBACKFILL_ENDPOINT_KEY"
@@ -84,7 +84,7 @@ class Endpoint:
         ConfigurationError: The address has another form, or holds a password.
     """
 
-    kind: Kind | None = "text"
+    kind: InputKind | None = "text"
     reads = ""
 
     def __init__(
@@ -181,7 +181,7 @@ class Endpoint:
             )
         self._dim = vectors.shape[1]
         try:
-            return check_vectors(vectors, self._dim, what=self._name)
+            return check_vectors(vectors, self._dim, error_name=self._name)
         except UnusableRowsError as error:
             raise UnusableItemsError(str(error)) from error
 

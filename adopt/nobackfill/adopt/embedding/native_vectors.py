@@ -32,7 +32,7 @@ from nobackfill.adopt.sources.source import (
 )
 from nobackfill.errors import InvalidInputError, join_few
 from nobackfill.serving.natives import Natives, digest_vector
-from nobackfill.vectors import Kind, Vectors, normalise
+from nobackfill.vectors import InputKind, Vectors, normalise
 
 # Rows of one step: a kill loses the model's work on so many at most.
 WINDOW = 512
@@ -53,7 +53,7 @@ class Contents(Protocol):
         column: The column of the store; None if they are outside the store.
     """
 
-    kind: Kind
+    kind: InputKind
     name: str
     column: str | None
 
@@ -83,7 +83,7 @@ class ColumnTexts:
         column: The column, which must exist.
     """
 
-    kind: Kind = "text"
+    kind: InputKind = "text"
 
     def __init__(self, source: Source, column: str) -> None:
         self._source, self._column = source, column

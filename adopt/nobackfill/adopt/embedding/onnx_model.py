@@ -30,7 +30,7 @@ from nobackfill.release.publishing.declaration import (
 from nobackfill.release.publishing.sentence_head import pool
 from nobackfill.release.publishing.text_folder import RoleFiles, TextFiles
 from nobackfill.text import BatchTokenizer
-from nobackfill.vectors import Kind, Vectors, check_vectors, normalise
+from nobackfill.vectors import InputKind, Vectors, check_vectors, normalise
 
 _TYPES = {"tensor(uint8)": np.uint8, "tensor(float16)": np.float16, "tensor(float)": np.float32}
 
@@ -206,7 +206,7 @@ class OnnxModel:
         self._inputs = {one.name: one for one in self._session.get_inputs()}
         # Sizes that the graph fixes: items in one run, and tokens of a text.
         self._batch, self._tokens = _fixed(self._inputs, 0), _fixed(self._inputs, 1)
-        self.kind: Kind | None = "text" if "input_ids" in self._inputs else "image"
+        self.kind: InputKind | None = "text" if "input_ids" in self._inputs else "image"
         self._elsewhere = files is not None
         self._tokenizer: BatchTokenizer | None = None
         self._pixels: ImageInput | None = None
@@ -281,7 +281,7 @@ class OnnxModel:
                 f"{vectors.shape[1]} ({error}); copy the folders of its own modules next to it"
             ) from error
         try:
-            checked = check_vectors(vectors, vectors.shape[1], what=f"output of {self._path}")
+            checked = check_vectors(vectors, vectors.shape[1], error_name=f"output of {self._path}")
         except UnusableRowsError as error:
             raise UnusableItemsError(str(error)) from error
         return normalise(checked) if self._declared.normalise else checked
@@ -342,7 +342,7 @@ class OnnxModel:
     def _texts(self, items: list[str] | list[Path] | list[bytes]) -> tuple[dict[str, Any], Any]:
         assert self._tokenizer is not None
         try:
-            known = self._tokenizer.tokens([self._prefix + str(item) for item in items])
+            known = self._tokenizer.tokenize([self._prefix + str(item) for item in items])
         except InvalidInputError as error:
             raise UnusableItemsError(str(error)) from error
         if strangers := set(self._inputs) - set(known):

@@ -16,8 +16,8 @@ from nobackfill.release.publishing.declaration import Declaration
 from nobackfill.release.publishing.sentence_head import WEIGHTS, read_weights
 from nobackfill.release.publishing.sentence_modules import parse_model_file
 from nobackfill.release.publishing.text_folder import RoleFiles, TextFiles, read_table
-from nobackfill.text import TokenBags
-from nobackfill.vectors import Kind, Vectors, check_vectors, normalise
+from nobackfill.text import BagTokenizer
+from nobackfill.vectors import InputKind, Vectors, check_vectors, normalise
 
 
 class Model2vecConfig(BaseModel):
@@ -49,7 +49,7 @@ class StaticModel:
         OSError: A file of the model cannot be read.
     """
 
-    kind: Kind | None = "text"
+    kind: InputKind | None = "text"
 
     def __init__(
         self, files: RoleFiles, *, queries: bool, model2vec: Model2vecConfig | None = None
@@ -59,13 +59,13 @@ class StaticModel:
         self._table_file = own.weights[0]
         self._table = read_table(self._table_file)
         data = read_weights(own.tokenizer)
-        self._tokenizer = TokenBags(data, str(own.tokenizer))
+        self._tokenizer = BagTokenizer(data, str(own.tokenizer))
         self._unknown: int | None = None
         self._characters: int | None = None
         vocabulary = self._tokenizer.vocabulary()
         if model2vec is not None:
             self._unknown = _unknown_token(data, vocabulary)
-            self._tokenizer.limit(model2vec.max_length)
+            self._tokenizer.truncate_at(model2vec.max_length)
             if model2vec.max_length is not None and vocabulary:
                 # model2vec also cuts a text before it looks for tokens.
                 median = int(np.median([len(token) for token in vocabulary]))
@@ -103,7 +103,7 @@ class StaticModel:
         """
         texts = [(self._prefix + str(item))[: self._characters] for item in items]
         try:
-            tokens = self._tokenizer.ids(texts)
+            tokens = self._tokenizer.token_ids(texts)
         except InvalidInputError as error:
             raise UnusableItemsError(str(error)) from error
         vectors = np.zeros((len(texts), self._table.shape[1]), np.float32)
@@ -121,7 +121,7 @@ class StaticModel:
             ) from error
         try:
             what = f"output of {self._table_file}"
-            checked = check_vectors(vectors, vectors.shape[1], what=what)
+            checked = check_vectors(vectors, vectors.shape[1], error_name=what)
         except UnusableRowsError as error:
             raise UnusableItemsError(str(error)) from error
         return normalise(checked) if self._declared.normalise else checked

@@ -33,9 +33,9 @@ from nobackfill.errors import (
     UnusableItemsError,
 )
 from nobackfill.extras import require_extra
-from nobackfill.picture_files import is_clutter, is_picture
-from nobackfill.text import read_texts
-from nobackfill.vectors import Kind, Vectors
+from nobackfill.picture_files import is_hidden_or_system, is_picture
+from nobackfill.text import read_text_lines
+from nobackfill.vectors import InputKind, Vectors
 
 with require_extra("adopt"):
     import pyarrow as pa
@@ -58,7 +58,7 @@ class ItemList:
             images.
     """
 
-    kind: Kind
+    kind: InputKind
     ids: list[str]
     values: list[str] | list[Path]
     others: int = 0
@@ -107,7 +107,9 @@ def read_items(
     path = Path(address)
     # Only a table of PostgreSQL takes a condition; `open_source` refuses it for anything else.
     if where is None and path.suffix == ".jsonl":
-        found = [(one.id, one.text) for one in read_texts(path, key=key or "id", column=column)]
+        found = [
+            (one.id, one.text) for one in read_text_lines(path, key=key or "id", column=column)
+        ]
     elif where is None and path.is_dir() and any(_is_picture(p, path) for p in path.rglob("*")):
         every = [p for p in path.rglob("*") if p.is_file()]
         files = sorted(p for p in every if _is_picture(p, path))
@@ -144,7 +146,7 @@ def _column_texts(
 
 def _is_picture(file: Path, folder: Path) -> bool:
     below = file.relative_to(folder).parts
-    return is_picture(file.name) and not any(map(is_clutter, below)) and file.is_file()
+    return is_picture(file.name) and not any(map(is_hidden_or_system, below)) and file.is_file()
 
 
 def _source(address: str, key: str | None, vector: str | None, where: str | None) -> Source:
@@ -157,7 +159,7 @@ def _source(address: str, key: str | None, vector: str | None, where: str | None
 
 
 def _wanted(
-    kind: Kind,
+    kind: InputKind,
     ids: list[str],
     values: list[str] | list[Path],
     only: Collection[str] | None,

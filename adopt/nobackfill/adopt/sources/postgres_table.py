@@ -56,7 +56,7 @@ class ThreadConnections:
         self._open: dict[threading.Thread, Any] = {}
         self._lock = threading.Lock()
         weakref.finalize(self, _end, self._open)
-        processes.watch_forks(self)
+        processes.register_for_forks(self)
 
     def before_fork(self) -> None:
         """Hold the lock while the process forks, so that the child gets a consistent state.

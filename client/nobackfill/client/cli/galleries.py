@@ -41,11 +41,11 @@ def add_texts(arguments: Namespace) -> None:
     """
     from nobackfill.client.device import Device
     from nobackfill.client.notes import add
-    from nobackfill.text import read_texts
+    from nobackfill.text import read_text_lines
 
     output, refusals = Output(arguments.json), dict[str, str]()
     with Device(arguments.gallery) as device:
-        report = add(device, read_texts(arguments.texts, refusals))
+        report = add(device, read_text_lines(arguments.texts, refusals))
         total = device.store.count()
     refusals |= report.refusals
     for name, reason in refusals.items():

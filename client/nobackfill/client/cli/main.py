@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from nobackfill.client.cli import galleries, releases
 from nobackfill.client.cli.options import Command, Parser, named_path
 from nobackfill.errors import InvalidInputError, NobackfillError, error_from_os
-from nobackfill.terminal import escape_hidden
+from nobackfill.terminal import escape_control
 
 _CLOSING = """\
 Examples:
@@ -234,5 +234,5 @@ def _refusing() -> Iterator[None]:
 
 
 def _refuse(error: NobackfillError) -> NoReturn:
-    print(escape_hidden(f"edge-client: {error}"), file=sys.stderr)
+    print(escape_control(f"edge-client: {error}"), file=sys.stderr)
     sys.exit(error.exit_code)

@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
-from nobackfill.terminal import escape_hidden
+from nobackfill.terminal import escape_control
 
 
 class _Help(argparse.HelpFormatter):
@@ -66,7 +66,7 @@ class Parser(argparse.ArgumentParser):
         Raises:
             SystemExit: always, with code 2.
         """
-        self.exit(2, escape_hidden(f"{self.prog}: {message}; see `{self.prog} --help`") + "\n")
+        self.exit(2, escape_control(f"{self.prog}: {message}; see `{self.prog} --help`") + "\n")
 
 
 class Command(Parser):

@@ -511,7 +511,7 @@ class Snapshot:
                 a norm that is not 1 in a space with unit vectors.
             Exception: An error of `label_filter`.
         """
-        checked = check_vectors(queries, self.spec.dim, what="queries", unit=self.spec.unit)
+        checked = check_vectors(queries, self.spec.dim, error_name="queries", unit=self.spec.unit)
         if len(checked) == 1 and self.compiled is not None:
             masks = [part.passing_rows(label_filter) for part in (self.base, self.delta)]
             answer = self.compiled.search(checked, k, ef, *masks)

@@ -17,7 +17,7 @@ from nobackfill.release.publishing.inspection import list_releases
 from nobackfill.release.publishing.inspection import verify_publication as verify_publication
 from nobackfill.release.publishing.metadata import ROLES, Role, SigningKeys
 from nobackfill.release.trust.trust import fingerprint
-from nobackfill.terminal import escape_hidden
+from nobackfill.terminal import escape_control
 from nobackfill.version_option import Version
 
 _EPILOG = """
@@ -323,7 +323,7 @@ def _day(date: datetime) -> str:
 
 
 def _answer(as_json: bool, answer: Mapping[str, object], lines: list[str]) -> None:
-    print(json.dumps(answer) if as_json else "\n".join(map(escape_hidden, lines)))
+    print(json.dumps(answer) if as_json else "\n".join(map(escape_control, lines)))
 
 
 def main() -> None:
@@ -331,7 +331,7 @@ def main() -> None:
     try:
         app()
     except NobackfillError as error:
-        print(escape_hidden(f"publication: {error}"), file=sys.stderr)
+        print(escape_control(f"publication: {error}"), file=sys.stderr)
         sys.exit(error.exit_code)
 
 

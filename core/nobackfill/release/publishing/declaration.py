@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from nobackfill.digests import sha256_bytes, sha256_file
 from nobackfill.errors import InvalidInputError, NotFoundError
-from nobackfill.framing import Fit, Interpolation, Margin
+from nobackfill.framing import Fit, Interpolation, MarginRounding
 from nobackfill.release.manifest import TextRole
 from nobackfill.release.publishing.preprocessing import (
     Channels,
@@ -108,7 +108,7 @@ class Declaration(BaseModel):
     fit: Fit = Field("stretch", exclude_if=lambda fit: fit == "stretch")
     shortest: Side | None = Field(None, exclude_if=lambda side: side is None)
     interpolation: Interpolation = Field("bilinear", exclude_if=lambda name: name == "bilinear")
-    margin: Margin = Field("nearest", exclude_if=lambda margin: margin == "nearest")
+    margin: MarginRounding = Field("nearest", exclude_if=lambda margin: margin == "nearest")
     mean: Channels = (0.485, 0.456, 0.406)
     std: Spread = (0.229, 0.224, 0.225)
 

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, Field, ValidationError
 
 from nobackfill.errors import InvalidInputError
-from nobackfill.framing import Fit, Interpolation, Margin
+from nobackfill.framing import Fit, Interpolation, MarginRounding
 
 _Finite = Annotated[float, Field(allow_inf_nan=False)]
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -42,7 +42,7 @@ class Preprocessing(BaseModel):
     fit: Fit
     shortest: Side | None = None
     interpolation: Interpolation
-    margin: Margin = "nearest"
+    margin: MarginRounding = "nearest"
     mean: Channels
     std: Spread
 

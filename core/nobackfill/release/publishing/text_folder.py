@@ -42,7 +42,7 @@ from nobackfill.release.publishing.declaration import (
 )
 from nobackfill.release.publishing.sentence_head import WEIGHTS, read_tensors, read_weights
 from nobackfill.release.publishing.sentence_modules import MODULES, SentenceModule, read_modules
-from nobackfill.terminal import escape_hidden
+from nobackfill.terminal import escape_control
 from nobackfill.vectors import Vectors
 
 # Makes the ONNX file of a Transformer; it needs torch, and is run as a program.
@@ -204,7 +204,7 @@ class TextFolder:
         mib = sum(file.stat().st_size for file in self.files[role].weights) >> 20
         cost = f"about {30 + mib // 30} s of a processor and {1 + mib / 190:.1f} GiB of memory"
         message = f"{folder}: exports its model ({mib} MiB) to ONNX once, with torch; takes {cost}"
-        print(escape_hidden(message), file=sys.stderr, flush=True)
+        print(escape_control(message), file=sys.stderr, flush=True)
         with lock_file(target.with_name(f"{name}.lock"), _PATIENCE):
             if (target / _GRAPH).is_file():
                 return target / _GRAPH

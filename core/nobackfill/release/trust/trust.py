@@ -48,7 +48,7 @@ from nobackfill.errors import (
     VerificationError,
     join_few,
 )
-from nobackfill.pace import pool_manager, read_paced
+from nobackfill.pace import make_http_pool, read_paced
 from nobackfill.release.manifest import (
     Converter,
     Manifest,
@@ -132,7 +132,7 @@ class HttpFetcher:
     """
 
     def __init__(self) -> None:
-        self._pool = pool_manager(
+        self._pool = make_http_pool(
             timeout=urllib3.Timeout(SILENCE_SECONDS),
             ca_certs=os.environ.get("NOBACKFILL_CA_FILE") or None,
             # urllib3 would sleep for a host's Retry-After, however long it is.
@@ -590,7 +590,7 @@ class DeadlineFetcher(FetcherInterface):
 
     def _fetch(self, url: str) -> Iterator[bytes]:
         fetched = self._fetcher.fetch_from
-        return read_paced(lambda: fetched(url, 0), self._end, slow=SlowRetrievalError)
+        return read_paced(lambda: fetched(url, 0), self._end, slow_error=SlowRetrievalError)
 
 
 PART = ".part"
@@ -654,7 +654,9 @@ def _fetch(fetcher: Fetcher, base_url: str, target: TargetFile, part: Path) -> N
     block = bytearray()
     url, offset = base_url + target.path, size
     try:
-        for piece in read_paced(lambda: fetcher.fetch_from(url, offset), slow=SlowRetrievalError):
+        for piece in read_paced(
+            lambda: fetcher.fetch_from(url, offset), slow_error=SlowRetrievalError
+        ):
             block += piece
             if size + len(block) > target.length:
                 durable.remove_tree(part)

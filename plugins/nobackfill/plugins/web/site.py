@@ -25,7 +25,7 @@ from nobackfill.errors import (
     UnauthenticatedError,
     UnavailableError,
 )
-from nobackfill.pages.templates import SHARED, environment
+from nobackfill.pages.templates import SHARED_TEMPLATES, template_environment
 
 # The first matching class wins.
 _STATUSES: tuple[tuple[type[NobackfillError], int], ...] = (
@@ -41,7 +41,7 @@ _STATUSES: tuple[tuple[type[NobackfillError], int], ...] = (
 )
 _FOLDER = Path(__file__).parent
 _STATIC = {
-    "style.css": (SHARED, "text/css"),
+    "style.css": (SHARED_TEMPLATES, "text/css"),
     "site.css": (_FOLDER, "text/css"),
     "icon.svg": (_FOLDER / "static", "image/svg+xml"),
     "pages.js": (_FOLDER / "static", "text/javascript"),
@@ -78,7 +78,7 @@ class Site:
             login: where unauthenticated readers are redirected; empty: nowhere.
         """
         self._login = login
-        self._environment = environment(templates, _FOLDER)
+        self._environment = template_environment(templates, _FOLDER)
         self._shared: dict[str, Any] = {"site": title, "links": links}
         self._routes = [Route("/static/{name}", _static)]
 

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from nobackfill.errors import ConfigurationError, NobackfillError, error_from_os
 from nobackfill.extras import require_extra
-from nobackfill.terminal import escape_hidden
+from nobackfill.terminal import escape_control
 
 _EPILOG = """\b
 Examples:
@@ -206,7 +206,7 @@ def exit_codes() -> Iterator[None]:
 
 
 def _refuse(error: NobackfillError) -> typer.Exit:
-    typer.echo(escape_hidden(f"gateway: {error}"), err=True)
+    typer.echo(escape_control(f"gateway: {error}"), err=True)
     return typer.Exit(error.exit_code)
 
 
@@ -228,7 +228,7 @@ def show(as_json: bool, result: dict[str, Any], rows: list[list[str]]) -> None:
         # A narrow terminal breaks a long cell; rich's default would cut it off.
         table.add_column(head, overflow="fold")
     for row in rows[1:]:
-        table.add_row(*(Text(escape_hidden(cell)) for cell in row))
+        table.add_row(*(Text(escape_control(cell)) for cell in row))
     Console().print(table)
 
 

@@ -22,7 +22,7 @@ from nobackfill.server.cli.app import (
     tuning,
 )
 from nobackfill.server.cli.operations import connect, plain, report, show_rollback
-from nobackfill.terminal import escape_hidden
+from nobackfill.terminal import escape_control
 from nobackfill.v1 import release_pb2 as pb
 from nobackfill.wire.gateway import Gateway
 
@@ -262,7 +262,7 @@ def describe_canary(answer: pb.WatchCanaryResponse) -> str:
     ]
     if answer.message:
         lines.append(f"  {answer.message}")
-    return "\n".join(map(escape_hidden, lines))
+    return "\n".join(map(escape_control, lines))
 
 
 def _pair(name: str, pair: pb.CanaryPair) -> list[str]:

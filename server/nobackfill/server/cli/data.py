@@ -162,7 +162,7 @@ def export(
         need_store(store)
         folder = folder_of(store, Path())
         if folder is not None:
-            durable.refuse_inside(out, folder)
+            durable.refuse_copy_into_itself(out, folder)
         with (
             TemporaryDirectory() as scratch,
             closing(Storage(store, Path(scratch), lock=None)) as storage,
@@ -292,7 +292,7 @@ def move(
         need_store(source)
         old, new = folder_of(source, Path()), folder_of(target, Path())
         if old is not None and new is not None:
-            durable.refuse_inside(new, old)
+            durable.refuse_copy_into_itself(new, old)
         vaults = vaults_of(from_data or old, to_data or new)
         with TemporaryDirectory() as scratch:
             is_stopped = True

@@ -22,7 +22,7 @@ from nobackfill.server.cli.app import (
     tuning,
 )
 from nobackfill.server.cli.operations import connect, plain
-from nobackfill.terminal import escape_hidden
+from nobackfill.terminal import escape_control
 from nobackfill.v1 import gallery_pb2
 from nobackfill.wire.gateway import Gateway
 
@@ -304,7 +304,7 @@ def put(
         rows = [["stored", "refused"], [str(summary.stored_count), str(len(summary.refusals))]]
         show(as_json, {"stored": summary.stored_count, "refused": dict(summary.refusals)}, rows)
         for name, why in summary.refusals.items():
-            typer.echo(escape_hidden(f"{name}: {why}"), err=True)
+            typer.echo(escape_control(f"{name}: {why}"), err=True)
         if summary.refusals:
             raise InvalidInputError(
                 f"{len(summary.refusals)} items were refused: {join_few(summary.refusals)}; "

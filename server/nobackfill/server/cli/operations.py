@@ -24,7 +24,7 @@ from nobackfill.server.cli.app import (
     show,
     tuning,
 )
-from nobackfill.terminal import escape_hidden
+from nobackfill.terminal import escape_control
 from nobackfill.v1 import gallery_pb2, release_pb2, upgrade_pb2
 from nobackfill.v1 import release_pb2 as pb
 from nobackfill.wire.connection import call_until_success, open_channel
@@ -165,7 +165,7 @@ def status(server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
     result = {"failed_releases": failed, "active_release": active, "model_server_up": is_up}
     show(as_json, plain(answer) | result, rows)
     for note in () if as_json else notes:
-        typer.echo(escape_hidden(note))
+        typer.echo(escape_control(note))
 
 
 def _can_embed(server: str) -> bool:
@@ -236,7 +236,7 @@ def report(
     for event in events:
         progress = f" {event.done}/{event.total}" if event.total else ""
         text = f"{_word(_PHASE(event.phase))}{progress} {event.message}"
-        typer.echo(escape_hidden(text.rstrip()), err=True)
+        typer.echo(escape_control(text.rstrip()), err=True)
         if canary and event.phase == pb.PHASE_CANARY:
             break
     outcome = "canary" if event.phase == pb.PHASE_CANARY else "galleries left behind"
@@ -381,11 +381,11 @@ def watch(
             if as_json:
                 typer.echo(json.dumps(plain(job)))
                 continue
-            typer.echo(escape_hidden(progress(job)))
+            typer.echo(escape_control(progress(job)))
             if job.HasField("healing"):
-                typer.echo(escape_hidden(healing_line(job.healing)))
+                typer.echo(escape_control(healing_line(job.healing)))
             for group in job.quality.subgroups if job.quality != quality else ():
-                typer.echo(escape_hidden(_subgroup(group)))
+                typer.echo(escape_control(_subgroup(group)))
             quality = job.quality
 
 

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from nobackfill.server.cli.app import Json, app, examples, exit_codes, show
-from nobackfill.terminal import escape_hidden
+from nobackfill.terminal import escape_control
 
 # Longest time (seconds) that a thread keeps the interpreter while another waits for it. A call
 # needs the interpreter four times; Python's default of 5 ms delayed each of them during an upgrade.
@@ -126,7 +126,7 @@ def sample(
         "model_repo": str(made.model_repo), "photos": str(made.photos), "release": made.release,
         "pictures": made.pictures,
     }  # fmt: skip
-    typer.echo(json.dumps(result) if as_json else "\n".join(map(escape_hidden, lines)))
+    typer.echo(json.dumps(result) if as_json else "\n".join(map(escape_control, lines)))
 
 
 @app.command(

@@ -9,7 +9,7 @@ import typer
 
 from nobackfill.server.cli.app import Json, Number, Rollout, app, examples, exit_codes, show
 from nobackfill.server.cli.serve import ModelRepo, Ray, Workers
-from nobackfill.terminal import escape_hidden
+from nobackfill.terminal import escape_control
 
 if TYPE_CHECKING:
     from nobackfill.server.gateway import GatewayServer
@@ -118,7 +118,7 @@ def _lead(gateway: "GatewayServer", number: int, rollout: "RolloutName | None") 
             break
     for event in run.events():
         progress = f" {event.complete}/{event.total}" if event.total else ""
-        typer.echo(escape_hidden(f"{event.phase}{progress} {event.message}".rstrip()), err=True)
+        typer.echo(escape_control(f"{event.phase}{progress} {event.message}".rstrip()), err=True)
     if event.phase is Phase.FAILED:
         raise NobackfillError(
             f"release {number} failed to activate: {event.message}. Remove the cause, then run the "

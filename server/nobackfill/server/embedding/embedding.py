@@ -31,7 +31,7 @@ from nobackfill.errors import (
     UnusableOutputError,
 )
 from nobackfill.framing import Frame
-from nobackfill.images import Pixels, check_header, decode_after_header
+from nobackfill.images import Pixels, check_header, decode_with_header
 from nobackfill.release.manifest import Manifest, QueryAdapter, TextRole
 from nobackfill.release.models import (
     AdapterModel,
@@ -99,9 +99,9 @@ class Decoding:
             context.current().check()
             try:
                 header = check_header(image)
-                spent += header.cost * len(sizes)
-                with self._turns.turn(began + _SECONDS_PER_PIXEL * spent, header.cost):
-                    results.append({size: decode_after_header(header, *size) for size in sizes})
+                spent += header.decoding_cost * len(sizes)
+                with self._turns.turn(began + _SECONDS_PER_PIXEL * spent, header.decoding_cost):
+                    results.append({size: decode_with_header(header, *size) for size in sizes})
             except InvalidInputError as error:
                 results.append(error)
         return results
@@ -150,7 +150,7 @@ def decode_if_cheap(image: bytes, size: Size) -> Pixels | None:
         InvalidInputError: the image is not valid.
     """
     header = check_header(image)
-    return decode_after_header(header, *size) if header.cost <= CHEAP else None
+    return decode_with_header(header, *size) if header.decoding_cost <= CHEAP else None
 
 
 def affordable(images: Sequence[bytes]) -> list[bool]:
@@ -172,7 +172,7 @@ def too_expensive() -> TooLargeError:
 def _costs(images: Sequence[bytes]) -> Iterator[int]:
     for image in images:
         try:
-            yield check_header(image).cost
+            yield check_header(image).decoding_cost
         except InvalidInputError:
             # It is refused later, on its own.
             yield 0

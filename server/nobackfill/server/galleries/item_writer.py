@@ -306,7 +306,7 @@ class ItemWriter:
             )
         spec, encoder = manifest.embedder, manifest.side_encoder
         name = f"embedding of release {manifest.release}"
-        embedding = vector_from_bytes(bare.embedding, spec.dim, what=name, unit=spec.unit)
+        embedding = vector_from_bytes(bare.embedding, spec.dim, error_name=name, unit=spec.unit)
         side = None
         if bare.side is not None:
             if encoder is None or bare.side_space != manifest.side_space:
@@ -316,7 +316,7 @@ class ItemWriter:
                     "side-information encoder of that release, or leave it out"
                 )
             name = f"side-information of release {manifest.release}"
-            side = vector_from_bytes(bare.side, encoder.dim, what=name)
+            side = vector_from_bytes(bare.side, encoder.dim, error_name=name)
         native = NewVectors(bare.space, embedding, side)
         if any(part.space == bare.space for part in plan.parts):
             return (native,)

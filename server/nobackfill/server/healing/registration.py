@@ -17,7 +17,7 @@ from nobackfill.errors import (
 )
 from nobackfill.serving.reembedding import Limits
 from nobackfill.serving.sources import FolderItems, FunctionItems, Items, LineItems, UrlItems
-from nobackfill.vectors import Kind
+from nobackfill.vectors import InputKind
 
 FOLDER, TEXTS, COLUMN, FUNCTION = "folder:", "texts:", "column:", "function:"
 # Files with this suffix are texts, all others images.
@@ -171,7 +171,7 @@ class Places:
             return FunctionItems(_function(self._functions[name]), None)
         if source.address.startswith(TEXTS):
             return LineItems(self._resolve(Path(source.address.removeprefix(TEXTS))))
-        kind: Kind = "text" if source.address.endswith(_TEXT_SUFFIX) else "image"
+        kind: InputKind = "text" if source.address.endswith(_TEXT_SUFFIX) else "image"
         if not source.address.startswith(FOLDER):
             host = _host(source.address)
             if not host:

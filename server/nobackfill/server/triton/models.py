@@ -581,7 +581,7 @@ class TritonModels:
 
 def _check_output(vectors: Vectors, dim: int, *, unit: bool) -> Vectors:
     try:
-        return check_vectors(vectors, dim, what="Triton's output", unit=unit)
+        return check_vectors(vectors, dim, error_name="Triton's output", unit=unit)
     except UnusableRowsError as error:
         raise UnusableOutputError(str(error), error.rows) from error
     except InvalidInputError as error:

@@ -417,8 +417,8 @@ def _curves(
 def _figures(curve: BackfillCurve) -> dict[str, float | list[float]]:
     """Return the figures of a curve at `shares` of the gallery, and their mean."""
     return {
-        "mean_map": curve.mean_over(curve.map),
-        "mean_cmc1": curve.mean_over(curve.cmc1),
+        "mean_map": curve.area_under(curve.map),
+        "mean_cmc1": curve.area_under(curve.cmc1),
         "shares": curve.shares.tolist(),
         "map": curve.map.tolist(),
         "cmc1": curve.cmc1.tolist(),

@@ -11,7 +11,12 @@ import typer
 
 from nobackfill.class_folders import ImageListing, list_images
 from nobackfill.digests import parse_percent
-from nobackfill.errors import AlreadyExistsError, ConfigurationError, GateFailedError, join_few
+from nobackfill.errors import (
+    AlreadyExistsError,
+    ConfigurationError,
+    GateFailedError,
+    join_few,
+)
 from nobackfill.framing import Fit, Interpolation
 from nobackfill.quality.gate import ReleaseEvidence, measure_release
 from nobackfill.quality.listing import TextListing, list_texts, split_halves

@@ -9,7 +9,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from nobackfill.metrics.backfill import TENTHS, BackfillCurve
+from nobackfill.metrics.backfill import TENTH_SHARES, BackfillCurve
 from nobackfill.quality.criterion import Judgement
 from nobackfill.quality.gate import GainRow, ReleaseEvidence
 from nobackfill.quality.retrieval import MatrixCell
@@ -176,10 +176,10 @@ def _share_table(
     rows: Iterable[tuple[str, str, str, NDArray[np.float64], NDArray[np.float64]]],
 ) -> str:
     """Format curves: cell, order and figure, then shares [s] and values [s]."""
-    shares = (f"{100 * share:.0f} %" for share in TENTHS)
+    shares = (f"{100 * share:.0f} %" for share in TENTH_SHARES)
     table = Table("cell", "order", "figure", *shares, "mean", box=box.SIMPLE, padding=(0, 1, 0, 0))
     for cell, order, title, points, values in rows:
-        tenths = [*np.interp(TENTHS, points, values), np.trapezoid(values, points)]
+        tenths = [*np.interp(TENTH_SHARES, points, values), np.trapezoid(values, points)]
         table.add_row(cell, order, title, *(f"{100 * value:.1f}" for value in tenths))
     return f"Share of the gallery that is re-embedded, in percent:\n{render(table)}"
 

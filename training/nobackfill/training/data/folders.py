@@ -17,7 +17,7 @@ from tokenize import TokenError
 import numpy as np
 from numpy.typing import NDArray
 
-from nobackfill.class_folders import ImageListing, order_by_digest
+from nobackfill.class_folders import ImageListing, order_rows_by_digest
 from nobackfill.durable import make_dir, write_file
 from nobackfill.errors import ConfigurationError, InvalidInputError, join_few
 from nobackfill.images import decode_file
@@ -58,7 +58,7 @@ def hold_out(
         The rows to train on and the held-out rows, int64, ascending.
     """
     is_held_out = np.zeros(len(listing), bool)
-    for rows in order_by_digest(listing, seed):
+    for rows in order_rows_by_digest(listing, seed):
         is_held_out[rows[: int(share * len(rows))]] = True
     return np.flatnonzero(~is_held_out), np.flatnonzero(is_held_out)
 
@@ -195,7 +195,7 @@ def _vectors(path: Path) -> Vectors:
         raise InvalidInputError(
             f"{path}: expected stored vectors, an array of shape [n, dim], got {list(read.shape)}"
         )
-    return check_vectors(read, read.shape[1], what=str(path))
+    return check_vectors(read, read.shape[1], error_name=str(path))
 
 
 def _paths(files: StoredVectorFiles, count: int) -> Sequence[str]:

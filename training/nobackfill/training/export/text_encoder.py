@@ -46,7 +46,7 @@ from nobackfill.release.publishing.text_folder import (
     is_model2vec,
     read_table,
 )
-from nobackfill.terminal import escape_hidden
+from nobackfill.terminal import escape_control
 from nobackfill.text import BatchTokenizer
 from nobackfill.training.export.drafting import Release
 from nobackfill.training.export.external import TEXT_MODEL
@@ -412,7 +412,7 @@ def _put(
     except (InvalidInputError, VerificationError) as error:
         raise InvalidInputError(f"{name}: {error}") from error
     if file and (assumption := describe_assumptions(file, reading.declared)):
-        print(escape_hidden(assumption), file=sys.stderr)
+        print(escape_control(assumption), file=sys.stderr)
     return _ForeignModel(reading, inputs, vectors)
 
 
@@ -522,7 +522,7 @@ def _static_tokenizer(file: Path, source: Path) -> tuple[bytes, int]:
         )
     if not truncation:
         print(
-            escape_hidden(
+            escape_control(
                 f"{source}: the release reads the first {LARGEST_LENGTH} tokens of a text, where "
                 "sentence-transformers reads all"
             ),
@@ -545,7 +545,7 @@ def _write(model: onnx.ModelProto, declared: Declaration, path: Path) -> tuple[s
 def _embed(
     path: Path, inputs: Sequence[str], tokenizer: BatchTokenizer, texts: list[str]
 ) -> Vectors:
-    tokens = tokenizer.tokens(texts)
+    tokens = tokenizer.tokenize(texts)
     (embedding,) = run_onnx(path, {name: tokens[name] for name in inputs}, ("embedding",))
     if embedding.dtype != np.float32 or embedding.ndim != 2:
         raise InvalidInputError(

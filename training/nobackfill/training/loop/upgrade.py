@@ -23,7 +23,7 @@ from torch import Tensor
 from nobackfill.class_folders import ImageListing
 from nobackfill.digests import sha256_file
 from nobackfill.errors import ConfigurationError, InvalidInputError
-from nobackfill.metrics.ranking import rank, same_label
+from nobackfill.metrics.ranking import rank, relevance_by_label
 from nobackfill.metrics.retrieval import average_precision, cmc
 from nobackfill.training.config import (
     PublishedSource,
@@ -238,7 +238,7 @@ def _scores(upgrade: UpgradeNetwork, inputs: UpgradeInputs, groups: Groups, fold
         gallery = upgrade(view["old"], view.get("side")).embedding.numpy()
     group_of = groups.group_of[drawn]
     queries = np.flatnonzero(np.isin(group_of, fold))
-    relevance = same_label(group_of[queries], group_of, queries, np.arange(len(group_of)))
+    relevance = relevance_by_label(group_of[queries], group_of, queries, np.arange(len(group_of)))
     ranking = rank(view["new"].numpy()[queries], gallery, relevance)
     figures = (cmc(ranking, 1) + average_precision(ranking)) / 2
     # An image that is alone in its group has no relevant item.

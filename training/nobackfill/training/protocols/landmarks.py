@@ -25,7 +25,7 @@ from nobackfill.errors import InvalidInputError, NotFoundError
 from nobackfill.images import check_header, read_file
 from nobackfill.metrics.distances import Metric
 from nobackfill.metrics.ranking import Ints, Ranking, Relevance, rank
-from nobackfill.metrics.retrieval import PerQuery, average_precision_at, mean
+from nobackfill.metrics.retrieval import PerQuery, average_precision_at, mean_of_answerable
 from nobackfill.training.protocols.protocol import (
     Figures,
     Protocol,
@@ -129,7 +129,7 @@ def gldv2(root: Path, _scratch: Path) -> Protocol:
 
 
 def _figures(ranking: Ranking) -> Figures:
-    return {f"map_at_{MAP_AT}": mean(average_precision_at(ranking, MAP_AT))}
+    return {f"map_at_{MAP_AT}": mean_of_answerable(average_precision_at(ranking, MAP_AT))}
 
 
 # The ground truth of the revisited Oxford and Paris is a pickle. `read_plain` accepts only plain
@@ -369,8 +369,10 @@ def _protocol(root: Path, truth: str, scratch: Path) -> Protocol:
         shares = {}
         for difficulty, setup in setups.items():
             ranking = rank(query_vectors, gallery_vectors, setup.relevance, metric)
-            shares[f"map_{difficulty}"] = mean(trapezoid_average_precision(ranking))
-            shares[f"mp_at_{PRECISION_AT}_{difficulty}"] = mean(precision_at(ranking, PRECISION_AT))
+            shares[f"map_{difficulty}"] = mean_of_answerable(trapezoid_average_precision(ranking))
+            shares[f"mp_at_{PRECISION_AT}_{difficulty}"] = mean_of_answerable(
+                precision_at(ranking, PRECISION_AT)
+            )
         return shares
 
     return Protocol(cut, gallery, figures)
@@ -389,7 +391,7 @@ def _write_cut(image: Path, box: tuple[float, float, float, float], to: Path) ->
     """Write the box of an image, at its own resolution and without loss."""
     try:
         header = check_header(read_file(image))
-        with Image.open(io.BytesIO(header.picture), formats=(header.format,)) as whole:
+        with Image.open(io.BytesIO(header.picture_bytes), formats=(header.format,)) as whole:
             left, top, right, bottom = map(round, box)
             whole.convert("RGB").crop((left, top, right, bottom)).save(to)
     except (InvalidInputError, OSError, ValueError) as error:

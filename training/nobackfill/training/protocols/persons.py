@@ -25,8 +25,8 @@ from nobackfill.class_folders import ImageListing, list_images
 from nobackfill.errors import InvalidInputError, NotFoundError
 from nobackfill.metrics.distances import Floats, Metric, to_unit_norm
 from nobackfill.metrics.identification import open_set_search, tpir_at_fpir
-from nobackfill.metrics.ranking import Ranking, Relevance, rank, same_label
-from nobackfill.metrics.retrieval import average_precision, cmc, mean
+from nobackfill.metrics.ranking import Ranking, Relevance, rank, relevance_by_label
+from nobackfill.metrics.retrieval import average_precision, cmc, mean_of_answerable
 from nobackfill.metrics.verification import tar_at_far
 from nobackfill.training.protocols.protocol import (
     Figures,
@@ -300,13 +300,13 @@ def search_templates(
     queries = of_probes.of(probes.templates)
 
     def ranks(gallery: SubjectTemplates) -> dict[str, float]:
-        relevance = same_label(probes.subjects, gallery.subjects)
+        relevance = relevance_by_label(probes.subjects, gallery.subjects)
         ranking = rank(queries, of_galleries.of(gallery.templates), relevance, metric)
-        return {f"rank-{k}": mean(cmc(ranking, k)) for k in (1, 5)}
+        return {f"rank-{k}": mean_of_answerable(cmc(ranking, k)) for k in (1, 5)}
 
     by_gallery = []
     for gallery in galleries:
-        relevance = same_label(probes.subjects, gallery.subjects)
+        relevance = relevance_by_label(probes.subjects, gallery.subjects)
         search = open_set_search(queries, of_galleries.of(gallery.templates), relevance, metric)
         shares = {f"tpir@fpir={rate:g}": tpir_at_fpir(search, rate) for rate in rates}
         by_gallery.append(shares | ranks(gallery))
@@ -431,13 +431,13 @@ def vggface2(root: Path, _scratch: Path) -> Protocol:
     """
     listing = list_images(root)
     drawn = listing.select(subsample(listing))
-    relevance = same_label(drawn.labels, drawn.labels, drawn.paths, drawn.paths)
+    relevance = relevance_by_label(drawn.labels, drawn.labels, drawn.paths, drawn.paths)
     return ranking_protocol(drawn, drawn, relevance, _face_figures, drawn.labels)
 
 
 def _face_figures(ranking: Ranking) -> Figures:
-    first = {f"cmc{k}": mean(cmc(ranking, k)) for k in (1, 5)}
-    return {**first, "map": mean(average_precision(ranking))}
+    first = {f"cmc{k}": mean_of_answerable(cmc(ranking, k)) for k in (1, 5)}
+    return {**first, "map": mean_of_answerable(average_precision(ranking))}
 
 
 _NAME = re.compile(r"^(-1|\d{4})_c(\d)s\d_\d{6}_\d{2}\.jpg(\.jpg)?\Z")
@@ -541,4 +541,7 @@ def market1501(root: Path, _scratch: Path) -> Protocol:
 
 
 def _person_figures(ranking: Ranking) -> Figures:
-    return {"rank-1": mean(cmc(ranking, 1)), "map": mean(average_precision(ranking))}
+    return {
+        "rank-1": mean_of_answerable(cmc(ranking, 1)),
+        "map": mean_of_answerable(average_precision(ranking)),
+    }

@@ -43,7 +43,7 @@ from nobackfill.gallery.filters import All
 from nobackfill.gallery.listing import ListingPlace, read_items_page
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.gallery.sqlite_file import StoredItem
-from nobackfill.images import LARGEST_BYTES
+from nobackfill.images import LARGEST_IMAGE_BYTES
 from nobackfill.plugins.web.guard import Guard, new_token
 from nobackfill.plugins.web.listener import Listener, is_ending
 from nobackfill.plugins.web.site import Site, parse_form
@@ -822,7 +822,7 @@ def make_site(device: Device, hosts: Iterable[str], token: str) -> Guard:
     site.get("/item/{label:int}", items.item)
     site.get("/thumb/{label:int}", items.thumbnail)
     site.get("/picture/{label:int}", items.picture)
-    site.post("/search", searches.by_picture, LARGEST_BYTES)
+    site.post("/search", searches.by_picture, LARGEST_IMAGE_BYTES)
     site.get("/release", releases.release)
     site.get("/release/preview", releases.preview)
     site.post("/sync", releases.sync)

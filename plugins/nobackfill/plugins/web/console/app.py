@@ -9,7 +9,7 @@ from cryptography import x509
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
-from nobackfill.images import LARGEST_BYTES
+from nobackfill.images import LARGEST_IMAGE_BYTES
 from nobackfill.plugins.web.console.operations import Operations, Rollouts
 from nobackfill.plugins.web.console.playground import Embed, Playground
 from nobackfill.plugins.web.console.sessions import ConsoleSessions, SessionPaths
@@ -112,7 +112,7 @@ def _site(sessions: ConsoleSessions, metrics: Metrics, embed: Embed) -> Site:
     site.post("/rollback", operations.rollback)
     site.stream("/live", operations.live)
     site.get("/playground", playground.show)
-    site.post("/playground/search", playground.search, LARGEST_BYTES, check=sessions.check)
+    site.post("/playground/search", playground.search, LARGEST_IMAGE_BYTES, check=sessions.check)
     if sessions.guarded:
         site.get("/login", login)
         site.post("/login", enter)

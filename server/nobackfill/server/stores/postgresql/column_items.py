@@ -10,7 +10,7 @@ from psycopg import sql
 from nobackfill.errors import ConfigurationError, InvalidInputError, NotFoundError, UnavailableError
 from nobackfill.server.stores.postgresql.database import check_url, is_connection_lost, refusal
 from nobackfill.serving.sources import check_item_size
-from nobackfill.vectors import Kind
+from nobackfill.vectors import InputKind
 
 _TIMEOUT_SECONDS = 10
 
@@ -18,7 +18,7 @@ _TIMEOUT_SECONDS = 10
 class DatabaseColumnItems:
     """Read items from a column; see Items. It opens one connection when it is first needed."""
 
-    kind: Kind | None = None
+    kind: InputKind | None = None
 
     def __init__(self, address: str) -> None:
         """Parse the address; connect to nothing yet.

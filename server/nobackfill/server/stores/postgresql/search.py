@@ -317,7 +317,7 @@ def search(
         ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
     """
     checked = [
-        check_vectors(queries, table.spec.dim, what="queries", unit=table.spec.unit)
+        check_vectors(queries, table.spec.dim, error_name="queries", unit=table.spec.unit)
         for table, queries in requests
     ]
 
