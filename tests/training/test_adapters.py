@@ -13,11 +13,13 @@ from nobackfill.adopt.embedding.onnx_model import OnnxModel
 from nobackfill.adopt.maps import Map, save_map
 from nobackfill.quality.cells import parse_cell
 from nobackfill.quality.embedded import PublishedListing
+from nobackfill.quality.gate import measure_release
 from nobackfill.quality.listing import list_texts, relevance_among_others, split_halves
 from nobackfill.quality.retrieval import measure_cell
 from nobackfill.release.manifest import TEXT_ROLES
 from nobackfill.release.publishing.inspection import verify_publication
 from nobackfill.release.text_models import open_text_encoder
+from nobackfill.release.trust.trust import Publication
 from tests.adopt.models import WORDS, text_model
 from tests.support import trials
 from tests.training.life import run_export
@@ -108,6 +110,61 @@ def test_the_gate_measures_old_vectors_through_the_adapter(normalise: bool, tmp_
     (curve,) = (one for one in made.calibration if one.origin == "direct")
     assert (curve.query_space, curve.gallery_space) == (made.space, first.space)
     assert verify_publication(repo).releases == (1, 2)
+
+
+def test_the_gate_measures_mixtures_as_a_gateway_ranks_them(tmp_path: Path) -> None:
+    """Old vectors among new ones, by the published scores, as numpy ranks them."""
+    repo, file = tmp_path / "repo", labelled(tmp_path / "texts.jsonl", 300)
+    old, new = models(tmp_path)
+    first = export(repo, 1, *old, "--eval-texts", file)
+    made_by_fit = adapter(turn(), tmp_path / "adapter.onnx")
+    made = export(repo, 2, "--text-encoder", new, "--adapter", made_by_fit, "--eval-texts", file)
+    _, evidence = measure_release(
+        made, Publication({1: first}, frozenset()), repo, list_texts(file), seed=0, int8_loss=1.0
+    )
+    (row,) = [row for row in evidence.rows if row.mixture]
+    share = int(row.mixture.removesuffix(" % of 2/2")) / 100
+    assert str(row) == f"2/1 with {row.mixture}" and 0 < share < 1 and row.passes
+    _, rows = split_halves(list_texts(file), 0)
+    listing = list_texts(file).select(rows)
+    count = len(listing)
+    one = open_text_encoder(repo, first)
+    items, asks = one.run(listing.texts, "document"), one.run(listing.texts, "query")
+    vectors = OnnxModel(new / "model.onnx").embed(list(listing.texts))
+    curves = {str(c.origin): (c.distances, c.probabilities) for c in evidence.calibration}
+    scores, distances = [], []
+    for origin, queries, stored in (
+        ("direct", vectors @ turn().T, items),
+        ("native", vectors, vectors),
+    ):
+        unit = queries / np.linalg.norm(queries, axis=1, keepdims=True)
+        distances.append(1 - unit @ stored.T)
+        scores.append(np.interp(distances[-1], *curves[origin]))
+    replaced = np.zeros(count, bool)
+    replaced[np.random.default_rng(0).permutation(count)[: round(share * count)]] = True
+    score, distance = (np.where(replaced, pair[1], pair[0]) for pair in (scores, distances))
+    # Places by (score, distance) stand for distances.
+    places = np.argsort(np.lexsort((distance, -score), axis=1), axis=1)
+    gained = mean_precision(places, listing.labels) - mean_precision(
+        -asks @ items.T, listing.labels
+    )
+    assert row.map_gain.mean == pytest.approx(gained, abs=0.005)
+
+
+def test_an_adapter_whose_mixtures_are_below_staying_is_not_published(tmp_path: Path) -> None:
+    """The old vectors alone are found better; the new ones, put beside them, are not found."""
+    repo, file = tmp_path / "repo", labelled(tmp_path / "texts.jsonl", 300)
+    old, new = models(tmp_path)
+    lost = np.random.default_rng(4).normal(size=(len(WORDS), NEW)).astype(np.float32)
+    text_model(tmp_path / "lost", 0, table=lost)
+    export(repo, 1, *old, "--eval-texts", file)
+    made_by_fit = adapter(turn(), tmp_path / "adapter.onnx")
+    asks = ("--query-encoder", new, "--adapter", made_by_fit)
+    refused = run_export(repo, 2, "--text-encoder", tmp_path / "lost", *asks, "--eval-texts", file)
+    assert refused.exit_code == 65
+    assert "2/1 with 90 % of 2/2 does not beat 1/1" in refused.output
+    assert "2/1 does not beat 1/1" not in refused.output
+    assert not (repo / "release-2.json").exists()
 
 
 def test_an_adapter_below_staying_is_not_published(tmp_path: Path) -> None:

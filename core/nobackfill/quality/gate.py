@@ -7,6 +7,10 @@ means every way of answering from old vectors: direct search if the release decl
 route, direct (1->3) or chained (1->2->3). Routes are measured with int8 files where they exist, as
 gateways and devices run them, and with float32 files alone, which a device may request.
 
+After direct search, a gallery holds old vectors among new ones until all are replaced: those of new
+items, and migrated ones. Each such mixture must beat M(old, old), too, at the share of new vectors
+where it gains least.
+
 For texts without classes, agreement@10 with new/new decides, and known-item search must not get
 worse. With classes, the same is measured without labels in addition: a second view of a picture
 (another part, lighter or darker) or the first sentence of a text is the query for its own item.
@@ -14,6 +18,7 @@ This does not block a release; it tells for which kind of search the verdict hol
 """
 
 import hashlib
+import itertools
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +30,7 @@ from PIL import Image, ImageEnhance
 from nobackfill.class_folders import ImageListing
 from nobackfill.errors import join_few
 from nobackfill.images import Pixels, decode_for_display, read_file
-from nobackfill.metrics.backfill import IDENTITY_LINE, DistanceLine
+from nobackfill.metrics.backfill import IDENTITY_LINE, DistanceLine, random_order
 from nobackfill.metrics.bootstrap import FEWEST_DECIDING_CLASSES, Difference, paired_bootstrap
 from nobackfill.metrics.ranking import Ints
 from nobackfill.metrics.retrieval import PerQuery, mean_of_answerable
@@ -39,7 +44,7 @@ from nobackfill.quality.listing import (
     relevance_by_class,
     split_halves,
 )
-from nobackfill.quality.retrieval import CellFigures, measure_cell, search_cell
+from nobackfill.quality.retrieval import CellFigures, measure_cell, rank_mixture, search_cell
 from nobackfill.quality.route_evidence import (
     QuerySet,
     fit_calibration,
@@ -47,6 +52,7 @@ from nobackfill.quality.route_evidence import (
     measure_lazy_reembedding,
     measure_rank_fusion,
 )
+from nobackfill.release.calibration import find_curve
 from nobackfill.release.manifest import (
     Calibration,
     Cell,
@@ -64,6 +70,8 @@ from nobackfill.vectors import Origin
 NEIGHBOURS = 10
 # How much known-item search may measurably lose: few queries cannot prove that there is no loss.
 _LOSS = 0.01
+# Shares of replaced vectors at which mixtures of two cells are measured.
+_SHARES = (0.1, 0.3, 0.5, 0.7, 0.9)
 
 
 @dataclass(frozen=True)
@@ -78,6 +86,7 @@ class GainRow:
         cmc1_gain: Gain in CMC-1 over the old cell.
         by_text: Whether texts are the queries for images.
         agreement_gain: Gain in agreement@10, if the texts have no classes.
+        mixture: Which vectors replace some of the cell's, such as `30 % of 2/2`; empty: none.
     """
 
     cell: CellName
@@ -87,10 +96,12 @@ class GainRow:
     cmc1_gain: Difference
     by_text: bool = False
     agreement_gain: Difference | None = None
+    mixture: str = ""
 
     def __str__(self) -> str:
         exact, by_text = " float32" * self.exact, " by text" * self.by_text
-        return f"{self.cell}{exact}{by_text}"
+        mixture = f" with {self.mixture}" if self.mixture else ""
+        return f"{self.cell}{mixture}{exact}{by_text}"
 
     @property
     def passes(self) -> bool:
@@ -102,6 +113,12 @@ class GainRow:
         if self.agreement_gain is None:
             return self.map_gain.low > 0 and self.cmc1_gain.low > 0
         return self.finds_similar and self.keeps_items
+
+    @property
+    def least_gain(self) -> float:
+        """Return the lowest bound of the row's gains, as a share."""
+        gains = (self.map_gain, self.cmc1_gain, self.agreement_gain)
+        return min(gain.low for gain in gains if gain is not None)
 
     @property
     def finds_similar(self) -> bool:
@@ -123,7 +140,7 @@ class GainRow:
 
 def gain_row(
     name: CellName, old: CellName, served: CellFigures, stayed: CellFigures,
-    own: CellFigures | None, *, classes: Ints | None, exact: bool, by_text: bool,
+    own: CellFigures | None, *, classes: Ints | None, exact: bool, by_text: bool, mixture: str = "",
 ) -> GainRow:  # fmt: skip
     """Compare a served cell with the old release's own cell.
 
@@ -138,6 +155,7 @@ def gain_row(
         classes: Class of each query, [q]; None if unknown.
         exact: Whether float32 files alone were used.
         by_text: Whether texts are the queries for images.
+        mixture: Which vectors replace some of the cell's; empty: none.
 
     Raises:
         ValueError: The cells do not answer the same queries, no query has an answer, or `classes`
@@ -156,7 +174,7 @@ def gain_row(
     return GainRow(
         name, old, exact,
         bootstrap(served.map, stayed.map), bootstrap(served.cmc1, stayed.cmc1),
-        by_text, agreement_gain,
+        by_text, agreement_gain, mixture,
     )  # fmt: skip
 
 
@@ -601,10 +619,11 @@ def measure_release(
         if manifests[number].embedder.dim == new.embedder.dim
     ]
     calibrating = CellMeasurer(listing.select(calibration_rows), files, manifests)
-    cross, cells_by_text = tuple[GainRow, ...](), tuple[Cell, ...]()
+    measurers, cross, cells_by_text = [gate], tuple[GainRow, ...](), tuple[Cell, ...]()
     if texts is not None:
         by_texts = CellMeasurer(listing.select(gate_rows), files, manifests, texts)
         by_texts.embedded = gate.embedded  # the same images, embedded once
+        measurers.append(by_texts)
         cross = tuple(_rows(by_texts, new, manifests, published.withdrawn))
         cells_by_text = tuple(by_texts.evidence(name) for name in dict.fromkeys(cells))
     lines, routes = dict[CellName, DistanceLine](), list[RouteEvidence]()
@@ -612,12 +631,16 @@ def measure_release(
         route, lines[name] = _route(gate, calibrating, name)
         routes.append(route)
     unlabelled = _unlabelled(gate, rows)
+    calibration = tuple(_calibrations(calibrating, new, manifests, rows, lines))
+    calibrated = new.model_copy(update={"calibration": calibration})
+    mixtures = (_mixtures(one, calibrated, manifests, rows) for one in measurers)
+    all_rows = (*rows, *cross, *itertools.chain.from_iterable(mixtures))
     return new, ReleaseEvidence(
         tuple(gate.evidence(name) for name in dict.fromkeys(cells)),
         tuple(routes),
-        tuple(_calibrations(calibrating, new, manifests, rows, lines)),
-        decide_gate(published, (*rows, *cross), new, unlabelled),
-        (*rows, *cross),
+        calibration,
+        decide_gate(published, all_rows, new, unlabelled),
+        all_rows,
         cells_by_text,
         unlabelled,
     )
@@ -676,6 +699,42 @@ def _rows(
                 name, old, served, stayed, own,
                 classes=gate.classes, exact=exact, by_text=gate.by_text,
             )  # fmt: skip
+
+
+def _mixtures(
+    gate: CellMeasurer, new: Manifest, manifests: Mapping[int, Manifest], rows: Sequence[GainRow]
+) -> Iterator[GainRow]:
+    """Yield a row for each mixture of old vectors that `new` searches directly with better ones.
+
+    The others are the new model's own, and migrated ones if there is a route. The row is that of
+    the share with the smallest gain.
+    """
+    order = random_order(len(gate.embedded.listing), 0)
+    own = gate.cell(own_cell(new.release)) if gate.of_items else None
+    for name in (row.cell for row in rows if len(row.cell.gallery) == 1):
+        old = own_cell(name.gallery[0])
+        direct = find_curve(new, new.space, manifests[old.query].space, "direct")
+        others: dict[Origin, CellName] = {"native": own_cell(new.release)}
+        if routes := [row for row in rows if row.old == old and row.cell != name]:
+            others["upgraded"] = max(routes, key=lambda row: row.map_gain.mean).cell
+        for origin, other in others.items():
+            curve = find_curve(new, new.space, new.space, origin)
+            if direct is None or curve is None:
+                continue
+            cells = gate.cell(name), gate.cell(other)
+            mixed = []
+            for share in _SHARES:
+                replaced = np.zeros(len(order), np.bool_)
+                replaced[order[: round(share * len(order))]] = True
+                served = rank_mixture(cells, (direct, curve), replaced, gate.relevance)
+                mixed.append(
+                    gain_row(
+                        name, old, served, gate.cell(old), own,
+                        classes=gate.classes, exact=False, by_text=gate.by_text,
+                        mixture=f"{share:.0%} of {other}".replace("%", " %"),
+                    )
+                )  # fmt: skip
+            yield min(mixed, key=lambda row: (row.passes, row.least_gain))
 
 
 def _route(

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from nobackfill.class_folders import ImageListing
 from nobackfill.errors import InvalidInputError
@@ -26,6 +27,7 @@ from nobackfill.metrics.retrieval import (
 from nobackfill.metrics.verification import tar_at_far
 from nobackfill.quality.cells import CellName
 from nobackfill.quality.embedded import EmbeddedListing, PublishedListing, cell_vectors
+from nobackfill.release.calibration import Curve, scores
 from nobackfill.vectors import Vectors
 
 # Hits that are requested from the index for mAP; relevant items beyond count as not found.
@@ -227,6 +229,52 @@ def _search(index: Index, queries: Vectors, k: int) -> Neighbours:
     return Neighbours(
         np.concatenate([part.labels for part in parts]),
         np.concatenate([part.distances for part in parts]),
+    )
+
+
+def rank_mixture(
+    cells: tuple[CellFigures, CellFigures],
+    curves: tuple[Curve, Curve],
+    replaced: NDArray[np.bool_],
+    relevance: Relevance,
+) -> CellFigures:
+    """Measure a gallery that has some vectors of each of two cells, as a gateway ranks it.
+
+    Distances of two spaces do not compare. So hits are ranked by their scores, and equal scores by
+    the distance, then by the position.
+
+    Args:
+        cells: Two served cells of the same queries and items, from `search_cell`.
+        curves: The calibration of each.
+        replaced: Whether an item has its vector of the second cell, bool [items].
+        relevance: The relevant items of each query.
+
+    Returns:
+        The figures; `neighbours` and `distances` have up to 1000 columns, with -1 where there are
+        no more hits.
+
+    Raises:
+        ValueError: The cells have different numbers of queries, or relevance is for another number.
+        IndexError: `replaced` lacks an item.
+    """
+    labels = np.concatenate([cell.neighbours for cell in cells], axis=1)
+    distances = np.concatenate([cell.distances for cell in cells], axis=1)
+    values = np.concatenate(
+        [scores(curve, cell.distances) for cell, curve in zip(cells, curves, strict=True)], axis=1
+    )
+    is_second = np.arange(labels.shape[1]) >= cells[0].neighbours.shape[1]
+    served = (labels >= 0) & (replaced[labels] == is_second)
+    labels = np.where(served, labels, -1)
+    order = np.lexsort((labels, distances, np.where(served, -values, np.inf)), axis=1)[:, :DEPTH]
+    labels = np.take_along_axis(labels, order, 1)
+    ranking = rank_neighbours(labels, relevance)
+    return CellFigures(
+        cmc(ranking, 1),
+        cmc(ranking, 5),
+        average_precision(ranking),
+        ranking,
+        labels,
+        np.take_along_axis(distances, order, 1),
     )
 
 

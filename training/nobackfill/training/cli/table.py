@@ -40,7 +40,7 @@ def gate_table(evidence: ReleaseEvidence) -> str:
         name = f"{cell.name} by text"
         table.add_row(name, *figures, *_gains(rows.get(name)))
     for row in evidence.rows:
-        if row.exact:
+        if row.exact or row.mixture:
             table.add_row(str(row), "", "", "", *_gains(row))
     return "\n".join([render(table), *map(_without_labels, evidence.unlabelled)])
 
