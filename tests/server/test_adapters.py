@@ -170,6 +170,25 @@ def test_an_adapter_is_not_used_before_its_release_was_tried(life: Life) -> None
         life.client.find_by(embedding(life.two, images(1)[0]))
 
 
+def test_an_adapter_without_calibration_ranks_nothing_beside_new_items(tmp_path: Path) -> None:
+    """Distances of two spaces do not compare, so that a mixture needs scores."""
+    later, repo = tmp_path / "later", tmp_path / "repo"
+    with trials.near():
+        publish_block_release(later, 1)
+        shutil.copytree(later, repo)
+        publish_block_release(later, 2, adapts=[1], calibrated=False)
+    with running(repo, tmp_path / "data") as gateway, Client(gateway.address) as client:
+        client.create_gallery("g")
+        client.put_images(images(3))
+        publish_stage(repo, later)
+        for rollout in ("unspecified", "direct"):
+            with refused(PreconditionError, "release 2 has no calibration to rank its hits"):
+                client.swap(2, rollout)
+        assert client.find(images(1)[0]).release == 1
+        client.swap(2, "cutover")
+        assert client.states()[2] == "ACTIVE"
+
+
 def test_a_damaged_adapter_activates_nothing(life: Life) -> None:
     file = life.repo / adapter_path(2, 1)
     data = bytearray(file.read_bytes())

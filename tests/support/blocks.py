@@ -35,12 +35,13 @@ def publish_block_release(
     middle: float = graphs.MIDDLE,
     scale: tuple[float, float] | None = None,
     both: tuple[float, float, float] | None = None,
+    calibrated: bool = True,
 ) -> Manifest:
     """Publish release `number` with upgrades from published releases; keys lie beside `repo`.
 
     `directly`: releases whose vectors its queries may meet as they are (it shares the first one's
-    block). `adapts`: releases that it has a query adapter to. `middle`, `scale`, `both`: see
-    releases.draft. What it is made of stays in `<repo>.drafts`.
+    block). `adapts`: releases that it has a query adapter to. `middle`, `scale`, `both`,
+    `calibrated`: see releases.draft. What it is made of stays in `<repo>.drafts`.
     """
     draft = releases.draft(
         repo.with_name(f"{repo.name}.drafts"),
@@ -54,6 +55,7 @@ def publish_block_release(
         middle=middle,
         scale=scale,
         both=both,
+        calibrated=calibrated,
     )
     publish(repo, draft)
     return draft.manifest

@@ -58,6 +58,7 @@ def draft(
     middle: float = graphs.MIDDLE,
     scale: tuple[float, float] | None = None,
     both: tuple[float, float, float] | None = None,
+    calibrated: bool = True,
 ) -> Draft:
     """Release `number` with an upgrade from each of `sources`, its files below `folder`/NUMBER.
 
@@ -66,7 +67,7 @@ def draft(
     encoder and upgrades map into it; or it keeps the encoder of the first source; or there is none.
     `ways`: what the upgrade from a source does with side-information, where it is not that.
     `middle`: see graphs.encoder. `scale`: of carried vectors beside native ones; `both`: weights of
-    both models.
+    both models. `calibrated`: with calibrations, as a measured release has.
     """
     folder = folder / str(number)
     files = {embedder_path(number): folder / embedder_path(number)}
@@ -109,7 +110,9 @@ def draft(
             )
             for s in sources
         ),
-        calibration=_calibration(space, sources, (*directly, *adapts), scale),
+        calibration=(
+            _calibration(space, sources, (*directly, *adapts), scale) if calibrated else ()
+        ),
         gate=gate or GateVerdict(verdict="passed" if number > 1 else "first"),
         probes=Probes(
             file=PublishedFile(path=probes_path(number), sha256="0" * 64, length=1),

@@ -26,7 +26,7 @@ from nobackfill.server.canary.comparison import CanaryState
 from nobackfill.server.catalog import Catalog
 from nobackfill.server.embedding.embedding import Models
 from nobackfill.server.galleries.hosted import NOTE, ROLLOUT, GalleryRegistry, Hosted
-from nobackfill.server.galleries.plan import CANARY, old_model_part, own_part
+from nobackfill.server.galleries.plan import CANARY, direct_part, old_model_part, own_part
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.serving import Serving
 from nobackfill.server.state import Activation, Canary, GatewayState, Lead, State, clear_resumes
@@ -451,6 +451,12 @@ class Rollout:
                 f"rollout direct: release {new.release} does not declare that its queries may "
                 f"search vectors of release {old.release}; use --rollout cutover or --rollout dual"
             )
+        if rollout == "direct" and new.adapter_to(old.space) and not _merges_adapted(new, old):
+            raise PreconditionError(
+                f"rollout direct: release {new.release} has no calibration to rank its hits with "
+                f"those that its query adapter finds among vectors of release {old.release}; "
+                "publish it with --eval or --eval-texts, or use --rollout cutover"
+            )
         if rollout == "dual" and not _can_merge(new, old):
             raise PreconditionError(
                 f"rollout dual: release {new.release} has no calibration to rank its hits with "
@@ -637,6 +643,13 @@ def _can_merge(new: Manifest, old: Manifest) -> bool:
     return bool(old_model_part(new, old).curves) and {"native", "upgraded"} <= set(
         own_part(new).curves
     )
+
+
+def _merges_adapted(new: Manifest, old: Manifest) -> bool:
+    """Tell whether hits through a query adapter can be ranked with new ones: distances of two
+    spaces do not compare, so every origin needs a calibration."""
+    origins = {"native", "upgraded"} if new.upgrades else {"native"}
+    return bool(direct_part(new, old).curves) and origins <= set(own_part(new).curves)
 
 
 def _missing_note(items: int, hosted: Hosted) -> str:
