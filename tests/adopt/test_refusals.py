@@ -3,18 +3,21 @@
 import re
 from pathlib import Path
 
+import apsw
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import sqlite_vec
 
+from nobackfill.adopt.carrying import carry
 from nobackfill.adopt.cli import main
 from nobackfill.adopt.joining import save_joining
-from nobackfill.adopt.maps import fit_maps, save_map
-from nobackfill.adopt.pairs import match
+from nobackfill.adopt.maps import fit_maps, load_map, save_map
+from nobackfill.adopt.pairs import inspect, match
 from nobackfill.adopt.sources.arrays import ArraySource
 from nobackfill.adopt.sources.opening import open_source
-from nobackfill.adopt.sources.source import Window
+from nobackfill.adopt.sources.source import Target, Window
 from nobackfill.errors import InvalidInputError
 from nobackfill.serving.fusion import Joining, OddsLine
 from nobackfill.vectors import Vectors
@@ -45,6 +48,53 @@ def test_a_name_that_no_file_can_have(
     """It was a traceback."""
     said = refused(["inspect", name], 65, monkeypatch, capsys)
     assert said.startswith("nobackfill: ") and "no file can have this name" in said
+
+
+@pytest.fixture(params=["numpy", "parquet", "sqlite"])
+def empty(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, str]:
+    """The address of a store without items, and its name in sentences."""
+    folder = tmp_path / "none"
+    folder.mkdir()
+    if request.param == "numpy":
+        np.save(folder / "ids.npy", np.empty(0, "U4"))
+        np.save(folder / "vector.npy", np.empty((0, 24), np.float32))
+    elif request.param == "parquet":
+        kinds = {"id": pa.string(), "vector": pa.list_(pa.float32())}
+        columns = {key: pa.array([], kind) for key, kind in kinds.items()}
+        pq.write_table(pa.table(columns), folder / "a.parquet")
+    else:
+        connection = apsw.Connection(str(folder / "g.db"))
+        connection.enable_load_extension(True)
+        sqlite_vec.load(connection)
+        connection.execute(
+            "CREATE VIRTUAL TABLE docs USING vec0(id text primary key, vector float[24])"
+        )
+        return f"sqlite:{folder / 'g.db'}#docs", "docs"
+    return str(folder), "none"
+
+
+def test_a_store_without_items_is_named(
+    empty: tuple[str, str], paths: dict[str, str], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    address, name = empty
+    out = tmp_path / "out"
+    for words, sentence in (
+        (["sample", address], f"{name}.*: expected items with vectors, found none"),
+        (["fit", "--old", paths["old"], "--new", address], f"found 0: .*{name}.* has no items"),
+        (
+            ["fit", "--old", address, "--new", paths["new"]],
+            f"found 0: .*{name}.* has no vector for",
+        ),
+    ):
+        said = refused([*words, "--out", str(out)], 65, monkeypatch, capsys)
+        assert re.search(sentence, said), said
+        assert not out.exists()
+    # A table may get its items later, so that both of these are no errors.
+    source = open_source(address)
+    assert inspect(source).count == 0
+    mapping = load_map(Path(paths["map"]))
+    assert carry(source, Target("later", mapping.dims[1], mapping.digest), mapping).total == 0
 
 
 @pytest.fixture

@@ -74,6 +74,13 @@ def test_a_sample_without_items_is_refused(
             sample_source(source, count)
 
 
+def test_a_store_without_items_has_no_sample(tmp_path: Path) -> None:
+    """Its coverage was a division by zero."""
+    source = write(tmp_path / "g", np.empty((0, 8), np.float32))
+    with pytest.raises(InvalidInputError, match=r"g#old: expected items with vectors, found none"):
+        sample_source(source, 5)
+
+
 def test_items_of_queries_are_in_the_sample_of_a_large_store(
     large: tuple[ArraySource, np.ndarray],
 ) -> None:

@@ -348,10 +348,6 @@ def sample(
 
     opened = open_items(source, source, key=key, vector=vector, where=where)
     sampling = pairs.sample_source(opened, count, seed=seed)
-    if not sampling.total:
-        raise InvalidInputError(
-            f"{source}: expected items with vectors, found none; name another SOURCE"
-        )
     ids = sampling.ids
     text = pairs.encode_ids(ids, source)
     if out is None:

@@ -166,6 +166,8 @@ def match(old: Source, new: Source, *, least: int = 20) -> Matched:
     lost = [name for name in sample.ids if name not in known]
     if len(stored) < least:
         why = "embed more items by the new model"
+        if not len(sample):
+            why = f"{new.facts().name} has no items with vectors; name another store with --new"
         if lost:
             missing = join_few(map(repr, lost))
             why = (
@@ -274,7 +276,7 @@ class Sampling:
 
     Attributes:
         ids: The chosen ids.
-        total: Number of items of the source; 0 for an empty one.
+        total: Number of items of the source, at least 1.
         query_items: The ids of `queried` that the source has.
         random: Random items of the source, at most 20,000 or twice the sample; all if it has no
             more.
@@ -304,8 +306,8 @@ def sample_source(
 
     Raises:
         InvalidInputError: A vector holds NaN or infinity, dimensions differ, an id occurs twice
-            among those held in memory or chosen, or a file is damaged. `count` is less than 1, and
-            the source has items.
+            among those held in memory or chosen, or a file is damaged. The source has no items, or
+            `count` is less than 1.
         UnavailableError: The source's server does not answer.
         NotPermittedError: The server refuses the user, or may hide rows from this role.
         IncompatibleSpaceError: Files of one folder record different models.
@@ -318,7 +320,9 @@ def sample_source(
     )
     _refuse_repeated(random.ids, where)
     if not total:
-        return Sampling([], 0, set(), random)
+        raise InvalidInputError(
+            f"{where}: expected items with vectors, found none; name another SOURCE"
+        )
     if total == len(random):
         ids = sample_with(random, min(count, total), queried, seed)
     else:
@@ -486,7 +490,6 @@ def coverage(source: Source, sampling: Sampling, seed: int = 0) -> Coverage:
 
     Raises:
         ValueError: The source has none of the sample's ids.
-        ZeroDivisionError: The sampled source was empty.
         InvalidInputError, UnavailableError, NotPermittedError, IncompatibleSpaceError,
             NotFoundError, BusyError: As `read_all`.
     """
