@@ -283,6 +283,24 @@ def test_numbers_as_keys_and_a_field_among_several(
     client.close()
 
 
+@pytest.mark.parametrize("store", [pytest.param("milvus", marks=pytest.mark.scale)], indirect=True)
+def test_numbers_of_both_signs_are_keys_on_a_server(store: Milvus) -> None:
+    """A server cannot parse the least number of 64 bits in a condition."""
+    from pymilvus import DataType
+
+    schema = store.client.create_schema(auto_id=False, enable_dynamic_field=False)
+    schema.add_field("id", DataType.INT64, is_primary=True)
+    schema.add_field("v", DataType.FLOAT_VECTOR, dim=24)
+    index = store.client.prepare_index_params()
+    index.add_index("v", index_type="FLAT", metric_type="COSINE", params={})
+    store.client.create_collection("numbers", schema=schema, index_params=index)
+    rows = [{"id": n - 100, "v": vector} for n, vector in enumerate(MADE.old)]
+    store.client.upsert("numbers", rows)
+    done = carry(store.open("numbers"), Target("to", MAP.dims[1], MAP.digest), MAP, window=60)
+    assert done.total == 230
+    assert sorted(map(int, read_all(store.open("to")).ids)) == list(range(-100, 130))
+
+
 @pytest.mark.scale
 def test_a_server_that_dies_half_way_loses_nothing(tmp_path: Path) -> None:
     from bench.rivals import chroma

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from datetime import timedelta
+from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -338,8 +339,93 @@ class QdrantCollection(Migrated):
         assert all(point.payload.keys() == {"body"} for point in self._points())
 
 
-@pytest.fixture(params=["pgvector", "lancedb", "sqlite-vec", "qdrant"])
+class MilvusTable(Migrated):
+    """A collection of Milvus that its application opens by the alias `t`, on a server or in a file
+    of milvus-lite, which only one process may have open."""
+
+    def __init__(self, folder: Path, place: str) -> None:
+        from pymilvus import DataType
+
+        super().__init__(folder)
+        self.place, self.address = place, f"milvus:{place}"
+        if "://" not in place:
+            self.busy = "another process has opened it"
+        with self.opened() as client:
+            schema = client.create_schema(auto_id=False, enable_dynamic_field=False)
+            schema.add_field("id", DataType.INT64, is_primary=True)
+            schema.add_field("body", DataType.VARCHAR, max_length=200)
+            schema.add_field("v", DataType.FLOAT_VECTOR, dim=16)
+            index = client.prepare_index_params()
+            index.add_index("v", index_type="FLAT", metric_type="COSINE", params={})
+            client.create_collection("docs", schema=schema, index_params=index)
+            client.create_alias("docs", "t")
+            client.upsert("docs", [self._row(*one) for one in self.bodies.items()])
+
+    def _row(self, number: int, body: str) -> dict[str, object]:
+        return {"id": number, "body": body, "v": made(body, OLD_SCALE).astype(np.float32)}
+
+    @contextmanager
+    def opened(self) -> Iterator[Any]:
+        from pymilvus import MilvusClient
+
+        with closing(MilvusClient(uri=self.place)) as client:
+            yield client
+        if "://" not in self.place:
+            manager = import_module("milvus_lite.server_manager").server_manager_instance
+            manager.release_server(self.place)
+
+    def put(self, number: int, body: str) -> None:
+        self.bodies[number] = body
+        with self.opened() as client:
+            client.upsert("t", [self._row(number, body)])
+
+    def delete(self, number: int) -> None:
+        with self.opened() as client:
+            client.delete("t", ids=[number])
+
+    @property
+    def flipped(self) -> bool:
+        with self.opened() as client:
+            return str(client.describe_collection("t")["collection_name"]) != "docs"
+
+    def found(self, column: str) -> list[tuple[int, str, list[float] | None]]:
+        name = "t" if column == "v" else "docs"
+        with self.opened() as client:
+            client.load_collection(name)
+            rows = client.query(
+                name, filter="id >= 0", output_fields=["*"], consistency_level="Strong"
+            )
+            return [(row["id"], row["body"], row["v"]) for row in rows]
+
+    def check_objects(self, finished: bool) -> None:
+        with self.opened() as client:
+            names = set(client.list_collections())
+            assert client.describe_collection("t")["collection_name"] == "docs_new"
+            assert len(client.list_indexes("docs_new")) == 1
+        assert names == {"docs_new"} | (set() if finished else {"docs"})
+
+    def clear(self) -> None:
+        with self.opened() as client:
+            client.drop_alias("t")
+            for name in client.list_collections():
+                client.drop_collection(name)
+
+
+_SCALE = [pytest.param(name, marks=pytest.mark.scale) for name in ("milvus-lite", "milvus")]
+
+
+@pytest.fixture(params=["pgvector", "lancedb", "sqlite-vec", "qdrant", *_SCALE])
 def table(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Migrated]:
+    if request.param == "milvus-lite":
+        pytest.importorskip("milvus_lite", reason="milvus-lite is not installed")
+        yield MilvusTable(tmp_path, str(tmp_path / "t.db"))
+        return
+    if request.param == "milvus":
+        address = request.getfixturevalue("milvus_address").removeprefix("milvus+")
+        made_there = MilvusTable(tmp_path, address)
+        yield made_there
+        made_there.clear()
+        return
     if request.param == "pgvector":
         server: Server = request.getfixturevalue("postgres")
         with server.connected() as (address, connection):

@@ -548,8 +548,8 @@ class Migration:
         if not isinstance(source, Reversible):
             raise InvalidInputError(
                 f"{source.facts().name}: expected a store that migrate can flip: PostgreSQL "
-                "with pgvector, Qdrant, LanceDB, or SQLite with sqlite-vec; for others use `fit`, "
-                "then `carry`"
+                "with pgvector, Qdrant, Milvus, LanceDB, or SQLite with sqlite-vec; for others use "
+                "`fit`, then `carry`"
             )
         # It raises where the store cannot hold new vectors next to the old ones.
         _ = source.flip_name
@@ -596,10 +596,10 @@ class Migration:
             BusyError: Others hold the store, or its server has too many requests.
         """
         plan = self.plan()
+        name = plan.to.removesuffix("_new")
         if self._source(plan).renames:
-            name = plan.to.removesuffix("_new")
             return name, name_before(name)
-        return plan.to, plan.vector or ""
+        return plan.to, name
 
     def pause(self) -> None:
         """Stop the running migration after the rows that it is embedding or writing.

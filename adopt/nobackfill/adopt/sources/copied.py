@@ -11,17 +11,22 @@ import json
 from collections.abc import Collection as Some
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from nobackfill.adopt.sources.source import ColumnValues, Facts, Rows, Target, Window, even
 from nobackfill.errors import AlreadyExistsError
 from nobackfill.vectors import Vectors
 
-# The value of a copy's item that holds the digest of the original.
+# The value of a copy's item that holds the digest of the original, and that of its own vector.
 OF = "nobackfill_of"
+# Characters of a digest.
+DIGEST = 32
+# Projections in a sketch, and their largest difference as a share of the vector's norm.
+_AXES, _NEAR = 4, 2e-5
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,50 @@ class Record:
         """
         values = json.dumps(self.values, sort_keys=True, default=_plain).encode()
         whole = self.vector.tobytes() + values + self.partition.encode()
-        return hashlib.sha256(whole).hexdigest()[:32]
+        return hashlib.sha256(whole).hexdigest()[:DIGEST]
+
+    def note(self, vector: Vectors) -> str:
+        """Return what a copy of the item with another vector records in `OF`.
+
+        Args:
+            vector: The vector of the copy, float32 [dim].
+
+        Returns:
+            The digest of the item, then the sketch of the vector.
+        """
+        return self.digest + sketch(vector)
+
+
+def sketch(vector: Vectors) -> str:
+    """Return a few fixed projections of a vector as text, by which `is_like` knows it again.
+
+    A digest would change with the last bit of a number, which some stores do not preserve.
+
+    Args:
+        vector: Float32 [dim].
+    """
+    return " ".join(f"{one:.7e}" for one in (_axes(len(vector)) @ vector.astype(np.float64)))
+
+
+def is_like(vector: Vectors, sketched: str) -> bool:
+    """Tell whether a vector is the one of a sketch, but for the last bits of its numbers.
+
+    Args:
+        vector: Float32 [dim].
+        sketched: What `sketch` returned; every vector is like an empty text.
+    """
+    if not sketched:
+        return True
+    both = [np.array(one.split(), np.float64) for one in (sketched, sketch(vector))]
+    bound = _NEAR * max(1e-6, float(np.linalg.norm(vector)))
+    return len(both[0]) == _AXES and bool((np.abs(both[0] - both[1]) <= bound).all())
+
+
+@cache
+def _axes(dim: int) -> NDArray[np.float64]:
+    """Return the axes of projections [4, dim]; quadratic phases, so that no two are alike."""
+    phases = np.arange(1, _AXES + 1)[:, None] * np.arange(1, dim + 1) ** 2
+    return np.asarray(np.cos(0.37 * phases))
 
 
 class Collection(Protocol):
@@ -126,6 +174,7 @@ class Collection(Protocol):
         """Read the recorded digests of a copy's items by key; "" for an item of a writer.
 
         Returns:
+            What `Record.note` returned; earlier versions recorded the digest of the item alone.
             Items without a vector may be among them. Empty for a window without items.
 
         Raises:
@@ -347,7 +396,7 @@ class CopiedSource:
             NotPermittedError: The server refuses the key.
             BusyError: The server has too many requests.
         """
-        return _rows(self._here.records(window), self._here.name)
+        return rows_of(self._here.records(window), self._here.name)
 
     def column(self, window: Window, name: str) -> ColumnValues:
         """Read a value of a window's items as text; items where it is empty are left out.
@@ -399,7 +448,7 @@ class CopiedSource:
             NotPermittedError: The server refuses the key.
             BusyError: The server has too many requests.
         """
-        return _rows(self._here.lookup(list(dict.fromkeys(ids))), self._here.name)
+        return rows_of(self._here.lookup(list(dict.fromkeys(ids))), self._here.name)
 
     def texts(self, ids: Sequence[str], column: str) -> dict[str, str]:
         """Read a value of items as text, by id; items without it are left out.
@@ -435,6 +484,10 @@ class CopiedSource:
             NotPermittedError: The server refuses the key.
             BusyError: The server has too many requests.
         """
+        return CollectionCopy(self._store, self._here, self._open_copy(target))
+
+    def _open_copy(self, target: Target) -> Collection:
+        """Create an empty copy of the collection, or open that of an earlier run of this map."""
         facts = {"map": target.mark, "of": self._here.name}
         if self._store.exists(target.name):
             made = self._store.open_collection(target.name).copy_facts
@@ -447,7 +500,7 @@ class CopiedSource:
         else:
             model = {"model": target.model} if target.model else {}
             self._store.make(target, self._here, facts | model)
-        return CollectionCopy(self._store, self._here, self._store.open_collection(target.name))
+        return self._store.open_collection(target.name)
 
     def rollback(self, name: str) -> bool:
         """Delete the copy of the collection.
@@ -502,14 +555,21 @@ class CollectionCopy:
             NotPermittedError: The server refuses the key.
             BusyError: The server has too many requests.
         """
+        return rows_of(self._left(window), self._source.name)
+
+    def _left(self, window: Window) -> list[Record]:
+        """Delete copies of deleted and changed items; then read the items without a copy."""
         records = self._source.records(window)
-        made = self._copy.digests(window)
+        notes = self._copy.digests(window)
         now = {one.key: one.digest for one in records}
-        stale = [key for key, digest in made.items() if digest and now.get(key) != digest]
+        stale = {key for key, one in notes.items() if one and now.get(key) != one[:DIGEST]}
         if stale:
-            self._copy.remove(stale)
-        left = [one for one in records if made.get(one.key) not in ("", one.digest)]
-        return _rows(left, self._source.name)
+            found = self._copy.lookup([str(key) for key in stale])
+            # Some stores keep the note of an item that a writer replaces.
+            theirs = {one.key for one in found if not is_like(one.vector, notes[one.key][DIGEST:])}
+            stale -= theirs
+            self._copy.remove(list(stale))
+        return [one for one in records if one.key in stale or one.key not in notes]
 
     def write(self, rows: Rows, vectors: Vectors) -> None:
         """Put copies of items with their new vectors; delete those whose original is gone now.
@@ -550,7 +610,7 @@ class CollectionCopy:
         """
         ours = {key for key, digest in self._copy.digests(window).items() if digest}
         records = [one for one in self._copy.records(window) if one.key in ours]
-        return _rows(records, self._copy.name)
+        return rows_of(records, self._copy.name)
 
     def count(self) -> int:
         """Count the items of the copy, also those of writers.
@@ -572,7 +632,16 @@ class CollectionCopy:
         return self._store.steps(self._source, self._copy)
 
 
-def _rows(records: Sequence[Record], where: str) -> Rows:
+def rows_of(records: Sequence[Record], where: str) -> Rows:
+    """Convert items to rows, whose keys are the items and whose versions are their digests.
+
+    Args:
+        records: The items.
+        where: The name of the collection in the error.
+
+    Raises:
+        InvalidInputError: The vectors have several dimensions, or an item has no vector.
+    """
     ids = [str(one.key) for one in records]
     vectors = even([one.vector for one in records], ids, where)
     return Rows(ids, vectors, list(records), [one.digest for one in records])

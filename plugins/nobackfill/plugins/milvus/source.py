@@ -2,28 +2,35 @@
 
 New vectors go into a second collection with the same keys, fields and indexes. An alias flips from
 one to the other. Milvus versions that run here cannot add a vector field to an existing collection.
+A collection can be renamed, too, but only to a free name: for a moment the old name would lead to
+none. An alias changes in one step.
 """
 
 import json
 import logging
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Collection as Some
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
-from nobackfill.adopt.sources.copied import OF, Collection, CopiedSource, Record
+from nobackfill.adopt.sources.copied import OF, Collection, Record
+from nobackfill.adopt.sources.flipping import FlippingSource
 from nobackfill.adopt.sources.source import (
     Facts,
     SearchMetric,
     Target,
     Window,
+    lock_by_address,
     metric_of,
     server_address,
 )
 from nobackfill.errors import (
+    BusyError,
     ConfigurationError,
     InvalidInputError,
     NobackfillError,
@@ -60,7 +67,7 @@ def open_client(place: str) -> Any:
     """Open a client of a Milvus server or of a file of milvus-lite.
 
     A server gets the token of NOBACKFILL_MILVUS_TOKEN, if that is set. Open it after a fork, in
-    each process. The log level of pymilvus in this process becomes CRITICAL.
+    each process. The log levels of pymilvus and milvus-lite in this process become CRITICAL.
 
     Args:
         place: https://HOST:PORT (http:// on this machine), with /DATABASE unless it is the default
@@ -75,10 +82,12 @@ def open_client(place: str) -> Any:
             client was opened; a failed try counts as one.
         UnavailableError: the server does not answer within a minute.
         NotPermittedError: the server refuses the token.
+        BusyError: another process has opened the file, or it is no database of milvus-lite.
         InvalidInputError: Milvus refuses the file or the address.
     """
     # pymilvus would log every failed call with the address.
-    logging.getLogger("pymilvus").setLevel(logging.CRITICAL)
+    for name in ("pymilvus", "milvus_lite"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     _OPENERS.append(os.getpid())
     if "://" not in place:
         path = Path(place)
@@ -87,7 +96,15 @@ def open_client(place: str) -> Any:
                 f"{place}: there is no such file; name a database file of milvus-lite, or the "
                 "address https://HOST:PORT of a Milvus server"
             )
-        return call_milvus(path.name, lambda: MilvusClient(uri=str(path.resolve())))
+        try:
+            return call_milvus(path.name, lambda: MilvusClient(uri=str(path.resolve())))
+        except UnavailableError as error:
+            # pymilvus does not say why.
+            raise BusyError(
+                f"{place}: milvus-lite cannot open it: another process has opened it, or it is no "
+                "database of milvus-lite; a file is open in one process at a time, so stop the "
+                "other one"
+            ) from error
     parts = server_address(place, "milvus", KEY)
     database = parts.path.strip("/")
     if "/" in database:
@@ -141,13 +158,22 @@ def call_milvus(name: str, work: Callable[[], Result]) -> Result:
 
 
 _FIELD_OPTIONS = (
-    "is_primary", "is_partition_key", "nullable", "default_value", "element_type", "max_capacity",
+    "is_primary", "is_partition_key", "is_clustering_key", "nullable", "default_value",
+    "element_type", "max_capacity", "description",
 )  # fmt: skip
-# Parameters of an index, apart from its kind.
-_PARAMS = ("M", "efConstruction", "nlist", "nbits", "m")
+# Keys of an index' description that are no parameters.
+_OF_INDEX = (
+    "field_name", "index_name", "index_type", "metric_type", "params", "total_rows",
+    "indexed_rows", "pending_index_rows", "state", "index_state_fail_reason",
+)  # fmt: skip
 
 
-def schema_of(client: Any, fields: Mapping[str, Mapping[str, Any]], dims: Mapping[str, int]) -> Any:
+def schema_of(
+    client: Any,
+    fields: Mapping[str, Mapping[str, Any]],
+    dims: Mapping[str, int],
+    description: str = "",
+) -> Any:
     """Copy the schema of a collection for a second one with other dimensions.
 
     Keys must be given by writers. Undeclared fields are allowed, because a migration stores digests
@@ -158,6 +184,7 @@ def schema_of(client: Any, fields: Mapping[str, Mapping[str, Any]], dims: Mappin
         fields: descriptions of the fields by name.
         dims: dimensions of vector fields by name; other fields stay as they are, and names without
             a field are ignored.
+        description: the description of the collection.
 
     Returns:
         The schema, for the client's call that creates a collection.
@@ -165,7 +192,7 @@ def schema_of(client: Any, fields: Mapping[str, Mapping[str, Any]], dims: Mappin
     Raises:
         KeyError: a description lacks the name's type.
     """
-    schema = client.create_schema(auto_id=False, enable_dynamic_field=True)
+    schema = client.create_schema(auto_id=False, enable_dynamic_field=True, description=description)
     for name, one in fields.items():
         params = dict(one.get("params") or {})
         if name in dims:
@@ -215,10 +242,11 @@ def indexes_of(client: Any, collection: str) -> Any:
     indexes = client.prepare_index_params()
     for one in _indexes(client, collection):
         params = dict(one.get("params") or {})
-        params |= {what: one[what] for what in _PARAMS if what in one}
+        params |= {what: value for what, value in one.items() if what not in _OF_INDEX}
         indexes.add_index(
             one["field_name"], index_type=one.get("index_type") or "AUTOINDEX",
-            metric_type=one.get("metric_type") or "", params=params,
+            index_name=one.get("index_name") or "", metric_type=one.get("metric_type") or "",
+            params=params,
         )  # fmt: skip
     return indexes
 
@@ -259,16 +287,23 @@ _STRONG = "Strong"
 _METRICS: Mapping[str, SearchMetric] = {
     "COSINE": "cosine", "L2": "squared_l2", "IP": "inner_product",
 }  # fmt: skip
-_LEAST = -(1 << 63)
+_MOST = (1 << 63) - 1
 _MARK = "nobackfill."
+# No server that runs here can hold them next to other vectors.
+_ODD_VECTORS = (
+    DataType.BINARY_VECTOR, DataType.FLOAT16_VECTOR, DataType.BFLOAT16_VECTOR, DataType.INT8_VECTOR,
+)  # fmt: skip
 # Properties of a collection that its copy needs, too; the first one deletes old items.
 _PROPERTIES = ("collection.ttl.seconds", "mmap.enabled", "partitionkey.isolation")
 # The partition of items that were put without a partition.
 _DEFAULT = "_default"
+# Seconds to wait for an index, and between two looks at it.
+_INDEX_S, _LOOK_S = 600.0, 0.2
 
 
-def open_collection(place: str, collection: str, vector: str | None) -> CopiedSource:
-    """Open a collection of Milvus as a source of vectors, and load it into Milvus' memory.
+def open_collection(place: str, collection: str, vector: str | None) -> FlippingSource:
+    """Open a collection of Milvus as a source of vectors; its first read loads it into Milvus'
+    memory.
 
     Args:
         place: https://HOST:PORT (http:// on this machine), with /DATABASE unless it is the default
@@ -285,10 +320,12 @@ def open_collection(place: str, collection: str, vector: str | None) -> CopiedSo
             client was opened.
         UnavailableError: the server does not answer.
         NotPermittedError: the server refuses the token.
+        BusyError: another process has opened the file.
         InvalidInputError: the vector field is missing or ambiguous, functions compute fields, or
-            Milvus refuses the call otherwise, as for an unknown database or too little memory.
+            Milvus refuses the call otherwise, as for an unknown database.
     """
-    return CopiedSource(MilvusStore(place, vector), collection)
+    store = MilvusStore(place, vector)
+    return FlippingSource(store, collection, store.open_collection(collection).vector)
 
 
 class MilvusStore:
@@ -307,22 +344,23 @@ class MilvusStore:
             client was opened.
         UnavailableError: the server does not answer.
         NotPermittedError: the server refuses the token.
+        BusyError: another process has opened the file.
         InvalidInputError: Milvus refuses the file or the address.
     """
 
     def __init__(self, place: str, vector: str | None = None) -> None:
         self._client = open_client(place)
-        self._vector = vector
+        self._place, self._vector = place, vector
 
     def open_collection(self, name: str) -> "MilvusCollection":
-        """Open a collection by its name or alias, and load it into Milvus' memory.
+        """Open a collection by its name or alias.
 
-        It stays loaded.
+        Its first read loads it into Milvus' memory, where it stays.
 
         Raises:
             NotFoundError: there is no such collection; the error names others.
             InvalidInputError: the vector field is missing or ambiguous, functions compute fields,
-                or Milvus refuses the call otherwise, as for too little memory.
+                or Milvus refuses the call otherwise.
             UnavailableError: Milvus does not answer within a minute.
             NotPermittedError: Milvus refuses the token.
             ConfigurationError: the process was forked after the first client was opened.
@@ -352,8 +390,8 @@ class MilvusStore:
 
         Args:
             target: name and dimension of the new collection; its other fields are ignored.
-            like: the existing collection, whose fields, indexes, partitions and time to live are
-                copied.
+            like: the existing collection, whose fields, indexes, partitions, consistency level and
+                time to live are copied.
             facts: facts to record in the same step.
 
         Raises:
@@ -368,17 +406,168 @@ class MilvusStore:
         if not isinstance(like, MilvusCollection):
             raise TypeError(like)
         schema = like.schema(target.dim)
-        properties = like.properties | {_MARK + name: value for name, value in facts.items()}
-        indexes = like.indexes()
+        properties = like.properties | _marks(facts)
         call_milvus(
             target.name,
             lambda: self._client.create_collection(
-                target.name, schema=schema, index_params=indexes, properties=properties,
-                consistency_level=_STRONG, **like.own_partitions,
+                target.name, schema=schema, properties=properties, **like.options
             ),
-        )  # fmt: skip
-        for name in like.partitions():
-            make_partition(self._client, target.name, name)
+        )
+        self.complete(self.open_collection(target.name), like)
+
+    def complete(self, copy: Collection, like: Collection) -> None:
+        """Create the indexes and partitions of a collection that its copy lacks.
+
+        The index of the vectors comes last: without it, a copy is not complete.
+
+        Args:
+            copy: the copy.
+            like: the original.
+
+        Raises:
+            TypeError: `like` is no MilvusCollection.
+            UnavailableError: Milvus does not answer within a minute.
+            NotPermittedError: Milvus refuses the token.
+            NotFoundError: one of the collections was dropped.
+            InvalidInputError: Milvus refuses the request otherwise.
+            ConfigurationError: the process was forked after the first client was opened.
+        """
+        if not isinstance(like, MilvusCollection):
+            raise TypeError(like)
+        partitions = like.partitions()
+        for name in partitions:
+            make_partition(self._client, copy.name, name)
+        present = {one["field_name"] for one in _indexes(self._client, copy.name)}
+        indexes = indexes_of(self._client, like.name)
+        for one in sorted(indexes, key=lambda one: one.field_name == like.vector):
+            if one.field_name not in present:
+                missing = self._client.prepare_index_params()
+                missing.append(one)
+                call_milvus(
+                    copy.name,
+                    lambda missing=missing: self._client.create_index(copy.name, missing),  # type: ignore[misc]
+                )
+
+    def settle(self, copy: Collection) -> None:
+        """Wait until Milvus has built the index of a copy's vectors, and loaded the copy.
+
+        Rows of the last segment are sealed for it. It waits up to 10 minutes.
+
+        Raises:
+            BusyError: Milvus still builds the index.
+            UnavailableError: Milvus does not answer within a minute.
+            NotPermittedError: Milvus refuses the token.
+            NotFoundError: the copy was dropped.
+            InvalidInputError: Milvus refuses the request otherwise.
+            ConfigurationError: the process was forked after the first client was opened.
+        """
+        name, field = copy.name, self.open_collection(copy.name).vector
+        call_milvus(name, lambda: self._client.flush(name))
+        call_milvus(name, lambda: self._client.load_collection(name))
+        end = time.monotonic() + _INDEX_S
+        while rows := int(index_of(self._client, name, field).get("pending_index_rows") or 0):
+            if time.monotonic() > end:
+                raise BusyError(
+                    f"{name}: Milvus has not built the index of {rows} new vectors in "
+                    f"{_INDEX_S / 60:.0f} minutes, so nothing flipped; run it again later"
+                )
+            time.sleep(_LOOK_S)
+
+    def obstacles(self, name: str, collection: Collection) -> list[str]:
+        """Return sentences about what prevents a flip: a name that is no alias, keys that Milvus
+        generates, or further vectors that cannot be copied.
+
+        Raises:
+            TypeError: `collection` is no MilvusCollection.
+            UnavailableError: Milvus does not answer within a minute.
+            NotPermittedError: Milvus refuses the token.
+            NotFoundError: the collection was dropped.
+            ConfigurationError: the process was forked after the first client was opened.
+        """
+        sentences, own = [], collection.name
+        if name == own:
+            aliases = self._aliases(own)
+            way = f"name its alias, as in #{aliases[0]}" if aliases else (
+                f"run client.create_alias({own!r}, {own + '_live'!r}), let your programs open that "
+                f"alias, and name it, as in #{own}_live"
+            )  # fmt: skip
+            sentences.append(
+                f"{own!r} is the collection's own name, and Milvus flips aliases alone: {way}"
+            )
+        if not isinstance(collection, MilvusCollection):
+            raise TypeError(collection)
+        if collection.numbers_itself:
+            sentences.append(
+                "Milvus generates its keys (auto_id), which a copy cannot do: it needs the same "
+                "keys. Copy the items into a collection to which your programs give the keys"
+            )
+        if collection.odd_vectors:
+            sentences.append(
+                f"vectors of {join_few(collection.odd_vectors)} cannot be copied: only 32-bit "
+                "floats and sparse vectors can. Copy the items into a collection without them"
+            )
+        return sentences
+
+    def _aliases(self, name: str) -> list[str]:
+        return sorted(call_milvus(name, lambda: self._client.list_aliases(name))["aliases"])
+
+    def lead(self, name: str, collection: str) -> None:
+        """Let an alias lead to another collection, in one step.
+
+        Raises:
+            UnavailableError: Milvus does not answer within a minute.
+            NotPermittedError: Milvus refuses the token.
+            NotFoundError: there is no such collection.
+            InvalidInputError: there is no such alias, or Milvus refuses the request otherwise.
+            ConfigurationError: the process was forked after the first client was opened.
+        """
+        call_milvus(name, lambda: self._client.alter_alias(collection, name))
+
+    def note(self, collection: str, facts: Mapping[str, str]) -> None:
+        """Record facts in a collection's properties; the other properties stay.
+
+        Raises:
+            UnavailableError: Milvus does not answer within a minute.
+            NotPermittedError: Milvus refuses the token.
+            NotFoundError: there is no such collection.
+            InvalidInputError: Milvus refuses the request otherwise.
+            ConfigurationError: the process was forked after the first client was opened.
+        """
+        call_milvus(
+            collection,
+            lambda: self._client.alter_collection_properties(collection, _marks(facts)),
+        )
+
+    def owner_tasks(self, name: str, old: Collection, new: Collection) -> list[str]:
+        """Return the owner's tasks after an alias has flipped, as sentences and Python calls.
+
+        Raises:
+            UnavailableError: Milvus does not answer within a minute.
+            NotPermittedError: Milvus refuses the token.
+            NotFoundError: the old collection was dropped.
+            InvalidInputError: Milvus refuses the request otherwise.
+            ConfigurationError: the process was forked after the first client was opened.
+        """
+        others = [f"client.alter_alias({new.name!r}, {one!r})" for one in self._aliases(old.name)]
+        return [
+            f"programs that open {old.name!r} by its own name still use the old vectors: let them "
+            f"open {name!r}",
+            f"roles need the rights on {new.name!r} that they have on {old.name!r}",
+            *others,
+        ]
+
+    def lock(self, name: str) -> AbstractContextManager[Callable[[], None]]:
+        """Keep other migrations of an alias out, by a lock file.
+
+        It lies next to a file of milvus-lite; for a server it lies in `~/.cache/nobackfill` (or
+        below XDG_CACHE_HOME): it keeps out migrations of this user on this machine alone.
+
+        Raises:
+            BusyError: another migration holds the lock.
+            CannotWriteError: the lock file cannot be created.
+        """
+        folder = None if "://" in self._place else Path(self._place).resolve().parent
+        return lock_by_address(self._place, name, folder)
 
     def drop(self, name: str) -> None:
         """Delete a collection with its items.
@@ -390,7 +579,7 @@ class MilvusStore:
             NotPermittedError: Milvus refuses the token.
             ConfigurationError: the process was forked after the first client was opened.
         """
-        if aliases := call_milvus(name, lambda: self._client.list_aliases(name))["aliases"]:
+        if aliases := self._aliases(name):
             raise InvalidInputError(
                 f"{name}: cannot be dropped while the alias {join_few(aliases)} leads to it; let "
                 "the alias lead to another collection first"
@@ -414,7 +603,7 @@ class MilvusStore:
             "new model; then carry once more, because items of the last sweep are missing",
             "switch the queries to the new model, and at the same moment:",
         ]
-        aliases = call_milvus(old.name, lambda: self._client.list_aliases(old.name))["aliases"]
+        aliases = self._aliases(old.name)
         steps += [f"client.alter_alias({new.name!r}, {alias!r})" for alias in aliases]
         if not aliases:
             steps.append(
@@ -441,10 +630,12 @@ class MilvusCollection:
 
     Attributes:
         name: the collection's name, also if it was opened by an alias.
+        vector: the field of the vectors.
         copy_facts: the facts that were recorded when it was created as a copy.
         properties: the owner's properties that a copy gets, too.
         numbers_itself: whether Milvus generates the keys.
-        own_partitions: options of the creation call, if Milvus chooses the partition of an item.
+        options: options of the call that creates a copy.
+        odd_vectors: fields of vectors that are neither 32-bit floats nor sparse.
     """
 
     def __init__(self, client: Any, name: str, vector: str | None) -> None:
@@ -469,20 +660,35 @@ class MilvusCollection:
                 f"FLOAT_VECTOR, found {join_few(map(repr, dense)) or 'none'}; name one with "
                 "--vector"
             )
-        self._vector = vector or dense[0]
-        if results.get("functions"):
-            raise InvalidInputError(
-                f"{name}: expected a collection without functions, found functions that compute "
-                "fields; copy its items into a collection without functions, and migrate that one"
-            )
-        self._dim = int(self._fields[self._vector]["params"]["dim"])
-        by_key = any(one.get("is_partition_key") for one in self._fields.values())
-        # With a partition key, Milvus alone chooses the partition of an item.
-        self.own_partitions = {"num_partitions": results["num_partitions"]} if by_key else {}
-        self._load()
+        self.vector = vector or dense[0]
+        self.odd_vectors = [n for n, one in self._fields.items() if one["type"] in _ODD_VECTORS]
+        for kind, found in (
+            ("functions", "functions that compute fields"),
+            ("struct_array_fields", "arrays of structs"),
+            ("struct_fields", "arrays of structs"),
+        ):
+            if results.get(kind):
+                raise InvalidInputError(
+                    f"{name}: expected a collection without {found}, which cannot be migrated: "
+                    f"{join_few(str(one.get('name')) for one in results[kind])}; copy its items "
+                    "into a collection without them, and migrate that one"
+                )
+        self._dim = int(self._fields[self.vector]["params"]["dim"])
+        self._description = str(results.get("description") or "")
+        self._by_key = any(one.get("is_partition_key") for one in self._fields.values())
+        self.options = {
+            "consistency_level": results.get("consistency_level", 0),
+            "num_shards": results.get("num_shards") or 1,
+        }
+        if self._by_key:
+            self.options["num_partitions"] = results["num_partitions"]
+        self._loaded = False
 
     def _load(self) -> None:
-        call_milvus(self.name, lambda: self._client.load_collection(self.name))
+        """Load the collection into Milvus' memory before the first read."""
+        if not self._loaded:
+            call_milvus(self.name, lambda: self._client.load_collection(self.name))
+            self._loaded = True
 
     def facts(self) -> Facts:
         """Return name, dimension, metric and model of the vectors, and names of other fields.
@@ -498,13 +704,13 @@ class MilvusCollection:
             NotFoundError: the collection was dropped.
             ConfigurationError: the process was forked after the first client was opened.
         """
-        kind = str(index_of(self._client, self.name, self._vector).get("metric_type") or "")
-        others = tuple(name for name in self._fields if name not in (self._key, self._vector))
+        kind = str(index_of(self._client, self.name, self.vector).get("metric_type") or "")
+        others = tuple(name for name in self._fields if name not in (self._key, self.vector))
         metric, model = metric_of(kind, _METRICS, self.name), self.copy_facts.get("model")
-        return Facts(f"{self.name}.{self._vector}", self._dim, metric, model, others)
+        return Facts(f"{self.name}.{self.vector}", self._dim, metric, model, others)
 
     def count(self) -> int:
-        """Count the items.
+        """Count the items; a copy without an index of its vectors, which cannot be read, has none.
 
         Raises:
             UnavailableError: Milvus does not answer within a minute.
@@ -513,6 +719,8 @@ class MilvusCollection:
             InvalidInputError: Milvus refuses the request otherwise.
             ConfigurationError: the process was forked after the first client was opened.
         """
+        if self.copy_facts and not index_of(self._client, self.name, self.vector):
+            return 0
         return int(self._query("", ["count(*)"])[0]["count(*)"])
 
     def windows(self, rows: int) -> Iterator[Window]:
@@ -543,6 +751,7 @@ class MilvusCollection:
         yield Window(lower)
 
     def _keys(self) -> list[Any]:
+        self._load()
         pages = call_milvus(
             self.name,
             lambda: self._client.query_iterator(
@@ -587,7 +796,7 @@ class MilvusCollection:
             condition = self._range(Window(lower, upper))
             some: list[Record] = []
             for partition in partitions or [""]:
-                results = self._query(condition, ["*", self._vector], partition)
+                results = self._query(condition, ["*", self.vector], partition)
                 some += self._records(results, "" if partition == _DEFAULT else partition)
             records += sorted(some, key=lambda one: one.key)
             lower = upper
@@ -606,7 +815,8 @@ class MilvusCollection:
             InvalidInputError: Milvus refuses the request otherwise.
             ConfigurationError: the process was forked after the first client was opened.
         """
-        if self.own_partitions:
+        # With a partition key, Milvus alone chooses the partition of an item.
+        if self._by_key:
             return []
         results = call_milvus(self.name, lambda: self._client.list_partitions(self.name))
         return [] if list(results) == [_DEFAULT] else list(results)
@@ -672,7 +882,12 @@ class MilvusCollection:
             some = [row for row, one in enumerate(records) if one.partition == partition]
             for first in range(0, len(some), _PAGE):
                 rows = [
-                    {**one.values, self._key: one.key, self._vector: vectors[row], OF: one.digest}
+                    {
+                        **one.values,
+                        self._key: one.key,
+                        self.vector: vectors[row],
+                        OF: one.note(vectors[row]),
+                    }
                     for row in some[first : first + _PAGE]
                     for one in [records[row]]
                 ]
@@ -718,7 +933,7 @@ class MilvusCollection:
         results: list[Record] = []
         for first in range(0, len(keys), _PAGE):
             among = self._among(keys[first : first + _PAGE])
-            results += self._records(self._query(among, ["*", self._vector]))
+            results += self._records(self._query(among, ["*", self.vector]))
         return results
 
     def nearest(self, vector: Vectors, count: int) -> list[str]:
@@ -739,11 +954,12 @@ class MilvusCollection:
             InvalidInputError: Milvus refuses the request otherwise.
             ConfigurationError: the process was forked after the first client was opened.
         """
+        self._load()
         results = call_milvus(
             self.name,
             lambda: self._client.search(
                 self.name, data=[np.asarray(vector, np.float32).tolist()],
-                anns_field=self._vector, limit=count, consistency_level=_STRONG,
+                anns_field=self.vector, limit=count, consistency_level=_STRONG,
                 search_params={"params": {"ef": max(64, count)}},
             ),
         )  # fmt: skip
@@ -755,21 +971,10 @@ class MilvusCollection:
         The copy has the same fields. Its keys are always given by writers, and it always allows
         undeclared fields; see `schema_of`.
         """
-        return schema_of(self._client, self._fields, {self._vector: dim})
-
-    def indexes(self) -> Any:
-        """Return the index definitions of all fields, for a copy.
-
-        Raises:
-            UnavailableError: Milvus does not answer within a minute.
-            NotPermittedError: Milvus refuses the token.
-            NotFoundError: the collection was dropped.
-            InvalidInputError: Milvus refuses the request otherwise.
-            ConfigurationError: the process was forked after the first client was opened.
-        """
-        return indexes_of(self._client, self.name)
+        return schema_of(self._client, self._fields, {self.vector: dim}, self._description)
 
     def _query(self, where: str, fields: list[str], partition: str = "") -> list[dict[str, Any]]:
+        self._load()
         results = call_milvus(
             self.name,
             lambda: self._client.query(
@@ -782,22 +987,22 @@ class MilvusCollection:
     def _records(self, results: Sequence[Mapping[str, Any]], partition: str = "") -> list[Record]:
         records = []
         for one in results:
-            values = {n: v for n, v in one.items() if n not in (self._key, self._vector, OF)}
+            values = {n: v for n, v in one.items() if n not in (self._key, self.vector, OF)}
             # A nullable field may have none; no copy can be made of such an item.
-            found = one[self._vector]
+            found = one[self.vector]
             vector = np.asarray(() if found is None else found, np.float32)
             records.append(Record(one[self._key], vector, values, partition))
         return records
 
     def _range(self, window: Window) -> str:
-        least = "" if self._texts else _LEAST
-        if window.lower is None:
-            parts = [f"{self._key} >= {_literal(least)}"]
-        else:
-            parts = [f"{self._key} > {_literal(window.lower)}"]
         if window.upper is not None:
-            parts.append(f"{self._key} <= {_literal(window.upper)}")
-        return " and ".join(parts)
+            upper = f"{self._key} <= {_literal(window.upper)}"
+        else:
+            # A server cannot parse the least number, but the largest.
+            upper = f'{self._key} >= ""' if self._texts else f"{self._key} <= {_MOST}"
+        if window.lower is None:
+            return upper
+        return f"{self._key} > {_literal(window.lower)} and {upper}"
 
     def _among(self, keys: Sequence[Any]) -> str:
         return f"{self._key} in [{', '.join(map(_literal, keys))}]"
@@ -810,6 +1015,11 @@ class MilvusCollection:
         except ValueError:
             return None
         return key if str(key) == name and -(1 << 63) <= key < 1 << 63 else None
+
+
+def _marks(facts: Mapping[str, str]) -> dict[str, str]:
+    """Write facts of a collection as properties."""
+    return {_MARK + name: value for name, value in facts.items()}
 
 
 def _literal(value: object) -> str:
