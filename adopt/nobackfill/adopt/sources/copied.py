@@ -85,7 +85,7 @@ def is_like(vector: Vectors, sketched: str) -> bool:
 
     Args:
         vector: Float32 [dim].
-        sketched: What `sketch` returned; every vector is like an empty text.
+        sketched: The result of `sketch`; every vector is like an empty text.
     """
     if not sketched:
         return True
@@ -174,7 +174,7 @@ class Collection(Protocol):
         """Read the recorded digests of a copy's items by key; "" for an item of a writer.
 
         Returns:
-            What `Record.note` returned; earlier versions recorded the digest of the item alone.
+            Notes as `Record.note` makes them; earlier versions noted the item's digest alone.
             Items without a vector may be among them. Empty for a window without items.
 
         Raises:
