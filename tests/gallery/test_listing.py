@@ -74,6 +74,15 @@ def test_pages_bring_every_item_once_in_order(store: SqliteGallery, size: int, o
     assert item.uncertainty == place.uncertainty == 2.0
 
 
+@pytest.mark.parametrize("limit", [0, -1])
+@pytest.mark.parametrize("least_certain", [False, True])
+def test_a_page_without_items_is_refused(
+    store: SqliteGallery, limit: int, least_certain: bool
+) -> None:
+    with pytest.raises(InvalidInputError, match="expected at least 1 item, got"):
+        listing.read_items_page(store, spec().space, limit, least_certain=least_certain)
+
+
 @pytest.mark.parametrize("token", ["x", "1:", "1:x", "-1", "9" * 20, "\u0661", "1:0.5:2"])
 def test_what_is_no_token_is_refused(token: str) -> None:
     with pytest.raises(InvalidInputError, match="page_token"):

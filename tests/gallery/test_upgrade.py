@@ -156,6 +156,14 @@ def test_the_least_certain_go_first(tmp_path: Path) -> None:
         assert sorted(rows(store, spec(3).space)) == sorted(worst)
 
 
+@pytest.mark.parametrize("chunk", [0, -1])
+def test_a_chunk_without_items_is_refused(tmp_path: Path, chunk: int) -> None:
+    with filled(tmp_path / "g.sqlite", 3) as store:
+        with pytest.raises(InvalidInputError, match="expected at least 1 item, got"):
+            run_upgrade(store, Linear(), spec(2), chunk=chunk)
+        assert len(store.spaces()) == 1
+
+
 def test_puts_and_deletes_meanwhile_are_resolved(tmp_path: Path) -> None:
     def race(call: int, store: SqliteGallery) -> None:
         if call == 1:

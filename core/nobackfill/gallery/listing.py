@@ -52,8 +52,9 @@ class ListingPlace:
                 raise ValueError(token)
         except ValueError as error:
             raise InvalidInputError(
-                "page_token: expected next_page_token of the previous page, with the other fields "
-                "unchanged; start again without it"
+                "page_token: expected the next_page_token of the previous page, in a request "
+                "whose other fields are the same; leave page_token out to begin with the first "
+                "page"
             ) from error
         return place
 
@@ -87,6 +88,7 @@ def read_items_page(
         may be empty, or shorter than `limit`, although another one follows.
 
     Raises:
+        InvalidInputError: `limit` is below 1.
         IncompatibleSpaceError: The gallery does not have the space.
         VerificationError: The gallery's file is damaged.
         BusyError: Another process has the file to itself, or changed it during a read without a
@@ -94,6 +96,8 @@ def read_items_page(
         CannotWriteError: The file cannot be opened, or the disk fails.
         NotFoundError: The gallery was closed, or its file is gone.
     """
+    if limit < 1:
+        raise InvalidInputError(f"limit of a page: expected at least 1 item, got {limit}")
     if least_certain:
         places = _least_certain(store, space, limit, start_after, matches)
     else:

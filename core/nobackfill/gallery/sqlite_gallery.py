@@ -121,6 +121,7 @@ class SqliteGallery(Store):
             be empty, or shorter than `limit`, although another one follows.
 
         Raises:
+            InvalidInputError: `limit` is below 1.
             IncompatibleSpaceError: The gallery does not have the space.
             BusyError, CannotWriteError, VerificationError, NotFoundError: The file is locked,
                 cannot be opened or written, is damaged, or the gallery was closed.

@@ -307,8 +307,7 @@ def run_upgrade(
         target: The space to write.
         source: Id of the space to read; None or "" for the active one.
         origin: Recorded with the new vectors; "direct" for a runner that leaves vectors unchanged.
-        chunk: Items of a transaction, at least 1. A negative number migrates nothing, without an
-            error.
+        chunk: Items of a transaction, at least 1.
         order: label: as the items were stored. uncertainty: those whose present vector is least
             certain come first.
         ahead: Transform a chunk in a thread while the previous one is written. It takes a quarter
@@ -324,16 +323,19 @@ def run_upgrade(
     Raises:
         UnusableOutputError: The runner made no usable vector for some items, which the message
             names; the chunk is not written, earlier ones stay.
-        InvalidInputError: The runner's output is invalid, or the target exists with another
-            dimension, metric or side space; the chunk is not written, earlier ones stay.
+        InvalidInputError: `chunk` is below 1; nothing is changed. The runner's output is invalid,
+            or the target exists with another dimension, metric or side space; the chunk is not
+            written, earlier ones stay.
         IncompatibleSpaceError: The gallery does not have the source.
         Exception: Any error of the runner, of `on_progress` or of `should_stop`; earlier chunks
             stay.
         BusyError, CannotWriteError, UnavailableError, VerificationError, NotFoundError: The store
             is locked, cannot be written, does not answer, is damaged, or was closed. Earlier chunks
             stay.
-        KeyError, ValueError: `order` is unknown, or `chunk` is 0.
+        KeyError, ValueError: `order` is unknown.
     """
+    if chunk < 1:
+        raise InvalidInputError(f"chunk of an upgrade: expected at least 1 item, got {chunk}")
     store.add_staging_space(target)
     windows = store.windows(source or store.active().spec.space, target, runner.reads_side)
     started = time.monotonic()
@@ -729,8 +731,8 @@ def ensure_complete(lacking: int, target: SpaceInfo) -> None:
     if lacking:
         raise PreconditionError(
             f"{lacking} items have no vector in release {target.spec.release}'s space, so that "
-            "searches there would not find them; finish the upgrade or embed these items, or "
-            "allow the change to leave them behind"
+            "searches there would not find them; finish the upgrade, embed these items, or pass "
+            "leave_behind=True"
         )
 
 
