@@ -106,6 +106,12 @@ def no_model(folder: Path) -> None:
     (folder / "model.onnx").unlink()
 
 
+def no_output(folder: Path) -> None:
+    model = onnx.load(folder / "model.onnx")
+    del model.graph.output[:]
+    onnx.save(model, folder / "model.onnx")
+
+
 def wrong_output(folder: Path) -> None:
     (folder / "model.json").write_text('{"output": "pooled"}')
 
@@ -124,6 +130,7 @@ def no_pooling(folder: Path) -> None:
         (vendor_operators, "only ONNX's own operators"),
         (no_onnx, "cannot be read as an ONNX model"),
         (no_model, "expected an ONNX file, or a folder"),
+        (no_output, "expected a text model with an output, got none"),
         (wrong_output, "names the output 'pooled'"),
         (no_pooling, "with a pooling such as mean or cls"),
     ],

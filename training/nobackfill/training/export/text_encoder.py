@@ -82,10 +82,9 @@ def text_graph(model: onnx.ModelProto, declared: Declaration) -> tuple[str, ...]
 
     Raises:
         InvalidInputError: it uses other operators than ONNX's, inputs other than TOKENS, or no
-            input_ids; or fixed numbers of texts or tokens; or its output is missing or cannot be
-            pooled; or the weights of a declared module cannot be read.
+            input_ids; or fixed numbers of texts or tokens; or it has no output, or not the declared
+            one, or one that cannot be pooled; or the weights of a declared module cannot be read.
         RuntimeError, ConvertError: onnx cannot convert the operator set.
-        IndexError: the model has no output at all.
     """
     _renew(model)
     graph = model.graph
@@ -163,6 +162,11 @@ def _pooled(model: onnx.ModelProto, declared: Declaration) -> str:
     """Append pooling; return the name of a value float32 [n,dim]."""
     graph = model.graph
     outputs = [value.name.removeprefix(_THEIRS) for value in graph.output]
+    if not outputs:
+        raise InvalidInputError(
+            "expected a text model with an output, got none; export it again with its embedding "
+            "as output"
+        )
     output_name = declared.output or outputs[0]
     if output_name not in outputs:
         raise InvalidInputError(
