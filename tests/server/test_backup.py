@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from nobackfill import durable
@@ -23,6 +24,7 @@ from nobackfill.errors import (
 )
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.gallery.sqlite_gallery import SqliteGallery
+from nobackfill.gallery.store import NewVectors
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.backup import RESERVE, backup, restore, verify
 from nobackfill.server.cli.main import main
@@ -141,6 +143,24 @@ def test_the_audit_comes_back(data: Path, tmp_path: Path) -> None:
     (tmp_path / "backup" / AUDIT).unlink()
     with pytest.raises(VerificationError, match=AUDIT):
         verify(tmp_path / "backup")
+
+
+def test_the_log_of_a_killed_gateway_is_read_and_stays(
+    data: Path, one: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nobackfill.server.backup._PATIENCE_S", 0.1)
+    source = make_gallery(tmp_path / "source", "g", one) / "gallery.sqlite"
+    copy = data / "galleries" / "g" / "gallery.sqlite"
+    copy.parent.mkdir(parents=True)
+    with SqliteGallery.open(source) as store:
+        store.put(["a"], [NewVectors(one.space, np.eye(1, one.embedder.dim, dtype=np.float32))])
+        files = [path.with_name(path.name + "-wal") for path in (source, copy)]
+        assert files[0].stat().st_size
+        shutil.copy(source, copy)
+        shutil.copy(*files)
+    before = [path.read_bytes() for path in (copy, files[1])]
+    assert backup(data, tmp_path / "backup").galleries == {"g": 1}
+    assert [path.read_bytes() for path in (copy, files[1])] == before
 
 
 def test_blobs_deleted_meanwhile_are_left_out(

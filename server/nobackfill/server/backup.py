@@ -444,8 +444,9 @@ def _copy_database(source: Path, target: Path) -> bool:
 def _read(path: Path, work: Callable[[sqlite3.Connection], Result]) -> Result | None:
     """Run work in one snapshot of a gallery, which a gateway may serve at the same time.
 
-    No file is created or removed in the gallery's folder, unless its last changes cannot be read
-    otherwise. `work` is called again if the gateway opened or closed the gallery during it.
+    The gallery and its log stay as they are, and no file is removed. The -shm of SQLite is created
+    where the last changes cannot be read without it. `work` is called again if the gateway opened
+    or closed the gallery during it.
 
     Args:
         path: file of the gallery.
@@ -492,7 +493,9 @@ def _read_once(
     except CannotWriteError as error:
         if patient:
             raise _MovedError from error
-        access = FileAccess("mode=rw")
+        # SQLite makes the missing -shm to read the log. A connection that can write would move the
+        # log into the file when it is closed.
+        access = FileAccess("mode=ro")
     try:
         with closing(open_connection(path, access)) as connection:
             connection.execute("BEGIN")
