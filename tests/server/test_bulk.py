@@ -8,8 +8,16 @@ import pytest
 
 from nobackfill.errors import InvalidInputError, NotFoundError, UnavailableError, VerificationError
 from nobackfill.release.manifest import Manifest
-from nobackfill.server.bulk import FillWork, fill, models_of, open_place, put_batch
+from nobackfill.server.bulk import (
+    FillWork,
+    fill,
+    fill_by_ray,
+    models_of,
+    open_place,
+    put_batch,
+)
 from nobackfill.server.cli.main import main
+from nobackfill.v1 import gallery_pb2
 from tests.server.conftest import Stages
 from tests.server.support import Client, images
 from tests.support.blocks import png
@@ -107,3 +115,22 @@ def test_places_and_models_that_are_none(stages: Stages, one: Manifest, tmp_path
     assert done.stored_count == 0 and list(done.refusals.values()) == [
         "its name is not valid text; rename it"
     ]
+
+
+class OfGoneRelease(Client):
+    """A gateway whose publication loses a gallery's release between two calls."""
+
+    def get_gallery(self, name: str) -> gallery_pb2.Gallery:
+        gallery = super().get_gallery(name)
+        gallery.release = 99
+        return gallery
+
+
+def test_a_fill_by_ray_names_the_release_that_is_gone(
+    shared: Client, gallery: str, folder: Path
+) -> None:
+    with (
+        OfGoneRelease(shared.address) as client,
+        pytest.raises(NotFoundError, match="release 99 is not published"),
+    ):
+        fill_by_ray(client, gallery, str(folder), folder, "auto")

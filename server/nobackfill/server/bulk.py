@@ -189,7 +189,10 @@ class ObjectStore:
             raise InvalidInputError(f"{uri}: expected a bucket, as in s3://BUCKET/PREFIX")
         kind = self._look()
         if kind == fs.FileType.File:
-            raise InvalidInputError(f"{uri}: expected a bucket or a prefix, got one object")
+            raise InvalidInputError(
+                f"{uri}: expected a bucket or a prefix, got the address of one object; name the "
+                "prefix that contains it"
+            )
         if kind != fs.FileType.Directory:
             raise NotFoundError(
                 f"{uri}: nothing is there; check the names of bucket and prefix, the endpoint "
@@ -579,7 +582,8 @@ def fill_by_ray(
 
     Raises:
         InvalidInputError: the place has no files or texts, or cannot be read.
-        NotFoundError: the place or the gallery does not exist.
+        NotFoundError: the place or the gallery does not exist, or the gallery's release is
+            published no more.
         VerificationError: a model's file is missing, or does not match its signed digest; or this
             program cannot use the gallery's release (UnfitError).
         ConfigurationError: Ray is not installed, or a credential file cannot be read.
@@ -590,14 +594,10 @@ def fill_by_ray(
         ItemQuotaError: the galleries of the token hold as many items as it may store.
         NoEncoderError: the release embeds no pictures, or no texts.
         TooLargeError: the texts of a task are too large for one call.
-        StopIteration: the gateway does not list the release of the gallery.
     """
-    join: Callable[[str], Cluster] = load_plugin("workers", "ray")
     release = gateway.get_gallery(gallery).release
-    published = next(
-        release_info for release_info in gateway.list_releases() if release_info.number == release
-    )
-    manifest = parse_manifest(published.manifest, release)
+    manifest = parse_manifest(gateway.get_release(release).manifest, release)
+    join: Callable[[str], Cluster] = load_plugin("workers", "ray")
     try:
         credentials = credentials_of(os.environ)
     except OSError as error:
