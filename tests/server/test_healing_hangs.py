@@ -7,6 +7,11 @@ from pathlib import Path
 import pytest
 
 from nobackfill.errors import UnavailableError
+from nobackfill.server.embedding.embedding import Embedding, InProcessModels
+from nobackfill.server.grpc.metrics import Metrics
+from nobackfill.server.healing.healing import Healing
+from nobackfill.server.healing.registration import HealingSource
+from nobackfill.server.settings import Settings
 from nobackfill.v1 import gallery_pb2
 from tests.server.conftest import Stages
 from tests.server.process import serving
@@ -24,6 +29,17 @@ import pathlib, time
 def item(name):
     pathlib.Path(__file__).with_name("asked").touch()
     time.sleep(3600)
+"""
+# It can be imported once the file `mended` exists; until then the import waits, then fails.
+LATE = """
+import pathlib, time
+here = pathlib.Path(__file__).parent
+while not (here / "over").exists():
+    time.sleep(0.01)
+if not (here / "mended").exists():
+    raise RuntimeError("not yet")
+def item(name):
+    return b""
 """
 
 
@@ -85,3 +101,27 @@ def test_the_gateway_ends_while_sources_hang(stages: Stages, tmp_path: Path) -> 
             took = time.monotonic() - ended
         # Of ten seconds that calls have to end, none is needed.
         assert took < 30, took
+
+
+def test_an_opening_that_failed_after_its_wait_is_not_remembered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "late_items.py").write_text(LATE)
+    metrics = Metrics()
+    settings = Settings(
+        model_repo=tmp_path, data=tmp_path, item_functions={"late": "late_items:item"}
+    )
+    healing = Healing(Embedding(InProcessModels(tmp_path), metrics), settings, metrics)
+    source = HealingSource.checked("function:late")
+    # Threads of the other tests hang to the end of the process.
+    others = set(threading.enumerate())
+    with pytest.raises(UnavailableError, match="cannot be opened within"):
+        healing.open(source, 0.05)
+    (tmp_path / "over").touch()
+    wait_until(
+        lambda: all(one.name != "source" for one in set(threading.enumerate()) - others),
+        "the first opening does not end",
+    )
+    (tmp_path / "mended").touch()
+    assert healing.open(source, 60).kind is None

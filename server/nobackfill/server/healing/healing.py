@@ -538,13 +538,19 @@ class Healing:
 
     def _rest(self, hosted: Hosted, error: Exception) -> None:
         """Log that a gallery's source cannot be used, and leave it alone for a while."""
-        log.error("cannot use the source", gallery=hosted.name, error=str(error))
+        log.error(
+            "cannot use the source of a gallery, so its items are not re-embedded; tried again "
+            "later",
+            gallery=hosted.name,
+            error=str(error),
+        )
         self._trouble[hosted] = time.monotonic() + _RETRY_SECONDS
 
     def open(self, source: HealingSource, seconds: float) -> Items:
         """Open a source.
 
-        Calls for one source at the same time share one opening. A failure is not remembered.
+        Calls for one source at the same time share one opening. A failure is not remembered, even
+        if it came after the wait of the call that began the opening.
 
         Args:
             source: the source.
@@ -564,7 +570,7 @@ class Healing:
         """
         with self._lock:
             opening = self._opening.get(source)
-            if opening is None:
+            if opening is None or (opening.done() and opening.exception() is not None):
                 try:
                     opening = DaemonThreads(1, "source").submit(partial(self._places.open, source))
                 except RuntimeError as error:
@@ -579,7 +585,8 @@ class Healing:
                 "that its host or file system answers, then run `gateway update-gallery` again"
             )
         with self._lock:
-            self._opening.pop(source, None)
+            if self._opening.get(source) is opening:
+                del self._opening[source]
         return opening.result()
 
     def _replace(self, hosted: Hosted) -> None:
@@ -598,7 +605,9 @@ class Healing:
         for healer in replaced:
             if not healer.close(max(0.0, end - time.monotonic())):
                 if seconds:
-                    log.warning("a source hangs; its batch is abandoned")
+                    log.warning(
+                        "a source of items does not answer, so its last batch is not re-embedded"
+                    )
                 continue
             cost, past = healer.cost, self._past_cost
             with self._lock:
