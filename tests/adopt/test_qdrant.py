@@ -5,6 +5,7 @@ import itertools
 import json
 import tracemalloc
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -367,6 +368,33 @@ def test_an_alias_is_the_same_collection(store: Qdrant) -> None:
     update(store, MADE.ids[0], new=MADE.new[9].tolist())
     with pytest.raises(InvalidInputError, match="1 points were written since the flip"):
         reversible(store).flip_back("new")
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("http://localhost:6333", "http://127.0.0.1:6333", True),
+        ("http://localhost:6333", "http://[::1]:6333", True),
+        ("http://localhost:6333", "http://localhost:6333/", True),
+        ("http://localhost:6333", "http://localhost", True),
+        ("https://db.example/q", "https://DB.example:6333/q/", True),
+        ("http://localhost:6333", "http://localhost:6334", False),
+        ("https://a.example", "https://b.example", False),
+        ("https://db.example/q", "https://db.example/r", False),
+    ],
+)
+def test_a_server_has_one_lock_by_every_spelling_of_its_address(
+    store: Qdrant, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, one: str, other: str, same: bool
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("nobackfill.adopt.sources.source.LOCK_WAIT", 0.05)
+    first, second = reversible(store), reversible(store)
+    # There is no server here: its lock lies on this machine.
+    monkeypatch.setattr(first, "_place", one)
+    monkeypatch.setattr(second, "_place", other)
+    refused: AbstractContextManager[object] = pytest.raises(BusyError) if same else nullcontext()
+    with first.migration_lock(), refused, second.migration_lock():
+        pass
 
 
 def test_a_key_that_may_not_list_aliases_reads_its_collection(store: Qdrant) -> None:

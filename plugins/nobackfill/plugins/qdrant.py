@@ -63,6 +63,8 @@ with require_extra("qdrant"):
 # The environment variable with a server's key.
 KEY = "NOBACKFILL_QDRANT_KEY"
 _SECONDS = 60
+# Port of an address without one, as the client takes it.
+_PORT = 6333
 # Ids have 64 bits; Python refuses to parse thousands of digits.
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,19}")
 _FOLDERS: "weakref.WeakValueDictionary[Path, QdrantClient]" = weakref.WeakValueDictionary()
@@ -206,7 +208,7 @@ def translated_errors(name: str) -> Iterator[None]:
         # The local mode keeps its points in a file of SQLite.
         raise CannotWriteError(
             f"collection {name}: the folder cannot be written ({error}); free some space or fix "
-            "the permissions, and run it again"
+            "the permissions, and run the command again"
         ) from error
     except UnexpectedResponse as error:
         ours = STATUSES.get(error.status_code or 0, InvalidInputError)
@@ -714,7 +716,7 @@ class QdrantSource:
             CannotWriteError: the lock file cannot be created.
         """
         folder = None if "://" in self._place else Path(self._place).resolve()
-        return lock_by_address(self._place, self._name, folder)
+        return lock_by_address(self._place, self._name, folder, port=_PORT)
 
     def read_migration_mark(self, column: str) -> str | None:
         """Return the digest of the map whose vectors have a name; None for any other name, and
@@ -804,7 +806,8 @@ class QdrantSource:
         old = mark.get("of")
         if old is None or old not in vectors:
             raise NotFoundError(
-                f"collection {self._name}: no old vectors, so that no flip to {to!r} can be undone"
+                f"collection {self._name}: the collection has no old vectors, so there is no flip "
+                f"to {to!r} to undo"
             )
         without_old, stale = 0, list[Any]()
         for window in self.windows(_PAGE) if to in vectors else ():
@@ -826,7 +829,7 @@ class QdrantSource:
         if losses and not lose:
             raise InvalidInputError(
                 f"{self._name}: {losses} points were written since the flip and have no old "
-                "vector; run it with --yes to lose them"
+                "vector; to lose them, run `nobackfill migrate back --yes`"
             )
         for first in range(0, len(stale), _PAGE):
             with suppress(NotFoundError), translated_errors(self._name):

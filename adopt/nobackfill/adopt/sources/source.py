@@ -790,17 +790,21 @@ def lock_by_file(path: Path, name: str) -> Iterator[Callable[[], None]]:
 
 
 def lock_by_address(
-    place: str, name: str, folder: Path | None = None
+    place: str, name: str, folder: Path | None = None, *, port: int | None = None
 ) -> AbstractContextManager[Callable[[], None]]:
     """Hold `Reversible.migration_lock` by a lock file for a collection of a store without locks.
 
     The file lies in `folder`. For a server it lies in `~/.cache/nobackfill` (or below
     XDG_CACHE_HOME): it keeps out migrations of this user on this machine alone. It waits up to 3 s.
 
+    A server has one lock, however its address is spelled: localhost is each address of this
+    machine, and letter case, a slash at the end and `http` or `https` do not count.
+
     Args:
         place: The address of the store.
         name: Name of the collection.
         folder: The store's own folder; None for a server.
+        port: Port of an address without one; None if the store has no default.
 
     Raises:
         BusyError: Another migration holds the lock.
@@ -809,6 +813,10 @@ def lock_by_address(
     if folder is None:
         caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         folder = caches / "nobackfill"
+        parts = urlsplit(place)
+        host = (parts.hostname or "").rstrip(".")
+        host = "localhost" if is_loopback(host) else host
+        place = f"{host}:{parts.port or port}{parts.path.rstrip('/')}"
     address = hashlib.sha256(f"{place}#{name}".encode()).hexdigest()[:16]
     return lock_by_file(folder / f".{address}-nobackfill.lock", name)
 
