@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from nobackfill.errors import ConfigurationError
+from nobackfill.errors import ConfigurationError, NobackfillError
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoints
@@ -75,10 +75,9 @@ def load_plugin(group: str, name: str) -> Any:
         name: The name of the entry point.
 
     Raises:
-        ConfigurationError: No installed distribution has this plug-in, or the plug-in needs an
-            extra that is not installed.
-        ImportError, AttributeError: Its module cannot be imported, or lacks the object that the
-            entry point names.
+        ConfigurationError: No installed distribution has this plug-in, it needs an extra that is
+            not installed, its module cannot be imported, or the module lacks the object that the
+            entry point names. The message names the distribution and the pip command.
     """
     plugins = _entry_points(group)
     if name not in plugins.names:
@@ -88,7 +87,22 @@ def load_plugin(group: str, name: str) -> Any:
             "`pip install .` in the folder of nobackfill's source, or `make setup` in a checkout, "
             "registers its own"
         )
-    return plugins[name].load()
+    plugin = plugins[name]
+    try:
+        return plugin.load()
+    except NobackfillError:
+        raise
+    except Exception as error:
+        package = "unknown" if plugin.dist is None else plugin.dist.name
+        remedy = (
+            "run `pip install .` in the folder of nobackfill's source again"
+            if package == "nobackfill"
+            else f"run `pip install --upgrade {package}`, or `pip uninstall {package}`"
+        )
+        raise ConfigurationError(
+            f"the plug-in {name!r} of the package {package} cannot be imported "
+            f"({type(error).__name__}: {error}); {remedy}"
+        ) from error
 
 
 def plugin_names(group: str) -> set[str]:

@@ -30,7 +30,12 @@ from nobackfill.adopt.maps import (
 from nobackfill.adopt.page import duration, percent, render
 from nobackfill.adopt.pairs import WINDOW, Matched, Pairs, match
 from nobackfill.adopt.sources.arrays import ArraySource
-from nobackfill.adopt.sources.opening import not_read_as, open_items, open_source
+from nobackfill.adopt.sources.opening import (
+    POSTGRESQL_SCHEMES,
+    not_read_as,
+    open_items,
+    open_source,
+)
 from nobackfill.adopt.sources.source import (
     DOCUMENTS,
     EmbeddedSource,
@@ -148,7 +153,6 @@ def fit_and_judge(
         BusyError: Another process publishes in the publication folder. Others hold a store, or its
             server has too many requests.
         UnfitError: The converter is no linear map.
-        ImportError, AttributeError: As `open_source`.
         OSError: A file of a published model cannot be read.
         Exception: Any other error of the code of a trainer, or of a card's model `module:function`.
     """
@@ -395,7 +399,7 @@ def _migration_seconds(address: str, source: Source, pairs: Pairs) -> float | No
     started = time.perf_counter()
     rows = sum(len(source.read(one)) for one in islice(source.windows(WINDOW), MEASURED_WINDOWS))
     reading = (time.perf_counter() - started) / max(1, rows)
-    if address.startswith(("postgresql://", "postgres://")):
+    if address.startswith(POSTGRESQL_SCHEMES):
         started = time.perf_counter()
         mapping(window)
         return POSTGRESQL * reading + (time.perf_counter() - started) / WINDOW

@@ -112,16 +112,16 @@ class GatewayServer:
 
         Raises:
             BusyError: the data folder, the database or an address is in use.
-            ConfigurationError: a setting does not work here, an extra or a file is missing, or the
-                publication folder does not exist.
+            ConfigurationError: a setting does not work here, an extra or a file is missing, a
+                plug-in cannot be imported, or the publication folder does not exist.
             PreconditionError: the galleries of the data folder were moved to another store.
             NotFoundError: a release that the state needs is not published.
             VerificationError: the data or the publication is damaged, or a newer version wrote it.
             UnavailableError: the database does not answer, the publication folder cannot be read,
                 or the venv has no Triton.
             CannotWriteError: the data folder cannot be written.
-            ImportError, AttributeError: a plug-in (store, traces or console) cannot be imported, or
-                lacks its object.
+            ImportError, AttributeError: the exporter of traces cannot be imported, or lacks its
+                object.
         """
         with ExitStack() as closing:
             self._start(closing)

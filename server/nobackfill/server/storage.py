@@ -47,12 +47,11 @@ def storage_of(settings: Settings) -> "Storage":
         PreconditionError: `gateway data move` has moved the folder's galleries elsewhere.
         BusyError: another process uses the folder, or uses the database alone.
         ConfigurationError: the address has another form, leads to another machine without TLS,
-            names an unknown engine, or an extra is missing.
+            names an unknown engine, an extra is missing, or a plug-in cannot be imported.
         UnavailableError: the database does not answer.
         VerificationError: the state is damaged, a newer version wrote it, or a restore did not
             finish.
         CannotWriteError: the folder cannot be created, or the database cannot write.
-        ImportError, AttributeError: the engine's plug-in cannot be imported, or lacks its object.
         OSError, ValueError, KeyError: the mark of a move cannot be read, or is damaged.
     """
     store = settings.store.get_secret_value() if settings.store is not None else SQLITE
@@ -232,13 +231,11 @@ class Storage:
         Raises:
             BusyError: another process has a lock that excludes this one.
             ConfigurationError: the address has another form, leads to another machine without TLS,
-                names an unknown engine, or an extra is missing.
+                names an unknown engine, an extra is missing, or a plug-in cannot be imported.
             UnavailableError: the database does not answer.
             VerificationError: the state is damaged, a newer version wrote it, or a restore did not
                 finish.
             CannotWriteError: the folder cannot be created, or the database cannot write.
-            ImportError, AttributeError: the engine's plug-in cannot be imported, or lacks its
-                object.
         """
         self.home: Home
         self.state: GatewayState

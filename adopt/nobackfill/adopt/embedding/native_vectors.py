@@ -180,7 +180,7 @@ def open_contents(source: Source, column: str | None, items: str | None) -> Cont
         ConfigurationError: `items` is the address of a store, which would send vectors or a
             password unencrypted, or needs an extra that is not installed.
         BusyError: Others hold the store, or its server has too many requests.
-        IncompatibleSpaceError, ImportError, AttributeError: As `read_items`.
+        IncompatibleSpaceError: As `read_items`.
     """
     if (column is None) == (items is None):
         raise InvalidInputError(
@@ -464,8 +464,9 @@ class NativeVectorMaker:
         dims = {len(vector) for vector in vectors.values()}
         if len(dims) > 1:
             raise InvalidInputError(
-                f"the new vectors: expected one dimension, got {join_few(sorted(dims))}; the model "
-                "has changed since --vectors or --natives was written, so leave these out"
+                f"the new vectors: expected one dimension, got {join_few(sorted(dims))}; the "
+                "model has changed since --vectors or --natives was written, so leave that option "
+                "out"
             )
         made = np.stack([vectors[rows.ids[row]] for row in places]).astype(np.float32)
         return _select(rows, places), normalise(made) if self._directions else made
@@ -515,7 +516,7 @@ class NativeVectorMaker:
             name = ids[-1]
             raise InvalidInputError(
                 f"none of the first {len(ids)} items could be embedded; the reason for {name!r} "
-                f"is: {self.missing[name]}"
+                f"is: {self.missing[name]}. Correct --with, or --column or --items"
             )
         return by_id
 

@@ -98,11 +98,10 @@ def read_items(
             PostgreSQL.
         UnavailableError: The source's server does not answer.
         NotPermittedError: The server refuses the user.
-        ConfigurationError: The address would send a password unencrypted, or an extra is not
-            installed.
+        ConfigurationError: The address would send a password unencrypted, an extra is not
+            installed, or a plug-in cannot be imported.
         BusyError: Others hold the store, or its server has too many requests.
-        IncompatibleSpaceError, ImportError, AttributeError: A plug-in raises it, or cannot be
-            imported.
+        IncompatibleSpaceError: A plug-in raises it.
     """
     path = Path(address)
     # Only a table of PostgreSQL takes a condition; `open_source` refuses it for anything else.
@@ -437,8 +436,8 @@ def _done(folder: Path, items: ItemList, embedder: Embedder) -> tuple[set[str], 
         )
     if source.reads() != embedder.reads:
         raise IncompatibleSpaceError(
-            f"{folder}: holds vectors of {source.reads()[:30] or 'texts without a role'}, expected "
-            f"{embedder.reads[:30] or 'texts without a role'}; write the vectors of queries into a "
+            f"{folder}: holds vectors of {source.reads()[:30] or 'texts of any role'}, expected "
+            f"{embedder.reads[:30] or 'texts of any role'}; write the vectors of queries into a "
             "folder of their own (--out)"
         )
     values: dict[str, str | Path] = dict(zip(items.ids, items.values, strict=True))

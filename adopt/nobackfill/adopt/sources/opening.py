@@ -14,8 +14,8 @@ KINDS = (
     "qdrant:FOLDER#COLLECTION, milvus:https://HOST:PORT#COLLECTION or milvus:FILE.db#COLLECTION, "
     "chroma:https://HOST:PORT#COLLECTION, lancedb:FOLDER#TABLE, sqlite:FILE#TABLE with sqlite-vec"
 )
-
-
+# Beginnings of the address of a table of PostgreSQL.
+POSTGRESQL_SCHEMES = ("postgresql://", "postgres://")
 _POSTGRES = "postgresql://…/DATABASE#TABLE"
 
 
@@ -48,15 +48,13 @@ def open_source(
         NotPermittedError: The server refuses the user or the key.
         InvalidInputError: The address has another form; the table, the key or the column of vectors
             cannot be used; or `where` is given for another store than PostgreSQL.
-        ConfigurationError: The address would send vectors or a password unencrypted, or the extra
-            of the store is not installed.
+        ConfigurationError: The address would send vectors or a password unencrypted, the extra of
+            the store is not installed, or its plug-in cannot be imported.
         IncompatibleSpaceError: As the plug-in raises it.
-        ImportError, AttributeError: A plug-in's module cannot be imported, or lacks the object that
-            its entry point names.
         BusyError: Others hold a file or a folder of an embedded store, or the server has too many
             requests.
     """
-    if address.startswith(("postgresql://", "postgres://")):
+    if address.startswith(POSTGRESQL_SCHEMES):
         from nobackfill.adopt.sources.pgvector import PgvectorSelection, PgvectorSource
 
         try:
@@ -149,7 +147,6 @@ def open_searchable(
         IncompatibleSpaceError: Files of one folder record different models.
         BusyError: Others hold a file or a folder of an embedded store, or the server has too many
             requests.
-        ImportError, AttributeError: As `open_source`.
     """
     source = open_source(address, key=key, vector=vector, where=where)
     if isinstance(source, Searchable):
@@ -185,7 +182,7 @@ def open_items(
         ConfigurationError: As `open_source`.
         BusyError: Others hold a file or a folder of an embedded store, or the server has too many
             requests.
-        IncompatibleSpaceError, ImportError, AttributeError: As `open_source`.
+        IncompatibleSpaceError: As `open_source`.
     """
     source = open_source(address, key=key, vector=vector, where=where)
     why = (
