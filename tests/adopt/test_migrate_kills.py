@@ -506,6 +506,14 @@ def test_two_folders_never_write_the_same_table(table: Migrated) -> None:
     assert process.returncode not in (0, 75), error
     assert "another migration has flipped it since this verdict" in error
     assert not list(table.folder.rglob("*nobackfill.lock"))
+    # The advice is for this store: only PostgreSQL has comments.
+    file = table.folder / "second" / "migration.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"state": "flipped", "mark": "m"}))
+    process = table.start("status", "--work", "second")
+    error = process.communicate(timeout=600)[1].decode()
+    assert process.returncode == 65, error
+    assert ("COMMENT ON" in error) == table.address.startswith("postgresql:"), error
+    assert "--work" in error or "COMMENT ON" in error
 
 
 def test_two_kills_lose_nothing(table: Migrated) -> None:

@@ -39,7 +39,7 @@ from nobackfill.adopt.fitting import LEAST_QUERIES, FitFiles, fit_and_judge
 from nobackfill.adopt.maps import NEW_MODEL, load_map
 from nobackfill.adopt.page import duration
 from nobackfill.adopt.pairs import encode_ids, read_ids, sample_source
-from nobackfill.adopt.sources.opening import open_items
+from nobackfill.adopt.sources.opening import POSTGRESQL_SCHEMES, open_items
 from nobackfill.adopt.sources.source import (
     MOST_NAME,
     Flippable,
@@ -707,7 +707,7 @@ class Migration:
         """Return the state that the table shows: a kill may have prevented the saving.
 
         Raises:
-            PreconditionError: A flip is saved, and the table's comment does not name it.
+            PreconditionError: A flip is saved, and the store does not name it.
         """
         if plan.state not in ("writing", "flipped"):
             return plan.state
@@ -719,6 +719,12 @@ class Migration:
         if state == "old":
             return "taken back"
         name, kind = source.facts().name, "COLUMN"
+        if not plan.source.startswith(POSTGRESQL_SCHEMES):
+            raise PreconditionError(
+                f"{name}: the vectors that answer searches now are not those of this migration, so "
+                "nothing was changed. Run `nobackfill migrate finish` or `nobackfill migrate back` "
+                "with the --work of the migration that wrote them, then run this command again"
+            )
         if plan.where is not None:
             name, kind = plan.to.partition(":")[2], "TABLE"
         raise PreconditionError(
