@@ -182,7 +182,12 @@ class Catalog:
                 # The other releases are served.
                 refusals[number] = str(error)
                 if self._refusals.get(number) != str(error):
-                    log.error("release refused", release=number, error=str(error))
+                    log.error(
+                        "a published release is refused, and the others are served; its publisher "
+                        "must publish another one",
+                        release=number,
+                        error=str(error),
+                    )
         self.manifests = manifests
         self.spaces = {manifest.space: manifest for manifest in self.manifests.values()}
         self._refusals = refusals

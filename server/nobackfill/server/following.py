@@ -127,7 +127,11 @@ class Following:
             except NobackfillError as error:
                 trouble = f"{hosted.name}: {error}"
         if trouble and trouble != self._trouble:
-            log.error("cannot follow the other gateways", error=trouble)
+            log.error(
+                "cannot follow the other gateways: a gallery keeps its present release here, and "
+                "it is tried again",
+                error=trouble,
+            )
         self._trouble = trouble
         # Galleries that could not follow are tried again next time.
         self._planned = () if trouble else planned
@@ -152,7 +156,11 @@ class Following:
                     news.wait(_POLL_SECONDS)
                     self.catch_up()
                 except UnavailableError as error:
-                    log.warning("the store does not answer", error=str(error))
+                    log.warning(
+                        "the database does not answer, so changes of other gateways are not seen "
+                        "yet; tried again",
+                        error=str(error),
+                    )
                     self._stopping.wait(_LEAD_CHECK_SECONDS)
 
     def _succeed(self) -> None:
@@ -166,7 +174,11 @@ class Following:
                     elif run is None and self._can_lead():
                         self._activations.resume()
                 except NobackfillError as error:
-                    log.warning("cannot take over the activation", error=str(error))
+                    log.warning(
+                        "cannot take over the activation of a gateway that has stopped; tried "
+                        "again",
+                        error=str(error),
+                    )
 
     def _can_lead(self) -> bool:
         """Tell whether an activation is under way whose release is published here."""

@@ -207,7 +207,12 @@ class Serving:
                 if self._state.shared:
                     # Other gateways serve it. This gateway lacks a release, and keeps its plan
                     # until it has it.
-                    log.error("gallery keeps its old plan", gallery=hosted.name, error=str(error))
+                    log.error(
+                        "a gallery keeps its present release here, because this gateway lacks one "
+                        "that it needs",
+                        gallery=hosted.name,
+                        error=str(error),
+                    )
                 else:
                     self._galleries.set_aside(hosted.name, error)
                     old.append(hosted.plan)
@@ -290,7 +295,9 @@ class Serving:
         check_lock_order(Level.PLAN)
         for plan in old:
             if not plan.users.wait_until_none(_DRAIN_S):
-                log.warning("a call still uses an old plan; keeping its models")
+                log.warning(
+                    "a call still uses the models of an earlier release, so they stay loaded"
+                )
                 return False
         for hosted in self._galleries.all():
             hosted.forget_views(hosted.plan)
@@ -372,7 +379,12 @@ class Serving:
             try:
                 _drop_unused(hosted, releases)
             except (NobackfillError, OSError, sqlite3.Error) as error:
-                log.error("spaces not dropped", gallery=hosted.name, error=str(error))
+                log.error(
+                    "the vectors of an earlier release could not be deleted; the next start or "
+                    "`gateway retire` tries again",
+                    gallery=hosted.name,
+                    error=str(error),
+                )
 
     def _needed_releases(self) -> set[int]:
         """Return the releases whose models must be loaded.

@@ -404,7 +404,9 @@ class GatewayState(ABC):
         try:
             self._keep_deed(Deed(time.time(), who, what, of_what))
         except NobackfillError as error:
-            log.error("audit entry not written", error=str(error))
+            log.error(
+                "an audit entry was not written; the audited call itself went on", error=str(error)
+            )
 
     @abstractmethod
     def _keep_deed(self, deed: "Deed") -> None:

@@ -1101,7 +1101,11 @@ class GalleryRegistry:
             name: the gallery.
             error: the reason.
         """
-        log.error("gallery set aside", gallery=name, error=str(error))
+        log.error(
+            "a gallery is set aside: it is not served; correct the error, and restart the gateway",
+            gallery=name,
+            error=str(error),
+        )
         with self._update_lock:
             self._reasons = {**self._reasons, name: str(error)}
         self.on_set_aside()

@@ -752,7 +752,10 @@ class HostedInFile(Hosted):
                 index.save(path)
         except CannotWriteError as error:
             # The index is a cache: the next start builds it again.
-            log.warning("index not saved", error=str(error))
+            log.warning(
+                "the search index of a gallery was not saved; the next start builds it again",
+                error=str(error),
+            )
         if all(info.spec.space != space for info in self.spaces()):
             # The space was deleted during the build; nothing else would delete its file.
             path.unlink(missing_ok=True)

@@ -223,7 +223,11 @@ class Lane:
             self._pool.submit(work)
         except RuntimeError as error:
             # The system has no thread left, so an existing one will do it; or the lane is closed.
-            lanes_log.warning("cannot start a thread", lane=self.name, error=str(error))
+            lanes_log.warning(
+                "cannot start a thread for a call, so it waits for one that is busy",
+                lane=self.name,
+                error=str(error),
+            )
 
     def take_turn(self, timeout_s: float) -> None:
         """Wait on the call's own thread for a turn: at most `threads` calls work at once.

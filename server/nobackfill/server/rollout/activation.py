@@ -94,7 +94,9 @@ def return_galleries(galleries: GalleryRegistry, active: int) -> dict[str, Excep
             _return(hosted, active)
         except UNUSABLE as error:
             log.error(
-                "cannot return gallery to the active release", gallery=hosted.name, error=str(error)
+                "a gallery that is ahead of the active release cannot return to it",
+                gallery=hosted.name,
+                error=str(error),
             )
             errors[hosted.name] = error
     return errors
@@ -162,7 +164,10 @@ def fail(
             with writes_locked(galleries):
                 state.transact(give_back, lead)
         except LeadLostError as error:
-            log.error("the failure was not recorded", error=str(error))
+            log.error(
+                "the failed activation was not recorded here, because another gateway leads it now",
+                error=str(error),
+            )
         except NobackfillError as error:
             log.error("the failure is not recorded yet", release=release, error=str(error))
             # Record the failure alone: it needs less space than returning the galleries.
@@ -713,7 +718,9 @@ class Activations:
                 end = min(end, time.monotonic() + _RETRY_SECONDS)
                 if not state.shared or time.monotonic() >= end:
                     raise
-                log.warning("the activation is retried", error=str(error))
+                log.warning(
+                    "the activation stopped, and begins again with its first step", error=str(error)
+                )
             run.cancelled.wait(_RETRY_PAUSE_SECONDS)
             run.stop_if_cancelled()
 
@@ -870,5 +877,10 @@ class FirstActivation:
             )
             return False
         except NobackfillError as error:
-            log.error("cannot activate the first release", release=release, error=str(error))
+            log.error(
+                "cannot activate the first release; correct the error, and run `gateway activate` "
+                "with its number",
+                release=release,
+                error=str(error),
+            )
         return True

@@ -69,7 +69,10 @@ def _refuse_opening_to_others() -> None:
         PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.c_char_p(program)
     )
     if done:
-        sys.exit(f"launch.py: cannot set a seccomp filter ({os.strerror(ctypes.get_errno())})")
+        sys.exit(
+            "launch.py: the system refuses the seccomp filter that confines Triton "
+            f"({os.strerror(ctypes.get_errno())}); serve with --triton=in-process"
+        )
 
 
 def _hold() -> None:

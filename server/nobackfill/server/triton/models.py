@@ -323,7 +323,12 @@ class TritonModels:
             try:
                 self.load(manifest)
             except UnavailableError as error:
-                log.error("cannot load the release yet", release=manifest.release, error=str(error))
+                log.error(
+                    "the models of a release cannot be loaded yet; they are loaded when the model "
+                    "server answers",
+                    release=manifest.release,
+                    error=str(error),
+                )
         # All needed models are loaded before Triton counts as ready.
         self._keep(manifest)
 
@@ -363,7 +368,11 @@ class TritonModels:
             try:
                 self._client.unload(name, LIVE_TIMEOUT_S)
             except UnavailableError as error:
-                log.warning("not unloaded yet", model=name, error=str(error))
+                log.warning(
+                    "the model server (Triton) has not unloaded a model yet; tried again",
+                    model=name,
+                    error=str(error),
+                )
                 continue
             with self._lock:
                 self._leftover.discard(name)
@@ -512,14 +521,16 @@ class TritonModels:
     def _start_process(self, process: TritonProcess) -> None:
         self._set_up(False)
         if self._starts.began:
-            log.error("Triton has ended", log=process.log_tail())
+            log.error(
+                "the model server (Triton) has ended, and is started again", log=process.log_tail()
+            )
             self._first_result.set()
             self._stopping.wait(self._starts.pause())
             self._metrics.triton_restarts.inc()
         try:
             process.start()
         except (UnavailableError, CannotWriteError, OSError) as error:
-            log.error("cannot start Triton", error=str(error))
+            log.error("cannot start the model server (Triton); tried again", error=str(error))
             self._first_result.set()
         with self._lock:
             # A new Triton loads only the needed models.
@@ -536,7 +547,11 @@ class TritonModels:
         if not self._up.is_set():
             names = sorted({name for manifest in manifests for name in model_names(manifest)})
             for name, error in load_models(self._client, self._model_repo, names).items():
-                log.error("cannot load the model again", model=name, error=str(error))
+                log.error(
+                    "the model server (Triton) cannot load a model again; tried again",
+                    model=name,
+                    error=str(error),
+                )
         inputs_by_name = {
             name: inputs
             for manifest in manifests
@@ -567,7 +582,11 @@ class TritonModels:
         else:
             is_hanging = time.monotonic() - self._starts.began > _START_S
         if is_hanging:
-            log.error("Triton hangs and is killed", missed=self._misses.count, was_up=was_up)
+            log.error(
+                "the model server (Triton) does not answer, and is killed and started again",
+                missed=self._misses.count,
+                was_up=was_up,
+            )
             self._process.kill()
 
     def _set_up(self, up: bool) -> None:

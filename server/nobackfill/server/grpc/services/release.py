@@ -138,8 +138,9 @@ def count_report(report: pb.ReportSyncRequest, metrics: Metrics, *, is_published
     )
     if not is_valid:
         raise InvalidInputError(
-            "report: expected a release that is published here, a failure of the protocol, seconds "
-            "from 0 to below 1e9, and neighbours_kept from 0 to 1"
+            "report: expected a release that is published here, a failure that the .proto file "
+            "defines, seconds from 0 to below 1e9, and neighbours_kept from 0 to 1; correct the "
+            "report"
         )
     release = str(report.release)
     failure = _FAILURES[report.failure]
@@ -282,9 +283,9 @@ class ReleaseService(ReleaseServiceServicer):
         """
         if request.rollout not in _ROLLOUTS or not 0 <= request.spare_cores < 1:
             raise InvalidInputError(
-                "expected a rollout of the protocol (direct, dual, cutover or none), and "
-                "spare_cores, the share of cores left to searches, from 0 to below 1; got "
-                f"{request.rollout} and {request.spare_cores:g}"
+                "expected a rollout that the .proto file defines (direct, dual, cutover or "
+                "unspecified), and spare_cores, the share of cores left to searches, from 0 to "
+                f"below 1; got {request.rollout} and {request.spare_cores:g}"
             )
         number = request.number
         canary = from_canary(request.canary) if request.HasField("canary") else None

@@ -266,7 +266,9 @@ def _query(query: pb.Query) -> Query:
         raise InvalidInputError("query: expected an image, a text, or at least one embedding")
     values = {embedding.space: embedding.values for embedding in embeddings}
     if len(values) != len(embeddings):
-        raise InvalidInputError("query: expected at most one embedding for each space")
+        raise InvalidInputError(
+            "query: expected at most one embedding for each space, got two for one"
+        )
     return values
 
 

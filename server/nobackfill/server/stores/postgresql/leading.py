@@ -274,7 +274,8 @@ class Tenure:
                 lock = self._try_lock()
                 if lock is None:
                     log.error(
-                        "another process has locked the database; this gateway must be stopped"
+                        "another process has locked the database, so this gateway writes nothing "
+                        "more; restart it when that process has ended"
                     )
                     self._database.refuse_writes(
                         "this gateway may not write any more: another process has locked the "
@@ -285,7 +286,7 @@ class Tenure:
             except psycopg.Error:
                 lock = None
             except NobackfillError as error:
-                log.warning("the database does not answer", error=str(error))
+                log.warning("the database does not answer; tried again", error=str(error))
         if lock is not None:
             lock.close()
 

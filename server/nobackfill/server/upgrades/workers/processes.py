@@ -123,7 +123,10 @@ class Processes:
     def _renew(self) -> None:
         with self._lock:
             if self._pool is not None:
-                log.warning("a worker process ended; another one upgrades its items")
+                log.warning(
+                    "a worker process ended before its work was done; another one upgrades its "
+                    "items"
+                )
                 self._pool.shutdown(wait=False)
                 self._pool = None
 
