@@ -86,8 +86,9 @@ class FaultInjector:
         match = _SPEC.match(spec) if spec else None
         if spec and match is None:
             raise ConfigurationError(
-                f"{VARIABLE}: expected kill@N, short@N, eio@N or enospc@N (N+ for every step from "
-                f"N on), got {spec!r}"
+                f"{VARIABLE}: expected kill@N, short@N, eio@N or enospc@N, the fault that a test "
+                f"injects at file operation N (N+: at each from N on), got {spec!r}; unset this "
+                "variable outside tests"
             )
         self._kind = match[1] if match else ""
         self._at = int(match[2]) if match else 0
@@ -537,7 +538,7 @@ def _translate_os_errors(path: Path) -> Iterator[None]:
     except OSError as error:
         raise CannotWriteError(
             f"{path}: cannot be written ({error.strerror}); "
-            f"{_ADVICE.get(error.errno or 0, 'check the disk')} and run it again"
+            f"{_ADVICE.get(error.errno or 0, 'check the disk')}, and run the command again"
         ) from error
 
 

@@ -123,8 +123,8 @@ class DamagedError(VerificationError):
     def __init__(self, path: object, damage: object) -> None:
         self.path, self.damage = path, damage
         super().__init__(
-            f"{path or 'the gallery file'} is damaged ({damage}); restore a backup, or create it "
-            "again"
+            f"{path or 'the gallery file'} is damaged ({damage}); restore a backup, or create the "
+            "gallery again"
         )
 
 

@@ -346,6 +346,7 @@ def parse_text_line(line: bytes, where: str, key: str = "id", column: str = "tex
             raise ValueError("no text")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InvalidInputError(
-            f"{where}: expected a JSON object with {key!r} and {column!r}, both texts or numbers"
+            f"{where}: expected a JSON object with {key!r} and {column!r}, both texts or numbers; "
+            "correct the line"
         ) from error
     return TextLine(str(name), str(text), notes)

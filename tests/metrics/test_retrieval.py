@@ -178,7 +178,7 @@ def test_bad_input_is_refused() -> None:
         distances(good, good, "dot")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="each of 3 queries, got 2"):
         rank(good, good, relevance_by_label([0, 1], [0, 1, 2]))
-    with pytest.raises(ValueError, match="or of neither"):
+    with pytest.raises(ValueError, match="both or neither"):
         relevance_by_label([0], [0], query_images=["a"])
     with pytest.raises(ValueError, match="one image identity for each label"):
         relevance_by_label([0], [0, 1], ["a"], ["a"])

@@ -175,7 +175,7 @@ def test_searches(place: Place) -> None:
     assert {hit.id for hit in few.hits} == {"i9", "i10", "i11"}
     with pytest.raises(InvalidInputError, match="not both"):
         gateway.search("g", image=images[4], ef=9, exact=True)
-    with pytest.raises(InvalidInputError, match="expected one of image="):
+    with pytest.raises(InvalidInputError, match="expected exactly one of image="):
         gateway.search("g")
 
 

@@ -159,7 +159,8 @@ def _check_numbers(test: Test) -> None:
             raise InvalidInputError(f"filter on {test.key[:64]!r}: expected a number, got NaN")
         if isinstance(number, int) and not LEAST_INTEGER <= number <= LARGEST_INTEGER:
             raise InvalidInputError(
-                f"filter on {test.key[:64]!r}: expected an integer of 64 bits, got a larger one"
+                f"filter on {test.key[:64]!r}: expected an integer of 64 bits, got a larger one; "
+                "compare with a smaller one, or store the values as texts"
             )
 
 

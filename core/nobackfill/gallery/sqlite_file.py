@@ -171,7 +171,7 @@ def from_blobs(blobs: Sequence[bytes], dim: int) -> Vectors:
     try:
         joined = b"".join(blobs)
     except TypeError as error:
-        raise DamagedError(None, "a vector that is no blob") from error
+        raise DamagedError(None, "a stored vector is not binary data") from error
     # Check each length: a longer blob may make up for a shorter one.
     if not set(map(len, blobs)) <= {4 * dim}:
         raise DamagedError(
@@ -742,7 +742,7 @@ def all_vectors(connection: sqlite3.Connection, info: SpaceInfo) -> tuple[Labels
     end = 0
     for some_labels, some in _chunks(connection, info):
         if end + len(some) > most:
-            raise DamagedError(None, f"more vectors than its {most} items")
+            raise DamagedError(None, f"it has more vectors than items, which are {most}")
         labels[end : end + len(some)] = some_labels
         vectors[end : end + len(some)] = some
         end += len(some)

@@ -118,8 +118,9 @@ def negative_flips(old_cmc1: PerQuery, new_cmc1: PerQuery) -> float:
     """
     if old_cmc1.shape != new_cmc1.shape or (np.isnan(old_cmc1) != np.isnan(new_cmc1)).any():
         raise ValueError(
-            "expected the same queries, with NaN at the same ones, from both models; got "
-            f"{old_cmc1.shape} and {new_cmc1.shape} values with other NaN"
+            "old_cmc1 and new_cmc1: expected one value for each query, and NaN (no answer) for "
+            f"the same queries in both; got shapes {old_cmc1.shape} and {new_cmc1.shape}, or NaN "
+            "for different queries"
         )
     answerable = ~np.isnan(old_cmc1)
     if not answerable.any():
@@ -196,6 +197,7 @@ def strict_criterion(
 def _positive(value: float, what: str) -> float:
     if value <= 0:
         raise ValueError(
-            f"{what}: expected a figure above 0, because the figure is divided by it, got {value}"
+            f"{what}: expected a figure above 0, because another figure is divided by it, got "
+            f"{value}"
         )
     return value

@@ -74,8 +74,8 @@ def relevance_by_label(
     query_labels, gallery_labels = np.asarray(query_labels), np.asarray(gallery_labels)
     if query_labels.ndim != 1 or gallery_labels.ndim != 1:
         raise ValueError(
-            f"expected one-dimensional labels of queries and gallery, got {query_labels.shape} "
-            f"and {gallery_labels.shape}"
+            "query_labels and gallery_labels: expected one dimension each, got the shapes "
+            f"{query_labels.shape} and {gallery_labels.shape}"
         )
     order = np.argsort(gallery_labels, kind="stable").astype(np.int64)
     values, starts = np.unique(gallery_labels[order], return_index=True)
@@ -88,11 +88,13 @@ def relevance_by_label(
         return Relevance(relevant, [none] * len(relevant))
     if query_images is None or gallery_images is None:
         raise ValueError(
-            "expected image identities of queries and gallery, or of neither; got one of them"
+            "query_images and gallery_images: expected both or neither, got one of them"
         )
     if len(query_images) != len(query_labels) or len(gallery_images) != len(gallery_labels):
         raise ValueError(
-            "expected one image identity for each label of queries and gallery, got another number"
+            "query_images and gallery_images: expected one image identity for each label, "
+            f"{len(query_labels)} and {len(gallery_labels)}, got {len(query_images)} and "
+            f"{len(gallery_images)}"
         )
     positions: dict[str | int, list[int]] = {}
     for position, image in enumerate(gallery_images):

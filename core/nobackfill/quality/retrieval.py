@@ -196,9 +196,9 @@ def search_cell(
     spec = SpaceSpec.of(queries.manifest(cell.gallery[0] if adapted else cell.query))
     if gallery_vectors.shape[1] != spec.dim:
         raise InvalidInputError(
-            f"cell {cell}: a gateway's gallery has vectors of one dimension, got {spec.dim} of the "
-            f"queries and {gallery_vectors.shape[1]} of the gallery; migrate the gallery along a "
-            "route"
+            f"cell {cell}: a gateway's gallery has vectors of one dimension, got {spec.dim} of "
+            f"the queries and {gallery_vectors.shape[1]} of the gallery; measure a cell with an "
+            "upgrade, such as 2/1>2"
         )
     # One thread: the same graph, and so the same verdict, each time.
     # Imported here: the index is compiled, and a comparison of methods needs none.

@@ -570,9 +570,14 @@ class Calibration(ManifestPart):
                 f"{len(d)}"
             )
         if any(b <= a for a, b in itertools.pairwise(d)):
-            raise ValueError("calibration: expected strictly increasing distances, got others")
+            raise ValueError(
+                "calibration: expected strictly increasing distances, got one that repeats or falls"
+            )
         if any(b >= a for a, b in itertools.pairwise(p)):
-            raise ValueError("calibration: expected strictly decreasing probabilities, got others")
+            raise ValueError(
+                "calibration: expected strictly decreasing probabilities, got one that repeats or "
+                "rises"
+            )
         if self.scale is not None and self.origin != "upgraded":
             raise ValueError(
                 "calibration: expected a scale only for upgraded vectors, got one for "

@@ -148,7 +148,8 @@ class UpgradeModel:
             if side is None or len(side) != count:
                 raise InvalidInputError(
                     f"upgrade from release {upgrade.from_release}: expected {count} rows of "
-                    f"side-information, got {'none' if side is None else len(side)}"
+                    "side-information, one for each vector, got "
+                    f"{'none' if side is None else len(side)}"
                 )
             inputs["side"] = check_vectors(
                 side, upgrade.from_side_dim, error_name="side-information to upgrade"

@@ -149,7 +149,10 @@ def _constants(graph: GraphProto) -> Iterator[TensorProto]:
                     "the model without control flow and functions"
                 )
             if attribute.HasField("g") or attribute.graphs or attribute.HasField("sparse_tensor"):
-                raise RefusedError(f"its {node.op_type} hides a subgraph or a sparse tensor")
+                raise RefusedError(
+                    f"its {node.op_type} has an attribute with a subgraph or a sparse tensor, "
+                    "although its type is another; export the model without them"
+                )
             if attribute.HasField("t"):
                 yield attribute.t
             yield from attribute.tensors

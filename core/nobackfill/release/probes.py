@@ -200,7 +200,8 @@ def _texts(data: NDArray[Any]) -> list[str]:
         ) from error
     if not isinstance(texts, list) or not 0 < len(texts) <= _MOST_TEXTS:
         raise VerificationError(
-            f"{_PROBES}: expected a list of 1 to {_MOST_TEXTS} texts in the array 'text'"
+            f"{_PROBES}: expected a list of 1 to {_MOST_TEXTS} texts in the array 'text'; publish "
+            "the release again"
         )
     try:
         return [check_text(text) for text in texts]
@@ -325,7 +326,8 @@ def _array(probes: Arrays, name: str) -> NDArray[Any]:
     if name not in probes or len(probes[name]) == 0:
         found = "an empty one" if name in probes else "none"
         raise VerificationError(
-            f"{_PROBES}: expected an array {name!r} with at least one row, found {found}"
+            f"{_PROBES}: expected an array {name!r} with at least one row, found {found}; publish "
+            "the release again"
         )
     return probes[name]
 
@@ -389,8 +391,8 @@ def check_onnx(files: Mapping[str, OnnxFile]) -> None:
             ) from error
         except (OSError, MemoryError, RecursionError) as error:
             raise VerificationError(
-                f"{name}: the ONNX file is refused: it cannot be checked "
-                f"({type(error).__name__}: {error})"
+                f"{name}: the ONNX file is refused: it cannot be checked ({type(error).__name__}: "
+                f"{error}). Its publisher must export it again"
             ) from error
 
 

@@ -225,7 +225,7 @@ def _query(
 ) -> search_pb2.Query:
     if sum(one is not None for one in (image, text, embeddings)) != 1:
         raise InvalidInputError(
-            "query: expected one of image=, text= and embeddings=, got none or several"
+            "query: expected exactly one of image=, text= and embeddings=, got none or several"
         )
     if image is not None:
         return search_pb2.Query(image=image_bytes(image))

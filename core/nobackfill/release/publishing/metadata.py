@@ -257,7 +257,7 @@ def read_root(repo: Path) -> tuple[Root, bytes] | None:
         if successor.version != root.version + 1:
             raise VerificationError(
                 f"{name}: expected root metadata of version {root.version + 1}, got version "
-                f"{successor.version}; restore the file"
+                f"{successor.version}; restore the file from a copy"
             )
         root, data = verify_metadata(Root, following, successor, name), following
     return root, data

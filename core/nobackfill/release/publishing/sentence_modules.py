@@ -116,7 +116,8 @@ def _below(folder: Path, path: str) -> str:
     pure = PurePosixPath(path)
     if pure.is_absolute() or ".." in pure.parts:
         raise InvalidInputError(
-            f"{folder}: expected the model's modules in its own folder, got {path!r}"
+            f"{folder}: expected the model's modules in its own folder, got {path!r}; save the "
+            "model again with sentence-transformers"
         )
     return "" if str(pure) == "." else str(pure)
 

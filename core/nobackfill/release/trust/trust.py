@@ -351,8 +351,9 @@ class TrustedState:
             self.snapshot.meta["targets.json"].verify_length_and_hashes(texts["targets"])
         except (RepositoryError, KeyError) as error:
             raise VerificationError(
-                f"trusted metadata: the stored files do not belong to one publication state "
-                f"({error}); remove the folder of the trusted state to start again"
+                f"the stored metadata of a publication does not fit together ({error}), so none "
+                "of it is trusted; remove the file trusted.json to start again with the root "
+                "metadata"
             ) from error
 
     @classmethod
@@ -523,8 +524,8 @@ def fetch_metadata(
         raise translate_tuf_errors(error, base_url) from error
     except OSError as error:
         raise CannotWriteError(
-            f"{error.filename}: cannot be written ({error.strerror}); the temporary folder needs "
-            "a little space"
+            f"{error.filename}: cannot be written ({error.strerror}); free some space in the "
+            "folder for temporary files, or name another with TMPDIR"
         ) from error
 
 
@@ -641,8 +642,8 @@ def download(fetcher: Fetcher, base_url: str, target: TargetFile, destination: P
         if not part.exists() or not _is_complete(part, target):
             durable.remove_tree(part)
             raise VerificationError(
-                f"{target.path}: the host sends a file that differs from the signed one; "
-                "nothing was changed"
+                f"{target.path}: the host sends a file that differs from the signed one; nothing "
+                "was changed. Try again later, or tell its publisher"
             )
     durable.replace_file(part, destination)
 
@@ -662,7 +663,7 @@ def _fetch(fetcher: Fetcher, base_url: str, target: TargetFile, part: Path) -> N
                 durable.remove_tree(part)
                 raise VerificationError(
                     f"{target.path}: the host sends more than the {target.length} bytes that were "
-                    "signed; nothing was changed"
+                    "signed; nothing was changed. Try again later, or tell its publisher"
                 )
             if len(block) >= _BLOCK:
                 durable.append_bytes(part, bytes(block))
@@ -769,8 +770,8 @@ class Trust:
         self._state = self._load()
         if self._state is None and root is None:
             raise NotFoundError(
-                f"{state_dir}: no trusted metadata is stored here yet; name the publication's root "
-                "metadata, its file 1.root.json"
+                f"{state_dir}: no trusted metadata is stored here yet; name the publication's "
+                "root metadata, its file 1.root.json (commands: --root)"
             )
 
     def refresh(self) -> bool:
@@ -1030,14 +1031,18 @@ class Trust:
         """
         destination = folder / path
         if not destination.resolve().is_relative_to(folder.resolve()):
-            raise VerificationError(f"{path}: this published path leads out of {folder}; refused")
+            raise VerificationError(
+                f"{path}: this published path leads out of {folder}, so the file is refused; tell "
+                "the publisher"
+            )
         download(self._fetcher, self._base_url, self.signed_entry(path), destination)
         return destination
 
     def _trusted(self) -> TrustedState:
         if self._state is None:
             raise NotFoundError(
-                f"{self._folder}: no metadata of the publication was fetched yet; refresh first"
+                f"{self._folder}: no metadata of the publication was fetched yet; call refresh() "
+                "first"
             )
         return self._state
 
