@@ -134,7 +134,7 @@ def test_what_does_not_belong_together_is_refused(
     assert "it has 1" in no(*CARRY[:-1], "maps#7", code=66)
     for strange in ("maps#x", "#1", ""):
         assert "FOLDER#N" in no(*CARRY[:-1], strange)
-    assert "--map FILE and --release" in no(*CARRY, "--map", "map.npz")
+    assert "--map FILE, --release" in no(*CARRY, "--map", "map.npz")
     assert "is not there" in no(*CARRY[:-1], "nowhere", code=66)
     (tmp_path / "card.json").write_text('{"old": {"name": "x"}}')
     assert "old.licence" in no(*PUBLISH)

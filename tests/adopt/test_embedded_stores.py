@@ -109,7 +109,7 @@ def test_lancedb_undoes_a_flip_that_others_write_into(
             lance.put(MADE.ids[0], MADE.old[1])
 
     monkeypatch.setattr(type(place), "_refuse_pending", written_after)
-    with pytest.raises(BusyError, match="run it again"):
+    with pytest.raises(BusyError, match="run the command again"):
         carry(lance.open(), target("vector_new"), MAP, flip=True)
     monkeypatch.undo()
     assert "vector_before" not in lance.table.schema.names

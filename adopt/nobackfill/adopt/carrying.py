@@ -292,9 +292,9 @@ def carry(
                 return written
             first = False
         raise BusyError(
-            f"{facts.name}: after {MOST_SWEEPS} sweeps, others still change items faster than new "
-            "vectors are written. The written vectors stay; run the same command at a quieter "
-            "hour"
+            f"{facts.name}: after {MOST_SWEEPS} passes over the items, other programs still "
+            "change items faster than new vectors are written. The written vectors stay; run the "
+            "same command at a quieter hour"
         )
 
     written = sweep(0, first=True)

@@ -871,8 +871,8 @@ def carry(
     if new_model is not None or vectors is not None:
         if mapping is not None or release is not None:
             raise InvalidInputError(
-                "expected a map (--map or --release) or native vectors (--with, --vectors), got "
-                "both; leave one of them out"
+                "expected a map (--map, --release) or vectors that the new model computes "
+                "(--with, --vectors), got both; leave one of them out"
             )
         contents = open_contents(opened, column, items)
         if natives is not None and not natives.is_file():

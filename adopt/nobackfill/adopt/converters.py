@@ -500,9 +500,9 @@ def _trusted(place: str, root: Path | None) -> Trust:
     elif not (state / "trusted.json").exists():
         shown = fingerprint(first_root(fetcher, url))
         raise PreconditionError(
-            f"{place}: no root of this publication is trusted yet. Get its 1.root.json from the "
-            "publisher by another way, and name it once with --root FILE; the root in the "
-            f"publication itself has the fingerprint {shown}"
+            f"{place}: no root of this publication is trusted yet. Get the file 1.root.json from "
+            "its publisher over a channel that you trust, and name it once with --root FILE; the "
+            f"root in the publication itself has the fingerprint {shown}"
         )
     trust = Trust(state, fetcher, url, given)
     trust.refresh()
@@ -553,8 +553,9 @@ def mapping_for(
     """
     if (file is None) == (release is None):
         raise InvalidInputError(
-            "expected one of --map FILE and --release CONVERTER, or --with MODEL, --vectors FOLDER "
-            "or --rollback; got none or both"
+            "expected one source of the new vectors (--map FILE, --release CONVERTER, --with "
+            "MODEL or --vectors FOLDER), or --rollback to remove them; got none, or both --map "
+            "and --release"
         )
     claimed = None if model is None else open_embedder(model).fingerprint
     same_model(facts.model, claimed, f"{facts.name} and --model")

@@ -121,7 +121,8 @@ class LanceSource:
             pa.types.is_integer(kind)
         ):
             raise InvalidInputError(
-                f"{table}.{self.key}: expected keys of text or integers, got {kind}"
+                f"{table}.{self.key}: expected keys of text or integers, got {kind}; name another "
+                "column with --key"
             )
         names = [
             name
@@ -284,7 +285,8 @@ class LanceSource:
         column = self.select([self.key], None)[self.key]
         if column.null_count:
             raise InvalidInputError(
-                f"{self._name}.{self.key}: expected a key in every row, found rows without one"
+                f"{self._name}.{self.key}: expected a key in every row, found rows without one; "
+                "fill the column, or name another with --key"
             )
         # As values of Python, 10 million keys would take more than 1 GB.
         keys = column.combine_chunks()
@@ -698,7 +700,8 @@ class LanceSource:
         made = _mark(schema, self.vector).get("to")
         if old not in schema.names or made is None:
             raise NotFoundError(
-                f"table {self._name}: no column {old!r}, so that no flip can be undone"
+                f"table {self._name}: no column {old!r}, which a flip leaves with the old "
+                "vectors, so there is no flip to undo"
             )
         result = self.read_window(Window(), self.vector, [old, _of(made)])
         digests = result[_of(made)].to_pylist()
@@ -713,7 +716,7 @@ class LanceSource:
         if losses and not lose:
             raise InvalidInputError(
                 f"{self._name}: {losses} rows were written since the flip and have no old vector; "
-                "run it with --yes to lose them"
+                "to lose them, run `nobackfill migrate back --yes`"
             )
         self.empty([new.keys[row] for row in changed], old)
         with _translate_errors(self._name):
@@ -964,8 +967,8 @@ class NewLanceColumn:
     def _refuse_pending(self, old: str, new: str) -> None:
         if count := len(self._pending(Window(), old, new)):
             raise BusyError(
-                f"{self._name}: others wrote {count} rows at the moment of the flip, so it did not "
-                "take place; run it again"
+                f"{self._name}: other programs wrote {count} rows at the moment of the flip, so "
+                "it did not take place; run the command again"
             )
 
     def owner_tasks(self) -> list[str]:

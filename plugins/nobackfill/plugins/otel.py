@@ -127,4 +127,7 @@ class OtelTracing:
         # OpenTelemetry alone would try for half a minute.
         end = DaemonThreads(1, "traces").submit(self._provider.shutdown)
         if not wait([end], _CLOSE_S).done:
-            log.warning("the last spans were not sent: OpenTelemetry's collector does not answer")
+            log.warning(
+                "the last spans were not sent, because OpenTelemetry's collector does not answer; "
+                "check the variable OTEL_EXPORTER_OTLP_ENDPOINT"
+            )

@@ -906,9 +906,9 @@ class SqliteVecSource:
             if there and table.textual and database.all(numbers, _items(name, target)):
                 raise AlreadyExistsError(
                     f"{table.name}: an earlier version of nobackfill made table {name!r}, and "
-                    "noted keys such as '007' as numbers, so that some of its vectors may be stale "
-                    "or missing; remove it with `carry --rollback` or `migrate back`, and run it "
-                    "again"
+                    "noted keys such as '007' as numbers, so that some of its vectors may be "
+                    "stale or missing; remove it with `carry --rollback` or `migrate back`, and "
+                    "run the command again"
                 )
             if not there:
                 database.note(name, wanted | {"model": target.model})
@@ -1060,8 +1060,8 @@ class SqliteVecSource:
             facts = database.facts(table.name)
             if self._before() not in database.tables() or "flipped" not in facts:
                 raise NotFoundError(
-                    f"table {table.name}: no table {self._before()!r}, so that no flip can be "
-                    "undone"
+                    f"table {table.name}: no table {self._before()!r}, which a flip leaves with "
+                    "the old vectors, so there is no flip to undo"
                 )
             new, old = (
                 VecTable(database, table.name, self.vector),
@@ -1080,7 +1080,7 @@ class SqliteVecSource:
             if stale and not lose:
                 raise InvalidInputError(
                     f"{table.name}: {len(stale)} rows were written since the flip and have no old "
-                    "vector; run it with --yes to lose them"
+                    "vector; to lose them, run `nobackfill migrate back --yes`"
                 )
             # A row that was deleted or changed since the flip has no old vector any more.
             old.delete([key for key in there if key not in seen or key in set(stale)])

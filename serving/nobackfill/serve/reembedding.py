@@ -73,7 +73,7 @@ class SourceReembedding(Reembedding[ItemVersion]):
         if embedder.kind not in (None, items.kind):
             raise InvalidInputError(
                 f"source of items: expected {embedder.kind}s, which the model reads, got "
-                f"{items.kind}s"
+                f"{items.kind}s; name another source, or another model"
             )
         super().__init__(items, limits, natives)
         self._source, self._embedder, self._natives = source, embedder, natives

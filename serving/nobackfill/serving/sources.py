@@ -95,7 +95,8 @@ class FolderItems:
             path = (self._folder / PurePosixPath(self._pattern.replace("{id}", name))).resolve()
             if not path.is_relative_to(self._folder):
                 raise InvalidInputError(
-                    f"item {name!r}: expected an id whose file is inside the folder {self._folder}"
+                    f"item {name!r}: expected an id whose file is inside the folder "
+                    f"{self._folder}; rename the item"
                 )
             if not path.is_file():
                 return None
@@ -105,11 +106,11 @@ class FolderItems:
                 )
         except OSError as error:
             raise UnavailableError(
-                f"item {name!r}: its file cannot be read ({error.strerror})"
+                f"item {name!r}: its file cannot be read ({error.strerror}); check its permissions"
             ) from error
         except ValueError as error:
             raise InvalidInputError(
-                f"item {name!r}: expected an id that can name a file ({error})"
+                f"item {name!r}: expected an id that can name a file ({error}); rename the item"
             ) from error
 
 
@@ -185,12 +186,12 @@ class UrlItems:
         if parsed.scheme != "https" and not (local and parsed.scheme == "http"):
             raise ConfigurationError(
                 "address of items: expected https://HOST/…{id}…, or http:// on this machine, got "
-                f"{template!r}"
+                f"{template!r}; correct the address"
             )
         if parsed.host not in hosts or "{id}" not in path:
             raise ConfigurationError(
                 f"address of items: expected one of the hosts {sorted(hosts)} and {{id}} in the "
-                f"path, got {template!r}"
+                f"path, got {template!r}; correct the address"
             )
         self._timeout = timeout
         self._http = make_http_pool(retries=False, timeout=timeout, maxsize=16)
@@ -234,7 +235,10 @@ class UrlItems:
         except NotFoundError:
             return None
         except _TROUBLE as error:
-            raise UnavailableError(f"item {name!r}: its host does not answer ({error})") from error
+            raise UnavailableError(
+                f"item {name!r}: its host does not answer ({error}); check the address of the "
+                "source"
+            ) from error
         return _decode(self.kind, check_item_size(bytes(data), name, most_bytes), name)
 
     def _pieces(self, url: str, name: str) -> Iterator[bytes]:
@@ -247,7 +251,8 @@ class UrlItems:
                 raise NotFoundError(f"item {name!r}: its host has no such file")
             if response.status != 200:
                 raise UnavailableError(
-                    f"item {name!r}: its host answers {response.status} (HTTP), expected 200"
+                    f"item {name!r}: its host answers with the HTTP status {response.status}, "
+                    "expected 200; check the address of the source"
                 )
             while piece := response.read1(_PIECE):
                 yield piece

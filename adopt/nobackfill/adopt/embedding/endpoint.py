@@ -232,8 +232,8 @@ class Endpoint:
             )
         if response.status in (401, 403):
             raise NotPermittedError(
-                f"{self._name}: the endpoint refuses the key; put a valid one in the variable "
-                f"{KEY}{_colon(data)}"
+                f"{self._name}: the endpoint refuses the API key; put a valid one in the "
+                f"environment variable {KEY}{_colon(data)}"
             )
         if response.status == 200:
             return self._answer(data, len(body["input"]))

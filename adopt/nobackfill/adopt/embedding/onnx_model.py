@@ -57,7 +57,8 @@ class ImageInput:
             raise InvalidInputError(
                 f"{path}: expected a graph with an input 'input_ids' of texts, or one input of "
                 "images, [n,3,H,W] or [n,H,W,3] of uint8, float16 or float32; its inputs are "
-                f"{[(one.name, one.type, one.shape) for one in inputs]}"
+                f"{[(one.name, one.type, one.shape) for one in inputs]}. Export the model again "
+                "with such inputs"
             )
         (one,) = inputs
         self._path, self._name, self._type = path, one.name, _TYPES[one.type]

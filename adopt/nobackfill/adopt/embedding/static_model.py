@@ -74,7 +74,8 @@ class StaticModel:
         if largest >= len(self._table):
             raise InvalidInputError(
                 f"{self._table_file}: expected a row for each token of {own.tokenizer}, whose "
-                f"largest id is {largest}, got {len(self._table)} rows; are they of another model?"
+                f"largest id is {largest}, got {len(self._table)} rows; copy both files from one "
+                "model"
             )
         self._layers = [layer.open() for layer in self._declared.layers]
         self._prefix = self._declared.prefix_of_queries if queries else self._declared.prefix
@@ -117,7 +118,8 @@ class StaticModel:
         except ValueError as error:
             raise InvalidInputError(
                 f"{self._table_file}: the modules behind its table do not fit its vectors of "
-                f"dimension {vectors.shape[1]} ({error}); are they of another model?"
+                f"dimension {vectors.shape[1]} ({error}); copy all files of the folder from one "
+                "model"
             ) from error
         try:
             what = f"output of {self._table_file}"

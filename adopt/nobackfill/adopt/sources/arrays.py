@@ -89,13 +89,13 @@ class ArraySource:
         self._vectors = _array(self.path)
         if self._ids.ndim != 1 or len(self._ids) != len(self._vectors):
             raise InvalidInputError(
-                f"{folder}: expected a key for each of {len(self._vectors)} rows, got "
-                f"{list(self._ids.shape)} in {_IDS}"
+                f"{folder}: expected a key for each of {len(self._vectors)} rows, got the shape "
+                f"{list(self._ids.shape)} in {_IDS}; write it again with numpy.save"
             )
         if self._vectors.dtype.kind not in "fiu" or not self._vectors.shape[1]:
             raise InvalidInputError(
                 f"{folder}: expected numbers in {self._name!r}, got {self._vectors.dtype} of "
-                f"dimension {self._vectors.shape[1]}"
+                f"dimension {self._vectors.shape[1]}; name another array with --vector"
             )
         self._others = tuple(p.stem for p in files if _array(p).ndim == 1)
 
@@ -158,7 +158,7 @@ class ArraySource:
         if name not in self._others:
             raise InvalidInputError(
                 f"{self._folder}: expected an array {name!r} with one value for each row, found "
-                f"{join_few(self._others) or 'none'}"
+                f"{join_few(self._others) or 'none'}; correct the name"
             )
         array = _array(path)
         if len(array) != len(self._ids):

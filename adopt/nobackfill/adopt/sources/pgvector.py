@@ -494,7 +494,7 @@ class PgvectorSource:
         if len(name.encode("utf-8", "surrogateescape")) > MOST_NAME:
             raise InvalidInputError(
                 f"--to: expected at most {MOST_NAME} bytes, which is what PostgreSQL keeps of a "
-                f"name, got {name!r}"
+                f"name, got {name!r}; choose a shorter one"
             )
         if name != target.name:
             names, digest = pgvector_target.make_table(self._table, self.vector, target)

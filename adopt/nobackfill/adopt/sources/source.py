@@ -720,7 +720,8 @@ def metric_of(name: str, metrics: Mapping[str, SearchMetric], where: str) -> Sea
     if name and name not in metrics:
         raise InvalidInputError(
             f"{where}: expected a store that searches by {join_few(metrics)}, got {name}, which "
-            "nobackfill does not support"
+            "nobackfill does not support; build an index of one of these, or copy the vectors to "
+            "a store that has one"
         )
     return metrics.get(name)
 
@@ -966,7 +967,8 @@ def server_address(place: str, kind: str, key: str) -> SplitResult:
         host, _ = parts.hostname, parts.port
     except ValueError as error:
         raise ConfigurationError(
-            f"{kind}: expected https://HOST:PORT as the server's address, got a malformed one"
+            f"{kind}: expected https://HOST:PORT as the server's address, got a malformed one; "
+            "correct SOURCE"
         ) from error
     if "@" in parts.netloc:
         raise ConfigurationError(
@@ -974,10 +976,12 @@ def server_address(place: str, kind: str, key: str) -> SplitResult:
         )
     if parts.scheme not in ("http", "https") or not host:
         raise ConfigurationError(
-            f"{kind}: expected https://HOST:PORT as the server's address, got another form"
+            f"{kind}: expected https://HOST:PORT as the server's address, got another form; "
+            "correct SOURCE"
         )
     if parts.scheme == "http" and not is_loopback(host):
         raise ConfigurationError(
-            f"{kind}: expected https://{host}, got http://, which sends private vectors unencrypted"
+            f"{kind}: expected https://{host}, got http://, which sends private vectors "
+            "unencrypted; set up TLS at the server, or connect through an SSH tunnel to localhost"
         )
     return parts

@@ -162,7 +162,8 @@ class HaystackDocumentStore:
             if existing and policy == DuplicatePolicy.FAIL:
                 raise DuplicateDocumentError(
                     f"expected ids that are new to the gallery, found {min(existing)!r} and "
-                    f"{len(existing) - 1} others in it"
+                    f"{len(existing) - 1} others in it; pass policy=DuplicatePolicy.OVERWRITE or "
+                    "SKIP"
                 )
             documents = [one for one in documents if one.id not in existing]
         for one in documents:
