@@ -1160,7 +1160,10 @@ def sync(device: GalleryFile, options: SyncOptions, output: Output) -> SyncRepor
             except _OvertakenError:
                 # A rollback that has just happened overrides `retry`.
                 options = replace(options, retry=False)
-        raise BusyError("other commands kept changing the gallery; run the sync again")
+        raise BusyError(
+            "other commands changed the gallery during each try of this sync; run `edge-client "
+            "sync` again when they have ended"
+        )
 
 
 class _OvertakenError(Exception):

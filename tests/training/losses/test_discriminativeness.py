@@ -78,5 +78,5 @@ def test_selective_loss_is_a_weighted_sum_and_trains_only_the_losses() -> None:
 
 
 def test_a_batch_of_one_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least 2 rows, got 1"):
+    with pytest.raises(ValueError, match="at least 2 images, got 1"):
         entropy_weights(torch.zeros(1, 4))

@@ -308,8 +308,8 @@ class UpgradeConfig(_Training):
     def _consistent(self) -> Self:
         if not (self.reads_side or self.reads_embedding):
             raise ValueError(
-                "the upgrade reads nothing: expected reads_side: true or reads_embedding: true, "
-                "got neither"
+                "expected reads_side: true or reads_embedding: true, because the upgrade must "
+                "read something; got false for both"
             )
         if isinstance(self.old, StoredVectorFiles) and self.views + self.mixed_views > 1:
             raise ValueError(

@@ -175,7 +175,8 @@ def _share_of_classes(labels: Rows, share: float, seed: int) -> Rows:
 def _count(share: float, total: int, what: str) -> int:
     if not 0 < share < 1:
         raise ConfigurationError(
-            f"share of the old training set: expected above 0 and below 1, got {share}"
+            f"share of the old training set: expected above 0 and below 1, got {share}; correct "
+            "the share"
         )
     if total < 2:
         raise ConfigurationError(

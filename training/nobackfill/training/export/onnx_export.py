@@ -121,15 +121,18 @@ def check_parity(
 def _compare(name: str, torch_output: NDArray[Any], onnx_output: NDArray[Any], path: Path) -> None:
     if torch_output.shape != onnx_output.shape:
         raise VerificationError(
-            f"{path.name}: output {name} of the exported file has shape {list(onnx_output.shape)}, "
-            f"but torch's has {list(torch_output.shape)}; the model was not published"
+            f"{path.name}: output {name} of the exported file has shape "
+            f"{list(onnx_output.shape)}, but torch's has {list(torch_output.shape)}; the model "
+            "was not published. Train with another backbone, or export your own ONNX file and "
+            "publish it with --onnx"
         )
     difference = np.abs(torch_output - onnx_output) / np.maximum(1, np.abs(torch_output))
     if not (difference <= PARITY).all():
         raise VerificationError(
             f"{path.name}: output {name} of the exported file differs from torch's by "
             f"{np.nanmax(difference):.2g} (relative), more than the allowed {PARITY:g}; the model "
-            "was not published"
+            "was not published. Train with another backbone, or export your own ONNX file and "
+            "publish it with --onnx"
         )
 
 
