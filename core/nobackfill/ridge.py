@@ -185,7 +185,8 @@ class Moments:
     def gram(self) -> Doubles:
         """Return the products of centred inputs, summed over the rows: float64 [a, a].
 
-        Rows must have been added.
+        Raises:
+            AttributeError: No rows were added.
         """
         return self._products[0] - np.outer(self._sums[0], self._sums[0]) / self.rows
 
@@ -193,7 +194,8 @@ class Moments:
     def cross(self) -> Doubles:
         """Return the products of centred inputs and outputs, summed over rows: float64 [a, b].
 
-        Rows must have been added.
+        Raises:
+            AttributeError: No rows were added.
         """
         return self._products[1] - np.outer(self._sums[0], self._sums[1]) / self.rows
 

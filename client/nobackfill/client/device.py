@@ -406,7 +406,7 @@ class Device(GalleryFile):
         Raises:
             NotFoundError: there is no previous release to return to: there was no upgrade yet, or
                 it was confirmed; or the gallery was closed.
-            PreconditionError: some items have no vector in the previous space.
+            PreconditionError: some items have no vector in the previous space; nothing is changed.
             VerificationError: the gallery file is damaged.
             BusyError: a sync is writing vectors, or another process holds the gallery file.
             CannotWriteError: the disk is full or read-only.

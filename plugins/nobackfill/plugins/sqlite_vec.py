@@ -396,7 +396,8 @@ class VecTable:
         if not _KNOWN.fullmatch(str(made_by.get("CREATE_VERSION"))):
             raise InvalidInputError(
                 f"{name}: expected a table of sqlite-vec 0.1, found one of "
-                f"{made_by.get('CREATE_VERSION')}"
+                f"{made_by.get('CREATE_VERSION')}; copy its vectors into a table that sqlite-vec "
+                "0.1 makes"
             )
         keys = [one for one in self.columns if one.role == "key"]
         self.key = keys[0].name if keys else "rowid"
@@ -577,8 +578,8 @@ class VecTable:
             table, _, name = column.partition(".")
             if not name or table not in self.database.tables():
                 raise InvalidInputError(
-                    f"{self.name}: no column {column!r}; a column of an ordinary table with the "
-                    "same keys is named as TABLE.COLUMN"
+                    f"{self.name}: no column {column!r}; correct the name, or write TABLE.COLUMN "
+                    "for a column of an ordinary table with the same keys"
                 )
             source = _quoted(table)
             on = f"t.{_quoted(self.key)} = {key}" if self.textual else f"t.rowid = {key}"
@@ -781,7 +782,8 @@ class SqliteVecSource:
     def lookup(self, ids: Sequence[str]) -> Rows:
         """Read old vectors by id, by increasing rowid; unknown ids are left out.
 
-        An id that is given twice counts once.
+        An id that is given twice counts once. Without any known id, the rows are empty and of
+        dimension 0.
 
         Args:
             ids: Keys as text; a text that is no integer of 64 bits matches no integer key.
@@ -1397,7 +1399,8 @@ def _column(definition: str, table: str) -> VecColumn:
             break
         return one
     raise InvalidInputError(
-        f"{table}: the definition {text!r} of vec0 is not understood, so the table is not migrated"
+        f"{table}: the definition {text!r} of vec0 is not understood, so the table is not "
+        "migrated; copy its vectors into a vec0 table of float vectors"
     )
 
 

@@ -272,6 +272,9 @@ def distances_to_query(metric: Metric, query: Vectors, vectors: Vectors) -> Vect
         metric: squared_l2 or cosine.
         query: float32 [1, dim].
         vectors: float32 [n, dim]; n may be 0. The cosine distance from or to a zero vector is 1.
+
+    Raises:
+        ValueError: The dimensions differ.
     """
     distances: Vectors = pair_distances(
         metric, prepare_vectors(metric, query), prepare_vectors(metric, vectors)[None]

@@ -316,7 +316,7 @@ class HealingAnswerer:
     def image_part(self, hosted: Hosted) -> PlanPart | None:
         """Return the part that answers an image, once no migrated item is left.
 
-        None before that, and if two parts answer.
+        None before that, and if two parts answer. It reads memory only.
         """
         return self._if_complete(hosted, self._plain.image_part(hosted))
 

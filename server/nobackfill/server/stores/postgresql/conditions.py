@@ -101,6 +101,7 @@ def condition_of(filtered: Filter | None) -> Condition:
 
     Raises:
         InvalidInputError: `filters.check_filter` refuses the filter.
+        TypeError: A part of it is no filter, such as a mapping.
     """
     if filtered is None:
         return EVERYTHING

@@ -548,6 +548,7 @@ class PostgresqlFiltering:
         Raises:
             InvalidInputError: the filter has too many tests, values or levels, a NaN, or an integer
                 of more than 64 bits.
+            TypeError: a part of it is no filter, such as a mapping.
         """
         return PostgresqlMatches(self._database, self._schema, condition_of(filtered))
 
