@@ -70,8 +70,8 @@ def fetch(repo: Path, path: str, offset: int, signed: Callable[[str], bool]) -> 
     """
     if not is_plain_path(path):
         raise InvalidInputError(
-            f"path: expected a relative path of a published file, such as release-1.json, got "
-            f"{path[:80]!r}"
+            "path: expected a relative path of a published file, such as release-1.json, got "
+            f"{path[:80]!r}; the manifest of a release names its files"
         )
     if not _METADATA.fullmatch(path) and not signed(path):
         raise NotFoundError(f"path: this gateway's publication has no file {path}")

@@ -163,7 +163,7 @@ class Settings(BaseSettings):
         if has_credentials and not address.startswith(TLS):
             raise ValueError(
                 f"triton_ca and triton_token_file need triton = {TLS}HOST:PORT: a token never "
-                "travels unencrypted"
+                "travels unencrypted. Correct the setting triton, or leave both out"
             )
 
 

@@ -166,7 +166,10 @@ def need_store(store: str) -> None:
 
 
 def _unknown_store() -> ConfigurationError:
-    return ConfigurationError("store: expected sqlite:FOLDER or postgresql://USER@HOST/DATABASE")
+    return ConfigurationError(
+        "store: expected sqlite:FOLDER or postgresql://USER@HOST/DATABASE, got another form; "
+        "correct --store"
+    )
 
 
 def migrate_database(url: str, to: int | None) -> tuple[int, int]:

@@ -358,7 +358,8 @@ def _check(blob: Blob) -> None:
         )
     if blob.size > LARGEST_BLOB:
         raise TooLargeError(
-            f"blob {blob.id}: expected a size of at most {LARGEST_BLOB} bytes, got {blob.size}"
+            f"blob {blob.id}: expected a size of at most {LARGEST_BLOB} bytes, got {blob.size}; "
+            "store a smaller file"
         )
     if blob.size < len(_HEADER):
         raise InvalidInputError(

@@ -175,7 +175,7 @@ def tuning(file: Path | None, defaults: Mapping[str, float]) -> dict[str, float]
             lowest = "0" if not defaults[name] else "above 0"
             raise ConfigurationError(
                 f"--settings: {file}: {name}: expected {expected} from {lowest} to below 2**32, "
-                f"got {value!r}"
+                f"got {value!r}; correct the file"
             )
     return {name: values.get(name, 0) for name in defaults}
 

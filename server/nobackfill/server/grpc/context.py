@@ -321,7 +321,8 @@ def _token(fields: list[str], where: str) -> _Token:
     role, bound, names = role.partition(":")
     if role not in _ANY:
         raise ConfigurationError(
-            f"{where}: expected one of the roles {', '.join(Role)}, got {role[:32]!r}"
+            f"{where}: expected one of the roles {', '.join(Role)}, got {role[:32]!r}; correct "
+            "the line"
         )
     if bound and (role not in _BY_GALLERY or not _GALLERIES.fullmatch(names)):
         raise ConfigurationError(f"{where}: {expected}; only reader and writer may have galleries")
@@ -348,7 +349,7 @@ def _expiry(text: str, where: str) -> datetime:
     if expires is None or expires.tzinfo is None:
         raise ConfigurationError(
             f"{where}: expected the end of a token with its time zone, as "
-            f"2027-01-31T00:00:00+00:00, got {text[:32]!r}"
+            f"2027-01-31T00:00:00+00:00, got {text[:32]!r}; correct the line"
         )
     return expires
 
@@ -486,7 +487,7 @@ def check_gallery(method: str, principal: Principal, request: Any) -> None:
     if gallery is None or (gallery and not principal.may_use(gallery)):
         raise NotPermittedError(
             f"the token is for {join_few(sorted(principal.galleries))} only, not for the gallery "
-            f"of this {method} request"
+            f"of this {method} request; use another token, or ask the operator for one"
         )
 
 

@@ -95,7 +95,11 @@ def needs_plain_server(settings: Settings) -> bool:
             f"grpc.server can serve ({reason}), and callers that send nothing can block it. "
             "Install the grpcio of constraints.txt, listen on 127.0.0.1, or set plain_grpc_open"
         )
-    log.warning("serving with a plain grpc.server, more slowly", reason=reason)
+    log.warning(
+        "serving with a plain grpc.server, more slowly; to change that, install the grpcio of "
+        "constraints.txt",
+        reason=reason,
+    )
     return True
 
 

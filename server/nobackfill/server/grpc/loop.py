@@ -971,7 +971,7 @@ class CallExecutor(Executor):
                 f"no message arrived within {self._patience_s:g} s; send it promptly",
             )
         if silent:
-            log.warning("ended calls that sent no message", calls=len(silent))
+            log.warning("ended calls whose clients sent no message in time", calls=len(silent))
 
 
 _STARTED = _server._ServerStage.STARTED

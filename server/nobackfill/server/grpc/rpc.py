@@ -699,7 +699,7 @@ class Stalls:
                 continue
             stream.enforce(refusal)
             if since is not None and now - since > self._patience_s:
-                log.warning("ended a stream whose client stalls")
+                log.warning("ended a stream, because its client has stopped reading or sending")
                 stream.context.cancel()
 
 

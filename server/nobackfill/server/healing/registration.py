@@ -188,7 +188,10 @@ class Places:
         folder, pattern = _split(source.address.removeprefix(FOLDER))
         path = self._resolve(folder)
         if not path.is_dir():
-            raise NotFoundError(f"source: expected a folder of {kind}s at {folder}, found none")
+            raise NotFoundError(
+                f"source: expected a folder of {kind}s at {folder}, found none; correct the "
+                "address, or create the folder"
+            )
         return FolderItems(path, pattern, kind)
 
     def _resolve(self, path: Path) -> Path:

@@ -415,7 +415,11 @@ class Activations:
             f"the gateway crashed {1 + record.resumed} times during its activation; if that had "
             f"another cause, run `gateway activate {record.release}`"
         )
-        log.error("activation given up", release=record.release, reason=reason)
+        log.error(
+            "the activation is given up; the former release goes on answering",
+            release=record.release,
+            reason=reason,
+        )
         fail(self._parts, record.release, reason, lead)
 
     def canary_under_way(self, release: int) -> bool:

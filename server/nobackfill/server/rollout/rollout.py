@@ -576,7 +576,9 @@ class Rollout:
             reason = f"the release was withdrawn: {withdrawn}"
         if reason is not None:
             self._parts.canaries.end(CanaryState.STOPPED, reason)
-            raise PreconditionError(f"the canary stopped: {reason}")
+            raise PreconditionError(
+                f"the canary stopped, so the former release answers all callers: {reason}"
+            )
 
     def _switch_galleries(self, upgraded: list[Hosted], manifest: Manifest) -> None:
         self._run.report(Phase.SWITCHING, self._done, self._total)

@@ -534,7 +534,7 @@ def _read(path: Path | None) -> bytes | None:
         if data is not None and not data.isascii():
             raise ConfigurationError(
                 f"{path}: expected ASCII text in this file of triton_ca or triton_token_file, "
-                "found other bytes"
+                "found other bytes; name the right file"
             )
     except OSError as error:
         raise ConfigurationError(

@@ -68,7 +68,7 @@ def backfill(
     if reasons:
         raise InvalidInputError(
             f"{len(reasons)} of {len(items)} images were refused, the others are re-embedded: "
-            f"{join_few(reasons)}"
+            f"{join_few(reasons)}. Correct these images and send them again"
         )
 
 

@@ -105,7 +105,8 @@ def page(hosted: Hosted, request: pb.ListItemsRequest) -> pb.ListItemsResponse:
     """
     if request.page_size > LARGEST_PAGE:
         raise InvalidInputError(
-            f"page_size: expected at most {LARGEST_PAGE} items, got {request.page_size}"
+            f"page_size: expected at most {LARGEST_PAGE} items, got {request.page_size}; send "
+            "several requests with the page_token"
         )
     if request.order not in (pb.ITEM_ORDER_UNSPECIFIED, pb.ITEM_ORDER_LEAST_CERTAIN):
         raise InvalidInputError(
@@ -227,7 +228,9 @@ def set_metadata(hosted: Hosted, request: pb.SetMetadataRequest) -> int:
         ConfigurationError: the database refuses the statement.
     """
     if not request.ids and not request.HasField("filter"):
-        raise InvalidInputError("SetMetadata: expected ids or a filter of items, got neither")
+        raise InvalidInputError(
+            "SetMetadata: expected ids or a filter of items, got neither; send one of them"
+        )
     values = {key: from_value(value, key) for key, value in request.set.items()}
     remove = frozenset(request.remove)
     if both := remove & set(values):
@@ -449,7 +452,8 @@ class GalleryService(GalleryServiceServicer):
         galleries, caller = self._galleries, current().principal
         if request.page_size > LARGEST_PAGE:
             raise InvalidInputError(
-                f"page_size: expected at most {LARGEST_PAGE} galleries, got {request.page_size}"
+                f"page_size: expected at most {LARGEST_PAGE} galleries, got {request.page_size}; "
+                "send several requests with the page_token"
             )
         names = sorted(n for n in galleries.names() if n > request.page_token and caller.may_use(n))
         page = names[: request.page_size or None]

@@ -129,5 +129,6 @@ def _translate(error: psycopg.Error, name: str) -> Exception:
         )
     return refusal(error) or InvalidInputError(
         f"item {name!r}: the table or column of the setting item_columns cannot be read: "
-        f"{error.diag.message_primary or type(error).__name__}"
+        f"{error.diag.message_primary or type(error).__name__}. Correct the setting, or the "
+        "rights of its user"
     )
