@@ -114,7 +114,7 @@ def list_images(
     if classes is not None and classes > len(folders):
         raise InvalidInputError(
             f"{root}: expected at least {classes} class folders, because the key classes is "
-            f"{classes}, got {len(folders)}"
+            f"{classes}, got {len(folders)}; add folders, or set classes lower"
         )
     files = _files(folders[:classes])
     for folder, of_class in files.items():

@@ -267,5 +267,8 @@ def error_from_os(error: OSError) -> NobackfillError | None:
         )
     if error.errno not in _NOT_WRITABLE:
         return None
-    place = f"{error.filename}: " if error.filename else ""
-    return CannotWriteError(f"{place}{error.strerror}; free some space or fix the permissions")
+    place = f"{error.filename}:" if error.filename else "a file"
+    return CannotWriteError(
+        f"{place} cannot be read or written ({error.strerror}); free some space or fix the "
+        "permissions"
+    )

@@ -143,7 +143,8 @@ def damage_error(why: object) -> InvalidInputError:
         The error, not raised.
     """
     return InvalidInputError(
-        f"image: cannot be decoded, it is damaged, truncated or too large ({str(why)[:200]})"
+        f"image: cannot be decoded, it is damaged, truncated or too large ({str(why)[:200]}); "
+        "save it again, or leave it out"
     )
 
 
@@ -505,7 +506,9 @@ def _check_still(image: Image.Image, header: ImageHeader) -> None:
     if header.format != "AVIF" and image.size != (header.width, header.height):
         raise damage_error("its sizes contradict each other")
     if getattr(image, "n_frames", 1) != 1:
-        raise InvalidInputError("image: expected a still image, got an animation")
+        raise InvalidInputError(
+            "image: expected a still image, got an animation; save one of its frames"
+        )
 
 
 def _scale_transparency(image: Image.Image, header: ImageHeader) -> None:

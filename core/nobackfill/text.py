@@ -192,7 +192,8 @@ def check_text(text: str) -> str:
         size = len(text.encode())
     except UnicodeEncodeError as error:
         raise InvalidInputError(
-            "text: expected valid Unicode, got an unpaired surrogate (half of a character)"
+            "text: expected valid Unicode, got an unpaired surrogate (half of a character); "
+            "remove it from the text"
         ) from error
     if size > LARGEST_TEXT_BYTES:
         raise TooLargeError(
@@ -200,7 +201,8 @@ def check_text(text: str) -> str:
         )
     if not any(sign.isprintable() and not sign.isspace() for sign in text):
         raise InvalidInputError(
-            "text: expected at least one visible character, got an empty or blank text"
+            "text: expected at least one visible character, got an empty or blank text; leave "
+            "this text out"
         )
     return text
 
@@ -290,7 +292,8 @@ def read_text_lines(
             # A pipe ends, a device may not.
             if not (stat.S_ISREG(kind) or stat.S_ISFIFO(kind)):
                 raise InvalidInputError(
-                    f"{path}: expected a regular file or a pipe, got a folder or device"
+                    f"{path}: expected a regular file or a pipe, got a folder or device; name a "
+                    "file"
                 )
             # Read bytes: only a line feed ends a line, but JSON may contain other line separators.
             for number, line in enumerate(file, 1):

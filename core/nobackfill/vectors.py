@@ -47,7 +47,8 @@ def check_vectors(vectors: ArrayLike, dim: int, *, error_name: str, unit: bool =
     array = np.asarray(vectors)
     if array.dtype not in _FLOATS:
         raise InvalidInputError(
-            f"{error_name}: expected float32 or float64 values, got {array.dtype}"
+            f"{error_name}: expected float32 or float64 values, got {array.dtype}; convert the "
+            "array by astype(numpy.float32)"
         )
     if array.ndim != 2 or array.shape[1] != dim:
         raise InvalidInputError(

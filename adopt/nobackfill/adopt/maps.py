@@ -637,7 +637,7 @@ def train_residual(affine: Map, old: Vectors, new: Vectors, trainer: Trainer) ->
         if np.ndim(weight) != 2 or np.shape(weight)[1] != size:
             raise InvalidInputError(
                 f"--also: expected a layer that reads {size} numbers, got weights of shape "
-                f"{list(np.shape(weight))}"
+                f"{list(np.shape(weight))}; correct the function of --also"
             )
         size = len(weight)
         shift = check_vectors(np.asarray(bias, np.float32)[None], size, error_name="a layer's bias")

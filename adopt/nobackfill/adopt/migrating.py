@@ -661,7 +661,7 @@ class Migration:
             if state == "finished":
                 raise PreconditionError(
                     f"{self._folder}: the migration is finished: the old vectors are dropped, so "
-                    "it cannot be undone"
+                    "it cannot be undone. To return to the old model, migrate to it"
                 )
             flipped = state == "flipped"
             lost = source.flip_back(plan.to, lose=lose) if flipped else 0

@@ -932,8 +932,8 @@ def return_to(device: GalleryFile, state: dict[str, Any]) -> int:
     previous = device.previous()
     if previous is None:
         raise NotFoundError(
-            "a rollback is not possible: there was no upgrade yet, or a later sync or gc confirmed "
-            "it and dropped the previous release"
+            "a rollback is not possible: there was no upgrade yet, or a later `edge-client sync` "
+            "or `gc` dropped the previous release"
         )
     staging.rollback(device.store, state={**state, "return_to": None})
     return previous.spec.release

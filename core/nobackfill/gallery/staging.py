@@ -696,7 +696,7 @@ def rollback(
         if not previous:
             raise NotFoundError(
                 "this gallery has no older release to roll back to: it was never upgraded, or the "
-                "vectors of that release were removed"
+                "vectors of that release were removed. Activate a release instead"
             )
         target = max(previous, key=lambda info: info.activated)
         _activate(connection, target, "staging", leave_behind)

@@ -108,8 +108,8 @@ def list_texts(file: Path) -> TextListing:
         label = one.other_keys.get(_LABEL)
         if not isinstance(label, str | int):
             raise InvalidInputError(
-                f"{file}: {one.id}: expected the key {_LABEL!r} with the name of the text's class, "
-                "because other lines have it"
+                f"{file}: {one.id}: expected the key {_LABEL!r} with the name of the text's "
+                "class, because other lines have it; complete the line"
             )
         labels.append(str(label))
     names = sorted(set(labels))
@@ -126,7 +126,7 @@ def _known_items(file: Path, lines: list[TextLine]) -> TextListing:
         if not isinstance(query, str):
             raise InvalidInputError(
                 f"{file}: {one.id}: expected the key {_QUERY!r} with a text that should find this "
-                "one, in every line or in none"
+                "one, in every line or in none; complete the line, or remove the key from all"
             )
         queries.append(_check(query, file, one))
         texts.append(_check(text, file, one))

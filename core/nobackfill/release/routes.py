@@ -126,7 +126,7 @@ def plan_route(
     if to_release not in manifests:
         raise NotFoundError(
             f"release {to_release} is not among the published releases "
-            f"({join_few(sorted(manifests, reverse=True)) or 'there are none'})"
+            f"({join_few(sorted(manifests, reverse=True)) or 'there are none'}); name one of these"
         )
     if from_release == to_release:
         return _STAY
@@ -245,7 +245,8 @@ def open_route(files: Files, route: Route, threads: int = 1, *, int8: bool = Fal
     """
     if not route.steps:
         raise InvalidInputError(
-            "route: expected at least one upgrade, got none: the vectors stay as they are"
+            "route: expected at least one upgrade, got none; without an upgrade, leave the "
+            "vectors as they are"
         )
     models = tuple(
         open_upgrade(

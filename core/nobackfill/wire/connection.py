@@ -252,7 +252,8 @@ def open_channel(address: str, *, tls: bool = False) -> grpc.Channel:
     if authority is not None and b"CERTIFICATE-----" not in authority:
         raise ConfigurationError(
             "NOBACKFILL_CA_FILE: expected a certificate (PEM), found none in "
-            f"{os.environ['NOBACKFILL_CA_FILE']}"
+            f"{os.environ['NOBACKFILL_CA_FILE']}; name the file of the authority that signed the "
+            "gateway's certificate"
         )
     certificate, key = _client_certificate()
     credentials = grpc.ssl_channel_credentials(authority, key, certificate)
@@ -260,7 +261,7 @@ def open_channel(address: str, *, tls: bool = False) -> grpc.Channel:
         if not _TOKEN.fullmatch(token.strip()):
             raise ConfigurationError(
                 "NOBACKFILL_TOKEN_FILE: expected a file with one token of printable ASCII, found "
-                "other content"
+                "other content; store the token alone in the file"
             )
         bearer = grpc.access_token_call_credentials(token.decode().strip())
         credentials = grpc.composite_channel_credentials(credentials, bearer)

@@ -204,8 +204,8 @@ class ReleaseCalls(Connection):
             yield report
             if report.phase == release_pb2.PHASE_FAILED:
                 raise PreconditionError(
-                    f"release {number} is not activated, the former release answers on: "
-                    f"{report.message}"
+                    f"release {number} is not activated, and the former release goes on "
+                    f"answering: {report.message}"
                 )
 
     def report_sync(self, report: release_pb2.ReportSyncRequest) -> None:

@@ -223,7 +223,8 @@ class UrlItems:
             url = self._template.replace("{id}", quote(name, safe=""))
         except UnicodeEncodeError as error:
             raise InvalidInputError(
-                f"item {name!r}: expected an id of valid Unicode, got an unpaired surrogate"
+                f"item {name!r}: expected an id of valid Unicode, got an unpaired surrogate; "
+                "rename the item"
             ) from error
         data, end = bytearray(), time.monotonic() + self._timeout
         try:
@@ -271,7 +272,7 @@ def _decode(kind: InputKind, data: bytes, name: str) -> str | bytes:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise InvalidInputError(
-            f"item {name!r}: expected a text in UTF-8, got other bytes"
+            f"item {name!r}: expected a text in UTF-8, got other bytes; save the text as UTF-8"
         ) from error
 
 
@@ -363,7 +364,8 @@ class LineItems:
                     line = file.readline(_longest(most_bytes))
             except OSError as error:
                 raise UnavailableError(
-                    f"item {name!r}: {self._file} cannot be read ({error.strerror})"
+                    f"item {name!r}: {self._file} cannot be read ({error.strerror}); check its "
+                    "permissions"
                 ) from error
         if not line.endswith(b"\n") and len(line) == _longest(most_bytes):
             raise TooLargeError(f"item {name!r}: expected at most {most_bytes} bytes, got more")
@@ -382,7 +384,8 @@ class LineItems:
             check_item_size(entry.text.encode(), name, most_bytes)
         except UnicodeEncodeError as error:
             raise InvalidInputError(
-                f"item {name!r}: expected a text of valid Unicode, got an unpaired surrogate"
+                f"item {name!r}: expected a text of valid Unicode, got an unpaired surrogate; "
+                "correct this line"
             ) from error
         return entry.text
 

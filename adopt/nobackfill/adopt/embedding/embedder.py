@@ -230,7 +230,8 @@ class PythonFunction:
         if not callable(self._function):
             kind = type(self._function).__name__
             raise InvalidInputError(
-                f"{name}: expected a function, got an object of the type {kind}"
+                f"{name}: expected a function, got an object of the type {kind}; name a function, "
+                "as module:function"
             )
         self._name = name
         self.fingerprint = _fingerprint(found, name)
@@ -264,13 +265,13 @@ class PythonFunction:
             if len(rows) != len(items):
                 raise InvalidInputError(
                     f"{self._name}: expected the function to return {len(items)} vectors, one for "
-                    f"each item, got {len(rows)}"
+                    f"each item, got {len(rows)}; correct the function"
                 )
             vectors = even(rows, [str(item) for item in items], self._name)
         except (TypeError, ValueError) as error:
             raise InvalidInputError(
                 f"{self._name}: expected the function to return numbers [n, dim], one vector for "
-                f"each item ({error})"
+                f"each item ({error}); correct the function"
             ) from error
         try:
             return check_vectors(np.asarray(vectors), vectors.shape[1], error_name=self._name)

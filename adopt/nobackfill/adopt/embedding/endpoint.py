@@ -228,7 +228,10 @@ class Endpoint:
             data = self._read(response, _MOST_BYTES * (1 + len(body["input"])))
         except urllib3.exceptions.HTTPError as error:
             return _Refusal(
-                UnavailableError(f"{self._name}: the endpoint does not answer ({error})")
+                UnavailableError(
+                    f"{self._name}: the endpoint does not answer ({error}); check its address, "
+                    "then run the command again"
+                )
             )
         if response.status in (401, 403):
             raise NotPermittedError(

@@ -154,7 +154,9 @@ def _source(address: str, key: str | None, vector: str | None, where: str | None
     except NotFoundError as error:
         if not Path(address).is_dir():
             raise
-        raise NotFoundError(f"{error}, and no image file (JPEG, PNG or WebP)") from error
+        raise NotFoundError(
+            f"{error}, and no image file (JPEG, PNG or WebP); name the folder of the items"
+        ) from error
 
 
 def _wanted(

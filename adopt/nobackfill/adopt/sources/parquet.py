@@ -82,7 +82,8 @@ class ParquetSource:
         self._files = _files(path) if path.is_dir() else [path]
         if not self._files or not all(file.is_file() for file in self._files):
             raise NotFoundError(
-                f"{path}: expected a Parquet file or a folder with files *{_SUFFIX}, found none"
+                f"{path}: expected a Parquet file or a folder with files *{_SUFFIX}, found none; "
+                "correct the path"
             )
         self._schema = _opened(self._files[0]).schema_arrow
         self._wanted = vector

@@ -788,7 +788,7 @@ class PgvectorSource:
                     f"{self.vector!r} is NOT NULL: delete these rows, or fill {old!r} with the "
                     "old model"
                     if demanded
-                    else "run it with --yes to lose them"
+                    else "to lose them, run `nobackfill migrate back --yes`"
                 )
                 raise InvalidInputError(
                     f"{table.name}: {lost} rows were written since the flip and have no old "
@@ -1085,7 +1085,7 @@ class PgvectorSelection(PgvectorSource):
                     f"{self.vector!r} is NOT NULL: write these vectors again by the old model, "
                     f"then run DROP TABLE {new_table}"
                     if demanded
-                    else "run it with --yes to clear their old vectors"
+                    else "to clear their old vectors, run `nobackfill migrate back --yes`"
                 )
                 raise InvalidInputError(
                     f"{table.name}: {lost} rows were written since the flip, so their old vectors "

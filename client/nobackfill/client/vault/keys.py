@@ -62,7 +62,8 @@ def read_identity(path: Path) -> Identity:
         lines = read_file(path).decode("ascii").splitlines()
     except (OSError, InvalidInputError, UnicodeDecodeError) as error:
         raise ConfigurationError(
-            f"{path}: this file of a secret key (an age identity) cannot be read: {error}"
+            f"{path}: this file of a secret key (an age identity) cannot be read: {error}; check "
+            "its name and permissions"
         ) from error
     if mode & 0o077:
         raise ConfigurationError(
@@ -91,7 +92,8 @@ def read_recipient(text: str) -> Recipient:
         return Recipient.from_str(text.strip())
     except pyrage.RecipientError as error:
         raise ConfigurationError(
-            f"--recipient: expected a public key age1..., got {text!r} ({error})"
+            f"--recipient: expected a public key age1..., got {text!r} ({error}); `age-keygen -y "
+            "FILE` prints that of a secret key"
         ) from error
 
 

@@ -200,11 +200,12 @@ def _load(path: Path) -> CryptoSigner:
     except (OSError, ValueError, TypeError, UnsupportedAlgorithm) as error:
         raise ConfigurationError(
             f"{path}: expected a signing key, an ed25519 private key in PEM without a password "
-            f"({error})"
+            f"({error}); `publication keys` makes one"
         ) from error
     if not isinstance(key, Ed25519PrivateKey):
         raise ConfigurationError(
-            f"{path}: expected a signing key of the kind ed25519, got another kind"
+            f"{path}: expected a signing key of the kind ed25519, got another kind; `publication "
+            "keys` makes one"
         )
     return CryptoSigner(key)
 
