@@ -90,7 +90,7 @@ def test_kinds_are_named(kind: str | None) -> None:
     [
         ({"epochs": 0}, "epochs"),
         ({"lr": -1}, "lr"),
-        ({"warmup_epochs": 3}, "warmup_epochs below epochs"),
+        ({"warmup_epochs": 3}, "warmup_epochs: expected a number below the key epochs"),
         ({"head": "sphereface"}, "arcface"),
         ({"embedding_dim": "wide"}, "embedding_dim"),
         ({"held_out": 0.95}, "held_out"),

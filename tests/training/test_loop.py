@@ -287,7 +287,7 @@ def test_the_learning_rate_falls_in_steps(tmp_path: Path) -> None:
     rates = [learning_rate(warm, epoch) for epoch in (0, 1, 2, 7, 8)]
     assert rates == pytest.approx([0, 0.05, 0.1, 0.1, 0.01], abs=1e-4)
     for wrong in ((12, 8), (8, 8), (8, 16)):
-        with pytest.raises(ConfigurationError, match="expected the key lr_steps with ascending"):
+        with pytest.raises(ConfigurationError, match="the key lr_steps: expected ascending"):
             line_config(tmp_path, epochs=16, lr_steps=wrong)
 
 

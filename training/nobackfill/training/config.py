@@ -116,14 +116,14 @@ class _Training(_ConfigKeys):
     def _warmup_fits(self) -> Self:
         if self.warmup_epochs >= self.epochs:
             raise ValueError(
-                f"expected the key warmup_epochs below epochs, got {self.warmup_epochs} of "
-                f"{self.epochs}"
+                "the key warmup_epochs: expected a number below the key epochs, which is "
+                f"{self.epochs}; got {self.warmup_epochs}"
             )
         steps = list(self.lr_steps)
         if steps and (steps != sorted(set(steps)) or steps[-1] >= self.epochs):
             raise ValueError(
-                f"expected the key lr_steps with ascending epochs below epochs, got {steps} of "
-                f"{self.epochs}"
+                "the key lr_steps: expected ascending epochs below the key epochs, which is "
+                f"{self.epochs}; got {steps}"
             )
         return self
 

@@ -294,7 +294,10 @@ def _filter(condition: Mapping[str, Any]) -> Filter:
     if "field" in condition:
         field = condition["field"].removeprefix("meta.")
         if field == condition["field"] and field in Document.__dataclass_fields__:
-            raise FilterError(f"filter: a gateway filters by metadata only, got {field!r}")
+            raise FilterError(
+                f"filter: a gateway filters by metadata only, got {field!r}; write the field as "
+                "meta.KEY"
+            )
         try:
             return compare(field, operator, condition["value"])
         except InvalidInputError as error:

@@ -225,8 +225,8 @@ class GalleryTexts:
         if refusals:
             name, reason = next(iter(refusals.items()))
             raise InvalidInputError(
-                f"the gateway refused {len(refusals)} of {len(items)} texts and stored the others; "
-                f"{name!r}: {reason}"
+                f"the gateway refused {len(refusals)} of {len(items)} texts and stored the "
+                f"others; correct these and add them again. {name!r}: {reason}"
             )
 
     def _metadata(self, one: StoredText) -> Metadata:

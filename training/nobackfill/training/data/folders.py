@@ -189,11 +189,12 @@ def _vectors(path: Path) -> Vectors:
     except (ValueError, OSError, EOFError, MemoryError, TokenError, SyntaxError) as error:
         raise InvalidInputError(
             f"{path}: expected stored vectors, a .npy file of float32 [n, dim], got another file "
-            f"({error})"
+            f"({error}); write it with numpy.save"
         ) from error
     if read.ndim != 2 or not read.shape[1]:
         raise InvalidInputError(
-            f"{path}: expected stored vectors, an array of shape [n, dim], got {list(read.shape)}"
+            f"{path}: expected stored vectors, an array of shape [n, dim], got "
+            f"{list(read.shape)}; write it again with numpy.save"
         )
     return check_vectors(read, read.shape[1], error_name=str(path))
 
@@ -203,18 +204,19 @@ def _paths(files: StoredVectorFiles, count: int) -> Sequence[str]:
         paths = files.paths.read_text(encoding="utf-8").removesuffix("\n").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidInputError(
-            f"{files.paths}: expected a UTF-8 text file with one image path per line ({error})"
+            f"{files.paths}: expected a UTF-8 text file with one image path per line ({error}); "
+            "write the file again"
         ) from error
     # With a header line, each path would silently get its neighbour's vector.
     if len(paths) != count or not all(paths):
         raise InvalidInputError(
             f"{files.paths}: expected {count} lines, one image path for each row of "
-            f"{files.vectors}, got {sum(map(bool, paths))}"
+            f"{files.vectors}, got {sum(map(bool, paths))}; write both files from one export"
         )
     twice = [path for path, times in Counter(paths).items() if times > 1]
     if twice:
         raise InvalidInputError(
             f"{files.paths}: {len(twice)} paths occur more than once: {join_few(twice)}; expected "
-            "one vector per image"
+            "one vector per image; remove the other rows and lines"
         )
     return paths

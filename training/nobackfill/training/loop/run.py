@@ -223,8 +223,9 @@ def load_part(module: nn.Module, checkpoint: Checkpoint, part: str) -> None:
     ]
     if problems:
         raise ConfigurationError(
-            f"the {part} in the checkpoint of {checkpoint.config.run_dir} does not fit the network "
-            f"of the configuration: {'; '.join(problems[:5])}"
+            f"the {part} in the checkpoint of {checkpoint.config.run_dir} does not fit the "
+            f"network of the configuration: {'; '.join(problems[:5])}. Train again in another "
+            "run_dir"
         )
     module.load_state_dict(stored)
 

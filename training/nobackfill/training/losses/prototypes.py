@@ -134,8 +134,8 @@ def by_class(labels: Tensor, classes: int, make: Callable[[Tensor], Tensor]) -> 
     counts = torch.bincount(labels, minlength=classes)
     if (counts == 0).any():
         raise ValueError(
-            f"class number {int(counts.argmin())} of {classes} has no training image, so it has no "
-            "prototype"
+            f"class number {int(counts.argmin())} of {classes} has no training image, so it has "
+            "no prototype; add images, or remove the class"
         )
     rows = torch.split(labels.argsort(stable=True), counts.tolist())
     return torch.stack([make(picked) for picked in rows])

@@ -37,8 +37,9 @@ def _objective(inputs: EmbedderInputs) -> EmbedderObjective:
         moved = [old.class_names[i] for i, vertex in enumerate(vertices) if vertex != i]
         if moved:
             raise ConfigurationError(
-                f"method d_simplex: classes have other vertices than in {config.old}: "
-                f"{join_few(moved)}; list the old classes first, in their order, with class_list"
+                "method d_simplex: expected each class at the same place of the list as in "
+                f"{config.old}, found others at: {join_few(moved)}; list the old classes first, "
+                "in their order, with class_list"
             )
     return EmbedderObjective(config, len(inputs.class_names))
 

@@ -97,7 +97,7 @@ class SoftPrototypesObjective(Objective):
         if classes != len(self.h.prototypes):
             raise ConfigurationError(
                 f"method soft_prototypes: expected the option classes: {classes}, the number of "
-                f"classes of the images, got {len(self.h.prototypes)}"
+                f"classes of the images, got {len(self.h.prototypes)}; set it in options"
             )
         means = by_class(labels, classes, lambda rows: class_average(new[rows]))
         self.h.prototypes.copy_(means)

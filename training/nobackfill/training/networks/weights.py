@@ -230,7 +230,8 @@ def read_file(path: Path) -> Weights:
     ) as error:
         raise VerificationError(
             f"the weights file {path}: expected safetensors, or a state dict of torch.save with "
-            f"only tensors ({str(error).splitlines()[0][:200] if str(error) else error!r})"
+            "only tensors; save model.state_dict() alone "
+            f"({(str(error).splitlines()[0][:200] if str(error) else error)!r})"
         ) from error
     return Weights(str(path), _state_dict(saved, path))
 

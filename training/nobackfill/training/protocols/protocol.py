@@ -96,7 +96,7 @@ def read_table(path: Path, columns: Sequence[str]) -> Iterator[dict[str, str]]:
     if missing:
         raise InvalidInputError(
             f"{path}: expected a header with the columns {', '.join(columns)}, got "
-            f"{join_few(reader.fieldnames) or 'an empty file'}"
+            f"{join_few(reader.fieldnames) or 'an empty file'}; download the file again"
         )
     for number, row in enumerate(reader, start=2):
         if any(row[name] is None for name in columns):
