@@ -49,7 +49,7 @@ def test_only_named_hosts_are_asked_and_no_redirect_is_followed() -> None:
         assert items.read("gone-endless", 100) is None
         with pytest.raises(TooLargeError):
             items.read("large", 1000)
-        with pytest.raises(UnavailableError, match="answers 302"):
+        with pytest.raises(UnavailableError, match="HTTP status 302"):
             items.read("moved", 100)
         with pytest.raises(InvalidInputError):
             items.read("..", 100)

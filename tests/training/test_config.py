@@ -104,7 +104,7 @@ def test_wrong_values_are_refused(keys: dict[str, object], message: str) -> None
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"reads_side": False, "reads_embedding": False}, "neither"),
+        ({"reads_side": False, "reads_embedding": False}, "got false for both"),
         ({"side": "maps"}, "new_side"),
         ({"old": {"vectors": "v.npy", "paths": "p", "release": 1}, "views": 2}, "one view"),
     ],
