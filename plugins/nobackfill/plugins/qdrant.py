@@ -135,8 +135,8 @@ def open_client(place: str) -> QdrantClient:
     if "://" not in place:
         if not (Path(place) / "meta.json").is_file():
             raise NotFoundError(
-                f"{place}: expected a folder of Qdrant's local mode, which has a meta.json, or the "
-                "address https://HOST:PORT of a server"
+                f"{place}: expected a folder of Qdrant's local mode, which has a meta.json, or "
+                "the address https://HOST:PORT of a server; correct SOURCE"
             )
         return _folder(Path(place).resolve())
     server_address(place, "qdrant", KEY)

@@ -354,7 +354,11 @@ class Catalog:
                 except NobackfillError as error:
                     # Tried again: a full disk, for example, may have room later.
                     if str(error) != self._trouble:
-                        log.error("cannot use the publication folder", error=str(error))
+                        log.error(
+                            "cannot read changes of the publication folder; the releases that "
+                            "were read before are served",
+                            error=str(error),
+                        )
                     self._trouble = str(error)
                     continue
             self._stamp, self._trouble = stamp, ""

@@ -169,7 +169,11 @@ def fail(
                 error=str(error),
             )
         except NobackfillError as error:
-            log.error("the failure is not recorded yet", release=release, error=str(error))
+            log.error(
+                "the failure of the activation is not recorded yet",
+                release=release,
+                error=str(error),
+            )
             # Record the failure alone: it needs less space than returning the galleries.
             _record_failure(lambda: state.transact(lambda: state.revise(failed), lead), cancelled)
         with writes_locked(galleries):
@@ -186,7 +190,7 @@ def _record_failure(record: Callable[[], object], cancelled: threading.Event | N
             return
         except NobackfillError as error:
             if str(error) != last_error:
-                log.error("the failure is not recorded yet", error=str(error))
+                log.error("the failure of the activation is not recorded yet", error=str(error))
             last_error = str(error)
         else:
             return
