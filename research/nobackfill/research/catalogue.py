@@ -24,6 +24,7 @@ from nobackfill.research.settings import (
     long_chain,
     new_data,
     noise,
+    scenarios,
 )
 from nobackfill.training.config import parse_config
 
@@ -418,7 +419,8 @@ def transforms(shared: Shared) -> list[MethodRow]:
     """List upgrades to an independent new model: variants of FCT, then other methods.
 
     FCT varies in its side-information, its size and its loss. A row with multi-crop is left out if
-    the preset's SimCLR has small crops already. The rows of `best` come last.
+    the preset's SimCLR has small crops already, and the raw loss, if the preset's spaces have no
+    unit vectors, where it is FCT's. The rows of `best` come last.
 
     Nothing is trained; each row only describes its runs. The preset's settings must have inner_dim,
     embedding_dim and side_info_dim, or KeyError is raised.
@@ -449,7 +451,64 @@ def transforms(shared: Shared) -> list[MethodRow]:
             "side-multicrop", classes=split.old, kind="simclr", small_crops=2
         )
         rows.append(shared.upgrade_row(Name.FCT_MULTICROP, "fct", crops))
-    return rows + best(shared)
+    return [*rows, *_raw(shared), *best(shared)]
+
+
+def _raw(shared: Shared) -> list[MethodRow]:
+    """List FCT by the squared L2 of raw outputs, as in its authors' code, if spaces are unit."""
+    if shared.place.preset.embedder.get("head") == "softmax":
+        return []
+    kind = shared.place.preset.side_encoder.get("side_info", "simclr")
+    side = shared.side(str(kind))
+    return [shared.upgrade_row(Name.FCT_RAW, "fct", side, options={"raw": True})]
+
+
+# Old networks of FCT Table 4; the paper's MobileNet is V1, which torchvision does not have.
+OLD_NETWORKS = {"resnet18": "resnet18", "mobilenet": "mobilenet_v2"}
+
+
+def old_networks(shared: Shared) -> list[MethodRow]:
+    """List FCT Table 4: FCT from old models of other networks, and of half the dimension.
+
+    Nothing is trained; each row only describes its runs. The preset's `embedder` must have
+    embedding_dim, or KeyError is raised.
+    """
+    place, split, simclr = shared.place, shared.split, shared.side("simclr")
+    dim = place.preset.embedder["embedding_dim"]
+    assert isinstance(dim, int)
+    variants: dict[str, dict[str, Any]] = {
+        **{name: {"backbone": backbone} for name, backbone in OLD_NETWORKS.items()},
+        "half": {"embedding_dim": dim // 2},
+    }
+    rows = []
+    for name, values in variants.items():
+        old = place.embedder(f"old-{name}", classes=split.old, role="old", **values)
+        run = place.upgrade(
+            f"upgrade-old-{name}", old, shared.new, classes=split.new, side=simclr, method="fct"
+        )
+        rows.append(MethodRow(row_in(f"old_{name}", "fct_simclr"), old, shared.new, (run,), simclr))
+    return rows
+
+
+# FCT Table 10.
+EMBEDDING_SIZES = (128, 256, 512, 1024, 2048)
+
+
+def embedding_sizes(shared: Shared) -> list[MethodRow]:
+    """List FCT Table 10: old and new models that were trained apart, by size of the embedding.
+
+    Nothing is trained; each row only describes its runs.
+    """
+    place, split = shared.place, shared.split
+
+    def row(dim: int) -> MethodRow:
+        old, new = (
+            place.embedder(f"{role}-dim-{dim}", classes=count, role=role, embedding_dim=dim)
+            for role, count in (("old", split.old), ("new", split.new))
+        )
+        return MethodRow(f"embedding_{dim}", old, new)
+
+    return [row(dim) for dim in EMBEDDING_SIZES]
 
 
 def best(shared: Shared) -> list[MethodRow]:
@@ -598,6 +657,9 @@ GROUPS: dict[str, Callable[[Shared], list[MethodRow]]] = {
     "disjoint": disjoint,
     "side_information": side_information,
     "sizes": sizes,
+    "embedding_sizes": embedding_sizes,
+    "old_networks": old_networks,
+    "scenarios": scenarios,
     "parts": parts,
     "limits": limits,
 }

@@ -136,7 +136,7 @@ def row_cells(row: MethodRow, test: Evaluation) -> Cells:
             description cannot be downloaded.
         NobackfillError: a process that reads images was killed.
     """
-    images = _embedded(row, test)
+    images = embedded(row, test)
     old, new = images.native(OLD), images.native(NEW)
     names = upgrade_cells(OLD, NEW, (OLD, NEW) if row.route else ())
     # First elements of a longer embedding (BCT section 3.6); a shorter one has no such cell.
@@ -165,8 +165,19 @@ def row_cells(row: MethodRow, test: Evaluation) -> Cells:
     return Cells(cells, extras | _logged(row.new.folder / "stats.jsonl"), classes)
 
 
-def _embedded(row: MethodRow, images: Evaluation) -> TrainedImages:
-    """Embed the images with the row's models."""
+def embedded(row: MethodRow, images: Evaluation) -> TrainedImages:
+    """Embed images with the models of a row, which are trained; the relevance is not read.
+
+    Raises:
+        ConfigurationError: a run is missing, unfinished or of another kind.
+        VerificationError: a checkpoint is damaged.
+        InvalidInputError: an image is missing or cannot be decoded.
+        CannotWriteError: the cache cannot be written.
+        NotFoundError, UnavailableError: a backbone of local-dir or hf-hub is missing, or its
+            description cannot be downloaded.
+        OSError: a checkpoint exists, but cannot be opened.
+        NobackfillError: a process that reads images was killed.
+    """
     vectors = {
         number: images.features(run.folder, "embedder")
         for number, run in ((OLD, row.old), (NEW, row.new))
@@ -207,7 +218,7 @@ def _line(row: MethodRow, served: CellName, test: Evaluation) -> DistanceLine:
     )  # fmt: skip
     if held_out is None:
         return IDENTITY_LINE
-    images = _embedded(row, held_out)
+    images = embedded(row, held_out)
     migrated, native = (
         measure_cell(
             cell, images, images, held_out.relevance, neighbours=PAIRS_A_QUERY, int8=row.int8

@@ -24,7 +24,9 @@ from nobackfill.research.claims import CLAIMS
 from nobackfill.research.images import (
     check_classes,
     development_of,
+    link_published,
     place_images,
+    read_published,
     require_same_images,
     seeds_of,
     write_digits,
@@ -38,7 +40,10 @@ from nobackfill.research.presets import (
     Values,
     folder_preset,
     preset_named,
+    scaled_to,
 )
+from nobackfill.research.protocols import ProtocolRow, summarise_protocols, write_protocols
+from nobackfill.research.published import TRAIN
 from nobackfill.research.results import MAIN, Provenance, Results, draw, points, write_results
 from nobackfill.research.rivals.rows import rivals
 from nobackfill.research.rows import ComparisonPlace
@@ -71,7 +76,8 @@ OUT/NAME belongs to the images of its first run; other images are refused.
 Writes OUT/NAME.json, OUT/NAME.md and OUT/NAME.svg. Groups of --methods and --once: core,
 public_protocol, strong, core_unseen, core_unseen_compatible, bct_family, dmu_family, adapted,
 stationary, variants, new_data, arcface, architectures, maps, transforms, chains, noise,
-allocations, long_chain, foreign, disjoint, side_information, sizes, parts, limits.
+allocations, long_chain, foreign, disjoint, side_information, sizes, embedding_sizes,
+old_networks, scenarios, parts, limits.
 
 --development uses neither the test images nor the unseen classes of the tables, and other seeds.
 Select methods and options with it, then run without it for the figures of a table.
@@ -104,8 +110,9 @@ def main(
         typer.Option(
             metavar="NAME|FOLDER",
             help="Data set to train and test on: digits, cifar100-cpu, cifar100-gpu, cifar100, "
-            "cifar100-fct, or a folder of images with one folder in it for each class. Required, "
-            "unless --page or --vectors is given.",
+            "cifar100-fct, imagenet, places365, vggface2, gldv2, ijbc, ms1mv3, market1501, or a "
+            "folder of images with one folder in it for each class. Required, unless --page or "
+            "--vectors is given.",
         ),
     ] = None,
     seeds: Annotated[
@@ -136,8 +143,9 @@ def main(
         Path | None,
         typer.Option(
             metavar="FOLDER",
-            help="Folder with the images of CIFAR-100, in the folders train and test; it is only "
-            "read. Required for data sets whose names begin with cifar100, not used for others.",
+            help="Folder with the data set that --data names, which is only read: of CIFAR-100 the "
+            "folders train and test, of others the layout in which they are published "
+            "(docs/training.md). Not used for digits and for a folder.",
         ),
     ] = None,
     out: Annotated[
@@ -242,17 +250,20 @@ def main(
         preset = preset_named(data)
     if development:
         preset = development_of(preset)
+    names = methods.split(",") if methods else None
+    once = first_seed_methods.split(",") if first_seed_methods else ()
+    command = _command(preset, seeds, methods, first_seed_methods)
+    if preset.published is not None and preset.published.protocols:
+        rows = compare_by_protocols(
+            preset, images, out, seeds_of(preset, seeds), names, jobs,
+            first_seed_names=once, cluster=ray,
+        )  # fmt: skip
+        print(write_protocols(out, preset.title, rows, command, machine()))
+        return
     results = compare(
-        preset,
-        images,
-        out,
-        seeds_of(preset, seeds),
-        methods.split(",") if methods else None,
-        jobs,
-        first_seed_names=first_seed_methods.split(",") if first_seed_methods else (),
-        command=_command(preset, seeds, methods, first_seed_methods),
-        cluster=ray,
-    )
+        preset, images, out, seeds_of(preset, seeds), names, jobs,
+        first_seed_names=once, command=command, cluster=ray,
+    )  # fmt: skip
     _write(out, preset, results)
 
 
@@ -351,16 +362,74 @@ def compare(
             its class with another one.
         IndexError: there is no seed.
     """
+    planned = _measured(
+        preset, images, out, seeds, names, jobs, changes or {}, first_seed_names, cluster
+    )
+    # Costs of the first place; they are equal for all seeds and splits.
+    cost_of, rows = costs(planned[0][1]), _collect(planned)
+    provenance = Provenance(
+        command=command, machine=machine(), configured=digest_of_rows(preset, rows)
+    )
+    return summarise(preset.title, preset.metric, seeds, provenance, rows, CLAIMS, cost_of)
+
+
+def compare_by_protocols(
+    preset: Preset,
+    images: Path | None,
+    out: Path,
+    seeds: Sequence[int],
+    names: Sequence[str] | None,
+    jobs: int,
+    changes: Mapping[str, Values] | None = None,
+    first_seed_names: Sequence[str] = (),
+    cluster: str | None = None,
+) -> dict[str, ProtocolRow]:
+    """Train rows, and measure them by the published test protocols of their data set.
+
+    Everything is as in `compare`, but for the measurement: there are no claims, costs and splits.
+
+    Args:
+        preset: a comparison whose `published` has protocols.
+        images, out, seeds, names, jobs, changes, first_seed_names, cluster: as in `compare`.
+
+    Raises:
+        NobackfillError: as in `compare`; NotFoundError also if FOLDER has another layout.
+        ValueError: a figure has no query with an answer.
+    """
+    planned = _measured(
+        preset, images, out, seeds, names, jobs, changes or {}, first_seed_names, cluster
+    )
+    rows: dict[str, MeasuredRow] = {}
+    for place, described in planned:
+        for row in described:
+            cells = read_cells(cells_path(place, row))
+            assert cells is not None
+            rows.setdefault(row.name, MeasuredRow(row, [])).runs.append(cells)
+    return summarise_protocols(rows)
+
+
+def _measured(
+    preset: Preset,
+    images: Path | None,
+    out: Path,
+    seeds: Sequence[int],
+    names: Sequence[str] | None,
+    jobs: int,
+    changes: Mapping[str, Values],
+    first_seed_names: Sequence[str],
+    cluster: str | None,
+) -> Planned:
+    """Train and measure all rows, and return them by place."""
     if cluster is not None:
         # Nodes run in another working directory.
         out, images = out.resolve(), images and images.resolve()
     root = out / preset.title
     with _output_lock(root):
-        source = _source(preset, images, root)
+        preset, source = _source(preset, images, root)
         planned = []
         for seed in seeds:
             for split in preset.splits:
-                place = _place(preset, split, seed, root, source, changes or {})
+                place = _place(preset, split, seed, root, source, changes)
                 own = preset.groups if split.name == MAIN else preset.unseen_groups
                 more = first_seed_names if seed == seeds[0] else ()
                 planned.append((place, rows_of(place, (*(names or own), *more))))
@@ -368,12 +437,7 @@ def compare(
         run_tasks(planned, jobs, cluster)
         seconds = time.monotonic() - started
         print(f"compare.py: trained and measured in {seconds:.0f} s", file=sys.stderr)
-    # Costs of the first place; they are equal for all seeds and splits.
-    cost_of, rows = costs(planned[0][1]), _collect(planned)
-    provenance = Provenance(
-        command=command, machine=machine(), configured=digest_of_rows(preset, rows)
-    )
-    return summarise(preset.title, preset.metric, seeds, provenance, rows, CLAIMS, cost_of)
+    return planned
 
 
 @contextmanager
@@ -389,19 +453,32 @@ def _output_lock(root: Path) -> Iterator[None]:
         yield
 
 
-def _source(preset: Preset, images: Path | None, root: Path) -> Path:
+def _source(preset: Preset, images: Path | None, root: Path) -> tuple[Preset, Path]:
+    """Return the folder of the images, and the preset with as many classes as it has."""
     if preset.name == DIGITS.name:
         write_digits(root / "digits")
-        return root / "digits"
+        return preset, root / "digits"
+    data = preset.published
     if images is None:
         raise ConfigurationError(
-            f"--data {preset.name} needs --images FOLDER with the folders train and test; write it "
-            "with: python -m nobackfill.training.data.cifar100 FOLDER"
+            f"--data {preset.name} needs --images FOLDER with "
+            + (
+                "the folders train and test; write it with: "
+                "python -m nobackfill.training.data.cifar100 FOLDER"
+                if data is None
+                else data.layout
+            )
         )
+    if data is not None:
+        parts = read_published(data, images)
+        if not data.complete:
+            preset = scaled_to(preset, len(parts[TRAIN].class_names))
+        classes = max(split.new for split in preset.splits)
+        return preset, link_published(data, images, parts, classes, root)
     classes = max(split.new for split in preset.splits)
     check_classes(images if preset.test_share is not None else images / "train", classes)
     require_same_images(images, preset.test_share, root)
-    return images
+    return preset, images
 
 
 def _place(

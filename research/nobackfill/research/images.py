@@ -16,6 +16,8 @@ is needed. (FCT appendix B uses real ones: ImageNet's models on Places.) Classes
 import hashlib
 import json
 import shutil
+import sys
+import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -28,8 +30,10 @@ from nobackfill.class_folders import ImageListing, hash_file, list_images
 from nobackfill.durable import make_dir, write_file
 from nobackfill.errors import ConfigurationError, InvalidInputError, NotFoundError
 from nobackfill.research.presets import Preset, Split
+from nobackfill.research.published import TRAIN, PublishedSet
 from nobackfill.training.data.allocations import allocate
 from nobackfill.training.data.folders import hold_out
+from nobackfill.training.protocols.evaluation import protocol_named
 
 
 def write_digits(folder: Path) -> None:
@@ -119,8 +123,12 @@ def require_same_images(images: Path, share: float | None, root: Path) -> None:
         OSError: ROOT/images.json cannot be read.
         PermissionError: this user may not list IMAGES.
     """
+    _require_same(_listed(images, share), images, root)
+
+
+def _require_same(listings: Iterable[ImageListing], images: Path, root: Path) -> None:
     note = root / "images.json"
-    content = json.dumps([_identity(listing) for listing in _listed(images, share)], indent=1)
+    content = json.dumps([_identity(listing) for listing in listings], indent=1)
     if not note.is_file():
         make_dir(root)
         write_file(note, content.encode())
@@ -155,6 +163,87 @@ def _identity(listing: ImageListing) -> dict[str, int | str]:
         "images": len(listing),
         "sha256": content_digest.hexdigest(),
     }
+
+
+# The link to the folder of --images, for protocols that read their own files.
+PROTOCOLS = "protocols"
+
+
+def read_published(data: PublishedSet, images: Path) -> dict[str, ImageListing]:
+    """List the parts of a published data set, and check that its test protocols can be read.
+
+    The metadata of each protocol is read, and all its images must exist. A protocol other than the
+    first is left out, with a line on stderr, if its folder does not exist.
+
+    Args:
+        data: the set.
+        images: the folder of its files.
+
+    Returns:
+        The images by part, a key of `PublishedSet.parts`.
+
+    Raises:
+        NotFoundError: the folder has another layout; the message names the expected one.
+        PermissionError: this user may not list a folder.
+    """
+    try:
+        parts = {name: read(images) for name, read in data.parts.items()}
+        for protocol in protocols_of(data, images):
+            with tempfile.TemporaryDirectory(prefix="nobackfill-protocol-") as scratch:
+                protocol_named(protocol)(images / data.protocols[protocol], Path(scratch))
+    except (ConfigurationError, InvalidInputError, NotFoundError) as error:
+        raise NotFoundError(f"--images {images}: expected {data.layout} in it; {error}") from error
+    for protocol in data.protocols.keys() - set(protocols_of(data, images)):
+        print(
+            f"compare.py: {images / data.protocols[protocol]} does not exist, so nothing is "
+            f"measured by {protocol}",
+            file=sys.stderr,
+        )
+    return parts
+
+
+def protocols_of(data: PublishedSet, images: Path) -> list[str]:
+    """Return the test protocols whose folder exists, and the first one in any case."""
+    return [
+        name
+        for number, (name, folder) in enumerate(data.protocols.items())
+        if not number or (images / folder).is_dir()
+    ]
+
+
+def link_published(
+    data: PublishedSet, images: Path, parts: Mapping[str, ImageListing], classes: int, root: Path
+) -> Path:
+    """Link the parts of a published data set as ROOT/published/PART/CLASS; return ROOT/published.
+
+    Existing folders stay as they are. ROOT belongs to the images of its first call.
+
+    Args:
+        data: the set.
+        images: the folder of its files, to which ROOT/published/protocols links.
+        parts: its images, as of `read_published`.
+        classes: the number of classes that the models learn.
+        root: the folder of the comparison.
+
+    Raises:
+        InvalidInputError: the training images have fewer classes, or an image is missing.
+        ConfigurationError: ROOT belongs to other images.
+        CannotWriteError, OSError: ROOT cannot be written.
+    """
+    found = len(parts[TRAIN].class_names)
+    if found < classes:
+        raise InvalidInputError(
+            f"--images {images}: expected {data.layout} in it, and so {classes} classes to train "
+            f"on; got {found}. For a part of the set, compare its folder of class folders by --data"
+        )
+    _require_same(parts.values(), images, root)
+    linked = root / "published"
+    for name, listing in parts.items():
+        link_images(listing, _class_of(listing), linked / name)
+    if data.protocols and not (linked / PROTOCOLS).is_dir():
+        (linked / PROTOCOLS).unlink(missing_ok=True)
+        (linked / PROTOCOLS).symlink_to(images.resolve())
+    return linked
 
 
 def link_allocation(train: Path, name: str, into: Path, seed: int) -> None:
@@ -327,7 +416,8 @@ def seeds_of(preset: Preset, count: int) -> range:
 def development_of(preset: Preset) -> Preset:
     """Return the comparison for selecting the options of `preset`; rows and configurations stay.
 
-    Its classes are those that every model of the preset knows, divided again.
+    Its classes are those that every model of the preset knows, divided again. Published test
+    protocols are not used.
 
     Results get a title of their own. A preset with few classes gives splits that cannot be trained;
     this is not checked.
@@ -341,7 +431,8 @@ def development_of(preset: Preset) -> Preset:
         Split("main", half, known, 0, known, max(2, known // 4), half),
         Split("unseen", (new + 1) // 2, new, new, known),
     )
-    return replace(preset, splits=splits, development=True)
+    published = preset.published and replace(preset.published, protocols={})
+    return replace(preset, splits=splits, development=True, published=published)
 
 
 def development_images(train: Path, into: Path, classes: int, seed: int) -> None:
@@ -391,7 +482,8 @@ def place_images(preset: Preset, source: Path, root: Path, seed: int) -> Path:
 
     Args:
         preset: the comparison.
-        source: the images, as in `train_and_test`.
+        source: the images, as in `train_and_test`; of a published set those of `link_published`,
+            which all seeds of a table use as they are.
         root: the folder of the comparison.
         seed: the seed of the place, at least 0.
 
@@ -403,8 +495,10 @@ def place_images(preset: Preset, source: Path, root: Path, seed: int) -> Path:
         OSError: ROOT cannot be written.
         PermissionError: this user may not list SOURCE.
     """
-    table = root / f"data-{TABLE_PARTITION}"
-    train_and_test(source, table, preset.test_share, TABLE_PARTITION)
+    table = source
+    if preset.published is None:
+        table = root / f"data-{TABLE_PARTITION}"
+        train_and_test(source, table, preset.test_share, TABLE_PARTITION)
     if not preset.development:
         return table
     own = root / f"data-{seed}"

@@ -64,7 +64,14 @@ class PaperFigure:
 
 _FCT = "FCT and FastFill, the authors' code"
 _BT2_CODE = "BT2, the authors' code"
-# By data set. The last table of apple/ml-fct's README, and the one of YifeiZhou02/BT-2.
+_FCT_TABLES = "FCT Tables {} and 7"
+
+
+def _fct(table: int, cells: Sequence[tuple[str, str, float, float]]) -> tuple[PaperFigure, ...]:
+    return tuple(PaperFigure(*cell, _FCT_TABLES.format(table)) for cell in cells)
+
+
+# By data set. The last table of apple/ml-fct's README, the one of YifeiZhou02/BT-2, and fct.txt.
 PAPER_FIGURES: Mapping[str, tuple[PaperFigure, ...]] = {
     "cifar100-fct": (
         PaperFigure(Name.INDEPENDENT, "old/old", 34.2, 16.5, _FCT),
@@ -80,7 +87,43 @@ PAPER_FIGURES: Mapping[str, tuple[PaperFigure, ...]] = {
         PaperFigure(Name.BCT, "new/new", 60.0, 47.3, _BT2_CODE),
         PaperFigure(Name.BT2, "new/old", 38.7, 27.7, _BT2_CODE),
         PaperFigure(Name.BT2, "new/new", 62.4, 50.5, _BT2_CODE),
-    )
+    ),
+    "imagenet": _fct(
+        1,
+        [
+            (Name.INDEPENDENT, "old/old", 46.5, 29.9),
+            (Name.INDEPENDENT, "new/new", 68.1, 45.0),
+            (Name.BCT, "new/old", 46.9, 30.1),
+            (Name.BCT, "new/new", 62.4, 41.1),
+            (Name.FCT_NONE, "new/served", 61.8, 39.9),
+            (Name.FCT_SIMCLR, "new/served", 65.0, 43.6),
+            (Name.FCT_SIMCLR, "served/served", 59.3, 41.3),
+        ],
+    ),
+    "places365": _fct(
+        2,
+        [
+            (Name.INDEPENDENT, "old/old", 29.6, 11.6),
+            (Name.INDEPENDENT, "new/new", 37.0, 17.0),
+            (Name.BCT, "new/old", 30.4, 12.6),
+            (Name.BCT, "new/new", 34.9, 16.0),
+            (Name.FCT_NONE, "new/served", 34.8, 17.5),
+            (Name.FCT_SIMCLR, "new/served", 35.8, 18.1),
+            (Name.FCT_SIMCLR, "served/served", 34.0, 17.3),
+        ],
+    ),
+    "vggface2": _fct(
+        3,
+        [
+            (Name.INDEPENDENT, "old/old", 84.0, 44.6),
+            (Name.INDEPENDENT, "new/new", 96.6, 77.8),
+            (Name.BCT, "new/old", 84.2, 45.0),
+            (Name.BCT, "new/new", 95.1, 74.3),
+            (Name.FCT_NONE, "new/served", 91.5, 60.1),
+            (Name.FCT_ALTERNATE, "new/served", 92.5, 62.6),
+            (Name.FCT_ALTERNATE, "served/served", 87.2, 53.4),
+        ],
+    ),
 }
 
 

@@ -1,11 +1,13 @@
 """Presets of comparisons: classes, rows, and hyper-parameters from configs/."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from nobackfill.errors import ConfigurationError, InvalidInputError
 from nobackfill.metrics.distances import Metric
+from nobackfill.research import published
+from nobackfill.research.published import PublishedSet
 from nobackfill.training.config import configs, load_config
 
 Values = Mapping[str, object]
@@ -64,6 +66,12 @@ class Preset:
         branch: all new models start from a common warm-up, which halves the time and treats them
             alike; None: each is trained from the start.
         development: this is a development split for selecting options, and not a table.
+        published: the layout and the test of a published data set; None: class folders.
+        new_embedder: keys in which new models differ from old ones, such as the backbone.
+        transforms: the folder of configs/ with side encoders and upgrades, if `configs` has none;
+            the image size stays that of `configs`.
+        equal_steps: UniBCT's allocations train for as many steps as one on all images would; false:
+            for the preset's epochs, as in the paper.
     """
 
     name: str
@@ -78,6 +86,10 @@ class Preset:
     metric: Metric
     branch: Branch | None = None
     development: bool = False
+    published: PublishedSet | None = None
+    new_embedder: Values = field(default_factory=dict)
+    transforms: str | None = None
+    equal_steps: bool = True
 
     @property
     def title(self) -> str:
@@ -104,7 +116,7 @@ class Preset:
         Raises:
             ConfigurationError: the file is missing or invalid.
         """
-        return self._configured("side_encoder-1.yaml")
+        return self._transform("side_encoder-1.yaml")
 
     @cached_property
     def upgrade(self) -> Values:
@@ -115,7 +127,7 @@ class Preset:
         Raises:
             ConfigurationError: the file is missing or invalid.
         """
-        return self._configured("upgrade-1-2-fct.yaml")
+        return self._transform("upgrade-1-2-fct.yaml")
 
     @cached_property
     def ours(self) -> Values:
@@ -126,10 +138,21 @@ class Preset:
         Raises:
             ConfigurationError: the file is missing or invalid.
         """
-        return self._configured("upgrade-1-2.yaml")
+        return self._transform("upgrade-1-2.yaml")
 
-    def _configured(self, file: str) -> Values:
-        config = load_config(configs() / self.configs / file)
+    def _transform(self, file: str) -> Values:
+        """Read a configuration of psi or h, which another data set may lend."""
+        if self.transforms is None:
+            return self._configured(file)
+        values = dict(self._configured(file, self.transforms))
+        # Pixels of another data set would be of no use here.
+        values.pop("pixel_cache", None)
+        if "image_size" in values:
+            values["image_size"] = self.embedder["image_size"]
+        return values
+
+    def _configured(self, file: str, folder: str | None = None) -> Values:
+        config = load_config(configs() / (folder or self.configs) / file)
         values = config.model_dump(exclude_unset=True, exclude=_ROLE)
         return values if self.threads is None else values | {"threads": self.threads}
 
@@ -229,9 +252,104 @@ CIFAR100_FCT = replace(
     splits=CIFAR100.splits[:1],
     groups=("public_protocol",),
 )
+# Data sets of the papers, with the settings that they print. Nobody trained them here.
+IMAGENET = replace(
+    CIFAR100,
+    name="imagenet",
+    configs="imagenet",
+    splits=(Split("main", 500, 1000, 0, 1000, first_of_chain=250, second_of_chain=500),),
+    groups=("public_protocol",),
+    published=published.IMAGENET,
+)
+PLACES365 = replace(
+    IMAGENET,
+    name="places365",
+    configs="places365",
+    splits=(Split("main", 182, 365, 0, 365, first_of_chain=91, second_of_chain=182),),
+    published=published.PLACES365,
+)
+VGGFACE2 = replace(
+    IMAGENET,
+    name="vggface2",
+    configs="vggface2",
+    # Other people are tested than those of the training.
+    splits=(Split("main", 863, 8631, 0, 500, first_of_chain=431, second_of_chain=863),),
+    groups=("independent", "bct", "fct_none", "fct_alternate", "fct_raw", "residual_none"),
+    metric="cosine",
+    published=published.VGGFACE2,
+    new_embedder={"backbone": "resnet50"},
+)
+GLDV2 = replace(
+    IMAGENET,
+    name="gldv2",
+    configs="gldv2",
+    splits=(Split("main", 24394, 81313, 0, 0, first_of_chain=20328, second_of_chain=40656),),
+    groups=("scenarios",),
+    metric="cosine",
+    published=published.GLDV2,
+    transforms="imagenet",
+    equal_steps=False,
+)
+IJBC = replace(
+    GLDV2,
+    name="ijbc",
+    configs="imdbface",
+    splits=(Split("main", 29500, 59000, 0, 0, first_of_chain=14750, second_of_chain=29500),),
+    groups=(
+        *("independent", "l2", "lwf_new_data", "bct", "bct_kd", "bct_sys"),
+        *("variants", "bct_chain"),
+    ),
+    published=published.IJBC,
+)
+MS1MV3 = replace(
+    GLDV2,
+    name="ms1mv3",
+    configs="ms1mv3",
+    splits=(Split("main", 28029, 93431, 0, 0, first_of_chain=14014, second_of_chain=28029),),
+    groups=("allocations",),
+    published=published.MS1MV3,
+)
+MARKET1501 = replace(
+    GLDV2,
+    name="market1501",
+    configs="market1501",
+    splits=(Split("main", 375, 751, 0, 0, first_of_chain=187, second_of_chain=375),),
+    groups=("independent", "bct"),
+    published=published.MARKET1501,
+)
 PRESETS = {
-    preset.name: preset for preset in (DIGITS, CIFAR100_CPU, CIFAR100_GPU, CIFAR100, CIFAR100_FCT)
+    preset.name: preset
+    for preset in (
+        *(DIGITS, CIFAR100_CPU, CIFAR100_GPU, CIFAR100, CIFAR100_FCT),
+        *(IMAGENET, PLACES365, VGGFACE2, GLDV2, IJBC, MS1MV3, MARKET1501),
+    )
 }
+
+
+def scaled_to(preset: Preset, classes: int) -> Preset:
+    """Return a preset whose new model learns `classes` classes, and older ones their shares.
+
+    Tested classes stay.
+
+    Args:
+        preset: the comparison.
+        classes: at least 4, so that every model has one.
+    """
+
+    def share(count: int | None, of: Split) -> int | None:
+        return None if count is None else count * classes // of.new
+
+    splits = tuple(
+        replace(
+            split,
+            old=split.old * classes // split.new,
+            new=classes,
+            first_of_chain=share(split.first_of_chain, split),
+            second_of_chain=share(split.second_of_chain, split),
+        )
+        for split in preset.splits
+    )
+    return replace(preset, splits=splits)
 
 
 def folder_preset(classes: int) -> Preset:

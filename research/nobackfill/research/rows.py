@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from nobackfill.research.presets import Preset, Split, Values
+from nobackfill.research.published import SIDE
 from nobackfill.training.config import SideEncoderConfig, parse_config
 from nobackfill.training.loop.loop import ProgressBars
 from nobackfill.training.loop.training import train
@@ -42,6 +43,7 @@ class Name(StrEnum):
     FCT_ALTERNATE = auto()
     FCT_MIXUP = auto()
     FCT_SIMCLR = auto()
+    FCT_RAW = auto()
     FCT_BINARY_SIMCLR = auto()
     FCT_SIMCLR_UNLABELLED = auto()
     FCT_MULTICROP = auto()
@@ -190,7 +192,7 @@ class ComparisonPlace:
             ValueError: the role is unknown.
         """
         config: dict[str, object] = {
-            **self._common("embedder", self.preset.embedder, name, role),
+            **self._common("embedder", self._embedder(role), name, role),
             "images": images or self.images / "train",
             "classes": classes,
             **({"old": old.folder} if old else {}),
@@ -198,6 +200,10 @@ class ComparisonPlace:
             **values,
         }
         return TrainingRun(config, tuple(run for run in (old, begun) if run))
+
+    def _embedder(self, role: str) -> Values:
+        new = self.preset.new_embedder if role == "new" else {}
+        return {**self.preset.embedder, **new}
 
     def side_encoder(
         self,
@@ -216,7 +222,8 @@ class ComparisonPlace:
 
         Args:
             name: the name of the run folder.
-            classes: the number of first classes to train on.
+            classes: the number of first classes to train on. A published set that has images for
+                this of its own trains on all of them.
             kind: the kind of side-information, a value of the key side_info.
             embedder: the embedder whose features are projected, for the kinds inner and
                 inner_simclr; None: none.
@@ -227,12 +234,13 @@ class ComparisonPlace:
             The description; nothing is trained or written, and the keys are checked at the
             training.
         """
-        base = _side_values(self.preset, kind)
+        base, published = _side_values(self.preset, kind), self.preset.published
+        elsewhere = published is not None and SIDE in published.parts and kind not in _OF_OLD
         return TrainingRun(
             {
                 **self._common("side_encoder", base, name, "side"),
-                "images": self.images / "train",
-                "classes": classes,
+                "images": self.images / (SIDE if elsewhere else "train"),
+                "classes": None if elsewhere else classes,
                 "side_info": kind,
                 **({"embedder": embedder.folder} if embedder else {}),
                 **({"simclr": simclr.folder} if simclr else {}),
@@ -301,13 +309,17 @@ class ComparisonPlace:
         }
 
 
+# Kinds of side-information that have the old model's network.
+_OF_OLD = ("alternate", "mixup", "inner", "inner_simclr")
+
+
 def _side_values(preset: Preset, kind: str) -> Values:
     """Return the configuration of a psi by kind.
 
     An alternate old model is trained like the old one (FCT section 5.1), so that only its
     randomness, and mixup, differ. An autoencoder (D.4.2) and VICReg have their own learning rates.
     """
-    if kind in ("alternate", "mixup", "inner", "inner_simclr"):
+    if kind in _OF_OLD:
         known, dim = SideEncoderConfig.model_fields, preset.side_encoder["side_info_dim"]
         assert isinstance(dim, int)
         as_old = {key: value for key, value in preset.embedder.items() if key in known}

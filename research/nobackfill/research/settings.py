@@ -262,12 +262,18 @@ def noise(shared: Shared) -> list[MethodRow]:
     return [row(Name.NOISY_UNIBCT, "refined"), row(Name.NOISY_UNIBCT_VANILLA, "vanilla")]
 
 
+# A deeper backbone for each, of DMU's fourth scenario and UniBCT's fifth allocation.
+DEEPER = {"resnet18": "resnet50", "resnet50": "resnet101", "small": "small_resnet"}
+
+
 def allocations(shared: Shared) -> list[MethodRow]:
     """List UniBCT Table 2: five allocations, each with an independent new model and four others.
 
     Each training takes as many steps as one on all images would, so that fewer images do not mean
-    less training. Allocations by data share an old model, and so do those by class. A split without
-    chains has no such rows.
+    less training. A preset without equal_steps has its own epochs, as in the paper, the deeper new
+    model of `identical-data`, and two more rows of `extended-data` (Tables 3 and 4): prototypes
+    without outliers, and BCT. Allocations by data share an old model, and so do those by class. A
+    split without chains has no such rows.
 
     Nothing is trained; each row only describes its runs. The preset's `embedder` must have epochs,
     or KeyError is raised.
@@ -277,6 +283,8 @@ def allocations(shared: Shared) -> list[MethodRow]:
     place = shared.place
 
     def steps(share: float) -> dict[str, Any]:
+        if not place.preset.equal_steps:
+            return {}
         values = {**place.preset.embedder, **place.changes.get("embedder", {})}
         epochs, warmup = values["epochs"], values.get("warmup_epochs", 0.0)
         assert isinstance(epochs, int) and isinstance(warmup, int | float)
@@ -289,9 +297,20 @@ def allocations(shared: Shared) -> list[MethodRow]:
         Name.VANILLA: ("unibct", {"prototypes": "vanilla"}),
         Name.REFINED: ("unibct", {}),
     }
+    more: dict[str, tuple[str, dict[str, object]]] = {
+        "drop": ("unibct", {"prototypes": "drop"}),
+        "bct": ("bct", {}),
+    }
     rows = []
     for allocation in ALLOCATIONS:
         images = place.images / allocation
+        as_printed = not place.preset.equal_steps
+        backbone = place.preset.embedder.get("backbone")
+        deeper: dict[str, Any] = (
+            {"backbone": DEEPER[str(backbone)]}
+            if as_printed and allocation == "identical-data" and backbone in DEEPER
+            else {}
+        )
         kind = "class" if allocation.endswith("class") else "data"
         # Allocations by data share an old training set, and so do allocations by class.
         old = place.embedder(
@@ -301,7 +320,8 @@ def allocations(shared: Shared) -> list[MethodRow]:
             images=place.images / f"open-{kind}" / "old",
             **steps(SHARE),
         )
-        for name, (method, options) in methods.items():
+        wanted = methods | (more if as_printed and allocation == "extended-data" else {})
+        for name, (method, options) in wanted.items():
             new = place.embedder(
                 f"{allocation}-{name}",
                 classes=None,
@@ -310,9 +330,57 @@ def allocations(shared: Shared) -> list[MethodRow]:
                 images=images / "new",
                 method=method,
                 options=options,
+                **deeper,
                 **steps(NEW_SHARES[allocation]),
             )
             rows.append(MethodRow(row_in(allocation, name), old, new))
+    return rows
+
+
+SCENARIOS = ("extended-data", "open-data", "extended-class")
+
+
+def scenarios(shared: Shared) -> list[MethodRow]:
+    """List DMU Table 1: an independent new model, BCT and DMU in four scenarios.
+
+    30 % of the data to all of it, to the other 70 %, 30 % of the classes to all, and 30 % of the
+    data to all by a deeper network; after a ResNet50 also by Swin (Table 11). Every training has
+    the preset's epochs, as in the paper. A split without chains has no such rows, and a backbone
+    that DEEPER lacks no deeper scenario.
+
+    Nothing is trained; each row only describes its runs.
+    """
+    if shared.split.first_of_chain is None:
+        return []
+    place = shared.place
+    backbone = place.preset.embedder["backbone"]
+    settings: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in SCENARIOS}
+    if backbone in DEEPER:
+        settings["deeper"] = ("extended-data", {"backbone": DEEPER[str(backbone)]})
+    if backbone == "resnet50":
+        settings["swin"] = ("extended-data", {"backbone": "swin_t"})
+    rows = []
+    for setting, (allocation, values) in settings.items():
+        kind = "class" if allocation.endswith("class") else "data"
+        old = place.embedder(
+            f"scenario-old-{kind}",
+            classes=None,
+            role="old",
+            images=place.images / f"open-{kind}" / "old",
+        )
+        for method in ("independent", "bct_sys", "dmu"):
+            new = place.embedder(
+                f"scenario-{setting}-{method}",
+                classes=None,
+                role="new",
+                old=None if method == "independent" else old,
+                images=place.images / allocation / "new",
+                method=method,
+                options={"hidden_dim": place.preset.dmu_hidden_dim} if method == "dmu" else {},
+                **values,
+            )
+            name = row_in(f"scenario-{setting}", method)
+            rows.append(MethodRow(name, old, new, (new,) if method == "dmu" else ()))
     return rows
 
 
@@ -338,7 +406,9 @@ def prepare(place: ComparisonPlace, rows: list[MethodRow]) -> None:
     """
     for row in rows:
         folders = [run.values["images"] for run in row.runs]
-        for images in (*folders, place.images / row.tested):
+        # The place's own tests are there; those of a protocol lie elsewhere.
+        tested = [] if row.tested == TEST else [place.images / row.tested]
+        for images in (*folders, *tested):
             assert isinstance(images, Path)
             if not images.is_dir():
                 _make(place, images)

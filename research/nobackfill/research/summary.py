@@ -313,7 +313,7 @@ def outcomes(judged: Mapping[str, JudgedClaim]) -> dict[str, ClaimOutcome]:
 def _cells(runs: Sequence[Cells]) -> dict[str, dict[str, Figure]]:
     return {
         cell: {
-            name: _mean_and_std([mean_of_answerable(run.by_query[cell][name]) for run in runs])
+            name: mean_and_std([mean_of_answerable(run.by_query[cell][name]) for run in runs])
             for name in figures
         }
         for cell, figures in runs[0].by_query.items()
@@ -337,5 +337,9 @@ def _mean(figures: Iterable[PerQuery]) -> float:
     return float(np.mean([mean_of_answerable(values) for values in figures]))
 
 
-def _mean_and_std(values: Sequence[float]) -> Figure:
+def mean_and_std(values: Sequence[float]) -> Figure:
+    """Return the mean of one value per seed, and the deviation, which one seed does not have.
+
+    Without values the mean is NaN.
+    """
     return float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else None

@@ -34,6 +34,7 @@ from nobackfill.research.cells import (
 )
 from nobackfill.research.images import names_without_place
 from nobackfill.research.presets import Split
+from nobackfill.research.protocols import protocol_cells
 from nobackfill.research.rows import TEST, ComparisonPlace, MethodRow, TrainingRun, ensure_trained
 from nobackfill.research.settings import prepare
 from nobackfill.training.config import UpgradeConfig, parse_config
@@ -266,10 +267,14 @@ def measure_row(place: ComparisonPlace, row: MethodRow) -> None:
     if read_cells(path, key) is not None:
         return
     began = _clocks()
-    test = _test(
-        place.images, row.tested, place.split, place.preset.metric, place.runs / "features"
-    )
-    cells = row_cells(row, test)
+    published = place.preset.published
+    if published is not None and published.protocols:
+        cells = protocol_cells(place, row)
+    else:
+        test = _test(
+            place.images, row.tested, place.split, place.preset.metric, place.runs / "features"
+        )
+        cells = row_cells(row, test)
     if place.preset.development:
         cells = replace(cells, classes=names_without_place(cells.classes))
     write_cells(path, cells, key)
