@@ -8,9 +8,10 @@ from typer.testing import CliRunner
 
 from nobackfill.errors import InvalidInputError, NotFoundError
 from nobackfill.research.compare import app
-from nobackfill.research.pages import rewrite_tables, rows_shown, short_table
+from nobackfill.research.pages import full_page, rewrite_tables, rows_shown, short_table
 from nobackfill.research.results import (
     ClaimOutcome,
+    CostResult,
     Provenance,
     Results,
     RowResult,
@@ -136,6 +137,22 @@ def test_pages_are_as_the_command_writes_them(tmp_path: Path) -> None:
     for written in pages[0]:
         full = written.resolve().relative_to(tmp_path.resolve()).with_suffix(".md")
         assert (tmp_path / full).read_text() == (ROOT / full).read_text()
+
+
+def test_every_row_with_a_backfill_shows_its_curve() -> None:
+    """In each order that it has, from served to new/new; a row without a curve is left out."""
+    with_curve = row(0.8, 0.7, 0.1)
+    cells = {**with_curve.cells, "backfill random": {"cmc1": (0.85, 0.01), "map": (0.75, 0.02)}}
+    found = results(fastfill_joint=with_curve.model_copy(update={"cells": cells}))
+    plain = results(affine=row(0.6, 0.5, 0.1))
+    costs = {"fastfill_joint": CostResult(stored=4, microseconds=1.0)}
+    page = full_page(found.model_copy(update={"costs": costs}))
+    line = (
+        "| fastfill_joint | 80.0 / 70.0 ± 1.0 | 85.0 / 75.0 ± 2.0 | - | - | - | 80.0 / 70.0 ± 1.0 |"
+    )
+    assert line in page
+    costs = {"affine": CostResult(stored=4, microseconds=1.0)}
+    assert "## Backfill" not in full_page(plain.model_copy(update={"costs": costs}))
 
 
 def test_in_brief_are_the_rows_always_shown_and_who_beats_ours() -> None:

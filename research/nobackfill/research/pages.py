@@ -165,6 +165,7 @@ def full_page(results: Results) -> str:
     if published := paper_table(results.data, results.main.rows):
         lines += ["", "## Published figures", "", *published]
     lines += _further(results)
+    lines += _backfills(results)
     for split, part in results.splits.items():
         lines += ["", f"## Claims, {split} classes", "", *_notes_of(part.claims)]
         lines += claims_table(part.claims)
@@ -336,6 +337,34 @@ def _further(results: Results) -> list[str]:
         fields += [f"{cost.stored_bytes:.0f}", f"{cost.microseconds:.2f}"]
         lines.append(f"| {name} | {' | '.join(fields)} |")
     return lines
+
+
+_ORDERS = ("random", "uncertainty", "gain", "oracle")
+
+
+def _backfills(results: Results) -> list[str]:
+    """Return the mean over the curve of a backfill, for every row that has one."""
+    cells = {f"backfill {order}": order for order in _ORDERS}
+    measured = {
+        name: row for name, row in results.main.rows.items() if cells.keys() & row.cells.keys()
+    }
+    if not measured:
+        return []
+    return [
+        "",
+        "## Backfill, main classes",
+        "",
+        "CMC-1 / mAP in percent: the mean over the curve from *served* to *new/new*, while the "
+        "gallery is re-embedded in this order. *Oracle* knows the true error of each item.",
+        "",
+        *table_head("served", *cells.values(), "new/new"),
+        *(
+            f"| {name} | "
+            + " | ".join(pair(row, cell) for cell in ("new/served", *cells, "new/new"))
+            + " |"
+            for name, row in measured.items()
+        ),
+    ]
 
 
 def _notes_of(claims: Mapping[str, Mapping[str, ClaimOutcome]]) -> list[str]:
