@@ -23,6 +23,7 @@ import sqlite_vec
 from qdrant_client import QdrantClient, models
 
 from nobackfill.adopt.maps import load_map
+from nobackfill.plugins.chroma import ChromaServer
 from tests.adopt.table_beside import Connection
 from tests.support.postgres import Server
 from tests.support.waiting import wait_until
@@ -61,6 +62,7 @@ class Migrated(ABC):
     """A table `t` of texts, its writers, and the command that migrates it."""
 
     address: str
+    name, column = "t", "body"
     busy = "another `nobackfill migrate` writes to this table"
 
     def __init__(self, folder: Path, count: int = COUNT) -> None:
@@ -103,10 +105,16 @@ class Migrated(ABC):
         return subprocess.Popen(
             command,
             cwd=self.folder,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            env=os.environ | {"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(self.folder)},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
         )
+
+    @property
+    def words(self) -> list[str]:
+        """The command's words, but for --yes."""
+        source = f"{self.address}#{self.name}"
+        return [source, "--new", "newmodel:embed", "--column", self.column, "-n", "60"]
 
     def run(self, *words: str) -> None:
         """To its end, which may have to wait for a session of one that was killed."""
@@ -339,6 +347,66 @@ class QdrantCollection(Migrated):
         assert all(point.payload.keys() == {"body"} for point in self._points())
 
 
+class ChromaTable(Migrated):
+    """A collection of Chroma. Its writer holds its id, as Chroma's clients do."""
+
+    name, column = "docs", "document"
+
+    def __init__(self, folder: Path, address: str) -> None:
+        super().__init__(folder)
+        self.address = f"chroma:http://{address}"
+        self.server = ChromaServer(f"http://{address}")
+        for one in self._send("GET", ""):
+            self._send("DELETE", f"/{one['name']}")
+        index = {"hnsw": {"space": "cosine"}}
+        made_here = self._send("POST", "", {"name": "docs", "configuration": index})
+        self.id = made_here["id"]
+        self._put(self.bodies)
+
+    def _send(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        return self.server.send(method, path, "docs", body)
+
+    def _put(self, bodies: dict[int, str]) -> None:
+        body = {
+            "ids": [str(number) for number in bodies],
+            "embeddings": [made(text, OLD_SCALE).tolist() for text in bodies.values()],
+            "documents": list(bodies.values()),
+            "metadatas": [{"length": len(text)} for text in bodies.values()],
+        }
+        self._send("POST", f"/{self.id}/upsert", body)
+
+    def put(self, number: int, body: str) -> None:
+        self.bodies[number] = body
+        self._put({number: body})
+
+    def delete(self, number: int) -> None:
+        self._send("POST", f"/{self.id}/delete", {"ids": [str(number)]})
+
+    def names(self) -> dict[str, dict[str, Any]]:
+        """The collections by name."""
+        return {one["name"]: one for one in self._send("GET", "")}
+
+    @property
+    def flipped(self) -> bool:
+        led = self.names().get("docs")
+        return led is not None and (led["metadata"] or {}).get("nobackfill_flip") == "done"
+
+    def found(self, column: str) -> list[tuple[int, str, list[float] | None]]:
+        path = f"/{self.names()['docs' + column.removeprefix('v')]['id']}/get"
+        include = ["embeddings", "documents", "metadatas"]
+        answer = self._send("POST", path, {"include": include})
+        for text, values in zip(answer["documents"], answer["metadatas"], strict=True):
+            assert values["length"] == len(text)
+        parts = (answer["ids"], answer["documents"], answer["embeddings"])
+        return [(int(key), text, vector) for key, text, vector in zip(*parts, strict=True)]
+
+    def check_objects(self, finished: bool) -> None:
+        names = self.names()
+        assert set(names) == {"docs"} | (set() if finished else {"docs_before"})
+        assert names["docs"]["configuration_json"]["hnsw"]["space"] == "cosine"
+        assert finished or names["docs_before"]["id"] == self.id
+
+
 class MilvusTable(Migrated):
     """A collection of Milvus that its application opens by the alias `t`, on a server or in a file
     of milvus-lite, which only one process may have open."""
@@ -411,11 +479,16 @@ class MilvusTable(Migrated):
                 client.drop_collection(name)
 
 
-_SCALE = [pytest.param(name, marks=pytest.mark.scale) for name in ("milvus-lite", "milvus")]
+_SCALE = [
+    pytest.param(name, marks=pytest.mark.scale) for name in ("chroma", "milvus-lite", "milvus")
+]
 
 
 @pytest.fixture(params=["pgvector", "lancedb", "sqlite-vec", "qdrant", *_SCALE])
 def table(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Migrated]:
+    if request.param == "chroma":
+        yield ChromaTable(tmp_path, request.getfixturevalue("chroma_address"))
+        return
     if request.param == "milvus-lite":
         pytest.importorskip("milvus_lite", reason="milvus-lite is not installed")
         yield MilvusTable(tmp_path, str(tmp_path / "t.db"))
@@ -441,7 +514,7 @@ def table(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Migrated]:
 
 def life(table: Migrated, way: str, kills: int, seed: int, seconds: float = 6.0) -> None:
     rng = np.random.default_rng(seed)
-    words = [f"{table.address}#t", "--new", "newmodel:embed", "--column", "body", "-n", "60"]
+    words = table.words
     table.run(*words)
     file = table.folder / "nobackfill-migration" / "migration.json"
     plan = json.loads(file.read_text())
@@ -480,7 +553,7 @@ def life(table: Migrated, way: str, kills: int, seed: int, seconds: float = 6.0)
 
 
 def test_two_folders_never_write_the_same_table(table: Migrated) -> None:
-    words = [f"{table.address}#t", "--new", "newmodel:embed", "--column", "body", "-n", "60"]
+    words = table.words
     table.run(*words)
     table.run(*words, "--work", "second")
     hold, reached = table.folder / "hold", table.folder / "reached"

@@ -88,7 +88,7 @@ def given_options(**options: object) -> dict[str, object]:
 
 
 _EPILOG = """
-All steps in PostgreSQL, Qdrant, Milvus, LanceDB or SQLite; it asks before it writes:
+All steps in PostgreSQL, Qdrant, Milvus, Chroma, LanceDB or SQLite; it asks before it writes:
 
 \b
 nobackfill migrate 'postgresql:///shop#documents' --new new.onnx --column body
@@ -829,10 +829,10 @@ def carry(
         typer.Option(
             "--flip",
             help="Also make searches read the new vectors. In PostgreSQL it builds the index, "
-            "locks the table, writes the last rows, renames the columns. In LanceDB and SQLite it "
-            "writes the last rows and exchanges the names. In Milvus an alias leads to the new "
-            "collection. In Qdrant it writes the last points; your programs must already write "
-            "both vectors. Without this, the steps are only printed.",
+            "locks the table, writes the last rows, renames the columns. In LanceDB, SQLite and "
+            "Chroma it writes the last rows and exchanges the names. In Milvus an alias leads to "
+            "the new collection. In Qdrant it writes the last points; your programs must already "
+            "write both vectors. Without this, the steps are only printed.",
         ),
     ] = False,
     rollback: Annotated[
@@ -971,8 +971,8 @@ class _MigrateGroup(TyperGroup):
 
 migrate_commands = typer.Typer(
     cls=_MigrateGroup,
-    help="Do all steps of a migration in PostgreSQL, Qdrant, Milvus, LanceDB or SQLite, or advise "
-    "against it.\n\n"
+    help="Do all steps of a migration in PostgreSQL, Qdrant, Milvus, Chroma, LanceDB or SQLite, or "
+    "advise against it.\n\n"
     "`migrate SOURCE` is `migrate start SOURCE`; its options: `nobackfill migrate start --help`.",
     epilog="""Example:
 

@@ -548,8 +548,8 @@ class Migration:
         if not isinstance(source, Reversible):
             raise InvalidInputError(
                 f"{source.facts().name}: expected a store that migrate can flip: PostgreSQL "
-                "with pgvector, Qdrant, Milvus, LanceDB, or SQLite with sqlite-vec; for others use "
-                "`fit`, then `carry`"
+                "with pgvector, Qdrant, Milvus, Chroma, LanceDB, or SQLite with sqlite-vec; for "
+                "others use `fit`, then `carry`"
             )
         # It raises where the store cannot hold new vectors next to the old ones.
         _ = source.flip_name

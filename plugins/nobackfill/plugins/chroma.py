@@ -2,13 +2,20 @@
 
 Chroma's own client is not used, because it installs 80 packages. New vectors go into a second
 collection with the same ids, documents, metadata and URIs.
+
+A flip exchanges the names of both, in two requests. Programs open a collection by its name and then
+hold its id, so they go on with the old collection until they open the name again. Therefore its
+items are compared once more after the exchange, and `drop_old` refuses if they changed since then.
 """
 
+import copy
+import hashlib
 import json
 import os
 from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Collection as Some
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from urllib.parse import quote
 
@@ -16,14 +23,17 @@ import numpy as np
 import urllib3
 
 from nobackfill import processes
-from nobackfill.adopt.sources.copied import OF, Collection, CopiedSource, Record
+from nobackfill.adopt.sources.copied import OF, Collection, Record
+from nobackfill.adopt.sources.flipping import FlippingCopy, FlippingSource
 from nobackfill.adopt.sources.source import (
     STATUSES,
     Facts,
     SearchMetric,
     Target,
     Window,
+    lock_by_address,
     metric_of,
+    name_before,
     server_address,
 )
 from nobackfill.errors import (
@@ -103,15 +113,61 @@ class ChromaServer:
             BusyError: the server has too many requests.
             InvalidInputError: the server refuses the request otherwise, or its answer is not JSON.
         """
-        try:
-            description: dict[str, Any] = self.send("GET", f"/{_part(name)}", name)
-        except NotFoundError as error:
+        description = self.find(name)
+        if description is None:
             names = [one["name"] for one in self.send("GET", "?limit=4", name)]
             raise NotFoundError(
                 f"{name}: no such collection in this Chroma database; its collections are "
                 f"{', '.join(names) or 'none'}"
-            ) from error
+            )
         return description
+
+    def find(self, name: str) -> dict[str, Any] | None:
+        """Return the server's description of a collection; None if there is none of this name.
+
+        Args:
+            name: the collection's name.
+
+        Raises:
+            UnavailableError: the server does not answer within a minute, or answers with the status
+                500, 502, 503 or 504.
+            NotPermittedError: the server refuses the token.
+            BusyError: the server has too many requests.
+            InvalidInputError: the server refuses the request otherwise, or its answer is not JSON.
+        """
+        try:
+            description: dict[str, Any] = self.send("GET", f"/{_part(name)}", name)
+        except NotFoundError:
+            return None
+        return description
+
+    def change(self, description: Mapping[str, Any], facts: Mapping[str, str], name: str) -> None:
+        """Rename a collection and change facts in its metadata, in one request.
+
+        The server replaces all metadata: the other ones stay as they are in `description`.
+
+        Args:
+            description: the server's description of the collection.
+            facts: facts to record, with the prefix nobackfill_; an empty one is removed.
+            name: the new name; it may be the present one.
+
+        Raises:
+            NotFoundError: there is no such collection.
+            UnavailableError: another collection has the name, the server does not answer within a
+                minute, or answers with the status 500, 502, 503 or 504.
+            NotPermittedError: the server refuses the token.
+            BusyError: the server has too many requests.
+            InvalidInputError: the server refuses the request otherwise, or its answer is not JSON.
+        """
+        marks = {_MARK + fact: value for fact, value in facts.items()}
+        metadata = {
+            n: value
+            for n, value in ((description.get("metadata") or {}) | marks).items()
+            if value or n not in marks
+        }
+        # The server ignores an empty object.
+        body = {"new_name": name} | ({"new_metadata": some} if (some := metadata or marks) else {})
+        self.send("PUT", f"/{description['id']}", str(description["name"]), body)
 
     def make(self, body: Mapping[str, Any], name: str) -> None:
         """Create a collection.
@@ -219,7 +275,7 @@ _METRICS: Mapping[str, SearchMetric] = {
 _MARK = "nobackfill_"
 
 
-def open_collection(place: str, collection: str, vector: str | None) -> CopiedSource:
+def open_collection(place: str, collection: str, vector: str | None) -> "ChromaSource":
     """Open a collection of a Chroma server as a source of vectors.
 
     Asks the server for the collection. The caller closes the source.
@@ -228,75 +284,123 @@ def open_collection(place: str, collection: str, vector: str | None) -> CopiedSo
         place: https://HOST:PORT (http:// on this machine), with /TENANT/DATABASE unless they are
             the defaults.
         collection: the collection's name.
-        vector: must be None, because a collection has one vector per item.
+        vector: must be None or empty, because a collection has one vector per item.
 
     Raises:
         InvalidInputError: `vector` is given, the place is a folder or names a tenant without a
             database, or the server refuses the request otherwise or does not answer with JSON.
         NotFoundError: there is no such collection.
+        AlreadyExistsError: a flip was killed between its requests, and its name was taken since.
         ConfigurationError: the address has another form.
         UnavailableError: the server does not answer.
         NotPermittedError: the server refuses the token.
         BusyError: the server has too many requests.
     """
-    if vector is not None:
+    if vector:
         raise InvalidInputError(
             "chroma: omit --vector, because a collection has one vector per item"
         )
-    return CopiedSource(ChromaStore(place), collection)
+    return ChromaSource(ChromaStore(place, collection), collection)
 
 
 class ChromaStore:
-    """The collections of a Chroma server.
+    """The collections of a Chroma server, one name of which flips from a collection to its copy.
+
+    While the copy has that name, the original is called NAME_before. The copy records its first
+    name, by which `open_collection` finds it at any time.
 
     Every method may raise UnavailableError, NotPermittedError, BusyError and InvalidInputError, by
     the server's answer.
 
     Args:
         place: the server, as ChromaServer takes it.
+        name: the name that flips.
     """
 
-    def __init__(self, place: str) -> None:
+    def __init__(self, place: str, name: str) -> None:
         self._server = ChromaServer(place)
+        self._name, self.before = name, name_before(name)
 
     def open_collection(self, name: str) -> "ChromaCollection":
-        """Open a collection.
+        """Open a collection by its name, or a copy by its first name.
+
+        Where a flip was killed between its two requests, its name opens the original.
 
         Raises:
             NotFoundError: there is no such collection; the error names others.
+            AlreadyExistsError: a flip was killed between its requests, and a program has created a
+                collection of its name since.
             UnavailableError: the server does not answer within a minute.
             NotPermittedError: the server refuses the token.
             BusyError: the server has too many requests.
             InvalidInputError: the server refuses the request otherwise, or its answer is not JSON.
         """
-        return ChromaCollection(self._server, self._server.collection(name))
+        description = self._find(name)
+        if description is None:
+            # It raises, and names other collections.
+            description = self._server.collection(name)
+        own = self._first_name(description) or str(description["name"])
+        if name == self._name and own == self.before:
+            own = name
+        return ChromaCollection(self._server, description, own)
+
+    def _first_name(self, description: Mapping[str, Any]) -> str | None:
+        """Return the first name of the copy that has flipped; None for any other collection."""
+        first = _facts(description).get("name")
+        if description["name"] != self._name or first is None:
+            return None
+        # Without the original, it is a collection like any other.
+        return first if self._server.find(self.before) else None
+
+    def _find(self, name: str) -> dict[str, Any] | None:
+        """Return the description of the collection that `open_collection` opens; None if there is
+        none.
+        """
+        description = self._server.find(name)
+        if name == self._name:
+            if description is None or "name" not in _facts(description):
+                half = self._half()
+                if half is not None and description is not None:
+                    raise AlreadyExistsError(
+                        f"{name}: a program created a collection of this name while the names were "
+                        f"exchanged; the items are in {self.before!r}. Move those of {name!r} "
+                        f"there, delete the collection {name!r}, and run the command again"
+                    )
+                description = description or half
+        elif description is None:
+            led = self._server.find(self._name)
+            if led is not None and self._first_name(led) == name:
+                description = led
+        return description
+
+    def _half(self) -> dict[str, Any] | None:
+        """Return the original, if an exchange of names was killed between its two requests."""
+        before = self._server.find(self.before)
+        return before if before and _facts(before).get("half") == self._name else None
 
     def exists(self, name: str) -> bool:
-        """Return whether there is a collection of this name.
+        """Return whether `open_collection` finds a collection of this name.
 
         A missing tenant or database gives False, too.
 
         Raises:
+            AlreadyExistsError: a flip was killed between its requests, and a program has created a
+                collection of its name since.
             UnavailableError: the server does not answer within a minute.
             NotPermittedError: the server refuses the token.
             BusyError: the server has too many requests.
             InvalidInputError: the server refuses the request otherwise, or its answer is not JSON.
         """
-        try:
-            self._server.collection(name)
-        except NotFoundError:
-            return False
-        return True
+        return self._find(name) is not None
 
     def make(self, target: Target, like: Collection, facts: Mapping[str, str]) -> None:
         """Create an empty collection for other vectors of the items of an existing one.
 
-        The embedding function of `like` is not copied.
-
         Args:
             target: name of the new collection; its other fields are ignored. The dimension comes
                 with the first items.
-            like: the existing collection, whose metadata and index settings are copied.
+            like: the existing collection, whose metadata and settings are copied, but for its
+                embedding function.
             facts: facts to record in the metadata in the same step, with the prefix nobackfill_.
                 They replace metadata of that name.
 
@@ -311,12 +415,136 @@ class ChromaStore:
         """
         if not isinstance(like, ChromaCollection):
             raise TypeError(like)
-        body = {
-            "name": target.name,
-            "metadata": like.metadata | {_MARK + name: value for name, value in facts.items()},
-            "configuration": like.index,
-        }
-        self._server.make(body, target.name)
+        metadata = like.metadata | {_MARK + name: value for name, value in facts.items()}
+        self._server.make({"name": target.name, "metadata": metadata} | like.settings, target.name)
+
+    def complete(self, copy: Collection, like: Collection) -> None:
+        """Do nothing: a copy is made by one request."""
+
+    def settle(self, copy: Collection) -> None:
+        """Do nothing: Chroma searches new items at once."""
+
+    def obstacles(self, name: str, collection: Collection) -> list[str]:
+        """Return no sentences: every collection can be renamed."""
+        return []
+
+    def note(self, collection: str, facts: Mapping[str, str]) -> None:
+        """Record facts in a collection's metadata; the other metadata stay.
+
+        Args:
+            collection: the collection's name.
+            facts: the facts; an empty one is removed. With an empty "of", the collection is no copy
+                any more, and forgets its first name.
+
+        Raises:
+            NotFoundError: there is no such collection.
+            UnavailableError: the server does not answer within a minute.
+            NotPermittedError: the server refuses the token.
+            BusyError: the server has too many requests.
+            InvalidInputError: the server refuses the request otherwise, or its answer is not JSON.
+        """
+        description = self._find(collection)
+        if description is None:
+            # The first name of a copy whose original was dropped a moment ago.
+            description = self._server.collection(self._name)
+        if facts.get("of") == "":
+            facts = {**facts, "name": ""}
+        self._server.change(description, facts, str(description["name"]))
+
+    def lead(self, name: str, collection: str) -> None:
+        """Give the name to the copy, or back to the original, in two requests; may be repeated.
+
+        The copy gets the present metadata of the original's owner.
+
+        Args:
+            name: the name that flips.
+            collection: the copy; or the original, by the name that flips or by NAME_before.
+
+        Raises:
+            AlreadyExistsError: another collection is called NAME_before, or a program has created a
+                collection of the name between both requests.
+            NotFoundError: there is no such collection.
+            UnavailableError: the server does not answer within a minute.
+            NotPermittedError: the server refuses the token.
+            BusyError: the server has too many requests.
+            InvalidInputError: the server refuses the request otherwise, or its answer is not JSON.
+        """
+        if collection in (name, self.before):
+            self._lead_back()
+            return
+        copy = self._find(collection) or self._server.collection(collection)
+        if copy["name"] == name:
+            return
+        self.repair()
+        original = self._server.collection(name)
+        if self._server.find(self.before) is not None:
+            raise AlreadyExistsError(
+                f"{name}: the collection {self.before!r} exists already, and the old one needs its "
+                "name; rename or delete it first"
+            )
+        owners = ChromaCollection(self._server, original).metadata
+        marks = {n: value for n, value in copy["metadata"].items() if n.startswith(_MARK)}
+        self._server.change(original, {"half": name}, self.before)
+        try:
+            facts = {"name": collection, "of": self.before}
+            self._server.change({**copy, "metadata": owners | marks}, facts, name)
+        except BaseException:
+            self.repair()
+            raise
+        self._server.change(original, {"half": ""}, self.before)
+
+    def _lead_back(self) -> None:
+        led, original = self._server.find(self._name), self._server.find(self.before)
+        if original is None:
+            return
+        if led is not None and (first := _facts(led).get("name")):
+            self._server.change(original, {"half": self._name}, self.before)
+            self._server.change(led, {"name": "", "of": self._name}, first)
+        self._server.change(original, {"half": ""}, self._name)
+
+    def repair(self) -> None:
+        """Give the original its name back, if an exchange of names was killed between its requests.
+
+        Raises:
+            UnavailableError: the server does not answer within a minute, or the name is in use.
+            NotPermittedError: the server refuses the token.
+            BusyError: the server has too many requests.
+            InvalidInputError: the server refuses the request otherwise, or its answer is not JSON.
+        """
+        if self._server.find(self._name) is None and (half := self._half()) is not None:
+            self._server.change(half, {"half": ""}, self._name)
+
+    def owner_tasks(self, name: str, old: Collection, new: Collection) -> list[str]:
+        """Return the owner's tasks after the flip, as sentences; sends nothing."""
+        return [
+            f"restart the programs that opened {name!r} before the flip: they hold the id of the "
+            f"old collection, now {self.before!r}, and still read and write that",
+            "let them give get_collection the new model's embedding function; the new collection "
+            "stores none",
+        ]
+
+    def lock(self, name: str) -> AbstractContextManager[Callable[[], None]]:
+        """Keep other migrations of the name out, by a lock file in `~/.cache/nobackfill` (or below
+        XDG_CACHE_HOME): it keeps out migrations of this user on this machine alone.
+
+        It goes by the id of the original, which stays when names are exchanged. It waits up to 3 s.
+
+        Args:
+            name: ignored.
+
+        Raises:
+            NotFoundError: there is no such collection.
+            AlreadyExistsError: a flip was killed between its requests, and a program has created a
+                collection of its name since.
+            BusyError: another migration holds the lock, or the server has too many requests.
+            CannotWriteError: the lock file cannot be created.
+            UnavailableError: the server does not answer within a minute.
+            NotPermittedError: the server refuses the token.
+            InvalidInputError: the server refuses the request otherwise, or its answer is not JSON.
+        """
+        here = self._find(self._name) or self._server.collection(self._name)
+        original = self._server.find(self.before) if "name" in _facts(here) else None
+        return lock_by_address(str((original or here)["id"]), self._name)
 
     def drop(self, name: str) -> None:
         """Delete a collection with its items.
@@ -340,7 +568,8 @@ class ChromaStore:
             "stop all writers, or let every writer put to both collections, to the new one by the "
             "new model; then carry once more, because items of the last sweep are missing",
             "switch the queries to the new model; at the same moment give get_collection the new "
-            f"model's embedding function and the name {new.name!r}, or swap the names:",
+            f"model's embedding function and the name {new.name!r}, or `carry` with --flip, or "
+            "swap the names:",
             f"client.get_collection({old.name!r}).modify(name={old.name + '_before'!r})",
             f"client.get_collection({new.name!r}).modify(name={old.name!r})",
         ]
@@ -348,6 +577,201 @@ class ChromaStore:
     def close(self) -> None:
         """Close idle connections; a later call opens new ones."""
         self._server.close()
+
+
+class ChromaSource(FlippingSource):
+    """A collection of a Chroma server whose name can flip to a copy of it.
+
+    A flip that was killed between its two requests is undone by the next call that writes.
+
+    Args:
+        store: the store.
+        name: the collection's name.
+
+    Raises:
+        NotFoundError: there is no such collection.
+        AlreadyExistsError: a flip was killed between its requests, and a program has created a
+            collection of its name since.
+        UnavailableError: the server does not answer within a minute.
+        NotPermittedError: the server refuses the token.
+        BusyError: the server has too many requests.
+        InvalidInputError: the server refuses the request otherwise, or its answer is not JSON.
+    """
+
+    renames = True
+    _store: ChromaStore
+
+    def __init__(self, store: ChromaStore, name: str) -> None:
+        super().__init__(store, name, "")
+
+    @property
+    def flip_name(self) -> str:
+        """Return the name that flips."""
+        return self._name
+
+    def obstacles(self, target: Target) -> list[str]:
+        """Return sentences about a collection that is left of an earlier flip; empty if there is
+        none.
+
+        Args:
+            target: ignored: every copy has the same obstacles.
+
+        Raises:
+            UnavailableError: the server does not answer within a minute.
+            NotPermittedError: the server refuses the token.
+            BusyError: the server has too many requests.
+            InvalidInputError: the server refuses the request otherwise, or its answer is not JSON.
+        """
+        before = self._store.before
+        if self._led is not self._here or not self._store.exists(before):
+            return []
+        if self._here.copy_facts.get("of") == before:
+            return super().obstacles(target)
+        if "half" in self._here.copy_facts:
+            return []
+        return [f"the collection {before!r} exists already: rename or delete it first"]
+
+    def _is_copy(self, collection: Collection) -> bool:
+        # Copies for searches were made while the original still had the name.
+        return super()._is_copy(collection) or (
+            collection.name != self._here.name and collection.copy_facts.get("of") == self._name
+        )
+
+    @contextmanager
+    def migration_lock(self) -> Iterator[Callable[[], None]]:
+        """Keep other migrations of the collection out, by a lock file of this user.
+
+        It undoes an exchange of names that was killed between its two requests. See
+        ChromaStore.lock.
+
+        Raises:
+            BusyError: another migration holds the lock, or the server has too many requests.
+            CannotWriteError: the lock file cannot be created.
+            NotFoundError: there is no such collection.
+            UnavailableError: the server does not answer within a minute.
+            NotPermittedError: the server refuses the token.
+            InvalidInputError: the server refuses the request otherwise, or its answer is not JSON.
+        """
+        with super().migration_lock() as check:
+            self._store.repair()
+            yield check
+
+    def open_target(self, target: Target) -> "ChromaCopy":
+        """Create an empty copy of the collection, or open that of an earlier run of this map.
+
+        Raises:
+            AlreadyExistsError: the name belongs to another collection, or to a copy by another map.
+            InvalidInputError: the collection holds the vectors of this map already, or the server
+                refuses the request.
+            UnavailableError: the server does not answer within a minute.
+            NotFoundError: the collection was dropped.
+            NotPermittedError: the server refuses the token.
+            BusyError: the server has too many requests.
+        """
+        self._store.repair()
+        place = super().open_target(target)
+        return ChromaCopy(self._store, self._here, place._copy, self._name)
+
+    def rollback(self, name: str) -> bool:
+        """Delete a copy of the collection. A flip to it that was killed is taken back.
+
+        Returns:
+            False, and nothing changes, if the name is no copy of it, or it has flipped to the copy.
+
+        Raises:
+            InvalidInputError: a flip was killed, and programs wrote items into the copy since it
+                began; or the server refuses the request.
+            UnavailableError: the server does not answer within a minute.
+            NotPermittedError: the server refuses the token.
+            BusyError: the server has too many requests.
+            NotFoundError: the copy was dropped meanwhile.
+        """
+        self._store.repair()
+        return super().rollback(name)
+
+    def _refuse_late_items(self, way: str) -> None:
+        """Raise InvalidInputError if programs wrote the original since the flip compared it."""
+        compared, original = self._here.copy_facts.get("before"), self._original()
+        if compared is None or not isinstance(original, ChromaCollection):
+            return
+        for window in original.windows(_PAGE):
+            original.records(window)
+        if _sum(original) != compared:
+            raise InvalidInputError(
+                f"{self._name}: programs have written {original.name!r} since the flip, because "
+                f"they hold the id of the old collection; restart them. {way}"
+            )
+
+    def flip_back(self, to: str, *, lose: bool = False) -> int:
+        """Give the original its name back, and delete the copy.
+
+        See FlippingSource.flip_back. Items that programs added to the original since the flip are
+        not told from those that were deleted from the copy.
+
+        Args:
+            to: name of the copy.
+            lose: go on where items were written since the flip: they are lost.
+
+        Returns:
+            The number of items that were lost.
+
+        Raises:
+            NotFoundError: there is no original, or the name does not lead to `to`.
+            InvalidInputError: items were written since the flip, and `lose` is False; nothing is
+                changed. Or the server refuses the request.
+            UnavailableError: the server does not answer within a minute.
+            NotPermittedError: the server refuses the token.
+            BusyError: the server has too many requests.
+        """
+        if not lose:
+            self._refuse_late_items(
+                f"Run it with --yes to delete the items that {self._name!r} does not have"
+            )
+        return super().flip_back(to, lose=lose)
+
+    def drop_old(self) -> None:
+        """Delete the original after a flip; the flip cannot be undone then.
+
+        Raises:
+            NotFoundError: there is no original.
+            InvalidInputError: programs wrote it since the flip; or the server refuses the request.
+            UnavailableError: the server does not answer within a minute.
+            NotPermittedError: the server refuses the token.
+            BusyError: the server has too many requests.
+        """
+        self._refuse_late_items(
+            f"Put the items that they wrote into {self._name!r} by the new model, then delete the "
+            "old collection yourself"
+        )
+        super().drop_old()
+
+
+class ChromaCopy(FlippingCopy):
+    """The copy of a ChromaSource; its flip records what the original held."""
+
+    @contextmanager
+    def flip(self) -> Iterator[None]:
+        """Give the name to the copy; the block writes what changed in the original meanwhile.
+
+        See FlippingCopy.flip.
+
+        Raises:
+            UnavailableError: the server does not answer within a minute.
+            NotPermittedError: the server refuses the token.
+            BusyError: the server has too many requests.
+            NotFoundError: the collection or its copy was dropped.
+            AlreadyExistsError: another collection has the name that the old one gets.
+            InvalidInputError: the server refuses the request otherwise, or its answer is not JSON.
+        """
+        with super().flip():
+            yield
+            self._store.note(self._copy.name, {"before": _sum(self._source)})
+
+
+def _sum(collection: Collection) -> str:
+    """Return the digest of the items that the last sweep of a collection read."""
+    assert isinstance(collection, ChromaCollection)
+    return f"{collection.sweep:016x}"
 
 
 class ChromaCollection:
@@ -362,11 +786,22 @@ class ChromaCollection:
         metadata: the owner's metadata, without what nobackfill or old clients wrote.
         copy_facts: the facts that were recorded when it was created as a copy.
         index: its index settings by kind.
+        settings: the part of a request that creates a collection with the same settings. A stored
+            embedding function belongs to the old model, so it becomes "unknown": clients then
+            refuse texts until they are given another function.
+        sweep: a digest of all items that the last sweep of `records` read.
+
+    Args:
+        server: the server.
+        description: the server's description of the collection.
+        name: the name to show; None: its own.
     """
 
-    def __init__(self, server: ChromaServer, description: Mapping[str, Any]) -> None:
+    def __init__(
+        self, server: ChromaServer, description: Mapping[str, Any], name: str | None = None
+    ) -> None:
         self._server = server
-        self.name = str(description["name"])
+        self.name = name or str(description["name"])
         self._path = f"/{description['id']}"
         self._dim: int | None = description.get("dimension")
         metadata = description.get("metadata") or {}
@@ -374,18 +809,15 @@ class ChromaCollection:
         self.metadata = {
             name: value for name, value in metadata.items() if not name.startswith((_MARK, "hnsw:"))
         }
-        self.copy_facts = {
-            name.removeprefix(_MARK): str(value)
-            for name, value in metadata.items()
-            if name.startswith(_MARK)
-        }
+        self.copy_facts = _facts(description)
         configuration = description.get("configuration_json") or {}
-        # Only the index settings: the embedding function belongs to the old model.
         self.index = {
             kind: {name: value for name, value in settings.items() if value is not None}
             for kind in ("hnsw", "spann")
             if (settings := configuration.get(kind))
         }
+        self.settings = _settings(description, self.index)
+        self.sweep = 0
         self._ids: list[str] | None = None
 
     def facts(self) -> Facts:
@@ -466,7 +898,15 @@ class ChromaCollection:
             BusyError: the server has too many requests.
             NotFoundError: the collection was dropped.
         """
-        return self._read(self._ids_in(window), ["embeddings", "documents", "metadatas", "uris"])
+        ids = self._ids_in(window)
+        records = self._read(ids, ["embeddings", "documents", "metadatas", "uris"])
+        if window.lower is None:
+            self.sweep = 0
+        for one in records:
+            item = hashlib.sha256(f"{one.key} {one.digest}".encode()).hexdigest()
+            # The order of the items does not count.
+            self.sweep ^= int(item[:16], 16)
+        return records
 
     def digests(self, window: Window) -> dict[Any, str]:
         """Read the digests of a copy's items by id; "" for an item that a writer put.
@@ -536,8 +976,8 @@ class ChromaCollection:
                 "uris": [one.values.get("uri") for one in some],
                 "metadatas": [
                     {n: v for n, v in one.values.items() if n not in ("document", "uri")}
-                    | {OF: one.digest}
-                    for one in some
+                    | {OF: one.note(vector)}
+                    for one, vector in zip(some, vectors[first : first + _PAGE], strict=True)
                 ],
             }
             self._request("POST", "/upsert", body)
@@ -658,3 +1098,30 @@ class ChromaCollection:
 
     def _request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
         return self._server.send(method, self._path + path, self.name, body)
+
+
+def _facts(description: Mapping[str, Any]) -> dict[str, str]:
+    """Return the facts that we recorded in a collection's metadata."""
+    return {
+        name.removeprefix(_MARK): str(value)
+        for name, value in (description.get("metadata") or {}).items()
+        if name.startswith(_MARK) and value != ""
+    }
+
+
+def _settings(
+    description: Mapping[str, Any], index: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Return settings of a collection for the request that creates another one."""
+    schema = copy.deepcopy(description.get("schema"))
+    if not schema:
+        # Early servers have no schema.
+        return {"configuration": index}
+    keys = (schema.get("keys") or {}).values()
+    # A server forgets an unknown function where it is the default, too.
+    parts = [(schema.get("defaults") or {}, "legacy"), *((one, "unknown") for one in keys)]
+    for part, kind in parts:
+        config = ((part.get("float_list") or {}).get("vector_index") or {}).get("config") or {}
+        if (config.get("embedding_function") or {}).get("type") == "known":
+            config["embedding_function"] = {"type": kind}
+    return {"schema": schema}
