@@ -33,7 +33,7 @@ from pydantic_core import PydanticUndefined
 
 from manual.commands import COMMANDS, Command, application
 from nobackfill import errors
-from nobackfill.server.canary.canaries import Canaries, CanarySeries
+from nobackfill.server.canary.canaries import Canaries, CanaryMetrics
 from nobackfill.server.galleries.indexing import IndexSizes
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.grpc.rpc import Interceptor
@@ -278,7 +278,7 @@ def series() -> dict[str, str]:
     with tempfile.TemporaryDirectory() as folder:
         metrics = Metrics()
         canaries = Canaries(StateFile(Path(folder, "state.json")), metrics)
-        metrics.registry.register(CanarySeries(canaries))
+        metrics.registry.register(CanaryMetrics(canaries))
         metrics.registry.register(HealingSeries(list))
         metrics.registry.register(IndexSizes(list))
         Interceptor(metrics, None, 8, max_call_seconds=60)

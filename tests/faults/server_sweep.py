@@ -22,7 +22,7 @@ from nobackfill.server.embedding.embedding import InProcessModels
 from nobackfill.server.galleries.item_writer import Put
 from nobackfill.server.gateway import GatewayServer
 from nobackfill.server.grpc.metrics import Metrics
-from nobackfill.server.rollout.rollout import Event, Phase, RolloutRun
+from nobackfill.server.rollout.rollout import Phase, RolloutEvent, RolloutRun
 from nobackfill.server.settings import Settings
 from nobackfill.server.state import Canary, RolloutName
 from nobackfill.server.storage import storage_of
@@ -53,7 +53,7 @@ class Life:
         if run is not None:
             check(self.followed(run)[-1].phase == Phase.DONE, "a resumed activation ends well")
 
-    def followed(self, run: RolloutRun) -> list[Event]:
+    def followed(self, run: RolloutRun) -> list[RolloutEvent]:
         """All that it reports. A query meets its canary: without one it is not promoted."""
         events = []
         for event in run.events():
@@ -115,7 +115,7 @@ def go_back(life: Life) -> None:
 
 def end_old(life: Life) -> None:
     if life.gateway.state.current.retired != (1,):
-        life.gateway.rollbacks.retire()
+        life.gateway.rollbacks.retire_old_releases()
 
 
 def store_blob(life: Life) -> None:

@@ -44,7 +44,7 @@ def client(served: tuple[GatewayServer, Client], near_gate: None) -> Iterator[Cl
     yield client
     if gateway.state.current.active == 2 or gateway.state.current.activation is not None:
         client.rollback(confirm=True, to=1)
-    wait_for(lambda: gateway.activations.running() is None)
+    wait_for(lambda: gateway.activations.current_run() is None)
     assert client.states()[1] == "ACTIVE"
 
 

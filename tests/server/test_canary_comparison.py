@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from nobackfill.gallery.sqlite_file import StoredItem
-from nobackfill.server.canary.comparison import STOPS_AT, Caller, CanaryComparison
+from nobackfill.server.canary.comparison import EVIDENCE_LIMIT, Caller, CanaryComparison
 from nobackfill.server.galleries.plan import RankedHit, SearchResult
 from nobackfill.server.state import Canary
 from tests.support.clock import replace_clock
@@ -49,11 +49,11 @@ def test_sessions_begin_anew_where_others_answer_them(first: Canary, then: Canar
     told.now = then
     told.answered(3, new=not then.shadow)
     assert told.sessions() == ((1, 0) if then.shadow else (0, 1))
-    assert not told.comparison.feedback(requests[0], "item", "approved")
+    assert not told.comparison.record_feedback(requests[0], "item", "approved")
     # One that began before the change, and ends after it.
     late = told.answered(4, new=not first.shadow, by=first)
     assert sum(told.sessions()) == 1
-    assert not told.comparison.feedback(late, "item", "approved")
+    assert not told.comparison.record_feedback(late, "item", "approved")
     assert sum(told.sessions()) == 1
     assert told.comparison.report().old.queries + told.comparison.report().new.queries == 12
 
@@ -68,14 +68,14 @@ def test_a_shadow_that_becomes_a_canary_gives_no_evidence_of_feedback() -> None:
         key = n if n % 4 == 0 else 2000 + n
         request = told.answered(key, new=key % 2 == 1 or key % 8 == 0)
         if n % 10 == 0:
-            told.comparison.feedback(request, "item", "rejected")
-            assert told.comparison.report().evidence["rejections"] < STOPS_AT
+            told.comparison.record_feedback(request, "item", "rejected")
+            assert told.comparison.report().evidence["rejections"] < EVIDENCE_LIMIT
 
 
 def late(told: Told, given: float, took: float, *, single: bool = True) -> tuple[float, float]:
     """The evidence of errors and of latency after a query that came too late."""
     if told.comparison.count_timeout(CANARY, given, took, Caller(next(OTHERS)), single=single):
-        told.comparison.count_repeat(CANARY, took, given)
+        told.comparison.count_rerun(CANARY, took, given)
     evidence = told.comparison.report().evidence
     return evidence["errors"], evidence["latency"]
 
@@ -101,12 +101,12 @@ def test_what_comes_too_late_counts_where_the_bound_allowed_no_more() -> None:
 
 def test_the_old_pair_is_left_time_to_answer() -> None:
     told = Told(CANARY)
-    assert told.comparison.share_of_time(8) == 4
+    assert told.comparison.time_allowance(8) == 4
     for key in range(200):
         told.answered(key, new=False, seconds=0.01)
-    assert told.comparison.share_of_time(8) == 6
-    assert told.comparison.share_of_time(0.06) == pytest.approx(0.04)
-    assert told.comparison.share_of_time(0.03) == 0.015
+    assert told.comparison.time_allowance(8) == 6
+    assert told.comparison.time_allowance(0.06) == pytest.approx(0.04)
+    assert told.comparison.time_allowance(0.03) == 0.015
 
 
 def told_of_ordinary_queries() -> Told:
@@ -122,7 +122,7 @@ def latency(told: Told, key: int, old: float, new: float) -> float:
     """The evidence after a slow answer, which took each pair so long when it was repeated."""
     told.answered(key, new=True, seconds=0.5)
     if told.slow:
-        told.comparison.count_repeat(CANARY, old, new)
+        told.comparison.count_rerun(CANARY, old, new)
     return told.comparison.report().evidence["latency"]
 
 
@@ -139,7 +139,7 @@ def test_one_caller_is_counted_once_in_a_while(monkeypatch: pytest.MonkeyPatch) 
     replace_clock(monkeypatch, CanaryComparison.__module__, monotonic=lambda: now)
     before = told.comparison.report().evidence["latency"]
     once = latency(told, 1000, old=0.1, new=0.5)
-    assert before < once < STOPS_AT
+    assert before < once < EVIDENCE_LIMIT
     for _ in range(20):
         assert latency(told, 1000, old=0.1, new=0.5) == once
     # One token that is many sessions is one caller for a moment, too.
@@ -152,4 +152,4 @@ def test_one_caller_is_counted_once_in_a_while(monkeypatch: pytest.MonkeyPatch) 
     for key in range(1022, 1042):
         now += 1.5
         evidence = latency(told, key, old=0.1, new=0.5)
-    assert evidence > STOPS_AT
+    assert evidence > EVIDENCE_LIMIT

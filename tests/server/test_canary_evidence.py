@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from nobackfill.digests import is_in_share, share_digest
 from nobackfill.server.canary.comparison import overlap, rank_correlation
 from nobackfill.server.canary.evidence import CanaryEvidence
-from nobackfill.server.canary.sessions import CanarySessions, Kind
+from nobackfill.server.canary.sessions import CanarySessions, FeedbackKind
 
 RUNS, ALPHA = 300, 0.05
 # A rate of false alarms of ALPHA shows more than this once in a thousand times RUNS runs.
@@ -22,7 +22,7 @@ def ever(outcomes: np.ndarray, bound: float) -> bool:
     """Whether somebody who looks after each outcome ever stops, at 1 / ALPHA."""
     evidence = CanaryEvidence()
     for outcome in outcomes.tolist():
-        evidence.see(outcome, bound)
+        evidence.add_outcome(outcome, bound)
         if evidence.value >= 1 / ALPHA:
             return True
     return False
@@ -59,7 +59,7 @@ def test_who_peeks_for_long_is_rarely_wrong() -> None:
 def after(good: int) -> CanaryEvidence:
     evidence = CanaryEvidence()
     for _ in range(good):
-        evidence.see(False, 0.01)
+        evidence.add_outcome(False, 0.01)
     return evidence
 
 
@@ -68,11 +68,11 @@ def test_what_breaks_late_is_found_as_soon(good: int) -> None:
     """All that is asked of it fails, or one query in twelve."""
     failed = after(good)
     for _ in range(20):
-        failed.see(True, 0.01)
+        failed.add_outcome(True, 0.01)
     assert failed.value >= 80
     failed = after(good)
     for broken in np.random.default_rng(6).random(2400) < 1 / 12:
-        failed.see(bool(broken), 0.01)
+        failed.add_outcome(bool(broken), 0.01)
         if failed.value >= 80:
             break
     assert failed.value >= 80
@@ -88,18 +88,20 @@ def test_evidence_is_fair_in_the_mean(before: list[bool], bound: float) -> None:
         for outcome in (True, False):
             evidence = CanaryEvidence()
             for one in [*before, outcome]:
-                evidence.see(one, bound)
+                evidence.add_outcome(one, bound)
             values.append(evidence.value)
         now = CanaryEvidence()
         for one in before:
-            now.see(one, bound)
+            now.add_outcome(one, bound)
         mean = chance * values[0] + (1 - chance) * values[1]
         assert mean <= now.value * (1 + 1e-9)
         if chance == bound:
             assert mean == pytest.approx(now.value)
 
 
-def life(rng: np.random.Generator, share: float, chances: tuple[float, float], kind: Kind) -> bool:
+def life(
+    rng: np.random.Generator, share: float, chances: tuple[float, float], kind: FeedbackKind
+) -> bool:
     """200 to 400 sessions that search and send feedback in any order, some of them all the time;
     whether the canary ever stops."""
     sessions, request = CanarySessions(), itertools.count()
@@ -110,7 +112,7 @@ def life(rng: np.random.Generator, share: float, chances: tuple[float, float], k
         name = str(next(request))
         sessions.count_answer(key, name, ["item"], new=new)
         if rng.random() < chances[new] * often[key]:
-            sessions.feedback(name, "item", kind)
+            sessions.record_feedback(name, "item", kind)
             if sessions.evidence[kind].value >= 1 / ALPHA:
                 return True
     return False
@@ -118,7 +120,7 @@ def life(rng: np.random.Generator, share: float, chances: tuple[float, float], k
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["approved", "rejected"])
-def test_feedback_about_equal_pairs_rarely_stops_a_canary(kind: Kind) -> None:
+def test_feedback_about_equal_pairs_rarely_stops_a_canary(kind: FeedbackKind) -> None:
     rng = np.random.default_rng(3)
     assert np.mean([life(rng, 0.3, (0.5, 0.5), kind) for _ in range(100)]) <= 0.13
 
@@ -139,21 +141,21 @@ def test_answers_are_remembered_without_the_texts_of_their_ids() -> None:
     held, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert held < 1000 * 100 * 30
-    assert sessions.feedback("7", f"99 7 {'x' * 500}", "approved")
-    assert not sessions.feedback("7", f"100 7 {'x' * 500}", "approved")
+    assert sessions.record_feedback("7", f"99 7 {'x' * 500}", "approved")
+    assert not sessions.record_feedback("7", f"100 7 {'x' * 500}", "approved")
 
 
 def test_feedback_is_about_an_answer_that_was_given() -> None:
     sessions = CanarySessions()
     sessions.count_answer(1, "a", ["x", "y"], new=True)
-    assert sessions.feedback("a", "x", "approved")
+    assert sessions.record_feedback("a", "x", "approved")
     # Again, and about the other item: one session says one thing once.
-    assert sessions.feedback("a", "y", "approved")
+    assert sessions.record_feedback("a", "y", "approved")
     assert sessions.feedback_counts["approved"] == [0, 1]
-    assert not sessions.feedback("a", "z", "approved")
-    assert not sessions.feedback("b", "x", "approved")
-    sessions.restart()
-    assert not sessions.feedback("a", "x", "approved")
+    assert not sessions.record_feedback("a", "z", "approved")
+    assert not sessions.record_feedback("b", "x", "approved")
+    sessions.reset()
+    assert not sessions.record_feedback("a", "x", "approved")
 
 
 @given(st.text(max_size=20), st.floats(0, 1), st.floats(0, 1))

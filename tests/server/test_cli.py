@@ -20,7 +20,7 @@ from manual import commands
 from nobackfill.errors import BusyError, CannotWriteError
 from nobackfill.server.cli.app import app
 from nobackfill.server.cli.main import main
-from nobackfill.server.grpc.listener import check_free
+from nobackfill.server.grpc.listener import check_port_free
 from nobackfill.server.state import StateFile
 from tests.server.conftest import Stages, publish_stage
 from tests.server.process import Served, command, serving
@@ -168,9 +168,9 @@ def test_a_port_that_a_connection_left_is_free(tmp_path: Path) -> None:
             # This end is closed first, so its address waits for late packets.
             server.accept()[0].close()
         with pytest.raises(BusyError, match="--address"):
-            check_free(address, "--address")
-    check_free(address, "--address")
-    check_free("127.0.0.1:0", "--address")
+            check_port_free(address, "--address")
+    check_port_free(address, "--address")
+    check_port_free("127.0.0.1:0", "--address")
 
 
 def test_a_data_folder_serves_one_gateway(served: Served, repo: Path, tmp_path: Path) -> None:

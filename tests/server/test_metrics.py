@@ -13,7 +13,7 @@ import grpc
 from grpc_health.v1 import health_pb2
 
 from nobackfill.server.grpc.context import RULES
-from nobackfill.server.grpc.listener import server_of
+from nobackfill.server.grpc.listener import make_grpc_server
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.grpc.rpc import Interceptor, Lanes
 from tests.server.support import Client, images, running
@@ -57,8 +57,8 @@ def serving(sleeping: Sleeping, metrics: Metrics, max_calls: int) -> Iterator[Cl
     """`sleeping` behind a interceptor."""
     plain = bool(os.environ.get("NOBACKFILL_PLAIN_GRPC"))
     interceptor = Interceptor(metrics, None, max_calls, max_call_seconds=60, plain=plain)
-    calls = server_of(interceptor, [])
-    server = calls.server
+    calls = make_grpc_server(interceptor, [])
+    server = calls.grpc_server
     server.add_generic_rpc_handlers((sleeping,))
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()

@@ -20,10 +20,10 @@ def test_a_release_for_newer_versions_is_not_the_newest(tmp_path: Path) -> None:
     publish_manifest(repo, 2, b'{"format": %d}' % (NEWEST_FORMAT + 1))
     catalog = Catalog(repo, tmp_path / "state", None, Metrics())
     catalog.refresh()
-    assert catalog.newest() == 1
+    assert catalog.newest_release() == 1
     assert set(catalog.manifests) == {1}
     with pytest.raises(VerificationError, match="release 2 needs a newer nobackfill"):
-        catalog.find(2)
+        catalog.find_manifest(2)
 
 
 def test_a_release_that_could_not_be_read_for_a_moment_is_read_again(
@@ -43,7 +43,7 @@ def test_a_release_that_could_not_be_read_for_a_moment_is_read_again(
     monkeypatch.setattr(TrustedFolder, "refresh", full_at_first)
     catalog.watch()
     try:
-        wait_until(lambda: catalog.newest() == 1, "release 1 was not read")
+        wait_until(lambda: catalog.newest_release() == 1, "release 1 was not read")
     finally:
         catalog.close()
     assert refused

@@ -23,7 +23,7 @@ from nobackfill.errors import (
 )
 from nobackfill.server.grpc import rpc
 from nobackfill.server.grpc.context import RULES
-from nobackfill.server.grpc.listener import LARGEST_PEER, HealthService, server_of
+from nobackfill.server.grpc.listener import LARGEST_PEER, HealthService, make_grpc_server
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.grpc.rpc import Interceptor
 from nobackfill.v1 import search_pb2
@@ -163,8 +163,8 @@ def test_peers_who_do_nothing_keep_no_gateway_from_ending(repo: Path, tmp_path: 
 def test_what_is_silent_or_old_is_ended_and_counted(guarded: Guarded) -> None:
     metrics = Metrics()
     interceptor = Interceptor(metrics, None, max_calls=8, max_call_seconds=60, patience_s=0.5)
-    calls = server_of(interceptor, [])
-    server = calls.server
+    calls = make_grpc_server(interceptor, [])
+    server = calls.grpc_server
     health_pb2_grpc.add_HealthServicer_to_server(HealthService(), server)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()

@@ -16,8 +16,8 @@ from nobackfill.errors import CancelledError, ConfigurationError, InvalidInputEr
 from nobackfill.server.grpc.listener import (
     HealthService,
     PlainServer,
+    make_grpc_server,
     needs_plain_server,
-    server_of,
 )
 from nobackfill.server.grpc.loop import check_grpcio
 from nobackfill.server.grpc.metrics import Metrics
@@ -80,10 +80,10 @@ def test_a_plain_server_stays_on_loopback_unless_it_is_let() -> None:
 def test_a_call_without_its_message_gives_its_thread_back() -> None:
     metrics = Metrics()
     interceptor = Interceptor(metrics, None, 8, max_call_seconds=60, patience_s=0.5, plain=True)
-    calls = server_of(interceptor, [])
-    health_pb2_grpc.add_HealthServicer_to_server(HealthService(), calls.server)
-    port = calls.server.add_insecure_port("127.0.0.1:0")
-    calls.server.start()
+    calls = make_grpc_server(interceptor, [])
+    health_pb2_grpc.add_HealthServicer_to_server(HealthService(), calls.grpc_server)
+    port = calls.grpc_server.add_insecure_port("127.0.0.1:0")
+    calls.grpc_server.start()
     try:
         with Client(f"127.0.0.1:{port}") as client:
             call = client.raw.channel.stream_stream("/grpc.health.v1.Health/Check", bytes, bytes)
@@ -97,7 +97,7 @@ def test_a_call_without_its_message_gives_its_thread_back() -> None:
         wait_until(lambda: not interceptor.admission.working, "a call holds its thread")
         assert metrics.calls.lanes["message"][0]() == 0
     finally:
-        calls.server.stop(None).wait()
+        calls.grpc_server.stop(None).wait()
         calls.close()
         interceptor.close()
 

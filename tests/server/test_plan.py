@@ -110,7 +110,7 @@ def parts(manifests: Mapping[int, Manifest], tmp_path: Path) -> Iterator[Parts]:
     healing = Healing(embedding, Settings(model_repo=tmp_path, data=tmp_path), metrics)
     adapters = QueryAdapters(tmp_path)
     answerers = Answerers(
-        embedding, adapters, catalog, state, metrics, canaries.answerer, healing.answerer
+        embedding, adapters, catalog, state, metrics, canaries.make_answerer, healing.answerer
     )
     home = FileHome(tmp_path / "galleries", SuspendablePool(8))
     galleries = GalleryRegistry(home, catalog, state, answerers.of)

@@ -14,7 +14,7 @@ from nobackfill.errors import NotFoundError
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.gateway import GatewayServer
 from nobackfill.server.grpc.context import Principal, Tokens
-from nobackfill.server.grpc.listener import HealthService, server_of
+from nobackfill.server.grpc.listener import HealthService, make_grpc_server
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.grpc.rpc import Interceptor, Stalls
 from nobackfill.server.upgrades.upgrading import Job, JobState
@@ -45,13 +45,13 @@ class Watched:
 @pytest.fixture
 def watched() -> Iterator[Watched]:
     interceptor = Interceptor(Metrics(), None, 256, max_call_seconds=60)
-    calls, health = server_of(interceptor, []), HealthService()
-    health_pb2_grpc.add_HealthServicer_to_server(health, calls.server)
-    port = calls.server.add_insecure_port("127.0.0.1:0")
-    calls.server.start()
+    calls, health = make_grpc_server(interceptor, []), HealthService()
+    health_pb2_grpc.add_HealthServicer_to_server(health, calls.grpc_server)
+    port = calls.grpc_server.add_insecure_port("127.0.0.1:0")
+    calls.grpc_server.start()
     with Client(f"127.0.0.1:{port}") as client:
         yield Watched(client, health, interceptor)
-    calls.server.stop(None).wait()
+    calls.grpc_server.stop(None).wait()
     calls.close()
     interceptor.close()
 

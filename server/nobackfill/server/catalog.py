@@ -36,7 +36,7 @@ _METADATA = re.compile(r"(timestamp|[0-9]+\.(root|targets|snapshot))\.json")
 
 
 @dataclass(frozen=True)
-class OpenPublication:
+class OpenPublishedFile:
     """Hold an open file to send.
 
     Attributes:
@@ -49,7 +49,9 @@ class OpenPublication:
     chunks: Iterator[bytes]
 
 
-def fetch(repo: Path, path: str, offset: int, signed: Callable[[str], bool]) -> OpenPublication:
+def open_published_file(
+    repo: Path, path: str, offset: int, is_signed: Callable[[str], bool]
+) -> OpenPublishedFile:
     """Open a published file.
 
     Reading a chunk may raise OSError. If chunks were read, but not to the end, closing their
@@ -59,21 +61,21 @@ def fetch(repo: Path, path: str, offset: int, signed: Callable[[str], bool]) -> 
         repo: publication folder.
         path: path in the folder, with forward slashes.
         offset: first byte to send, 0 or more; the file's size gives no bytes.
-        signed: tells whether signed metadata names a file; not called for files of metadata, which
-            need none.
+        is_signed: tells whether signed metadata names a file; not called for files of metadata,
+            which need none.
 
     Raises:
         InvalidInputError: the path is absolute, or leads out of the folder.
         NotFoundError: the file is not published, is missing, cannot be read, or is a link.
         OutOfRangeError: the offset is above the file's size.
-        NobackfillError: as `signed`, such as VerificationError or UnavailableError.
+        NobackfillError: as `is_signed`, such as VerificationError or UnavailableError.
     """
     if not is_plain_path(path):
         raise InvalidInputError(
             "path: expected a relative path of a published file, such as release-1.json, got "
             f"{path[:80]!r}; the manifest of a release names its files"
         )
-    if not _METADATA.fullmatch(path) and not signed(path):
+    if not _METADATA.fullmatch(path) and not is_signed(path):
         raise NotFoundError(f"path: this gateway's publication has no file {path}")
     try:
         handle = (repo / path).open("rb")
@@ -95,7 +97,7 @@ def fetch(repo: Path, path: str, offset: int, signed: Callable[[str], bool]) -> 
             while chunk := handle.read(CHUNK):
                 yield chunk
 
-    return OpenPublication(status.st_size, chunks())
+    return OpenPublishedFile(status.st_size, chunks())
 
 
 log = structlog.get_logger("server.catalog")
@@ -108,7 +110,7 @@ class Catalog:
 
     Each attribute is replaced, never changed. `releases` maps a number to the reason of its
     withdrawal, or None. `manifests` has every usable release by number, withdrawn ones included;
-    `spaces` has the same by space id. `changed` is notified when anything here, or the gateway's
+    `spaces` has the same by space id. `changes` is notified when anything here, or the gateway's
     state, changes.
     """
 
@@ -138,7 +140,7 @@ class Catalog:
         self.releases: Mapping[int, str | None] = {}
         self.manifests: Mapping[int, Manifest] = {}
         self.spaces: Mapping[str, Manifest] = {}
-        self.changed = ChangeCounter()
+        self.changes = ChangeCounter()
 
     def refresh(self) -> None:
         """Read and verify the publication again, and notify the watchers, also if nothing has
@@ -163,7 +165,7 @@ class Catalog:
                 self._trust.refresh()
             finally:
                 self._read(self._trust)
-        self.changed.notify()
+        self.changes.notify()
 
     def _read(self, trust: TrustedFolder) -> None:
         try:
@@ -193,7 +195,7 @@ class Catalog:
         self._refusals = refusals
         self.releases = releases
 
-    def expiries(self) -> Mapping[str, datetime]:
+    def metadata_expiries(self) -> Mapping[str, datetime]:
         """Return when the metadata of each role expires, in UTC.
 
         The roles are root, timestamp, snapshot and targets of the last verified view. Before the
@@ -204,13 +206,13 @@ class Catalog:
         except NotFoundError:
             return {}
 
-    def newest(self) -> int | None:
+    def newest_release(self) -> int | None:
         """Return the number of the newest usable release that is not withdrawn, by the last
         verified view; None without one.
         """
         return max((n for n in self.manifests if self.releases.get(n) is None), default=None)
 
-    def usable(self, source: int) -> Mapping[int, Manifest]:
+    def manifests_for_routes(self, source: int) -> Mapping[int, Manifest]:
         """Return the releases that routes from a release may use: itself, and those not withdrawn.
 
         An unknown `source` adds nothing. The mapping is new and shows the last verified view,
@@ -240,7 +242,7 @@ class Catalog:
                 "releases` lists them"
             ) from None
 
-    def find(self, release: int) -> Manifest:
+    def find_manifest(self, release: int) -> Manifest:
         """Return the manifest of a release, also of one that was published a moment ago.
 
         An unknown release, and one whose manifest cannot be used, makes the folder be read again at
@@ -258,7 +260,7 @@ class Catalog:
             self.refresh()
         return self.manifest(release)
 
-    def verified(self, release: int) -> Path:
+    def verify_files(self, release: int) -> Path:
         """Check each file of a release against its signed digest; returns the publication folder.
 
         It reads all files of the release, which takes seconds for large models; a refresh waits
@@ -279,7 +281,7 @@ class Catalog:
                 )
             return self._trust.verify_files(release)
 
-    def signed(self, path: str) -> bool:
+    def is_signed(self, path: str) -> bool:
         """Tell whether signed metadata names a file, also one that was published a moment ago.
 
         An unknown file makes the folder be read again at each call, which wakes the watchers.
@@ -298,7 +300,7 @@ class Catalog:
         self.refresh()
         return self._is_signed(path)
 
-    def fetch(self, path: str, offset: int) -> OpenPublication:
+    def open_file(self, path: str, offset: int) -> OpenPublishedFile:
         """Open a published file, also one that was published a moment ago.
 
         Args:
@@ -310,9 +312,9 @@ class Catalog:
             NotFoundError: the file is not published, is missing, or is a link.
             OutOfRangeError: the offset is above the file's size.
             VerificationError, UnavailableError, CannotWriteError, BusyError: the file was unknown,
-                and the publication cannot be read again; see `signed`.
+                and the publication cannot be read again; see `is_signed`.
         """
-        return fetch(self._repo, path, offset, self.signed)
+        return open_published_file(self._repo, path, offset, self.is_signed)
 
     def _is_signed(self, path: str) -> bool:
         if self._trust is None:
@@ -433,7 +435,7 @@ class ChangeCounter:
             self._count += 1
             self._condition.notify_all()
 
-    def wait(
+    def wait_for_change(
         self, known_count: int, timeout_s: float, is_gone: Callable[[], bool] = lambda: False
     ) -> int:
         """Wait until there is a change, or the time is over.

@@ -17,7 +17,7 @@ from nobackfill.server.galleries.plan import Plan
 from nobackfill.server.grpc.context import error_boundary
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.rollout.activation import Activations
-from nobackfill.server.rollout.rollout import check_models
+from nobackfill.server.rollout.rollout import check_golden_probes
 from nobackfill.server.serving import Serving
 from nobackfill.server.state import GatewayState, State
 
@@ -114,7 +114,7 @@ class Following:
 
     def _catch_up(self) -> None:
         outdated = self._galleries.follow(
-            lambda plan: self._serving.load_for(plan.models(), check_models)
+            lambda plan: self._serving.load_for(plan.models(), check_golden_probes)
         )
         state = self._state.current
         planned = _planned_by(state)
@@ -143,11 +143,11 @@ class Following:
 
     def _replan(self, hosted: Hosted) -> Plan:
         try:
-            return self._serving.follow(hosted, check_models)
+            return self._serving.follow(hosted, check_golden_probes)
         except NobackfillError:
             # The gallery may have moved to a release that was published a moment ago.
             self._catalog.refresh()
-            return self._serving.follow(hosted, check_models)
+            return self._serving.follow(hosted, check_golden_probes)
 
     def _listen(self, news: NewsSource) -> None:
         while not self._stopping.is_set():
@@ -168,7 +168,7 @@ class Following:
         while not self._stopping.wait(_LEAD_CHECK_SECONDS):
             with error_boundary(self._metrics, "succession"):
                 try:
-                    run = self._activations.running()
+                    run = self._activations.current_run()
                     if run is not None and run.lead.is_lost():
                         run.cancelled.set()
                     elif run is None and self._can_lead():

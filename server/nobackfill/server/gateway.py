@@ -13,7 +13,7 @@ import structlog
 from nobackfill import durable
 from nobackfill.errors import BusyError, ConfigurationError
 from nobackfill.extras import load_plugin
-from nobackfill.server.canary.canaries import Canaries, CanarySeries
+from nobackfill.server.canary.canaries import Canaries, CanaryMetrics
 from nobackfill.server.catalog import open_catalog
 from nobackfill.server.embedding.embedding import (
     Embedding,
@@ -34,10 +34,10 @@ from nobackfill.server.galleries.item_writer import ItemWriter
 from nobackfill.server.grpc.context import Tokens
 from nobackfill.server.grpc.listener import (
     GrpcListener,
-    certificates,
-    check_free,
+    check_port_free,
     needs_plain_server,
-    socket_in,
+    read_certificates,
+    socket_address_in,
 )
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.grpc.rpc import Interceptor
@@ -52,11 +52,11 @@ from nobackfill.server.process_limits import raise_limit
 from nobackfill.server.rollout.activation import (
     Activations,
     FirstActivation,
-    return_galleries,
+    roll_back_galleries,
 )
 from nobackfill.server.rollout.lifecycle import Lifecycle
 from nobackfill.server.rollout.rollback import Rollbacks
-from nobackfill.server.rollout.rollout import Parts
+from nobackfill.server.rollout.rollout import RolloutParts
 from nobackfill.server.serving import Serving
 from nobackfill.server.settings import IN_PROCESS, Settings
 from nobackfill.server.storage import Storage, storage_of
@@ -171,7 +171,7 @@ class GatewayServer:
             catalog,
             state,
             metrics,
-            canaries.answerer,
+            canaries.make_answerer,
             healing.answerer,
         )
         galleries = self.galleries = GalleryRegistry(storage.home, catalog, state, answerers.of)
@@ -179,7 +179,9 @@ class GatewayServer:
         upgrading = self.upgrading = Upgrading(repo, catalog, state, metrics, workers)
         self.item_writer = ItemWriter(embedding, upgrading.runner, state.catch_up)
         serving = self.serving = Serving(catalog, state, galleries, models, metrics)
-        parts = Parts(models, catalog, state, galleries, upgrading, serving, canaries, metrics)
+        parts = RolloutParts(
+            models, catalog, state, galleries, upgrading, serving, canaries, metrics
+        )
         activations = self.activations = Activations(parts)
         self.rollbacks = Rollbacks(state, galleries, serving, activations)
         self.lifecycle = Lifecycle(
@@ -189,7 +191,7 @@ class GatewayServer:
         self.vault = VaultBlobs(data / "vault", self._settings.vault_quota)
         metrics.gallery_items = lambda: count_vectors(galleries.all())
         metrics.registry.register(IndexSizes(galleries.all))
-        metrics.registry.register(CanarySeries(canaries))
+        metrics.registry.register(CanaryMetrics(canaries))
 
     def load(self) -> None:
         """Open the galleries with their indexes, and load the models; the model server starts
@@ -218,7 +220,7 @@ class GatewayServer:
             self.upgrading.forget_missing(self.galleries.names())
             # A recorded activation is resumed with the galleries as they are.
             if state.activation is None and state.active is not None:
-                for name, error in return_galleries(self.galleries, state.active).items():
+                for name, error in roll_back_galleries(self.galleries, state.active).items():
                     self.galleries.set_aside(name, error)
         self.serving.load()
 
@@ -240,9 +242,9 @@ class GatewayServer:
             ) from error
         # Checked first, because loading models may take minutes.
         plain = needs_plain_server(settings)
-        check_free(settings.address, "--address")
+        check_port_free(settings.address, "--address")
         if settings.console:
-            check_free(settings.console_address, "--console-address")
+            check_port_free(settings.console_address, "--console-address")
         metrics = Metrics()
         metrics.disk_free.set_function(lambda: shutil.disk_usage(settings.data).free)
         self.metrics_address = metrics.serve(settings.metrics_address)
@@ -251,7 +253,7 @@ class GatewayServer:
         if tracing is not None:
             closing.callback(tracing.close)
         tokens = Tokens(settings.tokens_file) if settings.tokens_file else None
-        chain = certificates(settings)
+        chain = read_certificates(settings)
         models = self._models(metrics)
         closing.callback(models.close)
         storage = storage_of(settings)
@@ -279,7 +281,7 @@ class GatewayServer:
             immediate_answers={SEARCH: self.search.answer_immediately},
             tracing=tracing, plain=plain,
         )  # fmt: skip
-        metrics.expiries.metadata = self.catalog.expiries
+        metrics.expiries.metadata = self.catalog.metadata_expiries
         if tokens is not None:
             metrics.expiries.tokens = tokens.first_expiry
         if chain is not None:
@@ -288,7 +290,7 @@ class GatewayServer:
         if self.activations.resume() is None and self.state.current.active is None:
             FirstActivation(
                 self.catalog, self.state, models, self.activations, self._stopping, metrics
-            ).begin()
+            ).activate_newest()
         self._listen(closing, self._listener)
         self.galleries.on_set_aside = self._set_health
         self._set_health()
@@ -319,7 +321,7 @@ class GatewayServer:
 
     def _listen(self, closing: ExitStack, listener: GrpcListener) -> None:
         settings = self._settings
-        socket = socket_in(settings.data, closing) if settings.console else None
+        socket = socket_address_in(settings.data, closing) if settings.console else None
         self.address = listener.start(socket)
         self.metrics.ready = lambda: not self._stopping.is_set()
         closing.callback(self._drain, listener)
@@ -335,7 +337,7 @@ class GatewayServer:
 
     def _drain(self, listener: GrpcListener) -> None:
         self._stopping.set()
-        self.catalog.changed.notify()
+        self.catalog.changes.notify()
         listener.stop(self._settings.drain_seconds)
 
     def _models(self, metrics: Metrics) -> Models:

@@ -93,7 +93,7 @@ class Serving:
 
     def _load_models(self) -> None:
         for release in sorted(self._needed_releases() - self._loaded):
-            self._catalog.verified(release)
+            self._catalog.verify_files(release)
             self._models.want(self._catalog.manifest(release))
             self._loaded.add(release)
 
@@ -229,7 +229,7 @@ class Serving:
         self._metrics.active_release.set(active)
         if active:
             self._metrics.devices.set_expected_release(active)
-        self._catalog.changed.notify()
+        self._catalog.changes.notify()
 
     def replan_one(self, hosted: Hosted, check: Callable[[Plan], None] = lambda plan: None) -> Plan:
         """Make one gallery's plan again; another plan that is being made is waited for.
@@ -356,7 +356,7 @@ class Serving:
         for manifest in manifests:
             if manifest.release in self._followed:
                 continue
-            folder = self._catalog.verified(manifest.release)
+            folder = self._catalog.verify_files(manifest.release)
             if not self._models.ready():
                 # Calls with images wait for it; searches by embedding do not.
                 self._models.want(manifest)

@@ -23,13 +23,13 @@ from nobackfill.errors import (
 )
 from nobackfill.gallery.search.index import lower_thread_priority
 from nobackfill.server.canary.comparison import (
-    NOTHING,
+    EMPTY_REPORT,
     Caller,
     CanaryComparison,
     CanaryReport,
     CanaryState,
 )
-from nobackfill.server.canary.sessions import KINDS, Kind
+from nobackfill.server.canary.sessions import FEEDBACK_KINDS, FeedbackKind
 from nobackfill.server.galleries.answering import PlainAnswerer, can_read, single_answer
 from nobackfill.server.galleries.hosted import Hosted
 from nobackfill.server.galleries.plan import (
@@ -53,7 +53,7 @@ _MAX_WAITING = 64
 _MAX_BYTES = 64 << 20
 
 
-class Mirror:
+class ComparisonThread:
     """Run comparisons in one thread of low priority."""
 
     def __init__(self, metrics: Metrics) -> None:
@@ -63,7 +63,7 @@ class Mirror:
         self._bytes = 0
         self._pool = ThreadPoolExecutor(1, "canary", initializer=lower_thread_priority)
 
-    def offer(self, work: Callable[[], None], size: int) -> bool:
+    def enqueue(self, work: Callable[[], None], size: int) -> bool:
         """Queue work, without waiting.
 
         At most 64 works and 64 MiB wait or run. Any thread may call it. An error of the work is
@@ -92,7 +92,7 @@ class Mirror:
     def close(self) -> None:
         """Stop; waiting work is dropped.
 
-        It waits for the work that runs. A later `offer` returns False.
+        It waits for the work that runs. A later `enqueue` returns False.
         """
         self._pool.shutdown(cancel_futures=True)
 
@@ -125,7 +125,7 @@ class Canaries:
 
     def __init__(self, state: GatewayState, metrics: Metrics) -> None:
         self._state = state
-        self._mirror = Mirror(metrics)
+        self._mirror = ComparisonThread(metrics)
         self._comparison: CanaryComparison | None = None
 
     def close(self) -> None:
@@ -141,7 +141,7 @@ class Canaries:
 
         The settings are those of the state, also if it has none yet.
         """
-        self._comparison = CanaryComparison(release, self.setting)
+        self._comparison = CanaryComparison(release, self.settings)
 
     def end(self, state: CanaryState, message: str = "") -> None:
         """End the present comparison, if any; its report stays until the next canary begins.
@@ -157,7 +157,7 @@ class Canaries:
         if self._comparison is not None:
             self._comparison.end(state, message)
 
-    def setting(self) -> Canary | None:
+    def settings(self) -> Canary | None:
         """Return the settings of the canary under way; None without one.
 
         It reads memory only. An activation without a canary gives None.
@@ -171,7 +171,7 @@ class Canaries:
 
         It may be of a canary that has ended. The empty one has release 0 and state ENDED.
         """
-        return NOTHING if self._comparison is None else self._comparison.report()
+        return EMPTY_REPORT if self._comparison is None else self._comparison.report()
 
     def has_answered(self, release: int) -> bool:
         """Tell whether a release has answered a query since its canary began at this gateway.
@@ -182,18 +182,20 @@ class Canaries:
         report = self.report()
         return report.release == release and report.new.queries > report.new.errors
 
-    def verdict(self) -> str | None:
+    def stop_reason(self) -> str | None:
         """Return why the canary under way must stop; None if it need not, or there is none.
 
         Returns:
-            A sentence for operators; see CanaryComparison.verdict.
+            A sentence for operators; see CanaryComparison.stop_reason.
         """
-        canary = self.setting()
+        canary = self.settings()
         return (
-            None if canary is None or self._comparison is None else self._comparison.verdict(canary)
+            None
+            if canary is None or self._comparison is None
+            else self._comparison.stop_reason(canary)
         )
 
-    def feedback(self, request_id: str, item: str, kind: Kind) -> bool:
+    def record_feedback(self, request_id: str, item: str, kind: FeedbackKind) -> bool:
         """Record feedback about a hit.
 
         Feedback of both pairs' answers counts. It is kept in memory only.
@@ -207,11 +209,11 @@ class Canaries:
             False if no canary is under way, the answer is unknown or forgotten, or it has no such
             hit. True otherwise, also if the session has sent feedback of this kind before.
         """
-        if self.setting() is None or self._comparison is None:
+        if self.settings() is None or self._comparison is None:
             return False
-        return self._comparison.feedback(request_id, item, kind)
+        return self._comparison.record_feedback(request_id, item, kind)
 
-    def answerer(self, old: PlainAnswerer, new: PlainAnswerer) -> "CanaryAnswerer":
+    def make_answerer(self, old: PlainAnswerer, new: PlainAnswerer) -> "CanaryAnswerer":
         """Make the answerer of a plan that has a canary.
 
         The settings are read at each query.
@@ -222,7 +224,7 @@ class Canaries:
         """
         return CanaryAnswerer(self, old, new)
 
-    def offer(self, mirrored: "_MirroredQuery", compare: Callable[[], None]) -> None:
+    def enqueue_comparison(self, query: "_MirroredQuery", compare: Callable[[], None]) -> None:
         """Queue a comparison of both pairs; it is counted as skipped if too many wait.
 
         It does not wait. The comparison runs only if the gallery and its plan are the same by then;
@@ -230,23 +232,23 @@ class Canaries:
         other errors are logged and counted.
 
         Args:
-            mirrored: the query.
+            query: the query.
             compare: compares the answers; it runs in the thread of comparisons.
         """
 
         def work() -> None:
-            hosted = mirrored.hosted
+            hosted = query.hosted
             if not hosted.users.enter():
                 return
             try:
                 with suppress(NobackfillError), hosted.use_plan() as plan:
-                    if plan.answerer is mirrored.answerer:
+                    if plan.answerer is query.answerer:
                         compare()
             finally:
                 hosted.users.leave()
 
-        if not self._mirror.offer(work, _size(mirrored.query)):
-            mirrored.comparison.count_skipped()
+        if not self._mirror.enqueue(work, _size(query.query)):
+            query.comparison.count_skipped()
 
     def comparison(self, release: int) -> CanaryComparison:
         """Return the comparison of a release; it starts again after a restart of the gateway.
@@ -255,7 +257,7 @@ class Canaries:
         """
         comparison = self._comparison
         if comparison is None or comparison.release != release:
-            comparison = self._comparison = CanaryComparison(release, self.setting)
+            comparison = self._comparison = CanaryComparison(release, self.settings)
         return comparison
 
 
@@ -316,7 +318,7 @@ class CanaryAnswerer:
             CannotWriteError: the gallery's file cannot be opened, or the disk fails.
             ConfigurationError: the database refuses the statement, as without rights.
         """
-        canary = self._canaries.setting()
+        canary = self._canaries.settings()
         if canary is None:
             return self.old.answer(hosted, request)
         key = share_digest(self._new_release.release, context.current().key)
@@ -350,7 +352,9 @@ class CanaryAnswerer:
             if failed:
                 if trial.timeout is not None:
                     seconds_allowed = trial.timeout
-                    self._canaries.offer(mirrored, lambda: mirrored.repeat(seconds_allowed))
+                    self._canaries.enqueue_comparison(
+                        mirrored, lambda: mirrored.repeat(seconds_allowed)
+                    )
                 return answer
         else:
             answer = single_answer(self.old.answer(hosted, request))
@@ -364,7 +368,7 @@ class CanaryAnswerer:
                 mirrored.repeat(max(_MIN_REPEAT_SECONDS, 2 * seconds))
 
         if is_chosen:
-            self._canaries.offer(mirrored, compare)
+            self._canaries.enqueue_comparison(mirrored, compare)
         return answer
 
     def _batch(
@@ -419,7 +423,7 @@ class _MirroredQuery:
             new = _with_time_limit(limit, lambda: self._timed(self.answerer.new))
         except DeadlineError:
             new = limit
-        self.comparison.count_repeat(self.canary, old, new)
+        self.comparison.count_rerun(self.canary, old, new)
 
     def _timed(self, pair: PlainAnswerer) -> float:
         began = time.monotonic()
@@ -450,7 +454,7 @@ class _Trial:
             The answers, and whether the new pair failed.
         """
         remaining, single = context.current().remaining(), self.query is not None
-        allowance = self.comparison.share_of_time(remaining) if single else remaining / 2
+        allowance = self.comparison.time_allowance(remaining) if single else remaining / 2
         try:
             return _with_time_limit(allowance, ask_new), False
         except NobackfillError as error:
@@ -492,7 +496,7 @@ def _with_time_limit(seconds: float, ask: Callable[[], Answers]) -> Answers:
     return contextvars.copy_context().run(shortened)
 
 
-class CanarySeries(Collector):
+class CanaryMetrics(Collector):
     """Export the figures of the last canary to Prometheus; counters start again with each."""
 
     def __init__(self, canaries: Canaries) -> None:
@@ -506,7 +510,7 @@ class CanarySeries(Collector):
         Yields:
             The share, queries, quantiles in seconds, scores, feedback, comparisons and evidence.
         """
-        canary, report = self._canaries.setting(), self._canaries.report()
+        canary, report = self._canaries.settings(), self._canaries.report()
         yield GaugeMetricFamily(
             "nobackfill_canary_share",
             "Share of callers' keys whose queries meet the release on trial, 0 to 1.",
@@ -537,7 +541,7 @@ class CanarySeries(Collector):
                     seconds.add_metric([name, quantile], value)
             if pair.score is not None:
                 score.add_metric([name], pair.score)
-            for kind in KINDS:
+            for kind in FEEDBACK_KINDS:
                 feedback.add_metric([name, kind], pair.feedback[kind])
         yield from (queries, seconds, score, feedback)
         yield from self._likeness()

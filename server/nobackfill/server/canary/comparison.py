@@ -14,7 +14,7 @@ from enum import StrEnum
 import numpy as np
 
 from nobackfill.server.canary.evidence import CanaryEvidence
-from nobackfill.server.canary.sessions import KINDS, CanarySessions, Kind
+from nobackfill.server.canary.sessions import FEEDBACK_KINDS, CanarySessions, FeedbackKind
 from nobackfill.server.galleries.plan import SearchResult
 from nobackfill.server.state import Canary
 
@@ -64,20 +64,20 @@ class PairFigures:
     Attributes:
         queries: queries that it answered, or failed.
         errors: queries that it failed.
-        empty: answers without a hit.
-        scores: sum of the calibrated scores of first hits.
-        scored: number of answers whose first hit had a score.
+        empty_answers: answers without a hit.
+        score_sum: sum of the calibrated scores of first hits.
+        scored_count: number of answers whose first hit had a score.
         seconds: the latest durations that callers waited.
     """
 
     queries: int = 0
     errors: int = 0
-    empty: int = 0
-    scores: float = 0.0
-    scored: int = 0
+    empty_answers: int = 0
+    score_sum: float = 0.0
+    scored_count: int = 0
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_DURATIONS))
 
-    def count(self, answer: SearchResult, seconds: float | None) -> None:
+    def count_answer(self, answer: SearchResult, seconds: float | None) -> None:
         """Count an answer.
 
         The latest 1000 durations are kept. A first hit without a score counts for no mean. No lock
@@ -88,20 +88,20 @@ class PairFigures:
             seconds: its duration; None if no caller waited for it.
         """
         self.queries += 1
-        self.empty += not answer.hits
+        self.empty_answers += not answer.hits
         if seconds is not None:
             self.seconds.append(seconds)
         score = answer.hits[0].score if answer.hits else None
         if score is not None:
-            self.scores += score
-            self.scored += 1
+            self.score_sum += score
+            self.scored_count += 1
 
     @property
-    def score(self) -> float | None:
+    def mean_score(self) -> float | None:
         """Return the mean score of first hits, 0 to 1; None if no hit had a score."""
-        return self.scores / self.scored if self.scored else None
+        return self.score_sum / self.scored_count if self.scored_count else None
 
-    def quantile(self, share: float) -> float | None:
+    def duration_quantile(self, share: float) -> float | None:
         """Return a quantile of the latest durations in seconds; None without any.
 
         The latest 1000 are kept; values between two of them are interpolated.
@@ -113,22 +113,22 @@ class PairFigures:
 
 
 @dataclass
-class Likeness:
+class AnswerSimilarity:
     """Compare the answers to queries that both pairs have answered.
 
     Attributes:
-        compared: number of these queries.
-        overlaps: sum of their overlaps.
-        correlations: sum of their rank correlations.
-        correlated: number of queries whose rank correlation is defined.
+        query_count: number of these queries.
+        overlap_sum: sum of their overlaps.
+        correlation_sum: sum of their rank correlations.
+        correlation_count: number of queries whose rank correlation is defined.
     """
 
-    compared: int = 0
-    overlaps: float = 0.0
-    correlations: float = 0.0
-    correlated: int = 0
+    query_count: int = 0
+    overlap_sum: float = 0.0
+    correlation_sum: float = 0.0
+    correlation_count: int = 0
 
-    def count(self, old: SearchResult, new: SearchResult) -> None:
+    def count_pair(self, old: SearchResult, new: SearchResult) -> None:
         """Count a query that both pairs have answered.
 
         Two empty answers have overlap 1 and no rank correlation. No lock is taken: the caller holds
@@ -139,30 +139,30 @@ class Likeness:
             new: the new pair's answer.
         """
         one, other = ([hit.item.id for hit in answer.hits] for answer in (old, new))
-        self.compared += 1
-        self.overlaps += overlap(one, other)
+        self.query_count += 1
+        self.overlap_sum += overlap(one, other)
         correlation = rank_correlation(one, other)
         if correlation is not None:
-            self.correlations += correlation
-            self.correlated += 1
+            self.correlation_sum += correlation
+            self.correlation_count += 1
 
     @property
-    def overlap(self) -> float | None:
+    def mean_overlap(self) -> float | None:
         """Return the mean overlap, 0 to 1; None without a query."""
-        return self.overlaps / self.compared if self.compared else None
+        return self.overlap_sum / self.query_count if self.query_count else None
 
     @property
-    def rank_correlation(self) -> float | None:
+    def mean_rank_correlation(self) -> float | None:
         """Return the mean rank correlation, -1 to 1; None if it is defined for no query."""
-        return self.correlations / self.correlated if self.correlated else None
+        return self.correlation_sum / self.correlation_count if self.correlation_count else None
 
 
 # Probability of stopping a release that keeps every bound, however often it is checked; each of the
 # four bounds gets a quarter.
 ALPHA = 0.05
 BOUNDS = ("errors", "latency", "approvals", "rejections")
-STOPS_AT = len(BOUNDS) / ALPHA
-_EVIDENCE_OF: Mapping[Kind, str] = {"approved": "approvals", "rejected": "rejections"}
+EVIDENCE_LIMIT = len(BOUNDS) / ALPHA
+_EVIDENCE_OF: Mapping[FeedbackKind, str] = {"approved": "approvals", "rejected": "rejections"}
 # Share of the old pair's queries that take longer than its 99th percentile.
 _SLOW_SHARE = 0.01
 # The 99th percentile is computed after so many queries, and again after each so many.
@@ -206,7 +206,7 @@ class PairReport:
     p99: float | None
     score: float | None
     sessions: int
-    feedback: Mapping[Kind, int]
+    feedback: Mapping[FeedbackKind, int]
 
 
 @dataclass(frozen=True)
@@ -223,7 +223,7 @@ class CanaryReport:
         overlap: mean share of common items, 0 to 1; None without a query.
         rank_correlation: mean rank correlation, -1 to 1; None without one.
         skip_count: queries that were not compared because too many waited.
-        evidence: evidence by bound; the canary stops when one reaches STOPS_AT.
+        evidence: evidence by bound; the canary stops when one reaches EVIDENCE_LIMIT.
     """
 
     release: int
@@ -242,7 +242,7 @@ class CanaryReport:
 class _Counts:
     old: PairFigures = field(default_factory=PairFigures)
     new: PairFigures = field(default_factory=PairFigures)
-    likeness: Likeness = field(default_factory=Likeness)
+    likeness: AnswerSimilarity = field(default_factory=AnswerSimilarity)
     skip_count: int = 0
 
 
@@ -282,15 +282,15 @@ class _CanaryTurns:
 class CanaryComparison:
     """Compare a canary's release with the active one. Thread-safe."""
 
-    def __init__(self, release: int, setting: Callable[[], Canary | None]) -> None:
+    def __init__(self, release: int, canary_settings: Callable[[], Canary | None]) -> None:
         """Start a comparison.
 
         Args:
             release: the release of the canary; 0 for none.
-            setting: returns the newest settings; None once the canary has ended.
+            canary_settings: returns the newest settings; None once the canary has ended.
         """
         self.release = release
-        self._setting = setting
+        self._setting = canary_settings
         self._lock = threading.Lock()
         self._counts = _Counts()
         self._sessions = CanarySessions()
@@ -322,23 +322,23 @@ class CanaryComparison:
 
         Returns:
             True if the new pair may have been too slow. Then the query is to be run on both pairs,
-            and their times given to `count_repeat`.
+            and their times given to `count_rerun`.
         """
         with self._lock:
-            self._figures(new).count(answer, seconds)
+            self._figures(new).count_answer(answer, seconds)
             self._record_session(canary, answer, caller.key, new=new)
             if not new:
                 self._update_p99()
                 return False
-            self._errors.see(False, canary.most_errors)
+            self._errors.add_outcome(False, canary.most_errors)
             if self._p99 is None or not self._in_turn(caller):
                 return False
             if seconds > canary.largest_p99_ratio * self._p99:
                 return True
-            self._latency.see(False, _SLOW_SHARE)
+            self._latency.add_outcome(False, _SLOW_SHARE)
             return False
 
-    def count_repeat(self, canary: Canary, old: float, new: float) -> None:
+    def count_rerun(self, canary: Canary, old_seconds: float, new_seconds: float) -> None:
         """Count a slow query that was run again on both pairs.
 
         A query that is as slow in the old pair is no evidence against the new one.
@@ -348,12 +348,12 @@ class CanaryComparison:
 
         Args:
             canary: the settings.
-            old: seconds that the old pair took.
-            new: seconds that the new pair took.
+            old_seconds: seconds that the old pair took.
+            new_seconds: seconds that the new pair took.
         """
         with self._lock:
-            if new > canary.largest_p99_ratio * old:
-                self._latency.see(True, _SLOW_SHARE)
+            if new_seconds > canary.largest_p99_ratio * old_seconds:
+                self._latency.add_outcome(True, _SLOW_SHARE)
 
     def count_failure(self, canary: Canary) -> None:
         """Count a query that failed in the new pair and was answered by the old one, as an error.
@@ -366,9 +366,9 @@ class CanaryComparison:
         with self._lock:
             self._counts.new.queries += 1
             self._counts.new.errors += 1
-            self._errors.see(True, canary.most_errors)
+            self._errors.add_outcome(True, canary.most_errors)
 
-    def share_of_time(self, remaining: float) -> float:
+    def time_allowance(self, remaining: float) -> float:
         """Return how long the new pair may take for a query.
 
         The rest, a quarter to a half, is left for the old pair, which answers if the new one does
@@ -390,7 +390,7 @@ class CanaryComparison:
         )
 
     def count_timeout(
-        self, canary: Canary, allowance: float, took: float, caller: "Caller", *, single: bool
+        self, canary: Canary, allowance: float, elapsed: float, caller: "Caller", *, single: bool
     ) -> bool:
         """Count a query that the new pair did not answer in its time, and the old one then
         answered.
@@ -404,7 +404,7 @@ class CanaryComparison:
         Args:
             canary: the settings.
             allowance: seconds that the new pair had.
-            took: seconds that the old pair took.
+            elapsed: seconds that the old pair took.
             caller: the caller.
             single: True for a call of one query.
 
@@ -413,7 +413,7 @@ class CanaryComparison:
         """
         with self._lock:
             of_latency = single and self._p99 is not None
-            enough = max(_MIN_WAIT_SECONDS, canary.largest_p99_ratio * took)
+            enough = max(_MIN_WAIT_SECONDS, canary.largest_p99_ratio * elapsed)
             if single and self._p99 is not None:
                 enough = canary.largest_p99_ratio * self._p99
             if allowance < enough:
@@ -425,7 +425,7 @@ class CanaryComparison:
                 self._counts.new.seconds.append(allowance)
             if of_latency:
                 return self._in_turn(caller)
-            self._errors.see(True, canary.most_errors)
+            self._errors.add_outcome(True, canary.most_errors)
             return False
 
     def count_batch(self, canary: Canary) -> None:
@@ -439,7 +439,7 @@ class CanaryComparison:
         """
         with self._lock:
             self._counts.new.queries += 1
-            self._errors.see(False, canary.most_errors)
+            self._errors.add_outcome(False, canary.most_errors)
 
     def count_unpaired(self) -> None:
         """Count a query that only the new pair can read: there is nothing to compare it with.
@@ -465,17 +465,17 @@ class CanaryComparison:
                 computed for the comparison only. Then the new answer is counted, too.
         """
         with self._lock:
-            self._counts.likeness.count(old, new)
+            self._counts.likeness.count_pair(old, new)
             if is_new_mirrored:
-                self._counts.new.count(new, None)
-                self._errors.see(False, canary.most_errors)
+                self._counts.new.count_answer(new, None)
+                self._errors.add_outcome(False, canary.most_errors)
 
     def count_skipped(self) -> None:
         """Count a query that was not compared, because too many waited."""
         with self._lock:
             self._counts.skip_count += 1
 
-    def feedback(self, request_id: str, item: str, kind: Kind) -> bool:
+    def record_feedback(self, request_id: str, item: str, kind: FeedbackKind) -> bool:
         """Record feedback about a hit.
 
         The first feedback of each kind in a session is evidence. It is still accepted after `end`.
@@ -490,7 +490,7 @@ class CanaryComparison:
             otherwise, also if the session has sent feedback of this kind before.
         """
         with self._lock:
-            return self._sessions.feedback(request_id, item, kind)
+            return self._sessions.record_feedback(request_id, item, kind)
 
     def end(self, state: CanaryState, message: str) -> None:
         """End the comparison; a second call changes nothing.
@@ -504,18 +504,18 @@ class CanaryComparison:
         with self._lock:
             self._ended = self._ended or (state, message)
 
-    def verdict(self, canary: Canary) -> str | None:
+    def stop_reason(self, canary: Canary) -> str | None:
         """Return why the canary must stop, as a sentence for operators; None while no bound is
         crossed.
 
-        A bound is crossed once its evidence reaches STOPS_AT. If several are crossed, the first of
-        BOUNDS is named. It does not end the comparison.
+        A bound is crossed once its evidence reaches EVIDENCE_LIMIT. If several are crossed, the
+        first of BOUNDS is named. It does not end the comparison.
 
         Args:
             canary: the settings, for the sentence.
         """
         report = self.report()
-        crossed = [bound for bound in BOUNDS if report.evidence[bound] >= STOPS_AT]
+        crossed = [bound for bound in BOUNDS if report.evidence[bound] >= EVIDENCE_LIMIT]
         return _stop_reason(crossed[0], report, canary) if crossed else None
 
     def report(self) -> CanaryReport:
@@ -533,14 +533,16 @@ class CanaryComparison:
                 message=message,
                 old=self._pair(new=False),
                 new=self._pair(new=True),
-                compared=counts.likeness.compared,
-                overlap=counts.likeness.overlap,
-                rank_correlation=counts.likeness.rank_correlation,
+                compared=counts.likeness.query_count,
+                overlap=counts.likeness.mean_overlap,
+                rank_correlation=counts.likeness.mean_rank_correlation,
                 skip_count=counts.skip_count,
                 evidence={
                     "errors": self._errors.value,
                     "latency": self._latency.value,
-                    **{_EVIDENCE_OF[kind]: sessions.evidence[kind].value for kind in KINDS},
+                    **{
+                        _EVIDENCE_OF[kind]: sessions.evidence[kind].value for kind in FEEDBACK_KINDS
+                    },
                 },
             )
 
@@ -551,7 +553,7 @@ class CanaryComparison:
         assignment = setting.share, setting.shadow
         if assignment != self._assignment:
             self._assignment = assignment
-            self._sessions.restart()
+            self._sessions.reset()
         # A query that began under older settings may belong to the other pair now.
         if (canary.share, canary.shadow) == assignment:
             items = [hit.item.id for hit in answer.hits]
@@ -572,23 +574,23 @@ class CanaryComparison:
     def _update_p99(self) -> None:
         queries = self._counts.old.queries
         if queries >= _MIN_QUERIES and queries % _QUERIES_PER_UPDATE == 0:
-            self._p99 = self._counts.old.quantile(0.99)
+            self._p99 = self._counts.old.duration_quantile(0.99)
 
     def _pair(self, *, new: bool) -> PairReport:
         figures = self._figures(new)
         return PairReport(
             queries=figures.queries,
             errors=figures.errors,
-            empty=figures.empty,
-            p50=figures.quantile(0.5),
-            p99=figures.quantile(0.99),
-            score=figures.score,
-            sessions=self._sessions.counts[new],
-            feedback={kind: self._sessions.feedback_counts[kind][new] for kind in KINDS},
+            empty=figures.empty_answers,
+            p50=figures.duration_quantile(0.5),
+            p99=figures.duration_quantile(0.99),
+            score=figures.mean_score,
+            sessions=self._sessions.session_counts[new],
+            feedback={kind: self._sessions.feedback_counts[kind][new] for kind in FEEDBACK_KINDS},
         )
 
 
-NOTHING = replace(CanaryComparison(0, lambda: None).report(), state=CanaryState.ENDED)
+EMPTY_REPORT = replace(CanaryComparison(0, lambda: None).report(), state=CanaryState.ENDED)
 
 
 def _stop_reason(bound: str, report: CanaryReport, canary: Canary) -> str:
@@ -604,9 +606,9 @@ def _stop_reason(bound: str, report: CanaryReport, canary: Canary) -> str:
             f"{1000 * (old.p99 or 0):.1f} ms; the bound is {canary.largest_p99_ratio:g} times that"
         )
     else:
-        kind: Kind = "approved" if bound == "approvals" else "rejected"
+        kind: FeedbackKind = "approved" if bound == "approvals" else "rejected"
         reason = (
             f"feedback: {new.feedback[kind]} of {new.sessions} sessions {kind} answers of the "
             f"new release, {old.feedback[kind]} of {old.sessions} of the old one"
         )
-    return f"{reason} (evidence {report.evidence[bound]:.0f}, stopped at {STOPS_AT:.0f})"
+    return f"{reason} (evidence {report.evidence[bound]:.0f}, stopped at {EVIDENCE_LIMIT:.0f})"

@@ -30,7 +30,7 @@ class CanaryEvidence:
         # Capital of all bettors by stake; those of one stake win and lose alike from here on.
         self._capitals = [0.0] * len(_STAKES)
 
-    def see(self, outcome: bool, bound: float) -> None:
+    def add_outcome(self, outcome: bool, bound: float) -> None:
         """Count an outcome.
 
         It is not thread-safe. A capital never grows beyond 1e250.

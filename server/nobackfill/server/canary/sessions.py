@@ -15,8 +15,8 @@ from typing import Literal
 
 from nobackfill.server.canary.evidence import CanaryEvidence
 
-Kind = Literal["approved", "rejected"]
-KINDS: tuple[Kind, ...] = ("approved", "rejected")
+FeedbackKind = Literal["approved", "rejected"]
+FEEDBACK_KINDS: tuple[FeedbackKind, ...] = ("approved", "rejected")
 _MAX_SESSIONS = 100_000
 _MAX_ANSWERS = 20_000
 # Feedback is counted for so many first hits of an answer.
@@ -26,7 +26,7 @@ _MAX_ITEMS = 100
 @dataclass
 class _CanarySession:
     new: bool
-    kinds: set[Kind] = field(default_factory=set)
+    kinds: set[FeedbackKind] = field(default_factory=set)
 
 
 class CanarySessions:
@@ -38,11 +38,13 @@ class CanarySessions:
         # long.
         self._answers: OrderedDict[str, tuple[int, array[int]]] = OrderedDict()
         # Number of sessions by pair (old, new), and of those with feedback by its kind.
-        self.counts = [0, 0]
-        self.feedback_counts: dict[Kind, list[int]] = {kind: [0, 0] for kind in KINDS}
+        self.session_counts = [0, 0]
+        self.feedback_counts: dict[FeedbackKind, list[int]] = {
+            kind: [0, 0] for kind in FEEDBACK_KINDS
+        }
         # Evidence that the old pair is approved more often, and that the new one is rejected more
         # often.
-        self.evidence = {kind: CanaryEvidence() for kind in KINDS}
+        self.evidence = {kind: CanaryEvidence() for kind in FEEDBACK_KINDS}
 
     def count_answer(self, key: int, request_id: str, items: Sequence[str], *, new: bool) -> None:
         """Record an answer that its caller got.
@@ -61,7 +63,7 @@ class CanarySessions:
         if session is None or session.new is not new:
             self._forget(key)
             self._sessions[key] = _CanarySession(new)
-            self.counts[new] += 1
+            self.session_counts[new] += 1
             if len(self._sessions) > _MAX_SESSIONS:
                 self._forget(next(iter(self._sessions)))
         self._answers[request_id] = key, array("q", map(hash, items[:_MAX_ITEMS]))
@@ -69,7 +71,7 @@ class CanarySessions:
         if len(self._answers) > _MAX_ANSWERS:
             self._answers.popitem(last=False)
 
-    def feedback(self, request_id: str, item: str, kind: Kind) -> bool:
+    def record_feedback(self, request_id: str, item: str, kind: FeedbackKind) -> bool:
         """Record feedback about a hit.
 
         The first feedback of each kind in a session is evidence.
@@ -93,15 +95,15 @@ class CanarySessions:
             return False
         if kind not in session.kinds:
             counts = self.feedback_counts[kind]
-            silent = [self.counts[new] - counts[new] for new in (False, True)]
+            silent = [self.session_counts[new] - counts[new] for new in (False, True)]
             # An approval of the old pair, or a rejection of the new one, is against the new pair.
             worse = kind == "rejected"
-            self.evidence[kind].see(session.new is worse, silent[worse] / sum(silent))
+            self.evidence[kind].add_outcome(session.new is worse, silent[worse] / sum(silent))
             session.kinds.add(kind)
             counts[session.new] += 1
         return True
 
-    def restart(self) -> None:
+    def reset(self) -> None:
         """Forget all sessions after a change of the share, which assigns keys to pairs again.
 
         The evidence stays.
@@ -111,12 +113,12 @@ class CanarySessions:
         """
         self._sessions.clear()
         self._answers.clear()
-        self.counts = [0, 0]
-        self.feedback_counts = {kind: [0, 0] for kind in KINDS}
+        self.session_counts = [0, 0]
+        self.feedback_counts = {kind: [0, 0] for kind in FEEDBACK_KINDS}
 
     def _forget(self, key: int) -> None:
         session = self._sessions.pop(key, None)
         if session is not None:
-            self.counts[session.new] -= 1
+            self.session_counts[session.new] -= 1
             for kind in session.kinds:
                 self.feedback_counts[kind][session.new] -= 1

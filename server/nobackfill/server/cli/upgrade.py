@@ -104,8 +104,8 @@ def _lead(gateway: "GatewayServer", number: int, rollout: "RolloutName | None") 
     from nobackfill.server.rollout.rollout import Phase
 
     activations, is_waiting = gateway.activations, False
-    while (run := activations.running()) is None or run.record.release != number:
-        if run is None and activations.under_way() == number:
+    while (run := activations.current_run()) is None or run.record.release != number:
+        if run is None and activations.activating_release() == number:
             if not is_waiting:
                 typer.echo("waiting: another process leads this activation", err=True)
             is_waiting = True

@@ -32,7 +32,7 @@ from nobackfill.v1 import gallery_pb2, release_pb2, search_pb2, upgrade_pb2, vau
 from nobackfill.wire.limits import LARGEST_REQUEST
 
 if TYPE_CHECKING:
-    from nobackfill.server.grpc.loop import Server
+    from nobackfill.server.grpc.loop import LoopServer
 
 log = structlog.get_logger("server.listener")
 lanes_log = structlog.get_logger("server.lanes")
@@ -83,7 +83,7 @@ def needs_plain_server(settings: Settings) -> bool:
     try:
         if settings.plain_grpc:
             raise ImportError("plain_grpc is set")
-        from nobackfill.server.grpc.loop import Server  # noqa: F401
+        from nobackfill.server.grpc.loop import LoopServer  # noqa: F401
     except ImportError as error:
         reason = str(error)
     else:
@@ -114,23 +114,23 @@ class PlainServer:
         threads = min(_PLAIN_THREADS, places)
         self._working = interceptor.admission.working
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="grpc")
-        self.server = grpc.server(
+        self.grpc_server = grpc.server(
             self._pool, None, [interceptor], options, maximum_concurrent_rpcs=threads
         )
 
-    def finish(self, end: float) -> None:
+    def wait_for_calls(self, end_time: float) -> None:
         """Wait until the calls that have a thread now have ended; later calls are not waited for,
         and none is ended.
 
         Args:
-            end: latest time on the monotonic clock; one in the past returns at once.
+            end_time: latest time on the monotonic clock; one in the past returns at once.
         """
         open_calls = set(self._working)
-        while open_calls and time.monotonic() < end:
+        while open_calls and time.monotonic() < end_time:
             time.sleep(_DRAIN_CHECK_SECONDS)
             open_calls &= self._working
 
-    def give_up(self) -> None:
+    def end_unread_calls(self) -> None:
         """Do nothing: the interceptor has ended the calls without a message."""
 
     def close(self) -> None:
@@ -138,7 +138,7 @@ class PlainServer:
         self._pool.shutdown(wait=False)
 
 
-def check_free(address: str, option: str) -> None:
+def check_port_free(address: str, option: str) -> None:
     """Check that this process could listen at an address now, without listening there afterwards.
 
     Args:
@@ -314,7 +314,7 @@ def _no_password() -> bytes:
     return b""
 
 
-def certificates(settings: Settings) -> Certificates | None:
+def read_certificates(settings: Settings) -> Certificates | None:
     """Read the certificates of the settings; None if tls_cert or tls_key is not set.
 
     The result reads changed files again by itself, so one call is enough for the life of a server.
@@ -336,7 +336,7 @@ _DESCRIPTORS = Path("/proc/self/fd")
 _SILENCE = struct.Struct("52xI")
 
 
-class GrpcConnections:
+class ConnectionLimiter:
     """Limit the connections of each peer to one port; a thread closes those that were silent
     longest.
 
@@ -351,7 +351,7 @@ class GrpcConnections:
         self._thread = threading.Thread(target=self._watch, name="connections", daemon=True)
         self._thread.start()
 
-    def end(self) -> None:
+    def close_all(self) -> None:
         """Accept no more connections, and close the open ones; their calls are lost. Without /proc
         it does nothing, and it raises nothing.
         """
@@ -510,8 +510,8 @@ class GrpcListener:
             ("grpc.max_concurrent_streams", 1024 + settings.max_calls),
             ("grpc.max_allowed_incoming_connections", open_connections()),
         ]
-        self._calls = server_of(interceptor, options)
-        server = self._server = self._calls.server
+        self._calls = make_grpc_server(interceptor, options)
+        server = self._server = self._calls.grpc_server
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         add_services(server)
         names = (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
@@ -543,7 +543,7 @@ class GrpcListener:
         if file is not None:
             self._server.add_insecure_port(file)
         self._server.start()
-        self._connections = GrpcConnections(port, self._metrics)
+        self._connections = ConnectionLimiter(port, self._metrics)
         host, _ = split_address(address, "address")
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
@@ -584,20 +584,20 @@ class GrpcListener:
         # gRPC would cut calls that have arrived but were not taken yet.
         time.sleep(min(_LAME_DUCK_SECONDS, drain_s))
         self._interceptor.drain()
-        self._calls.give_up()
-        self._calls.finish(end)
+        self._calls.end_unread_calls()
+        self._calls.wait_for_calls(end)
         # gRPC ends calls that arrive while its server stops with CANCELLED, as if their callers had
         # asked for it (grpc/grpc#41785). So connections are closed first.
-        self._connections.end()
+        self._connections.close_all()
         self._server.stop(max(0.0, end - time.monotonic())).wait()
         self._connections.close()
         self._calls.close()
         self._interceptor.close()
 
 
-def server_of(
+def make_grpc_server(
     interceptor: Interceptor, options: Sequence[tuple[str, Any]]
-) -> "PlainServer | Server":
+) -> "PlainServer | LoopServer":
     """Make the server for calls: that of loop.py, or a plain one if the interceptor is plain; it
     does not listen yet.
 
@@ -607,21 +607,21 @@ def server_of(
     """
     if interceptor.plain:
         return PlainServer(interceptor, options)
-    from nobackfill.server.grpc.loop import Server
+    from nobackfill.server.grpc.loop import LoopServer
 
-    return Server(interceptor, options)
+    return LoopServer(interceptor, options)
 
 
-def socket_in(folder: Path, closing: ExitStack) -> str:
+def socket_address_in(folder: Path, exit_stack: ExitStack) -> str:
     """Return gRPC's name for a socket in a folder, for parts of this process next to the gRPC
     server; it makes no socket.
 
-    It goes through a descriptor of the folder, open until `closing` ends, because a socket's path
-    has at most 107 bytes.
+    It goes through a descriptor of the folder, open until `exit_stack` ends, because a socket's
+    path has at most 107 bytes.
 
     Raises:
         OSError: the folder cannot be opened.
     """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    closing.callback(os.close, descriptor)
+    exit_stack.callback(os.close, descriptor)
     return f"unix:/proc/{os.getpid()}/fd/{descriptor}/console.sock"

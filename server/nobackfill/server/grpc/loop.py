@@ -42,7 +42,7 @@ from nobackfill.server.grpc.rpc import (
 from nobackfill.wire.connection import WATCH_AGAIN
 
 # The first tested version of grpcio, and the first untested one.
-TESTED = ((1, 81), (1, 86))
+TESTED_GRPCIO = ((1, 81), (1, 86))
 # The names of grpc._server that are used, with the parameters of functions.
 _PARAMETERS: Mapping[str, tuple[str, ...]] = {
     "_abort": ("state", "call", "code", "details"),
@@ -92,7 +92,7 @@ def check_grpcio() -> None:
         ImportError: it was not tested, or lacks a name.
     """
     version = grpc.__version__
-    first, untested = TESTED
+    first, untested = TESTED_GRPCIO
     if not first <= tuple(int(part) for part in version.split(".")[:2]) < untested:
         raise ImportError(
             f"grpcio {version} was not tested with the hot path; it needs "
@@ -447,7 +447,7 @@ class QuickCall:
 _POLL_THREADS, _MAX_PER_METHOD = 4, 2
 
 
-class SourceNews(NamedTuple):
+class SourceMessage(NamedTuple):
     """Hold the newest message of a source.
 
     Attributes:
@@ -480,10 +480,10 @@ class Watcher:
         The watcher must have a source. If the call has ended already, the watcher leaves its source
         at once.
         """
-        self._stream.on_stop = self.offer
+        self._stream.on_stop = self.send_newest
         self._arrival.on_finish(self._on_finish)
 
-    def offer(self) -> None:
+    def send_newest(self) -> None:
         """Send the newest message if the one before was sent; end the call after the last. Never
         waits.
 
@@ -532,7 +532,7 @@ class Watcher:
             self._stream.waiting = None
             with self._lock:
                 self._is_sending = False
-            self.offer()
+            self.send_newest()
 
     def _on_finish(self) -> None:
         with error_boundary(self._metrics, "watches"), self._lock:
@@ -549,7 +549,7 @@ class WatchSource:
     def __init__(self, key: tuple[str, bytes], make: Callable[[], Iterator[bytes | None]]) -> None:
         self.key = key
         self.make = make
-        self.news = SourceNews(0, None, is_last=False)
+        self.news = SourceMessage(0, None, is_last=False)
         # The error that ended it; None if it ended by itself.
         self.error: Exception | None = None
         # Guarded by the pump's lock: watchers that came since the last poll, and the time of the
@@ -605,12 +605,12 @@ class WatchSource:
         with self._lock:
             self._watchers.update(watcher for watcher in newcomers if not watcher.has_ended)
             watchers = tuple(self._watchers)
-        self.news = SourceNews(number, message, is_last)
+        self.news = SourceMessage(number, message, is_last)
         for watcher in watchers if has_changed else newcomers:
-            watcher.offer()
+            watcher.send_newest()
 
 
-class WatchPump:
+class WatchPoller:
     """Poll all sources in turn."""
 
     def __init__(self, metrics: Metrics) -> None:
@@ -758,7 +758,7 @@ class CallExecutor(Executor):
         self._lock = threading.Lock()
         # By caller, the longest awaited first; all callers without a token are one.
         self._awaited: defaultdict[str, dict[Call, None]] = defaultdict(dict)
-        self._watches = WatchPump(interceptor.metrics)
+        self._watches = WatchPoller(interceptor.metrics)
         self._batch: list[tuple[ImmediateAnswer, Call, bytes]] = []
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="executor", daemon=True)
@@ -784,12 +784,12 @@ class CallExecutor(Executor):
             self.take(arrival)
         return _FINISHED
 
-    def awaited(self) -> int:
+    def unread_count(self) -> int:
         """Return the number of calls whose message has not arrived, of all callers."""
         with self._lock:
             return sum(map(len, self._awaited.values()))
 
-    def give_up(self) -> None:
+    def end_unread_calls(self) -> None:
         """End all calls whose message has not arrived with UNAVAILABLE, because the gateway stops.
         Calls that arrive later are still taken.
 
@@ -983,7 +983,7 @@ _DRAIN_CHECK_SECONDS = 0.01
 _MAX_EVENTS = 64
 
 
-class Server(_server._Server):
+class LoopServer(_server._Server):
     """Serve calls through an interceptor and our pool."""
 
     def __init__(self, interceptor: Interceptor, options: Sequence[tuple[str, Any]]) -> None:
@@ -991,10 +991,10 @@ class Server(_server._Server):
         super().__init__(pool, (), [interceptor], options, None, None, False)
         self._interceptor = interceptor
         self._pool: CallExecutor = pool
-        interceptor.count_awaited(pool.awaited)
+        interceptor.count_awaited(pool.unread_count)
 
     @property
-    def server(self) -> grpc.Server:
+    def grpc_server(self) -> grpc.Server:
         """The object to which services and ports are added: the server itself."""
         return self
 
@@ -1018,18 +1018,18 @@ class Server(_server._Server):
             target=_serve, args=(state, self._interceptor, self._pool), daemon=True
         ).start()
 
-    def finish(self, end: float) -> None:
+    def wait_for_calls(self, end_time: float) -> None:
         """Wait until the calls that are open now have ended; later calls are not waited for.
 
-        It looks every 0.01 s, ends no call, and returns at `end` even if calls are open. Streams
-        count, too.
+        It looks every 0.01 s, ends no call, and returns at `end_time` even if calls are open.
+        Streams count, too.
 
         Args:
-            end: latest time on the monotonic clock; one in the past returns at once.
+            end_time: latest time on the monotonic clock; one in the past returns at once.
         """
         with self._state.lock:
             open_calls = set(self._state.rpc_states)
-        while open_calls and time.monotonic() < end:
+        while open_calls and time.monotonic() < end_time:
             time.sleep(_DRAIN_CHECK_SECONDS)
             # Some may have become calls of grpcio.
             open_calls = {
@@ -1038,11 +1038,11 @@ class Server(_server._Server):
             with self._state.lock:
                 open_calls &= self._state.rpc_states
 
-    def give_up(self) -> None:
+    def end_unread_calls(self) -> None:
         """End the calls whose message has not arrived with UNAVAILABLE; calls that arrive later are
         still taken.
         """
-        self._pool.give_up()
+        self._pool.end_unread_calls()
 
     def close(self) -> None:
         """Stop the pool's threads, once the server has stopped; waits for the thread that ends

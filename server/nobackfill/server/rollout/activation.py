@@ -36,10 +36,10 @@ from nobackfill.server.galleries.hosted import (
 from nobackfill.server.grpc.context import error_boundary
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.rollout.rollout import (
-    Parts,
     Phase,
     Rollout,
     RolloutCancelledError,
+    RolloutParts,
     RolloutRun,
 )
 from nobackfill.server.state import (
@@ -72,10 +72,10 @@ _RECORD_RETRY_SECONDS = 1.0
 _MAX_STEP_SECONDS = 366 * 24 * 3600
 
 
-def return_galleries(galleries: GalleryRegistry, active: int) -> dict[str, Exception]:
+def roll_back_galleries(galleries: GalleryRegistry, active_release: int) -> dict[str, Exception]:
     """Return every gallery that is ahead of the active release to that release.
 
-    The caller makes the plans again afterwards, and lets puts wait meanwhile, as `writes_locked`
+    The caller makes the plans again afterwards, and lets puts wait meanwhile, as `lock_writes`
     does. A gallery that fails stays as it is; the others go on.
 
     The space of the newer release stays as staging, and items without an older vector are no longer
@@ -83,7 +83,7 @@ def return_galleries(galleries: GalleryRegistry, active: int) -> dict[str, Excep
 
     Args:
         galleries: all galleries.
-        active: the active release.
+        active_release: the active release.
 
     Returns:
         The error of each gallery that could not return, by name.
@@ -91,7 +91,7 @@ def return_galleries(galleries: GalleryRegistry, active: int) -> dict[str, Excep
     errors: dict[str, Exception] = {}
     for hosted in galleries.all():
         try:
-            _return(hosted, active)
+            _return(hosted, active_release)
         except UNUSABLE as error:
             log.error(
                 "a gallery that is ahead of the active release cannot return to it",
@@ -111,7 +111,7 @@ def _return(hosted: Hosted, active: int) -> None:
 
 
 @contextmanager
-def writes_locked(galleries: GalleryRegistry) -> Iterator[None]:
+def lock_writes(galleries: GalleryRegistry) -> Iterator[None]:
     """Block puts to every gallery during a block.
 
     Galleries are locked in the order of their names, as a flip locks them.
@@ -128,15 +128,19 @@ def writes_locked(galleries: GalleryRegistry) -> Iterator[None]:
         yield
 
 
-def fail(
-    parts: Parts, release: int, reason: str, lead: Lead, cancelled: threading.Event | None = None
+def record_failure(
+    parts: RolloutParts,
+    release: int,
+    reason: str,
+    lead: Lead,
+    cancel_event: threading.Event | None = None,
 ) -> None:
     """Record that a release failed, and return galleries that had moved to it.
 
     A release that is active already is not marked. Returns once the failure is durable, so that
     only an operator can start the release again. If that fails, as on a full disk, the record alone
-    is tried again every second, until `cancelled` is set or another gateway leads. Plans are made
-    again at the end, and old ones are waited for, at most 120 s each. Puts wait meanwhile.
+    is tried again every second, until `cancel_event` is set or another gateway leads. Plans are
+    made again at the end, and old ones are waited for, at most 120 s each. Puts wait meanwhile.
 
     It raises no error: if the record cannot be made, it logs that and returns. Unexpected errors
     are logged and counted.
@@ -146,7 +150,7 @@ def fail(
         release: the release.
         reason: a sentence for operators.
         lead: the lead of the activation.
-        cancelled: ends the retries; None means a single retry.
+        cancel_event: ends the retries; None means a single retry.
     """
     state, galleries = parts.state, parts.galleries
 
@@ -157,11 +161,11 @@ def fail(
     def give_back() -> None:
         state.revise(failed)
         if (active := state.current.active) is not None:
-            return_galleries(galleries, active)
+            roll_back_galleries(galleries, active)
 
     with error_boundary(parts.metrics, "activation"):
         try:
-            with writes_locked(galleries):
+            with lock_writes(galleries):
                 state.transact(give_back, lead)
         except LeadLostError as error:
             log.error(
@@ -175,8 +179,10 @@ def fail(
                 error=str(error),
             )
             # Record the failure alone: it needs less space than returning the galleries.
-            _record_failure(lambda: state.transact(lambda: state.revise(failed), lead), cancelled)
-        with writes_locked(galleries):
+            _record_failure(
+                lambda: state.transact(lambda: state.revise(failed), lead), cancel_event
+            )
+        with lock_writes(galleries):
             old = parts.serving.replan()
         parts.serving.settle(old)
 
@@ -198,7 +204,7 @@ def _record_failure(record: Callable[[], object], cancelled: threading.Event | N
             return
 
 
-def lagging_galleries(parts: Parts) -> dict[str, str]:
+def lagging_galleries(parts: RolloutParts) -> dict[str, str]:
     """Return the galleries that are not in the active release's space, with the reason of each.
 
     They come in the order of their names. Galleries that are set aside are left out. Without an
@@ -218,7 +224,7 @@ def lagging_galleries(parts: Parts) -> dict[str, str]:
     }
 
 
-def end_jobs(parts: Parts, phase: Phase, message: str) -> None:
+def end_jobs(parts: RolloutParts, phase: Phase, message: str) -> None:
     """End the jobs of all galleries' upgrades once an activation ends; unfinished ones get its
     message.
 
@@ -245,7 +251,7 @@ def end_jobs(parts: Parts, phase: Phase, message: str) -> None:
 class Activations:
     """Start, resume, promote and cancel activations."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: RolloutParts) -> None:
         self._parts = parts
         self._lock = threading.Lock()
         self._run: RolloutRun | None = None
@@ -298,8 +304,8 @@ class Activations:
                 f"old_space_seconds: expected at most {_MAX_OLD_SPACE_SECONDS} (100 years), got "
                 f"{old_space_seconds}"
             )
-        manifest = self._parts.catalog.find(release)
-        with self.exclusive(), self._take_lead("begin another activation") as lead:
+        manifest = self._parts.catalog.find_manifest(release)
+        with self.block_activations(), self._take_lead("begin another activation") as lead:
             active = self._parts.state.current.active
             if active is not None and release < active:
                 raise PreconditionError(
@@ -353,7 +359,7 @@ class Activations:
             NotFoundError: the gallery was deleted meanwhile.
             ConfigurationError: the database refuses the statement, as without rights.
         """
-        with self.exclusive(), self._take_lead("begin another activation") as lead:
+        with self.block_activations(), self._take_lead("begin another activation") as lead:
             record = Activation(
                 release=self._parts.state.active(),
                 rollout="cutover",
@@ -387,15 +393,15 @@ class Activations:
             NotFoundError: a gallery was deleted meanwhile.
             ConfigurationError: the database refuses the statement, as without rights.
         """
-        if self._parts.state.current.activation is None or self.running() is not None:
+        if self._parts.state.current.activation is None or self.current_run() is not None:
             return None
         lead = self._parts.state.lead()
         if lead is None:
             return None
         try:
-            with self.exclusive():
+            with self.block_activations():
                 record = self._parts.state.current.activation
-                if record is None or self.running() is not None:
+                if record is None or self.current_run() is not None:
                     lead.close()
                     return None
                 if record.resumed >= _MAX_RESUMES:
@@ -424,9 +430,9 @@ class Activations:
             release=record.release,
             reason=reason,
         )
-        fail(self._parts, record.release, reason, lead)
+        record_failure(self._parts, record.release, reason, lead)
 
-    def canary_under_way(self, release: int) -> bool:
+    def is_canary_running(self, release: int) -> bool:
         """Tell whether a canary of a release is running or about to begin.
 
         It is so until the switch, also after a promotion, at any gateway that shares the state.
@@ -495,10 +501,10 @@ class Activations:
             ended = canary.model_copy(update={"promoted": True})
             return {"activation": record.model_copy(update={"canary": ended})}
 
-        with self.exclusive():
-            run = self.running()
+        with self.block_activations():
+            run = self.current_run()
             if run is None:
-                if self.canary_under_way(release):
+                if self.is_canary_running(release):
                     raise PreconditionError(
                         f"another gateway leads the canary of release {release}; run `gateway "
                         f"canary promote {release}` there"
@@ -514,7 +520,7 @@ class Activations:
             self._parts.state.revise(promoted)
         return run
 
-    def drop_canary(self, release: int) -> None:
+    def forget_canary(self, release: int) -> None:
         """Forget the activation of a canary, so that no later step promotes it.
 
         The thread of the activation notices it within a moment, and ends as cancelled.
@@ -551,7 +557,7 @@ class Activations:
         Raises:
             BusyError: an activation is under way.
         """
-        self.refuse_second(action)
+        self.check_none_running(action)
         lead = self._parts.state.lead()
         if lead is None:
             raise BusyError(
@@ -564,28 +570,28 @@ class Activations:
             lead.close()
             raise
 
-    def running(self) -> RolloutRun | None:
+    def current_run(self) -> RolloutRun | None:
         """Return the activation that this gateway leads; None if it leads none.
 
         An activation that has reported its end no longer counts.
         """
         run = self._run
-        return run if run is not None and run.running() else None
+        return run if run is not None and run.is_running() else None
 
-    def under_way(self) -> int | None:
+    def activating_release(self) -> int | None:
         """Return the release that this gateway, or one that shares its database, activates.
 
         Returns:
             The release; None if none is activated. An activation that only waits for a restart does
             not count, unless the state is shared.
         """
-        run, record = self.running(), self._parts.state.current.activation
+        run, record = self.current_run(), self._parts.state.current.activation
         if run is not None:
             return run.record.release
         return record.release if record is not None and self._parts.state.shared else None
 
     @contextmanager
-    def exclusive(self) -> Iterator[None]:
+    def block_activations(self) -> Iterator[None]:
         """Keep activations from beginning, and others from changing them, during a block.
 
         It waits up to five seconds for other calls here, and as long for other gateways. In a
@@ -615,8 +621,8 @@ class Activations:
     def cancel(self) -> None:
         """Cancel the activation under way, if any, before its next step, and forget it.
 
-        Call it within `exclusive`, so that no other begins meanwhile. It waits until the thread of
-        the activation has ended, and ends the lead of another gateway. All changes of the
+        Call it within `block_activations`, so that no other begins meanwhile. It waits until the
+        thread of the activation has ended, and ends the lead of another gateway. All changes of the
         activation stay.
 
         Raises:
@@ -641,7 +647,7 @@ class Activations:
         Raises:
             CannotWriteError: the state cannot be written.
         """
-        run = self.running()
+        run = self.current_run()
         if run is not None:
             run.cancel()
         record = self._parts.state.current.activation
@@ -656,11 +662,11 @@ class Activations:
         old = self._parts.catalog.manifest(active)
         return "direct" if manifest.searches(old.space) else "cutover"
 
-    def refuse_second(self, action: str, *, during_canary: bool = False) -> None:
+    def check_none_running(self, action: str, *, during_canary: bool = False) -> None:
         """Check that no activation is under way.
 
         In a shared database an activation of another gateway counts, too; its canary never counts
-        as waiting. The answer holds only within `exclusive`.
+        as waiting. The answer holds only within `block_activations`.
 
         Args:
             action: the action that the caller wants, for the error.
@@ -669,7 +675,7 @@ class Activations:
         Raises:
             BusyError: an activation is under way.
         """
-        run, release = self.running(), self.under_way()
+        run, release = self.current_run(), self.activating_release()
         waits = during_canary and run is not None and run.waiting
         if release is not None and not waits:
             raise BusyError(
@@ -730,7 +736,7 @@ class Activations:
                     "the activation stopped, and begins again with its first step", error=str(error)
                 )
             run.cancelled.wait(_RETRY_PAUSE_SECONDS)
-            run.stop_if_cancelled()
+            run.raise_if_cancelled()
 
     def _roll_out(self, run: RolloutRun) -> tuple[Phase, str]:
         """Run an activation, and record how it ends.
@@ -746,7 +752,7 @@ class Activations:
             return Phase.FAILED, str(error)
         except (NobackfillError, OSError, sqlite3.Error) as error:
             log.error("activation failed", release=release, error=str(error))
-            fail(self._parts, release, str(error), run.lead, run.cancelled)
+            record_failure(self._parts, release, str(error), run.lead, run.cancelled)
             if isinstance(error, VerificationError):
                 # The models failed: delete the vectors that they made, so that no later try uses
                 # them.
@@ -756,7 +762,7 @@ class Activations:
             reason = f"unexpected {type(error).__name__}; the gateway's log has the traceback"
             log.exception("activation failed", release=release, error=type(error).__name__)
             self._parts.metrics.unforeseen.labels("activation").inc()
-            fail(self._parts, release, reason, run.lead, run.cancelled)
+            record_failure(self._parts, release, reason, run.lead, run.cancelled)
             return Phase.FAILED, reason
         run.lead.close()
         # The release is active from here on; the rest only frees what the old one used.
@@ -841,7 +847,7 @@ class FirstActivation:
         self._stopping = stopping
         self._metrics = metrics
 
-    def begin(self) -> None:
+    def activate_newest(self) -> None:
         """Activate the newest release that is published, and return once it answers or has failed.
 
         Call it only while no release is active. If none is published, or the model server is away,
@@ -850,7 +856,7 @@ class FirstActivation:
         activation are logged, not raised. The thread ends when a release is active, or the gateway
         stops.
         """
-        newest = self._catalog.newest()
+        newest = self._catalog.newest_release()
         # Only an operator retries a release that failed.
         attempted = newest if newest in self._state.current.failed else None
         if newest is not None and attempted is None and self._models.ready():
@@ -863,12 +869,12 @@ class FirstActivation:
     def _wait(self, attempted: int | None) -> None:
         version = -1
         while not self._stopping.is_set() and self._state.current.active is None:
-            newest = self._catalog.newest()
+            newest = self._catalog.newest_release()
             if newest is not None and newest != attempted:
                 # A release that fails is not retried; the next one that is published is tried.
                 with error_boundary(self._metrics, "first"):
                     attempted = newest if self._activate(newest) else None
-            version = self._catalog.changed.wait(version, 0.5)
+            version = self._catalog.changes.wait_for_change(version, 0.5)
 
     def _activate(self, release: int) -> bool:
         """Activate a release.

@@ -81,8 +81,8 @@ class Lifecycle:
             LockOrderError: the thread holds a lock that comes later.
             ConfigurationError: the database refuses the statement.
         """
-        with self._activations.exclusive():
-            self._activations.refuse_second("create a gallery", during_canary=True)
+        with self._activations.block_activations():
+            self._activations.check_none_running("create a gallery", during_canary=True)
             self._galleries.create(name)
 
     def delete(self, name: str) -> None:
@@ -106,7 +106,7 @@ class Lifecycle:
             ConfigurationError: the database refuses the statement.
             LockOrderError: the thread holds a lock that comes later.
         """
-        self._activations.refuse_second("delete a gallery", during_canary=True)
+        self._activations.check_none_running("delete a gallery", during_canary=True)
         self._galleries.delete(name)
         self._upgrading.forget({name})
 
@@ -139,9 +139,9 @@ class Lifecycle:
             IncompatibleSpaceError: the active space was deleted meanwhile.
             ConfigurationError: the database refuses the statement, as without rights.
         """
-        target = self._catalog.find(release)
+        target = self._catalog.find_manifest(release)
         with self._galleries.use_gallery(name) as hosted:
-            self._catalog.verified(release)
+            self._catalog.verify_files(release)
             return self._upgrading.estimate_upgrade(
                 hosted, target, spare_cores or DEFAULT_SPARE_CORES
             )
@@ -201,7 +201,10 @@ class Lifecycle:
             )
         with self._galleries.use_gallery(name) as hosted:
             self._upgrading.resume(name)
-            behind = hosted.spec().space != active.space and self._activations.under_way() is None
+            behind = (
+                hosted.spec().space != active.space
+                and self._activations.activating_release() is None
+            )
             if not behind and images:
                 backfill(
                     hosted, self._embedding, images, budget,
@@ -330,7 +333,7 @@ class Lifecycle:
 
     def _job(self, hosted: Hosted) -> Job:
         # Read this first: a job ends before its activation does.
-        running = self._activations.under_way() is not None
+        running = self._activations.activating_release() is not None
         job = self._upgrading.job(hosted.name)
         if job is None:
             # No upgrade has run since the start.

@@ -8,7 +8,7 @@ import structlog
 from nobackfill.errors import PreconditionError
 from nobackfill.gallery.spec import SpaceInfo
 from nobackfill.server.galleries.hosted import GalleryRegistry, Hosted
-from nobackfill.server.rollout.activation import Activations, return_galleries, writes_locked
+from nobackfill.server.rollout.activation import Activations, lock_writes, roll_back_galleries
 from nobackfill.server.serving import Serving
 from nobackfill.server.state import GatewayState, State
 
@@ -20,19 +20,19 @@ RETRY_S = 300.0
 
 
 @dataclass(frozen=True)
-class Rollback:
+class RollbackReport:
     """Describe the result of a rollback, or its cost beforehand.
 
     Attributes:
         release: the release that answers afterwards.
         lost_count: number of items without a vector in that release's space, which its searches
             cannot find.
-        first_lost: gallery and id of the first lost items, at most LARGEST_LISTING.
+        first_lost_items: gallery and id of the first lost items, at most LARGEST_LISTING.
     """
 
     release: int
     lost_count: int
-    first_lost: list[tuple[str, str]]
+    first_lost_items: list[tuple[str, str]]
 
 
 class Rollbacks:
@@ -52,7 +52,7 @@ class Rollbacks:
         # Whether a client planned a rollback since the last one, or since the start.
         self._was_planned = False
 
-    def plan(self) -> Rollback:
+    def preview(self) -> RollbackReport:
         """Count and list the items that searches would not find after a rollback.
 
         Nothing is changed; but the next rollback without a target is no repetition of an earlier
@@ -74,7 +74,7 @@ class Rollbacks:
         self._was_planned = True
         return self._plan()
 
-    def roll_back(self, to: int | None) -> Rollback:
+    def roll_back(self, to: int | None) -> RollbackReport:
         """Cancel the activation under way, and let an earlier release answer again in all
         galleries.
 
@@ -106,12 +106,12 @@ class Rollbacks:
             LockOrderError: the thread holds a lock that comes later.
             DeadlineError: the call's time is over while the models are loaded.
         """
-        with self._activations.exclusive():
+        with self._activations.block_activations():
             return self._return(
                 self._state.active() if self._is_repeated(to) else self._prepare(to)
             )
 
-    def stop_canary(self, release: int) -> Rollback:
+    def stop_canary(self, release: int) -> RollbackReport:
         """End the canary of a release, so that the active one answers all callers again.
 
         The state decides in one step whether the canary stops or is promoted. Puts wait during the
@@ -138,14 +138,14 @@ class Rollbacks:
             LockOrderError: the thread holds a lock that comes later.
             DeadlineError: the call's time is over while the models are loaded.
         """
-        with self._activations.exclusive():
+        with self._activations.block_activations():
             target = self._state.active()
             self._serving.prepare(target)
-            self._activations.drop_canary(release)
+            self._activations.forget_canary(release)
             self._activations.cancel()
             return self._return(target)
 
-    def retire(self) -> list[int]:
+    def retire_old_releases(self) -> list[int]:
         """Delete the spaces and models of every release older than the active one, for good.
 
         A gallery that stayed with an older release keeps that space. Returns once no call uses the
@@ -168,8 +168,8 @@ class Rollbacks:
             LockOrderError: the thread holds a lock that comes later.
             ConfigurationError: the database refuses the statement, as without rights.
         """
-        with self._activations.exclusive():
-            self._activations.refuse_second("retire the old releases")
+        with self._activations.block_activations():
+            self._activations.check_none_running("retire the old releases")
             state, active = self._state.current, self._state.active()
             galleries = self._galleries
             used = {
@@ -213,25 +213,25 @@ class Rollbacks:
         self._activations.cancel()
         return target
 
-    def _return(self, target: int) -> Rollback:
-        with writes_locked(self._galleries):
+    def _return(self, target: int) -> RollbackReport:
+        with lock_writes(self._galleries):
             result = self._state.transact(lambda: self._switch(target))
             old = self._serving.replan()
         self._serving.settle(old)
         log.info("rolled back", release=target, lost=result.lost_count)
         return result
 
-    def _switch(self, target: int) -> Rollback:
+    def _switch(self, target: int) -> RollbackReport:
         # The activation may have ended in the meantime, or was cancelled before its switch.
-        result = Rollback(target, 0, [])
+        result = RollbackReport(target, 0, [])
         if self._state.current.active != target:
             result = self._plan()
             self._serving.return_to(target)
             self._was_planned = False
-        return_galleries(self._galleries, target)
+        roll_back_galleries(self._galleries, target)
         return result
 
-    def _plan(self) -> Rollback:
+    def _plan(self) -> RollbackReport:
         target, lost, listed = _target(self._state.current), 0, list[tuple[str, str]]()
         for hosted in self._galleries.all():
             space = _space_of(hosted, target)
@@ -242,7 +242,7 @@ class Rollbacks:
                 space.spec.space, limit=LARGEST_LISTING - len(listed) or 1
             )
             listed += [(hosted.name, item.id) for item in items]
-        return Rollback(target, lost, listed[:LARGEST_LISTING])
+        return RollbackReport(target, lost, listed[:LARGEST_LISTING])
 
 
 def _target(state: State) -> int:

@@ -59,7 +59,7 @@ class RolloutCancelledError(NobackfillError):
 
 
 @dataclass(frozen=True)
-class Event:
+class RolloutEvent:
     """Report the progress of an activation.
 
     Attributes:
@@ -96,7 +96,7 @@ class RolloutRun:
         self._work = work
         self.cancelled = threading.Event()
         self._condition = threading.Condition()
-        self._events: list[Event] = []
+        self._events: list[RolloutEvent] = []
         self._thread = threading.Thread(target=self._run_work, name="activation")
         self._ended = False
         # True while its canary waits for queries: galleries may then be created and deleted.
@@ -112,7 +112,7 @@ class RolloutRun:
         """
         self._thread.start()
 
-    def running(self) -> bool:
+    def is_running(self) -> bool:
         """Tell whether the activation still blocks others.
 
         False once it has reported its end, or its thread is gone.
@@ -135,7 +135,7 @@ class RolloutRun:
         self.cancelled.set()
         self._thread.join()
 
-    def stop_if_cancelled(self) -> None:
+    def raise_if_cancelled(self) -> None:
         """Stop here if the activation was cancelled.
 
         A lead that was lost is not noticed here.
@@ -158,9 +158,9 @@ class RolloutRun:
             message: a sentence for operators.
         """
         self._ended = True
-        self.report(phase, message=message)
+        self.add_event(phase, message=message)
 
-    def report(self, phase: Phase, complete: int = 0, total: int = 0, message: str = "") -> None:
+    def add_event(self, phase: Phase, complete: int = 0, total: int = 0, message: str = "") -> None:
         """Add an event, and wake the watchers.
 
         Progress during the upgrade replaces the event before it. Any thread may call it; events
@@ -176,10 +176,10 @@ class RolloutRun:
             last = self._events[-1] if self._events else None
             if last is not None and last.phase == phase == Phase.UPGRADING:
                 self._events.pop()
-            self._events.append(Event(phase, complete, total, message, time.time()))
+            self._events.append(RolloutEvent(phase, complete, total, message, time.time()))
             self._condition.notify_all()
 
-    def events(self, is_gone: Callable[[], bool] = lambda: False) -> Iterator[Event]:
+    def events(self, is_gone: Callable[[], bool] = lambda: False) -> Iterator[RolloutEvent]:
         """Yield all events from the beginning to DONE or FAILED, then wait for new ones.
 
         It never ends if no end is reported and `is_gone` stays False. Progress events between two
@@ -189,7 +189,7 @@ class RolloutRun:
             is_gone: checked when there was no event for half a second; True ends the iteration
                 early.
         """
-        previous_events: list[Event] = []
+        previous_events: list[RolloutEvent] = []
         while True:
             new = self._wait(previous_events)
             for event in new:
@@ -208,7 +208,7 @@ class RolloutRun:
             self.lead.close()
             self.end(phase, message)
 
-    def _wait(self, previous_events: list[Event]) -> list[Event]:
+    def _wait(self, previous_events: list[RolloutEvent]) -> list[RolloutEvent]:
         """Wait up to half a second for new events, and add them to `previous_events`.
 
         Returns:
@@ -222,7 +222,7 @@ class RolloutRun:
             return new
 
 
-def check_models(folder: Path, manifest: Manifest, models: Models) -> None:
+def check_golden_probes(folder: Path, manifest: Manifest, models: Models) -> None:
     """Run golden probes through the loaded models, and compare with the published answers.
 
     A model that the release does not have is not checked.
@@ -259,7 +259,7 @@ def check_models(folder: Path, manifest: Manifest, models: Models) -> None:
 
 
 @dataclass(frozen=True)
-class Parts:
+class RolloutParts:
     """Group the parts of a gateway that an activation needs.
 
     Attributes:
@@ -289,7 +289,7 @@ class Rollout:
     Runs in a thread of its own. Every step can be repeated: a restart begins from the first.
     """
 
-    def __init__(self, run: RolloutRun, parts: Parts) -> None:
+    def __init__(self, run: RolloutRun, parts: RolloutParts) -> None:
         self._run = run
         self._record = run.record
         self._parts = parts
@@ -345,7 +345,7 @@ class Rollout:
         """
         number = self._record.release
         catalog = self._parts.catalog
-        self._run.report(Phase.VERIFYING)
+        self._run.add_event(Phase.VERIFYING)
         catalog.refresh()
         manifest = catalog.manifest(number)
         reason = catalog.releases[number]
@@ -360,9 +360,9 @@ class Rollout:
                 f"release {number} did not pass its gate, the publisher's test against the "
                 f"previous release ({gate.detail}); activate another release"
             )
-        folder = catalog.verified(number)
+        folder = catalog.verify_files(number)
         sources = {hosted.spec().release for hosted in self._parts.galleries.all()}
-        self._parts.upgrading.trials.release(manifest, sources, self._run.stop_if_cancelled)
+        self._parts.upgrading.trials.release(manifest, sources, self._run.raise_if_cancelled)
         return folder, manifest
 
     def _load(self, manifest: Manifest) -> None:
@@ -370,19 +370,19 @@ class Rollout:
         fault.
         """
         models = self._parts.models
-        self._run.report(Phase.LOADING)
+        self._run.add_event(Phase.LOADING)
         if not models.ready():
-            self._run.report(Phase.LOADING, message="waiting for the model server")
+            self._run.add_event(Phase.LOADING, message="waiting for the model server")
         while not models.ready():
             self._run.cancelled.wait(0.2)
-            self._run.stop_if_cancelled()
+            self._run.raise_if_cancelled()
         models.load(manifest)
 
     def _probe(self, folder: Path, manifest: Manifest) -> None:
         """Check the loaded models' answers against the published ones."""
-        self._run.report(Phase.PROBING)
-        check_models(folder, manifest, self._parts.models)
-        self._run.stop_if_cancelled()
+        self._run.add_event(Phase.PROBING)
+        check_golden_probes(folder, manifest, self._parts.models)
+        self._run.raise_if_cancelled()
         if self._record.resumed:
             # The models did not crash the gateway: a later crash has another cause.
             self._transact(lambda: self._parts.state.revise(clear_resumes))
@@ -398,7 +398,7 @@ class Rollout:
         if self._record.rollout != "cutover":
             self._switch_queries(manifest)
         self._done, self._total = 0, sum(hosted.store.count() for hosted in movable)
-        self._run.report(Phase.UPGRADING, 0, self._total)
+        self._run.add_event(Phase.UPGRADING, 0, self._total)
         return [hosted for hosted in movable if self._upgrade_gallery(hosted, manifest)]
 
     def _sort_galleries(self, manifest: Manifest) -> list[Hosted]:
@@ -481,7 +481,7 @@ class Rollout:
             self._parts.upgrading.finish(hosted.name, JobState.FAILED, note)
             return False
         self._parts.upgrading.finish(hosted.name, JobState.INDEXING)
-        hosted.make_ready(manifest.space, self._run.stop_if_cancelled)
+        hosted.make_ready(manifest.space, self._run.raise_if_cancelled)
         if self._record.rollout != "cutover":
             self._flip([hosted], manifest, active=False)
         return True
@@ -496,13 +496,13 @@ class Rollout:
 
         def on_progress(complete: int) -> None:
             self._parts.metrics.upgrade_ratio.set((already_done + complete) / max(1, self._total))
-            self._run.report(Phase.UPGRADING, already_done + complete, self._total)
+            self._run.add_event(Phase.UPGRADING, already_done + complete, self._total)
 
         while True:
             outcome = self._parts.upgrading.run(
                 hosted, manifest, self._record.spare_cores, self._run.cancelled.is_set, on_progress
             )
-            self._run.stop_if_cancelled()
+            self._run.raise_if_cancelled()
             if not outcome.stopped:
                 return outcome.left_behind
             self._parts.upgrading.wait_resumed(hosted.name, self._run.cancelled.is_set)
@@ -511,7 +511,7 @@ class Rollout:
         """Let the new release answer from now on, in galleries that live in two spaces (direct and
         dual).
         """
-        self._run.report(Phase.SWITCHING)
+        self._run.add_event(Phase.SWITCHING)
         seconds = self._record.old_space_seconds
         self._transact(lambda: self._parts.serving.activate(manifest, seconds))
         self._parts.serving.replan()
@@ -542,8 +542,8 @@ class Rollout:
         run.waiting = True
         try:
             while True:
-                run.stop_if_cancelled()
-                canary = canaries.setting()
+                run.raise_if_cancelled()
+                canary = canaries.settings()
                 if canary is None:
                     # Another gateway may have cancelled it.
                     raise RolloutCancelledError(
@@ -558,7 +558,7 @@ class Rollout:
                 if setting != step:
                     step, began = setting, time.monotonic()
                     log.info("canary", release=release, share=canary.share, shadow=canary.shadow)
-                    run.report(Phase.CANARY, message=share_of(canary, release))
+                    run.add_event(Phase.CANARY, message=describe_share(canary, release))
                 if canary.every_s and time.monotonic() - began >= canary.every_s:
                     self._transact(self._next_canary_step)
                 run.cancelled.wait(_CANARY_EVERY_S)
@@ -571,7 +571,7 @@ class Rollout:
 
     def _judge_canary(self) -> None:
         withdrawn = self._parts.catalog.releases.get(self._record.release)
-        reason = self._parts.canaries.verdict()
+        reason = self._parts.canaries.stop_reason()
         if withdrawn is not None:
             reason = f"the release was withdrawn: {withdrawn}"
         if reason is not None:
@@ -581,7 +581,7 @@ class Rollout:
             )
 
     def _switch_galleries(self, upgraded: list[Hosted], manifest: Manifest) -> None:
-        self._run.report(Phase.SWITCHING, self._done, self._total)
+        self._run.add_event(Phase.SWITCHING, self._done, self._total)
         self._flip(upgraded, manifest, active=True)
 
     def _flip(self, upgraded: list[Hosted], manifest: Manifest, *, active: bool) -> None:
@@ -629,7 +629,7 @@ class Rollout:
             # Run here, within this thread's transaction.
             should_stop = self._run.cancelled.is_set
             self._parts.upgrading.run(hosted, manifest, 0.0, should_stop, in_this_thread=True)
-            self._run.stop_if_cancelled()
+            self._run.raise_if_cancelled()
         missing = hosted.store.count_left_behind(manifest.space)
         if missing:
             hosted.remember({NOTE: _missing_note(missing, hosted)})
@@ -663,7 +663,7 @@ def _missing_note(items: int, hosted: Hosted) -> str:
     )
 
 
-def share_of(canary: Canary, release: int) -> str:
+def describe_share(canary: Canary, release: int) -> str:
     """Describe a canary's share in one sentence, for operators.
 
     Args:

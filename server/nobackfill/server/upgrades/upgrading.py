@@ -306,7 +306,7 @@ class Trials:
         with self._lock:
             if needed <= self._passed:
                 return
-            folder = self._catalog.verified(manifest.release)
+            folder = self._catalog.verify_files(manifest.release)
             try_release(folder, manifest, upgrades=sources, poll=check_stop)
             self._passed |= needed
 
@@ -386,7 +386,7 @@ class Upgrading:
     def _route(
         self, source: int, target: int, side: str | None, is_direct: str | None = None
     ) -> Route | None:
-        usable = self._catalog.usable(source)
+        usable = self._catalog.manifests_for_routes(source)
         if target not in usable:
             return None
         return plan_route(usable, source, target, side, directly=is_direct)
@@ -649,7 +649,7 @@ class Upgrading:
         """
         version = -1
         while self.is_paused(gallery) and not should_stop():
-            version = self.changed.wait(version, 0.2)
+            version = self.changed.wait_for_change(version, 0.2)
 
     def job(self, gallery: str) -> Job | None:
         """Return the last upgrade job of a gallery; None if no job is known.

@@ -10,7 +10,7 @@ from nobackfill.errors import InvalidInputError
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.canary.canaries import Canaries
 from nobackfill.server.canary.comparison import (
-    STOPS_AT,
+    EVIDENCE_LIMIT,
     CanaryReport,
     CanaryState,
     PairReport,
@@ -21,7 +21,7 @@ from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.grpc.services.convert import to_end
 from nobackfill.server.rollout.activation import Activations, check_canary
 from nobackfill.server.rollout.rollback import Rollbacks
-from nobackfill.server.rollout.rollout import Event, Phase, share_of
+from nobackfill.server.rollout.rollout import Phase, RolloutEvent, describe_share
 from nobackfill.server.state import Canary, GatewayState, RolloutName, State
 from nobackfill.v1 import release_pb2 as pb
 from nobackfill.v1.release_pb2_grpc import ReleaseServiceServicer
@@ -76,7 +76,7 @@ def to_canary(report: CanaryReport, canary: Canary | None) -> pb.WatchCanaryResp
         rank_correlation=report.rank_correlation,
         skipped=report.skip_count,
         evidence=report.evidence,
-        stops_at=STOPS_AT,
+        stops_at=EVIDENCE_LIMIT,
     )
     if canary is not None and report.state is CanaryState.RUNNING:
         answer.canary.CopyFrom(
@@ -213,7 +213,7 @@ class ReleaseService(ReleaseServiceServicer):
             CannotWriteError: the verified metadata cannot be stored.
             BusyError: another process reads the publication at this moment.
         """
-        manifest = self._catalog.find(request.number)
+        manifest = self._catalog.find_manifest(request.number)
         return pb.GetReleaseResponse(release=self._release(manifest))
 
     def WatchReleases(  # type: ignore[override] # noqa: N802 - None: nothing is new
@@ -224,7 +224,7 @@ class ReleaseService(ReleaseServiceServicer):
         Releases come by rising number, withdrawn ones included. None means that nothing is new; the
         server then looks again a little later.
         """
-        changed, version, last = self._catalog.changed, -1, None
+        changed, version, last = self._catalog.changes, -1, None
         while True:
             if changed.count != version:
                 version = changed.count
@@ -251,7 +251,7 @@ class ReleaseService(ReleaseServiceServicer):
             CannotWriteError, BusyError: the file is unknown, and the verified metadata cannot be
                 stored, or another process reads the publication.
         """
-        file = self._catalog.fetch(request.path, request.offset)
+        file = self._catalog.open_file(request.path, request.offset)
         first = next(file.chunks, b"")
         yield pb.FetchFileResponse(chunk=first, size=file.size)
         for chunk in file.chunks:
@@ -291,11 +291,11 @@ class ReleaseService(ReleaseServiceServicer):
         canary = from_canary(request.canary) if request.HasField("canary") else None
         if request.promote:
             run = self._activations.promote_canary(number)
-        elif canary is not None and self._activations.canary_under_way(number):
+        elif canary is not None and self._activations.is_canary_running(number):
             self._activations.change_canary(number, canary)
-            sentence = share_of(canary, number)
+            sentence = describe_share(canary, number)
             self._audit("canary", sentence)
-            yield _response(Event(Phase.CANARY, 0, 0, sentence, time.time()))
+            yield _response(RolloutEvent(Phase.CANARY, 0, 0, sentence, time.time()))
             return
         else:
             run = self._activations.start(
@@ -318,7 +318,7 @@ class ReleaseService(ReleaseServiceServicer):
         report has release 0. None means that nothing is new.
         """
         while True:
-            answer = to_canary(self._canaries.report(), self._canaries.setting())
+            answer = to_canary(self._canaries.report(), self._canaries.settings())
             yield answer
             if answer.state != pb.CANARY_STATE_RUNNING:
                 return
@@ -367,7 +367,7 @@ class ReleaseService(ReleaseServiceServicer):
         """
         to = request.to_release or None
         if not request.confirm:
-            result = self._rollbacks.plan()
+            result = self._rollbacks.preview()
         elif request.canary:
             result = self._rollbacks.stop_canary(request.canary)
         else:
@@ -379,7 +379,9 @@ class ReleaseService(ReleaseServiceServicer):
         return pb.RollbackReleaseResponse(
             number=result.release,
             lost_items=result.lost_count,
-            lost=[pb.LostItem(gallery=gallery, id=name) for gallery, name in result.first_lost],
+            lost=[
+                pb.LostItem(gallery=gallery, id=name) for gallery, name in result.first_lost_items
+            ],
             done=request.confirm,
         )
 
@@ -400,7 +402,7 @@ class ReleaseService(ReleaseServiceServicer):
             VerificationError: a gallery is damaged.
             ConfigurationError: the database refuses the statement, as without rights.
         """
-        retired = self._rollbacks.retire()
+        retired = self._rollbacks.retire_old_releases()
         self._audit("retire", f"releases {', '.join(map(str, retired)) or 'none'}")
         return pb.RetireReleaseResponse(retired=retired)
 
@@ -462,7 +464,7 @@ def state_of(number: int, state: State, withdrawn: str | None) -> tuple[pb.Relea
     return pb.RELEASE_STATE_PUBLISHED, ""
 
 
-def _response(event: Event) -> pb.ActivateReleaseResponse:
+def _response(event: RolloutEvent) -> pb.ActivateReleaseResponse:
     response = pb.ActivateReleaseResponse(
         phase=_PHASES[event.phase], done=event.complete, total=event.total, message=event.message
     )

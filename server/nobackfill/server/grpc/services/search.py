@@ -10,7 +10,7 @@ from nobackfill.errors import InvalidInputError, TooLargeError
 from nobackfill.gallery.search.index import EVERY
 from nobackfill.gallery.search.view import parse
 from nobackfill.server.canary.canaries import Canaries
-from nobackfill.server.canary.sessions import Kind
+from nobackfill.server.canary.sessions import FeedbackKind
 from nobackfill.server.galleries.answering import (
     DEFAULT_K,
     MAX_HITS,
@@ -41,7 +41,7 @@ LARGEST_EF = 4096
 # A search with one of these fields may take longer, or needs hits that are not prepared.
 _SLOW_FIELDS = ("filter", "accuracy", "fields")
 
-_KINDS: Mapping[int, Kind] = {
+_KINDS: Mapping[int, FeedbackKind] = {
     pb.FEEDBACK_KIND_CLICKED: "approved",
     pb.FEEDBACK_KIND_CONFIRMED: "approved",
     pb.FEEDBACK_KIND_REJECTED: "rejected",
@@ -216,7 +216,7 @@ class SearchService(SearchServiceServicer):
                 "feedback: expected the request_id of a search answer, and a kind: clicked, "
                 "confirmed or rejected; got none of them"
             )
-        counted = self._canaries.feedback(request.request_id, request.item_id, kind)
+        counted = self._canaries.record_feedback(request.request_id, request.item_id, kind)
         return pb.FeedbackResponse(counted=counted)
 
 
