@@ -23,8 +23,8 @@ from nobackfill.server.stores.postgresql import schema
 from nobackfill.server.stores.postgresql.database import run
 from nobackfill.server.stores.postgresql.gallery import PostgresqlGallery
 from nobackfill.server.stores.postgresql.rows import copy_in, copy_out
-from nobackfill.server.upgrades.workers.processes import Processes
-from nobackfill.server.upgrades.workers.workers import ByWorkers, Workers
+from nobackfill.server.upgrades.workers.processes import WorkerProcesses
+from nobackfill.server.upgrades.workers.workers import Workers, WorkerUpgrades
 
 # Items that `bare` holds at once.
 SLICE = 100_000
@@ -68,7 +68,7 @@ class Upgrading:
         self._spent: dict[str, list[dict[str, float]]] = {}
 
     def tables(self, bench: Bench) -> list[Table]:
-        with closing(Processes(2)) as workers:
+        with closing(WorkerProcesses(2)) as workers:
             ways: dict[str, Callable[[], float]] = {
                 "bare": self._bare,
                 "thread": self._thread,
@@ -164,7 +164,7 @@ class Upgrading:
         return self._timed(lambda: run_upgrade(self._store, runner, self._target).writes)
 
     def _workers(self, workers: Workers) -> float:
-        by_workers = ByWorkers(workers, self._pair.repo)
+        by_workers = WorkerUpgrades(workers, self._pair.repo)
         return self._timed(
             lambda: (
                 by_workers.run(

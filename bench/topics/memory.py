@@ -13,7 +13,7 @@ from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.gallery.sqlite_gallery import SqliteGallery
 from nobackfill.gallery.store import NewVectors
 from nobackfill.server.galleries.hosted_file import index_opener
-from nobackfill.server.process_limits import bound_arenas
+from nobackfill.server.process_limits import limit_malloc_arenas
 from nobackfill.vectors import Vectors
 
 NOTE = (
@@ -35,7 +35,7 @@ def run(bench: Bench) -> list[Table]:
     # A fresh process each, its malloc as the gateway has it: what one phase leaves there is not the
     # next one's.
     spawn = multiprocessing.get_context("spawn")
-    with spawn.Pool(1, bound_arenas, maxtasksperchild=1) as pool:
+    with spawn.Pool(1, limit_malloc_arenas, maxtasksperchild=1) as pool:
         for phase in (_built, _started, _upgraded):
             rows += pool.apply(phase, (path, items * dim * 4))
     return [Table(f"{items:,} x {dim}", rows, NOTE)]

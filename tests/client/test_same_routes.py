@@ -21,7 +21,7 @@ from nobackfill.server.catalog import Catalog
 from nobackfill.server.galleries.hosted_file import HostedInFile
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.state import StateFile
-from nobackfill.server.upgrades.upgrading import Upgrading
+from nobackfill.server.upgrades.upgrading import GalleryUpgrades
 from tests.gallery.making import rows
 from tests.support import edge, graphs
 from tests.support.blocks import Side
@@ -92,15 +92,15 @@ def on_server(
     metrics = Metrics()
     catalog = Catalog(repo, folder / "trust", None, metrics)
     catalog.refresh()
-    upgrading = Upgrading(repo, catalog, StateFile(folder / "state.json"), metrics)
+    upgrading = GalleryUpgrades(repo, catalog, StateFile(folder / "state.json"), metrics)
     target = made[max(made)]
     with SqliteGallery.create(folder / "g.sqlite", SpaceSpec.of(made[1])) as store:
         fill(store, made[1].space)
         hosted = HostedInFile("g", folder, store)
-        route = upgrading.route(hosted, target.release)
+        route = upgrading.best_route(hosted, target.release)
         if route is None:
             return None, set(), {}
-        upgrading.run(hosted, target, 0.0, lambda: False)
+        upgrading.run_upgrade(hosted, target, 0.0, lambda: False)
         behind = {item.id for item in staging.left_behind_items(store, target.space)}
         return route, behind, rows(store, target.space)
 

@@ -25,7 +25,7 @@ from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.rollout.rollout import Phase, RolloutEvent, RolloutRun
 from nobackfill.server.settings import Settings
 from nobackfill.server.state import Canary, RolloutName
-from nobackfill.server.storage import storage_of
+from nobackfill.server.storage import open_storage
 from nobackfill.server.vault import Blob
 from tests.support import releases
 from tests.support.blocks import png, publish_block_release
@@ -44,7 +44,7 @@ class Life:
         settings = Settings(model_repo=top / "repo", data=top / "data")
         self.top = top
         self.gateway = GatewayServer(settings)
-        self.gateway.assemble(InProcessModels(top / "repo"), Metrics(), storage_of(settings))
+        self.gateway.assemble(InProcessModels(top / "repo"), Metrics(), open_storage(settings))
         self.gateway.load()
 
     def resume(self) -> None:

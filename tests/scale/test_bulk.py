@@ -33,7 +33,7 @@ def test_a_file_of_texts_is_embedded_by_nodes(two_nodes: Any, tmp_path: Path) ->
     file.write_text("\n".join(map(json.dumps, [*lines, *bad])))
     with running(repo, tmp_path / "data") as gateway, Client(gateway.address) as client:
         client.create_gallery("g")
-        done = fill_by_ray(client, "g", str(file), repo, two_nodes.address, batch=30)
+        done = fill_by_ray(client, "g", str(file), repo, two_nodes.address, batch_size=30)
         assert (done.stored_count, set(done.refusals)) == (COUNT, {"blank", "x"})
         assert client.get_gallery("g").items == COUNT
         for number in range(0, COUNT, 37):
@@ -92,7 +92,7 @@ def test_a_folder_is_embedded_by_nodes_that_may_die(
     with running(stages[1], tmp_path / "data") as gateway, Client(gateway.address) as client:
         client.create_gallery("g")
         done = fill_by_ray(
-            client, "g", str(folder), stages[1], two_nodes.address, on_stored, batch=10
+            client, "g", str(folder), stages[1], two_nodes.address, on_stored, batch_size=10
         )
         assert done.stored_count == COUNT == told[-1] and list(done.refusals) == ["bad.png"]
         assert len(told) == COUNT // 10 + 1 and client.get_gallery("g").items == COUNT

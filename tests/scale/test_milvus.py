@@ -16,7 +16,7 @@ from nobackfill.plugins.milvus import candidates, journal
 from nobackfill.plugins.milvus.collections import Collections
 from nobackfill.plugins.milvus.columns import columns_of
 from nobackfill.plugins.milvus.gallery import MilvusGallery, wait_for_milvus
-from nobackfill.server.storage import split_store
+from nobackfill.server.storage import split_store_address
 from nobackfill.server.stores.postgresql.graphs import RECALL
 from tests.gallery.making import Linear, ids, spec, vectors
 from tests.server.conftest import Stages, publish_stage
@@ -257,12 +257,12 @@ def test_galleries_move_to_milvus_and_away(
 
 def test_an_address_names_its_engine_once() -> None:
     url = "postgresql://u@h/d?host=/x&vectors=milvus+http://127.0.0.1:1&sslmode=require"
-    assert split_store(url) == (
+    assert split_store_address(url) == (
         "postgresql://u@h/d?host=/x&sslmode=require", "milvus+http://127.0.0.1:1",
     )  # fmt: skip
-    assert split_store("postgresql://u@h/d") == ("postgresql://u@h/d", None)
+    assert split_store_address("postgresql://u@h/d") == ("postgresql://u@h/d", None)
     for wrong in ("?vectors=qdrant", "?vectors=milvus+http://a&vectors=milvus+http://b"):
         with pytest.raises(ConfigurationError, match="milvus"):
-            split_store(f"postgresql://u@h/d{wrong}")
+            split_store_address(f"postgresql://u@h/d{wrong}")
     with pytest.raises(ConfigurationError, match="TLS"):
         Collections("milvus+http://far.example:19530")

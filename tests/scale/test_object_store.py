@@ -12,7 +12,7 @@ from urllib.parse import quote
 import pytest
 
 from nobackfill.errors import InvalidInputError, NobackfillError, NotFoundError, UnavailableError
-from nobackfill.server.bulk import fill, open_place
+from nobackfill.server.bulk import fill, open_bulk_source
 from tests.scale.conftest import cluster
 from tests.server.conftest import Stages
 from tests.server.process import command
@@ -157,7 +157,7 @@ def run_document(
 def test_addresses_that_are_none(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(kind: type[NobackfillError], *said: str, place: str) -> None:
         with pytest.raises(kind) as error:
-            list(open_place(place).names())
+            list(open_bulk_source(place).names())
         assert all(words in str(error.value) for words in said), error.value
         assert "s3cr3t" not in str(error.value)
 
@@ -171,7 +171,7 @@ def test_addresses_that_are_none(store: ObjectStore, monkeypatch: pytest.MonkeyP
     for secret in (SECRET, SECRET.replace("/", "%2F"), SECRET + "@"):
         known = f"s3://reader:{secret}@photos/{at}"
         refused(InvalidInputError, "without a secret", "AWS_SECRET_ACCESS_KEY", place=known)
-    assert list(open_place(store.uri("nothing")).names()) == []
+    assert list(open_bulk_source(store.uri("nothing")).names()) == []
     nobody = f"s3://photos?endpoint_override=127.0.0.1:{free_port()}&scheme=http"
     refused(UnavailableError, "cannot be read by", "network", place=nobody)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")

@@ -11,7 +11,7 @@ import pytest
 from nobackfill.errors import ConfigurationError, UnavailableError
 from nobackfill.gallery.staging import UpgradeProgress
 from nobackfill.release.manifest import Manifest
-from nobackfill.server.upgrades.workers.processes import Processes
+from nobackfill.server.upgrades.workers.processes import WorkerProcesses
 from nobackfill.server.upgrades.workers.workers import PIECE
 from tests.server.conftest import Stages
 from tests.support.carried import Carried
@@ -49,7 +49,7 @@ def test_a_cluster_that_is_not_there_or_has_ended_is_said_so(
 def test_a_killed_process_loses_doubles_and_revives_nothing(
     stages: Stages, one: Manifest, two: Manifest, postgres: Server
 ) -> None:
-    workers = Processes(2)
+    workers = WorkerProcesses(2)
     with postgres.database() as url:
         carried = Carried(url, stages[2], one, two, COUNT)
         told: list[UpgradeProgress] = []

@@ -129,9 +129,9 @@ def make_gallery(data: Path, name: str, one: Manifest) -> Path:
 def test_the_audit_comes_back(data: Path, tmp_path: Path) -> None:
     """Up to the deed that is being written."""
     state = StateFile(data / "state.json")
-    state.audit("ann", "delete", "gallery g")
-    state.audit("jürgen", "roll back", "to release 1")
-    deeds = state.deeds()
+    state.record_audit("ann", "delete", "gallery g")
+    state.record_audit("jürgen", "roll back", "to release 1")
+    deeds = state.audit_entries()
     written = (data / AUDIT).read_bytes()
     durable.append_bytes(data / AUDIT, b'{"time": 1.0, "wh')
     backup(data, tmp_path / "backup")
@@ -139,7 +139,7 @@ def test_the_audit_comes_back(data: Path, tmp_path: Path) -> None:
     for folder in ("backup", "restored"):
         assert (tmp_path / folder / AUDIT).read_bytes() == written
         assert (tmp_path / folder / AUDIT).stat().st_mode & 0o777 == 0o600
-    assert StateFile(tmp_path / "restored" / "state.json").deeds() == deeds
+    assert StateFile(tmp_path / "restored" / "state.json").audit_entries() == deeds
     (tmp_path / "backup" / AUDIT).unlink()
     with pytest.raises(VerificationError, match=AUDIT):
         verify(tmp_path / "backup")

@@ -9,7 +9,7 @@ import pytest
 from nobackfill.gallery.search import hnsw
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.galleries.indexing import ThreadBudget
-from nobackfill.server.settings import Settings, cores
+from nobackfill.server.settings import Settings, usable_cores
 from tests.server.support import Client, in_file, running
 from tests.server.test_indexing import put
 from tests.support.waiting import wait_until
@@ -77,5 +77,5 @@ def test_builds_share_what_there_is() -> None:
 
 
 def test_half_of_the_cores_build_unless_somebody_says(tmp_path: Path) -> None:
-    assert Settings(data=tmp_path).index_threads == max(1, cores() // 2)
+    assert Settings(data=tmp_path).index_threads == max(1, usable_cores() // 2)
     assert Settings(data=tmp_path, index_threads=3).index_threads == 3

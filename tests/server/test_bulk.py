@@ -12,9 +12,9 @@ from nobackfill.server.bulk import (
     FillWork,
     fill,
     fill_by_ray,
-    models_of,
-    open_place,
-    put_batch,
+    read_model_files,
+    open_bulk_source,
+    put_pictures,
 )
 from nobackfill.server.cli.main import main
 from nobackfill.v1 import gallery_pb2
@@ -82,13 +82,13 @@ def test_a_batch_as_a_worker_puts_it(
     shared: Client, gallery: str, folder: Path, stages: Stages, one: Manifest
 ) -> None:
     work = FillWork(
-        gallery, shared.address, gallery, folder.as_uri(), one, models_of(stages[1], one), {}
+        gallery, shared.address, gallery, folder.as_uri(), one, read_model_files(stages[1], one), {}
     )
-    found = list(open_place(work.place).names())
+    found = list(open_bulk_source(work.place).names())
     assert found == sorted([*NAMES, "sea/bad.jpg", "notes.txt", "phone.heic"])
     names = [name for name in found if name not in ("notes.txt", "phone.heic")]
     for _ in range(2):
-        done = put_batch(work, names)
+        done = put_pictures(work, names)
         assert done.stored_count == 12 and list(done.refusals) == ["sea/bad.jpg"]
         check(shared, gallery)
     # Whole items: what an upgrade needs of them is there, too.
@@ -99,11 +99,11 @@ def test_a_batch_as_a_worker_puts_it(
 
 def test_places_and_models_that_are_none(stages: Stages, one: Manifest, tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="nothing is there"):
-        open_place((tmp_path / "no").as_uri())
+        open_bulk_source((tmp_path / "no").as_uri())
     with pytest.raises(InvalidInputError, match="cannot be opened"):
-        open_place("ftp://example/x")
+        open_bulk_source("ftp://example/x")
     with pytest.raises(VerificationError, match="cannot be read"):
-        models_of(tmp_path, one)
+        read_model_files(tmp_path, one)
     name = os.fsdecode(b"\xff.png")
     (tmp_path / name).write_bytes(b"")
     with Client("127.0.0.1:1", seconds=1) as nobody, pytest.raises(UnavailableError):

@@ -13,7 +13,7 @@ from nobackfill.release.manifest import Manifest
 from nobackfill.release.publishing.publish import publish
 from nobackfill.server.gateway import GatewayServer
 from nobackfill.server.grpc import context
-from nobackfill.server.state import OutdatedError
+from nobackfill.server.state import OutdatedPlanError
 from nobackfill.v1 import release_pb2 as pb
 from nobackfill.v1 import search_pb2, types_pb2
 from tests.server.canaried import (
@@ -134,7 +134,7 @@ def test_vectors_that_only_the_new_pair_cannot_use_say_nothing(
     nothing_said(client)
 
 
-@pytest.mark.parametrize("error", [OverloadedError("too many"), OutdatedError("replanned")])
+@pytest.mark.parametrize("error", [OverloadedError("too many"), OutdatedPlanError("replanned")])
 def test_what_is_nobodys_fault_says_nothing(
     client: Client, before: Models, error: NobackfillError
 ) -> None:

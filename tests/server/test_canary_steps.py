@@ -47,7 +47,7 @@ def test_steps_that_are_given_later_take_their_time(
     begin(client, canary)
     wait_for(lambda: report(client).canary.share == 0.5)
     assert time.monotonic() - began >= 1
-    deeds = [(deed.what, deed.of_what) for deed in served[0].state.deeds()]
+    deeds = [(deed.what, deed.of_what) for deed in served[0].state.audit_entries()]
     assert deeds[-1] == ("canary", "release 2 answers 25% of the callers")
 
 

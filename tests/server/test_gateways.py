@@ -169,7 +169,9 @@ def test_a_gateway_that_has_heard_nothing_puts_nothing_where_it_is_not_found(
     # It searches no table that is gone, either.
     fleet.gateways[1].following.close()
     clients[0].retire()
-    deeds = [(deed.who, deed.what, deed.of_what) for deed in fleet.gateways[2].state.deeds()]
+    deeds = [
+        (deed.who, deed.what, deed.of_what) for deed in fleet.gateways[2].state.audit_entries()
+    ]
     assert deeds[-2:] == [
         ("local", "activate", "release 2"), ("local", "retire", "releases 1"),
     ]  # fmt: skip
@@ -183,7 +185,7 @@ def test_a_gallery_made_while_its_gateway_looks_is_kept(
 ) -> None:
     galleries, state = fleet.gateways[0].galleries, fleet.gateways[0].state
     fleet.gateways[0].following.close()
-    look = state.look
+    look = state.refresh
 
     def looked() -> Mapping[str, tuple[int, int]]:
         seen = look()

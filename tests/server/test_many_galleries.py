@@ -71,7 +71,7 @@ def test_a_start_opens_each_once_and_listing_none(
         really(connections)
 
     fill(repo, data, 40)
-    monkeypatch.setattr("nobackfill.server.storage.open_galleries", lambda: 8)
+    monkeypatch.setattr("nobackfill.server.storage.max_open_galleries", lambda: 8)
     monkeypatch.setattr(FileConnections, "_open", counted)
     with running(repo, data) as gateway, Client(gateway.address) as client:
         assert len(opened) == len(set(opened)) == 40

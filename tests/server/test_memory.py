@@ -15,7 +15,7 @@ from nobackfill.gallery.sqlite_gallery import SqliteGallery
 from nobackfill.gallery.store import NewVectors
 from nobackfill.server.galleries.hosted_file import HostedInFile
 from nobackfill.server.gateway import GatewayServer
-from nobackfill.server.process_limits import max_arenas
+from nobackfill.server.process_limits import max_malloc_arenas
 from tests.gallery.making import SIDE_DIM, ids, spec, vectors
 from tests.server.conftest import Stages, publish_stage
 from tests.server.process import serving
@@ -53,14 +53,14 @@ def test_many_threads_share_few_arenas(repo: Path, tmp_path: Path) -> None:
         with ThreadPoolExecutor(CALLERS) as callers:
             list(callers.map(ask, range(CALLERS)))
         threads = len([*Path(f"/proc/{served.process.pid}/task").iterdir()])
-        assert threads > max_arenas()
-        assert 1 < arenas(served.process.pid) <= max_arenas()
+        assert threads > max_malloc_arenas()
+        assert 1 < arenas(served.process.pid) <= max_malloc_arenas()
 
 
 PIECES = """
 import ctypes
 from pathlib import Path
-from nobackfill.server.process_limits import bound_arenas
+from nobackfill.server.process_limits import limit_malloc_arenas
 
 {bound}
 def resident():
@@ -78,7 +78,9 @@ print((resident() - before) >> 20)
 """
 
 
-@pytest.mark.parametrize(("bound", "least", "most"), [("bound_arenas()", 0, 9), ("", 30, 99)])
+@pytest.mark.parametrize(
+    ("bound", "least", "most"), [("limit_malloc_arenas()", 0, 9), ("", 30, 99)]
+)
 def test_large_pieces_leave_nothing_behind(bound: str, least: int, most: int) -> None:
     """Without the bound they do."""
     command = [sys.executable, "-c", PIECES.format(bound=bound)]

@@ -10,7 +10,7 @@ import pytest
 from nobackfill.errors import PreconditionError, VerificationError
 from nobackfill.server.cli.main import main
 from nobackfill.server.gateway import GatewayServer
-from nobackfill.server.storage import forget_move, mark_moved
+from nobackfill.server.storage import clear_moved_mark, mark_moved
 from nobackfill.server.transfer import transfer_vault
 from nobackfill.v1 import vault_pb2 as pb
 from tests.server.conftest import Stages, publish_stage
@@ -119,7 +119,7 @@ def test_the_vault_goes_along_and_the_old_folder_is_not_served_again(
         assert got == sealed[1:]
     with pytest.raises(PreconditionError, match=f"moved to sqlite:{new}.*--force"):
         GatewayServer(settings(repo, old)).start()
-    forget_move(settings(repo, old))
+    clear_moved_mark(settings(repo, old))
     with running(repo, old) as gateway, Client(gateway.address) as client:
         assert len(client.list_blobs().blobs) == 3
 

@@ -95,7 +95,7 @@ def test_a_database_that_crashes_is_waited_for(
             gateway.galleries.get("g").remember({"nothing": None})
             server.stop()
             with pytest.raises(UnavailableError):
-                gateway.serving.replan()
+                gateway.serving.replan_all()
             server.start()
             assert not gateway.galleries.set_aside_reasons()
             publish_stage(repo, stages[2])

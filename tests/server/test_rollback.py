@@ -75,7 +75,7 @@ def test_nothing_begins_beside_a_rollback(
     from nobackfill.server.rollout import activation
 
     monkeypatch.setattr(activation, "_LOCK_SECONDS", 0.1)
-    reached, go_on, settle = threading.Event(), threading.Event(), gateway.serving.settle
+    reached, go_on, settle = threading.Event(), threading.Event(), gateway.serving.retire_plans
 
     def slowly(old: list[object]) -> None:
         reached.set()

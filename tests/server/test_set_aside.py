@@ -18,7 +18,7 @@ from nobackfill.server.cli.main import main
 from nobackfill.server.gateway import GatewayServer
 from nobackfill.server.healing.registration import HealingSource
 from nobackfill.server.state import StateFile
-from nobackfill.server.upgrades.upgrading import Job, JobState, from_json
+from nobackfill.server.upgrades.upgrading import Job, JobState, job_from_json
 from nobackfill.v1 import release_pb2
 from tests.server.conftest import Stages, publish_stage
 from tests.server.process import command
@@ -130,12 +130,12 @@ def test_a_source_of_a_newer_version_spoils_nothing_else(repo: Path, tmp_path: P
 def test_the_progress_that_a_newer_gateway_stored_is_refused_with_a_sentence() -> None:
     """As in a database that gateways of two versions share; it was INTERNAL."""
     job = Job("g", 1, 2, JobState.DONE, 3, 3)
-    assert from_json(job.to_json()) == job
+    assert job_from_json(job.to_json()) == job
     values = json.loads(job.to_json())
     newer = ({**values, "later": 1}, {**values, "state": "later"}, {"state": "done"}, [values])
     for text in (*map(json.dumps, newer), "{"):
         with pytest.raises(VerificationError, match="newer version"):
-            from_json(text)
+            job_from_json(text)
 
 
 def test_one_that_breaks_meanwhile_spoils_no_list(

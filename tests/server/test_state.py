@@ -9,7 +9,7 @@ import pytest
 
 from nobackfill.errors import UnauthenticatedError, VerificationError
 from nobackfill.server.gateway import GatewayServer
-from nobackfill.server.state import AUDIT, MOST_DEEDS, WRITER, StateFile
+from nobackfill.server.state import AUDIT, MAX_AUDIT_ENTRIES, WRITER, StateFile
 from tests.server.conftest import Stages, publish_stage
 from tests.server.guarded import tokens_file
 from tests.server.support import Client, images, refused, running
@@ -80,37 +80,37 @@ def test_a_cut_line_costs_no_other_deed(tmp_path: Path, ascii_only: bool) -> Non
     cut = line_of("gallery cut", "jürgen", ascii_only=ascii_only)
     for length in range(1, len(cut)):
         file.write_bytes(line_of("gallery first") + b"\n" + cut[:length])
-        assert [deed.of_what for deed in state.deeds()] == ["gallery first"]
-        state.audit("ann", "delete", "gallery next")
-        assert [deed.of_what for deed in state.deeds()] == ["gallery first", "gallery next"]
+        assert [deed.of_what for deed in state.audit_entries()] == ["gallery first"]
+        state.record_audit("ann", "delete", "gallery next")
+        assert [deed.of_what for deed in state.audit_entries()] == ["gallery first", "gallery next"]
 
 
 def test_any_name_is_kept_in_ascii_and_on_one_line(tmp_path: Path) -> None:
     state, file = StateFile(tmp_path / "state.json"), tmp_path / AUDIT
     names = ["jürgen", "a\u2028b", "a\nb"]
     for name in names:
-        state.audit(name, "delete", "gallery g")
-    assert [deed.who for deed in state.deeds()] == names
+        state.record_audit(name, "delete", "gallery g")
+    assert [deed.who for deed in state.audit_entries()] == names
     assert file.read_bytes().isascii()
     assert len(file.read_bytes().splitlines()) == len(names)
     file.write_bytes(line_of("gallery g", names[1], ascii_only=False) + b"\n")
-    assert [deed.who for deed in state.deeds()] == names[1:2]
+    assert [deed.who for deed in state.audit_entries()] == names[1:2]
 
 
 def test_an_audit_that_cannot_be_read_is_an_error_with_an_exit_code(tmp_path: Path) -> None:
     state = StateFile(tmp_path / "state.json")
-    assert state.deeds() == []
+    assert state.audit_entries() == []
     (tmp_path / AUDIT).mkdir()
     with pytest.raises(VerificationError, match="the audit cannot be read"):
-        state.deeds()
+        state.audit_entries()
 
 
 def test_of_very_many_deeds_the_latest_are_told(tmp_path: Path) -> None:
     """Lines that say nothing do not count."""
     state, file = StateFile(tmp_path / "state.json"), tmp_path / AUDIT
-    kept = [f"gallery g{i}" for i in range(MOST_DEEDS + 10)]
+    kept = [f"gallery g{i}" for i in range(MAX_AUDIT_ENTRIES + 10)]
     file.write_bytes(b"".join(line_of(what) + b"\n\xc3\n[]\n" for what in kept))
-    assert [deed.of_what for deed in state.deeds()] == kept[10:]
+    assert [deed.of_what for deed in state.audit_entries()] == kept[10:]
 
 
 @pytest.mark.parametrize(

@@ -270,4 +270,4 @@ def test_a_saved_job_has_the_keys_of_older_gateways() -> None:
     saved = json.loads(job.to_json())
     assert (saved["done"], saved["total"], saved["state"]) == (3, 5, "paused")
     assert "complete" not in saved
-    assert upgrading.from_json(job.to_json()) == job
+    assert upgrading.job_from_json(job.to_json()) == job

@@ -11,8 +11,8 @@ from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.store import Change
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.settings import load_settings
-from nobackfill.server.upgrades.workers.processes import Processes
-from nobackfill.server.upgrades.workers.workers import ByWorkers, Piece, UpgradeWork
+from nobackfill.server.upgrades.workers.processes import WorkerProcesses
+from nobackfill.server.upgrades.workers.workers import MigrationPiece, UpgradeWork, WorkerUpgrades
 from tests.server.conftest import Stages, publish_stage
 from tests.server.support import Client, images, running
 from tests.support.carried import Carried
@@ -50,15 +50,15 @@ def test_errors_come_whole_from_another_process() -> None:
     assert isinstance(error, NobackfillError)
 
 
-class Dying(Processes):
+class Dying(WorkerProcesses):
     """A worker that ends when it has carried half of each piece, and one that repeats it; what the
     first has written nobody tells."""
 
-    def carry(self, work: UpgradeWork, pieces: Iterable[Piece]) -> Iterator[Labels]:
+    def carry(self, work: UpgradeWork, pieces: Iterable[MigrationPiece]) -> Iterator[Labels]:
         for piece in pieces:
-            half = Piece(piece.labels[: len(piece.labels) // 2], piece.with_side)
-            assert sum(map(len, super().carry(work, [half]))) == len(half.labels)
-            yield from super().carry(work, [piece])
+            half = MigrationPiece(piece.labels[: len(piece.labels) // 2], piece.with_side)
+            assert sum(map(len, super().migrate_pieces(work, [half]))) == len(half.labels)
+            yield from super().migrate_pieces(work, [piece])
 
 
 def test_what_a_worker_wrote_before_it_ended_is_told_as_well(
@@ -69,7 +69,7 @@ def test_what_a_worker_wrote_before_it_ended_is_told_as_well(
         workers, changed = Dying(1), list[Change]()
         carried.store.subscribe(changed.append)
         try:
-            done = ByWorkers(workers, stages[2]).run(
+            done = WorkerUpgrades(workers, stages[2]).run(
                 carried.store, carried.route, carried.target, lambda _: None, lambda: False
             )
             assert done.left_behind == 0 and done.writes == 25

@@ -11,7 +11,7 @@ from nobackfill.adopt.sources.opening import open_source
 from nobackfill.errors import AlreadyExistsError, CannotWriteError, NotFoundError
 from nobackfill.gallery.staging import run_upgrade
 from nobackfill.gallery.store import NewVectors
-from nobackfill.server.export import Exported, export
+from nobackfill.server.export import ExportReport, export
 from tests.gallery.making import SIDE_DIM, Linear, ids, spec, vectors
 from tests.stores.conftest import Engine
 from tests.stores.test_items import ONE, TWO, filled
@@ -46,7 +46,7 @@ def test_pairs_are_read_from_an_export(engine: Engine, tmp_path: Path) -> None:
     run_upgrade(store, Linear(), spec(2))
     new = [NewVectors(space, vectors(30, 5)) for space in (ONE, TWO)]
     store.put([f"both-{n}" for n in range(30)], new, digests=[f"d{n}" for n in range(30)])
-    assert export(store, tmp_path / "all", side=True, window=16) == Exported(80, {1: 80, 2: 80})
+    assert export(store, tmp_path / "all", side=True, window=16) == ExportReport(80, {1: 80, 2: 80})
     table = pq.read_table(tmp_path / "all" / "release-2.parquet")
     assert table.schema.metadata[b"nobackfill.space"] == TWO.encode()
     assert table["origin"].to_pylist() == ["upgraded"] * 50 + ["native"] * 30
@@ -79,9 +79,9 @@ def test_an_export_is_there_whole_or_not_at_all(
         patch.setattr(pq.ParquetWriter, "write_batch", full)
         export(store, tmp_path / "out")
     assert list(tmp_path.glob("*out*")) == []
-    assert export(store, tmp_path / "out") == Exported(20, {1: 20})
+    assert export(store, tmp_path / "out") == ExportReport(20, {1: 20})
     with pytest.raises(AlreadyExistsError, match="exists already"):
         export(store, tmp_path / "out")
     empty = engine.create(spec())
-    assert export(empty, tmp_path / "empty") == Exported(0, {1: 0})
+    assert export(empty, tmp_path / "empty") == ExportReport(0, {1: 0})
     assert pq.read_table(tmp_path / "empty" / "release-1.parquet").num_rows == 0

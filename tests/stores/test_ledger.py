@@ -9,7 +9,7 @@ from nobackfill.server.healing.ledger import FileLedger
 from nobackfill.server.stores.postgresql import schema
 from nobackfill.server.stores.postgresql.database import Database, run
 from nobackfill.server.stores.postgresql.gallery import PostgresqlGalleries
-from nobackfill.server.stores.postgresql.leading import Tenure
+from nobackfill.server.stores.postgresql.leading import GatewayDatabaseLock
 from nobackfill.server.stores.postgresql.ledger import DatabaseLedger
 from nobackfill.serving.ledger import today
 from tests.gallery.making import ids, spec, vectors
@@ -70,11 +70,11 @@ def test_two_threads_may_end_it_at_a_stop(tmp_path: Path) -> None:
 def test_claims_of_a_gateway_that_ended_are_free(postgres: Server) -> None:
     with postgres.database() as url, ExitStack() as closing:
 
-        def gateway() -> tuple[Tenure, DatabaseLedger]:
+        def gateway() -> tuple[GatewayDatabaseLock, DatabaseLedger]:
             database = Database(url, most=2)
             closing.callback(database.close)
             database.open(schema.prepare)
-            tenure = Tenure(database, exclusive=False)
+            tenure = GatewayDatabaseLock(database, exclusive=False)
             closing.callback(tenure.close)
             store = PostgresqlGalleries(database).open("g")
             return tenure, DatabaseLedger(store, spec().space)

@@ -106,7 +106,7 @@ def test_what_an_earlier_version_wrote_is_served_and_taken_back(
     try:
         assert (storage.state.current.active, storage.state.current.previous) == (2, (1,))
         assert storage.state.current.paused == ("g",)
-        store = storage.home.open("g").store
+        store = storage.galleries.open("g").store
         assert isinstance(store, PostgresqlGallery)
         assert [(info.spec.release, info.state) for info in store.spaces()] == [
             (1, "previous"), (2, "active"),
@@ -130,12 +130,12 @@ def test_what_an_earlier_version_wrote_is_served_and_taken_back(
 
 def check_second(storage: Storage) -> None:
     """What came with several gateways, and a gallery that was beside a Milvus."""
-    deeds = [(deed.what, deed.of_what) for deed in storage.state.deeds()]
+    deeds = [(deed.what, deed.of_what) for deed in storage.state.audit_entries()]
     assert deeds == [("delete", "gallery gone"), ("activate", "release 2")]
-    job = storage.state.job("g")
+    job = storage.state.saved_job("g")
     assert job is not None and json.loads(job)["state"] == "done"
-    assert storage.home.names() == ["g", "m"]
-    beside = storage.home.open("m").store
+    assert storage.galleries.names() == ["g", "m"]
+    beside = storage.galleries.open("m").store
     assert [item.id for item, _ in beside.list_page(beside.active().spec.space, 9)[0]] == [
         "i1",
         "i2",
@@ -173,6 +173,6 @@ def test_a_newer_state_names_the_version_that_wrote_it(postgres: Server, tmp_pat
                 connection.execute("UPDATE nobackfill.format SET written_by = '7.5'")
                 connection.execute("""UPDATE nobackfill.gateway SET value = '{"leases": 1}'""")
             with pytest.raises(VerificationError, match=r"leases.* start nobackfill 7\.5, which"):
-                storage.state.look()
+                storage.state.refresh()
         with pytest.raises(VerificationError, match=r"leases.* start nobackfill 7\.5, which"):
             Storage(url, tmp_path)

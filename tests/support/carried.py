@@ -16,7 +16,7 @@ from nobackfill.release.routes import open_route, route_along
 from nobackfill.server.stores.postgresql import schema
 from nobackfill.server.stores.postgresql.database import Database, run
 from nobackfill.server.stores.postgresql.gallery import PostgresqlGalleries
-from nobackfill.server.upgrades.workers.workers import ByWorkers, Workers
+from nobackfill.server.upgrades.workers.workers import Workers, WorkerUpgrades
 from nobackfill.vectors import Vectors
 from tests.support import graphs
 
@@ -62,7 +62,7 @@ class Carried:
         with ThreadPoolExecutor(1) as beside:
             writing = beside.submit(self._write, ended)
             try:
-                by_workers = ByWorkers(workers, self.files)
+                by_workers = WorkerUpgrades(workers, self.files)
                 return by_workers.run(self.store, self.route, self.target, on_progress, should_stop)
             finally:
                 ended.set()

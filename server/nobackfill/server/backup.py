@@ -66,7 +66,7 @@ _LOST_AND_FOUND = "lost+found"
 
 
 @dataclass(frozen=True)
-class Summary:
+class DataSummary:
     """Count the contents of a backup or a data folder.
 
     Attributes:
@@ -90,7 +90,7 @@ class _Listing(BaseModel):
     written_by: str | None = None
 
 
-def backup(data: Path, target: Path) -> Summary:
+def backup(data: Path, target: Path) -> DataSummary:
     """Copy a data folder into a new folder, and verify the copy.
 
     A gateway may serve the data folder. Indexes and files of Triton are left out, because they can
@@ -285,7 +285,7 @@ def _copy_if_there(source: str, target: str) -> None:
         Path(target).unlink(missing_ok=True)
 
 
-def restore(source: Path, data: Path) -> Summary:
+def restore(source: Path, data: Path) -> DataSummary:
     """Make a data folder from a backup, which is verified first.
 
     After an error, `data` is as it was before, but the rest of a restore that was killed may be
@@ -364,7 +364,7 @@ def _refuse_full(data: Path) -> None:
         )
 
 
-def verify(folder: Path) -> Summary:
+def verify(folder: Path) -> DataSummary:
     """Check that a backup or a data folder is intact; nothing is written.
 
     A gateway may serve the data folder. SQLite may create its own files next to a gallery whose
@@ -404,7 +404,7 @@ def verify(folder: Path) -> Summary:
             f"{error.filename}: cannot be read ({error.strerror}); check the disk and the "
             "permissions, then run the command again"
         ) from error
-    return Summary(galleries, blobs, sum(_size(folder / path) for path in _files(folder)))
+    return DataSummary(galleries, blobs, sum(_size(folder / path) for path in _files(folder)))
 
 
 def _listing(folder: Path) -> _Listing:

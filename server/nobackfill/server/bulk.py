@@ -54,7 +54,7 @@ _SECRET = re.compile(r"://[^/@]*:.*@")
 _SAFE_CHARACTERS = "%:/?@!$&'()*+,;=~"
 
 
-class BulkPlace(Protocol):
+class BulkSource(Protocol):
     """List and read files by name: the path below the place, with forward slashes."""
 
     def names(self) -> Iterator[str]:
@@ -80,7 +80,7 @@ class BulkPlace(Protocol):
         ...
 
 
-def open_place(address: str) -> BulkPlace:
+def open_bulk_source(address: str) -> BulkSource:
     """Open a folder or an object store; there is nothing to close.
 
     Args:
@@ -315,7 +315,7 @@ class FillResult:
     refusals: Mapping[str, str]
 
 
-def models_of(folder: Path, manifest: Manifest) -> dict[str, bytes]:
+def read_model_files(folder: Path, manifest: Manifest) -> dict[str, bytes]:
     """Read the model files of a release into memory, by their published paths, as bytes.
 
     They are the files that embed images, texts and side-information; upgrades are left out.
@@ -361,8 +361,8 @@ class _OpenBatch:
         self._gateway = closing.enter_context(Gateway(work.server, seconds=_RETRY_SECONDS))
 
     @cached_property
-    def _place(self) -> BulkPlace:
-        return open_place(self._work.place)
+    def _place(self) -> BulkSource:
+        return open_bulk_source(self._work.place)
 
     def put(self, names: Sequence[str]) -> FillResult:
         refusals: dict[str, str] = {}
@@ -427,7 +427,7 @@ def _vectors(manifest: Manifest, embedding: Vectors) -> pb.Vectors:
 _open_batches = OpenCache(_OpenBatch)
 
 
-def put_batch(work: FillWork, names: Sequence[str]) -> FillResult:
+def put_pictures(work: FillWork, names: Sequence[str]) -> FillResult:
     """Embed pictures of the work's place in this process, and put them into the gallery.
 
     The first call for a work opens its models and a connection to the gateway; they stay open until
@@ -448,17 +448,17 @@ def put_batch(work: FillWork, names: Sequence[str]) -> FillResult:
         VerificationError: a model file does not match its signed digest.
         ConfigurationError: pyarrow is not installed, or a credential cannot be used.
         NotPermittedError: the token may not write to the gallery.
-        NobackfillError: any other error of open_place and Gateway.put_items.
+        NobackfillError: any other error of open_bulk_source and Gateway.put_items.
         InvalidInputError: the address of the place is not valid.
         ItemQuotaError: the galleries of the token hold as many items as it may store.
     """
-    return _open_batches.of(work, work.key).put(names)
+    return _open_batches.open_for(work, work.key).put(names)
 
 
 def put_texts(work: FillWork, texts: Sequence[pb.PutItem]) -> FillResult:
     """Embed texts in this process, as documents, and put them into the gallery.
 
-    Models and the connection are opened and kept as in put_batch. Calling it again for the same
+    Models and the connection are opened and kept as in put_pictures. Calling it again for the same
     texts is safe.
 
     Args:
@@ -479,7 +479,7 @@ def put_texts(work: FillWork, texts: Sequence[pb.PutItem]) -> FillResult:
         ItemQuotaError: the galleries of the token hold as many items as it may store.
         NotPermittedError: the token may not write to the gallery.
     """
-    return _open_batches.of(work, work.key).read(texts)
+    return _open_batches.open_for(work, work.key).read(texts)
 
 
 # Items of a task: a minute of work of a large network on one core.
@@ -488,7 +488,7 @@ One = TypeVar("One")
 
 
 def fill(
-    gateway: Gateway, gallery: str, place: str, on_stored: Callable[[int], object] = lambda _: None
+    gateway: Gateway, gallery: str, source: str, on_stored: Callable[[int], object] = lambda _: None
 ) -> FillResult:
     """Put all pictures of a place, or all texts of a JSONL file; the gateway embeds them.
 
@@ -499,7 +499,7 @@ def fill(
     Args:
         gateway: the gateway.
         gallery: name of the gallery.
-        place: a folder, an object store, or FILE.jsonl. A picture's id is its path in the place.
+        source: a folder, an object store, or FILE.jsonl. A picture's id is its path in the place.
         on_stored: called with the number of durable items so far, after each part; its errors end
             the fill.
 
@@ -514,7 +514,7 @@ def fill(
         NotPermittedError: the token may not write to the gallery.
         ItemQuotaError: the galleries of the token hold as many items as it may store.
         ConfigurationError: the place needs pyarrow, which is not installed.
-        NobackfillError: any other error of open_place and Gateway.put_items.
+        NobackfillError: any other error of open_bulk_source and Gateway.put_items.
     """
     unsent: dict[str, str] = {}
     stored = 0
@@ -524,16 +524,20 @@ def fill(
         stored = count
         on_stored(count)
 
-    items = _texts_of(place, unsent) if is_texts(place) else _items(open_place(place), unsent)
+    items = (
+        _texts_of(source, unsent)
+        if is_text_file(source)
+        else _items(open_bulk_source(source), unsent)
+    )
     refused = gateway.put_items(gallery, items, report)
-    return _check_result(FillResult(stored, {**refused, **unsent}), place)
+    return _check_result(FillResult(stored, {**refused, **unsent}), source)
 
 
-def is_texts(place: str) -> bool:
+def is_text_file(source: str) -> bool:
     """Tell whether a place is a local file of texts, by its name alone: it ends with .jsonl, in
     small letters.
     """
-    return "://" not in place and place.endswith(".jsonl")
+    return "://" not in source and source.endswith(".jsonl")
 
 
 def _texts_of(place: str, unsent: dict[str, str]) -> Iterator[pb.PutItem]:
@@ -547,7 +551,7 @@ def _texts_of(place: str, unsent: dict[str, str]) -> Iterator[pb.PutItem]:
             yield item
 
 
-def _items(pictures: BulkPlace, unsent: dict[str, str]) -> Iterator[pb.PutItem]:
+def _items(pictures: BulkSource, unsent: dict[str, str]) -> Iterator[pb.PutItem]:
     for name in _pictures(pictures.names(), unsent):
         try:
             yield pb.PutItem(id=name, image=pictures.read(name))
@@ -556,12 +560,12 @@ def _items(pictures: BulkPlace, unsent: dict[str, str]) -> Iterator[pb.PutItem]:
 
 
 def fill_by_ray(
-    gateway: Gateway, gallery: str, place: str, models: Path, cluster: str,
-    on_stored: Callable[[int], object] = lambda _: None, batch: int = BATCH,
+    gateway: Gateway, gallery: str, source: str, model_repo: Path, cluster: str,
+    on_stored: Callable[[int], object] = lambda _: None, batch_size: int = BATCH,
 ) -> FillResult:  # fmt: skip
     """Put all pictures of a place, or all texts of a JSONL file, embedded on a Ray cluster.
 
-    Each node reads pictures of `place` itself, and must reach the gateway by the same address;
+    Each node reads pictures of `source` itself, and must reach the gateway by the same address;
     texts are read here. Items get vectors of the gallery's release only. Items that were stored
     before an error stay, and filling again is safe. The nodes get the content of this process's
     credential files.
@@ -569,13 +573,13 @@ def fill_by_ray(
     Args:
         gateway: the gateway; only its address is used by the nodes.
         gallery: name of the gallery.
-        place: as in `fill`; a relative path counts from this process's folder.
-        models: publication folder with the gallery's release; its model files are sent to the
+        source: as in `fill`; a relative path counts from this process's folder.
+        model_repo: publication folder with the gallery's release; its model files are sent to the
             nodes.
         cluster: address of the Ray cluster HOST:PORT, or auto for the one on this machine.
         on_stored: called with the number of durable items so far, after each task; its errors end
             the fill.
-        batch: items of a task, at least 1.
+        batch_size: items of a task, at least 1.
 
     Returns:
         As `fill`.
@@ -590,7 +594,7 @@ def fill_by_ray(
         UnavailableError: the gateway or the cluster does not answer, or its workers end again and
             again.
         NotPermittedError: the token may not read or write the gallery.
-        NobackfillError: any other error of put_batch and put_texts.
+        NobackfillError: any other error of put_pictures and put_texts.
         ItemQuotaError: the galleries of the token hold as many items as it may store.
         NoEncoderError: the release embeds no pictures, or no texts.
         TooLargeError: the texts of a task are too large for one call.
@@ -606,22 +610,22 @@ def fill_by_ray(
             f"variables {', '.join(CREDENTIALS)}"
         ) from error
     work = FillWork(
-        uuid.uuid4().hex, gateway.address, gallery, _absolute(place), manifest,
-        models_of(models, manifest), credentials,
+        uuid.uuid4().hex, gateway.address, gallery, _absolute(source), manifest,
+        read_model_files(model_repo, manifest), credentials,
     )  # fmt: skip
     stored, refusals = 0, dict[str, str]()
     with closing(join(cluster)) as nodes:
-        if is_texts(place):
-            texts = _texts_of(place, refusals)
-            parts = nodes.run(put_texts, work, _batches(texts, batch))
+        if is_text_file(source):
+            texts = _texts_of(source, refusals)
+            parts = nodes.run(put_texts, work, _batches(texts, batch_size))
         else:
-            names = _pictures(open_place(place).names(), refusals)
-            parts = nodes.run(put_batch, work, _batches(names, batch))
+            names = _pictures(open_bulk_source(source).names(), refusals)
+            parts = nodes.run(put_pictures, work, _batches(names, batch_size))
         for result in parts:
             stored += result.stored_count
             refusals |= result.refusals
             on_stored(stored)
-    return _check_result(FillResult(stored, refusals), place)
+    return _check_result(FillResult(stored, refusals), source)
 
 
 def _check_result(result: FillResult, place: str) -> FillResult:

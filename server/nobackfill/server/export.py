@@ -31,7 +31,7 @@ _ID = pa.field("id", pa.string(), nullable=False)
 
 
 @dataclass(frozen=True)
-class Exported:
+class ExportReport:
     """Report an export.
 
     Attributes:
@@ -46,7 +46,7 @@ class Exported:
 def export(
     store: GalleryStore, out: Path, releases: Sequence[int] = (), *, native: bool = False,
     side: bool = False, window: int = WINDOW,
-) -> Exported:  # fmt: skip
+) -> ExportReport:  # fmt: skip
     """Write vectors of one snapshot into a new folder, which exists only once it is complete.
 
     Without `releases`, the vectors of a space that an upgrade still fills are exported, too. Two
@@ -99,7 +99,7 @@ def export(
     except BaseException:
         shutil.rmtree(staged, ignore_errors=True)
         raise
-    return Exported(count, rows)
+    return ExportReport(count, rows)
 
 
 def _select_spaces(store: GalleryStore, releases: Sequence[int]) -> list[SpaceInfo]:

@@ -18,7 +18,7 @@ from nobackfill.server.grpc.context import error_boundary
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.rollout.activation import Activations
 from nobackfill.server.rollout.rollout import check_golden_probes
-from nobackfill.server.serving import Serving
+from nobackfill.server.serving import PlanManager
 from nobackfill.server.state import GatewayState, State
 
 log = structlog.get_logger("server.following")
@@ -28,8 +28,8 @@ log = structlog.get_logger("server.following")
 _POLL_SECONDS, _LEAD_CHECK_SECONDS = 0.5, 1.0
 
 
-class NewsSource(Protocol):
-    """Wait for news of other gateways; News implements it."""
+class CommitSource(Protocol):
+    """Wait for news of other gateways; CommitNotifications implements it."""
 
     def wait(self, seconds: float) -> None:
         """Wait until there is news, or the time is over; both return None. News that came since the
@@ -44,13 +44,14 @@ class NewsSource(Protocol):
         ...
 
 
-class Following:
+class GatewayFollower:
     """Follow other gateways from `start` to `close`, and resume activations whose leader is
     gone.
     """
 
     def __init__(
-        self, state: GatewayState, galleries: GalleryRegistry, serving: Serving, catalog: Catalog,
+        self, state: GatewayState, galleries: GalleryRegistry, serving: PlanManager, catalog:
+        Catalog,
         activations: Activations, metrics: Metrics,
     ) -> None:  # fmt: skip
         self._state = state
@@ -67,7 +68,7 @@ class Following:
         self._threads: list[threading.Thread] = []
         self._cleanup = ThreadPoolExecutor(1, "settling")
 
-    def start(self, news: NewsSource) -> None:
+    def start(self, commits: CommitSource) -> None:
         """Follow the store from now on, in two threads; call it once.
 
         From now on GatewayState.catch_up makes this gateway follow at once. Each second it takes
@@ -75,12 +76,12 @@ class Following:
         does not answer is logged, and tried again.
 
         Args:
-            news: tells when another gateway has committed; one thread waits for it, at most 0.5 s
-                at a time.
+            commits: tells when another gateway has committed; one thread waits for it, at most 0.5
+                s at a time.
         """
         self._state.follow = self.catch_up
         self._threads = [
-            threading.Thread(target=self._listen, args=(news,), name="following", daemon=True),
+            threading.Thread(target=self._listen, args=(commits,), name="following", daemon=True),
             threading.Thread(target=self._succeed, name="succession", daemon=True),
         ]
         for thread in self._threads:
@@ -114,7 +115,7 @@ class Following:
 
     def _catch_up(self) -> None:
         outdated = self._galleries.follow(
-            lambda plan: self._serving.load_for(plan.models(), check_golden_probes)
+            lambda plan: self._serving.load_models(plan.models(), check_golden_probes)
         )
         state = self._state.current
         planned = _planned_by(state)
@@ -137,19 +138,19 @@ class Following:
         self._planned = () if trouble else planned
         if state is not self._announced:
             self._announced = state
-            self._serving.announce()
+            self._serving.announce_release()
         if old and not self._stopping.is_set():
-            self._cleanup.submit(self._serving.free_unused, old)
+            self._cleanup.submit(self._serving.free_views_and_models, old)
 
     def _replan(self, hosted: Hosted) -> Plan:
         try:
-            return self._serving.follow(hosted, check_golden_probes)
+            return self._serving.replan_after_change(hosted, check_golden_probes)
         except NobackfillError:
             # The gallery may have moved to a release that was published a moment ago.
             self._catalog.refresh()
-            return self._serving.follow(hosted, check_golden_probes)
+            return self._serving.replan_after_change(hosted, check_golden_probes)
 
-    def _listen(self, news: NewsSource) -> None:
+    def _listen(self, news: CommitSource) -> None:
         while not self._stopping.is_set():
             with error_boundary(self._metrics, "following"):
                 try:

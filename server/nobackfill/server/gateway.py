@@ -21,7 +21,7 @@ from nobackfill.server.embedding.embedding import (
     Models,
     QueryAdapters,
 )
-from nobackfill.server.following import Following
+from nobackfill.server.following import GatewayFollower
 from nobackfill.server.galleries.answering import (
     Answerers,
     ImageAnswers,
@@ -48,22 +48,22 @@ from nobackfill.server.grpc.services.upgrade import UpgradeService
 from nobackfill.server.grpc.services.vault import VaultService
 from nobackfill.server.grpc.traces import read_tracing
 from nobackfill.server.healing.healing import Healing
-from nobackfill.server.process_limits import raise_limit
+from nobackfill.server.process_limits import raise_open_file_limit
 from nobackfill.server.rollout.activation import (
     Activations,
     FirstActivation,
     roll_back_galleries,
 )
-from nobackfill.server.rollout.lifecycle import Lifecycle
+from nobackfill.server.rollout.lifecycle import GalleryOperations
 from nobackfill.server.rollout.rollback import Rollbacks
 from nobackfill.server.rollout.rollout import RolloutParts
-from nobackfill.server.serving import Serving
+from nobackfill.server.serving import PlanManager
 from nobackfill.server.settings import IN_PROCESS, Settings
-from nobackfill.server.storage import Storage, storage_of
+from nobackfill.server.storage import Storage, open_storage
 from nobackfill.server.triton.client import TritonClient, remote_client
 from nobackfill.server.triton.models import TritonModels
 from nobackfill.server.triton.process import TritonProcess, default_folder, has_triton
-from nobackfill.server.upgrades.upgrading import Upgrading
+from nobackfill.server.upgrades.upgrading import GalleryUpgrades
 from nobackfill.server.vault import VaultBlobs
 from nobackfill.v1 import (
     gallery_pb2_grpc,
@@ -76,7 +76,7 @@ from nobackfill.vectors import Vectors
 
 if TYPE_CHECKING:
     # This import needs the extra `postgres`.
-    from nobackfill.server.upgrades.workers.workers import ByWorkers
+    from nobackfill.server.upgrades.workers.workers import WorkerUpgrades
 
 log = structlog.get_logger("server.gateway")
 
@@ -140,7 +140,7 @@ class GatewayServer:
 
     def assemble(
         self, models: Models, metrics: Metrics, storage: Storage,
-        workers: "ByWorkers | None" = None,
+        workers: "WorkerUpgrades | None" = None,
     ) -> None:  # fmt: skip
         """Make the parts; only the publication and the state are opened. Call it once, before
         `load`. A publication that is no longer valid is logged, if an earlier one was verified.
@@ -174,20 +174,22 @@ class GatewayServer:
             canaries.make_answerer,
             healing.answerer,
         )
-        galleries = self.galleries = GalleryRegistry(storage.home, catalog, state, answerers.of)
+        galleries = self.galleries = GalleryRegistry(
+            storage.galleries, catalog, state, answerers.of
+        )
         self.searching = Searching(state)
-        upgrading = self.upgrading = Upgrading(repo, catalog, state, metrics, workers)
-        self.item_writer = ItemWriter(embedding, upgrading.runner, state.catch_up)
-        serving = self.serving = Serving(catalog, state, galleries, models, metrics)
+        upgrading = self.upgrading = GalleryUpgrades(repo, catalog, state, metrics, workers)
+        self.item_writer = ItemWriter(embedding, upgrading.open_runner, state.catch_up)
+        serving = self.serving = PlanManager(catalog, state, galleries, models, metrics)
         parts = RolloutParts(
             models, catalog, state, galleries, upgrading, serving, canaries, metrics
         )
         activations = self.activations = Activations(parts)
         self.rollbacks = Rollbacks(state, galleries, serving, activations)
-        self.lifecycle = Lifecycle(
+        self.lifecycle = GalleryOperations(
             catalog, state, galleries, embedding, upgrading, activations, serving, healing
         )
-        self.following = Following(state, galleries, serving, catalog, activations, metrics)
+        self.following = GatewayFollower(state, galleries, serving, catalog, activations, metrics)
         self.vault = VaultBlobs(data / "vault", self._settings.vault_quota)
         metrics.gallery_items = lambda: count_vectors(galleries.all())
         metrics.registry.register(IndexSizes(galleries.all))
@@ -217,12 +219,12 @@ class GatewayServer:
             models.result()
         state = self.state.current
         if not self.state.shared:
-            self.upgrading.forget_missing(self.galleries.names())
+            self.upgrading.forget_missing_galleries(self.galleries.names())
             # A recorded activation is resumed with the galleries as they are.
             if state.activation is None and state.active is not None:
                 for name, error in roll_back_galleries(self.galleries, state.active).items():
                     self.galleries.set_aside(name, error)
-        self.serving.load()
+        self.serving.plan_at_start()
 
     def _start(self, closing: ExitStack) -> None:
         settings = self._settings
@@ -231,7 +233,7 @@ class GatewayServer:
                 f"no publication folder at {settings.model_repo}; publish a release with "
                 "training/export.py, make a sample with `gateway sample`, or set --model-repo"
             )
-        raise_limit()
+        raise_open_file_limit()
         durable.make_dir(settings.data, 0o700)
         try:
             closing.enter_context(durable.lock_file(settings.data / "lock"))
@@ -256,7 +258,7 @@ class GatewayServer:
         chain = read_certificates(settings)
         models = self._models(metrics)
         closing.callback(models.close)
-        storage = storage_of(settings)
+        storage = open_storage(settings)
         closing.callback(storage.close)
         workers = _workers_of(settings)
         if workers is not None:
@@ -271,8 +273,8 @@ class GatewayServer:
         indexing.start()
         closing.enter_context(self.healing.running(self.galleries.all))
         closing.callback(self.activations.interrupt)
-        if storage.news is not None:
-            self.following.start(storage.news)
+        if storage.commits is not None:
+            self.following.start(storage.commits)
             closing.callback(self.following.close)
         self.search = self._search_service(closing)
         interceptor = Interceptor(
@@ -370,15 +372,15 @@ class GatewayServer:
                 )
 
 
-def _workers_of(settings: Settings) -> "ByWorkers | None":
+def _workers_of(settings: Settings) -> "WorkerUpgrades | None":
     """Return the workers that compute upgrades; None for a thread of the gateway."""
     if settings.ray is not None:
-        from nobackfill.server.upgrades.workers.workers import ByWorkers
+        from nobackfill.server.upgrades.workers.workers import WorkerUpgrades
 
-        return ByWorkers(load_plugin("workers", "ray")(settings.ray), settings.model_repo)
+        return WorkerUpgrades(load_plugin("workers", "ray")(settings.ray), settings.model_repo)
     if settings.workers:
-        from nobackfill.server.upgrades.workers.processes import Processes
-        from nobackfill.server.upgrades.workers.workers import ByWorkers
+        from nobackfill.server.upgrades.workers.processes import WorkerProcesses
+        from nobackfill.server.upgrades.workers.workers import WorkerUpgrades
 
-        return ByWorkers(Processes(settings.workers), settings.model_repo)
+        return WorkerUpgrades(WorkerProcesses(settings.workers), settings.model_repo)
     return None

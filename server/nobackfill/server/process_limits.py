@@ -4,7 +4,7 @@ import contextlib
 import ctypes
 import resource
 
-from nobackfill.server.settings import cores
+from nobackfill.server.settings import usable_cores
 
 # Parameters of glibc's mallopt.
 _M_ARENA_MAX, _M_MMAP_THRESHOLD = -8, -3
@@ -17,14 +17,14 @@ _MIN_ARENAS = 2
 _CORES_PER_ARENA = 4
 
 
-def max_arenas() -> int:
+def max_malloc_arenas() -> int:
     """Return the most arenas of malloc for this process: one for each four cores that it may use,
     at least 2.
     """
-    return max(_MIN_ARENAS, cores() // _CORES_PER_ARENA)
+    return max(_MIN_ARENAS, usable_cores() // _CORES_PER_ARENA)
 
 
-def bound_arenas() -> None:
+def limit_malloc_arenas() -> None:
     """Limit malloc's arenas and what they retain; call it before the process has many threads.
 
     glibc allows eight arenas for each core. Each activation has a thread of its own, and leaves
@@ -36,7 +36,7 @@ def bound_arenas() -> None:
     # Other C libraries have neither mallopt nor these arenas.
     with contextlib.suppress(AttributeError):
         malloc = ctypes.CDLL(None)
-        malloc.mallopt(_M_ARENA_MAX, max_arenas())
+        malloc.mallopt(_M_ARENA_MAX, max_malloc_arenas())
         malloc.mallopt(_M_MMAP_THRESHOLD, _MMAP_BYTES)
 
 
@@ -52,7 +52,7 @@ _MIN_GALLERIES = 8
 _MAX_CONNECTIONS = 4096
 
 
-def raise_limit() -> None:
+def raise_open_file_limit() -> None:
     """Raise this process's soft limit of open files to 65,536, or to the hard limit if that is
     lower.
 
@@ -65,7 +65,7 @@ def raise_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
 
 
-def open_galleries() -> int:
+def max_open_galleries() -> int:
     """Return how many galleries may be open at once, 8 to 512, by the present soft limit of open
     files.
 
@@ -74,7 +74,7 @@ def open_galleries() -> int:
     return max(_MIN_GALLERIES, min(_MAX_GALLERIES, (_limit() - _OTHER_FILES) // _FILES_PER_GALLERY))
 
 
-def open_connections() -> int:
+def max_open_connections() -> int:
     """Return how many connections may be open: at most half of the present soft limit of open
     files, and at most 4096.
     """

@@ -72,7 +72,7 @@ Pictures = NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
-class Sample:
+class SampleReport:
     """Report a published sample.
 
     Attributes:
@@ -91,7 +91,7 @@ class Sample:
     gain: tuple[float, float] | None
 
 
-def write_sample(folder: Path, release: int) -> Sample:
+def write_sample(folder: Path, release: int) -> SampleReport:
     """Write release 1 and the pictures into a folder, or publish release 2 there.
 
     It takes seconds and needs no network. After an error, files may be left in the folder.
@@ -138,7 +138,7 @@ def write_sample(folder: Path, release: int) -> Sample:
         publish(repo, draft)
     if release == 1:
         _write_pictures(photos)
-    return Sample(repo, photos, len(KINDS) * _SHOWN, release, gain)
+    return SampleReport(repo, photos, len(KINDS) * _SHOWN, release, gain)
 
 
 def _write_pictures(photos: Path) -> None:

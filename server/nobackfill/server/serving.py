@@ -31,11 +31,11 @@ log = structlog.get_logger("server.serving")
 _DRAIN_S = 120.0
 
 
-class Serving:
+class PlanManager:
     """Make every plan, and free what no plan needs.
 
-    `activate` and `return_to` change which release answers. `replan` makes the galleries follow,
-    and `settle` frees what the old plans used.
+    `record_activation` and `record_rollback` change which release answers. `replan_all` makes the
+    galleries follow, and `retire_plans` frees what the old plans used.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Serving:
         self._models.start()
         self._load_models()
 
-    def load(self) -> None:
+    def plan_at_start(self) -> None:
         """Plan all galleries at the start, load their models, and delete the spaces of retired
         releases.
 
@@ -86,10 +86,10 @@ class Serving:
             ConfigurationError: a release embeds texts, and the extra `text` is not installed.
             CannotWriteError: the publication's verified metadata cannot be stored.
         """
-        self.replan()
+        self.replan_all()
         self._load_models()
         if not self._state.shared:
-            self.drop_unused(self._state.current.retired)
+            self.drop_unused_spaces(self._state.current.retired)
 
     def _load_models(self) -> None:
         for release in sorted(self._needed_releases() - self._loaded):
@@ -97,7 +97,7 @@ class Serving:
             self._models.want(self._catalog.manifest(release))
             self._loaded.add(release)
 
-    def prepare(self, release: int) -> None:
+    def load_release_models(self, release: int) -> None:
         """Load the models of a release that is about to answer, without checking them.
 
         A model server that is away loads them when it returns.
@@ -112,13 +112,13 @@ class Serving:
         load = self._models.load if self._models.ready() else self._models.want
         load(self._catalog.manifest(release))
 
-    def activate(self, manifest: Manifest, old_space_seconds: int) -> None:
+    def record_activation(self, manifest: Manifest, old_space_seconds: int) -> None:
         """Record that a release answers, and when queries of the old space end; plans follow by
-        `replan`.
+        `replan_all`.
 
         The old space is that of the release that answered before; the first release has none. If
         the release answers already, nothing changes, not even the end of a space. An earlier
-        failure of the release is forgotten. No model is loaded; call `prepare` before.
+        failure of the release is forgotten. No model is loaded; call `load_release_models` before.
 
         Args:
             manifest: the release.
@@ -153,9 +153,9 @@ class Serving:
 
         self._state.revise(answering)
 
-    def return_to(self, release: int) -> None:
+    def record_rollback(self, release: int) -> None:
         """Record that an earlier release answers again, and the time of this rollback; plans follow
-        by `replan`.
+        by `replan_all`.
 
         Queries of its space have no end from now on.
 
@@ -182,15 +182,15 @@ class Serving:
             }
         )
 
-    def replan(self) -> list[Plan]:
+    def replan_all(self) -> list[Plan]:
         """Make every gallery's plan again, and announce the served release.
 
         A gallery that cannot be read is set aside; in a shared database it keeps its plan instead,
         which is logged. Galleries that are set aside already are left out.
 
         Returns:
-            The replaced plans, for `settle`, in any order; also those of galleries that were set
-            aside now.
+            The replaced plans, for `retire_plans`, in any order; also those of galleries that were
+            set aside now.
 
         Raises:
             UnavailableError: the database does not answer; this is not the gallery's fault.
@@ -199,7 +199,7 @@ class Serving:
         old = []
         for hosted in self._galleries.all():
             try:
-                old.append(self.replan_one(hosted))
+                old.append(self.replan_gallery(hosted))
             except UnavailableError:
                 # An unreachable database is not the gallery's fault.
                 raise
@@ -216,10 +216,10 @@ class Serving:
                 else:
                     self._galleries.set_aside(hosted.name, error)
                     old.append(hosted.plan)
-        self.announce()
+        self.announce_release()
         return old
 
-    def announce(self) -> None:
+    def announce_release(self) -> None:
         """Wake the watchers of releases, and set the metric of the active release, 0 without one.
 
         Call it when the served release may have changed. It never waits, and its repetition is
@@ -231,7 +231,9 @@ class Serving:
             self._metrics.devices.set_expected_release(active)
         self._catalog.changes.notify()
 
-    def replan_one(self, hosted: Hosted, check: Callable[[Plan], None] = lambda plan: None) -> Plan:
+    def replan_gallery(
+        self, hosted: Hosted, check: Callable[[Plan], None] = lambda plan: None
+    ) -> Plan:
         """Make one gallery's plan again; another plan that is being made is waited for.
 
         Args:
@@ -254,14 +256,14 @@ class Serving:
         with self._planning:
             return self._galleries.replan(hosted, check)
 
-    def settle(self, old: list[Plan]) -> None:
+    def retire_plans(self, old_plans: list[Plan]) -> None:
         """Wait until no call uses old plans, at most 120 s each, then free what no plan needs.
 
         Frees views and models, and deletes the spaces of retired releases. If a call still uses an
         old plan, nothing is freed, which is logged.
 
         Args:
-            old: replaced plans; empty waits for none.
+            old_plans: replaced plans; empty waits for none.
 
         Raises:
             UnavailableError: the database does not answer.
@@ -272,18 +274,18 @@ class Serving:
             CannotWriteError: the publication's verified metadata cannot be stored.
             ConfigurationError: the database refuses the statement, as without rights.
         """
-        if self.free_unused(old):
+        if self.free_views_and_models(old_plans):
             self._state.catch_up()
-            self.drop_unused(self._state.current.retired)
+            self.drop_unused_spaces(self._state.current.retired)
 
-    def free_unused(self, old: list[Plan]) -> bool:
+    def free_views_and_models(self, old_plans: list[Plan]) -> bool:
         """Wait until no call uses old plans, at most 120 s each, then free views and models of this
         process.
 
         The caller must not use a plan itself.
 
         Args:
-            old: replaced plans; empty waits for none.
+            old_plans: replaced plans; empty waits for none.
 
         Returns:
             False if a call still uses one of the plans after the time limit; then nothing is freed,
@@ -293,7 +295,7 @@ class Serving:
             LockOrderError: the thread holds a lock that comes later.
         """
         check_lock_order(Level.PLAN)
-        for plan in old:
+        for plan in old_plans:
             if not plan.users.wait_until_none(_DRAIN_S):
                 log.warning(
                     "a call still uses the models of an earlier release, so they stay loaded"
@@ -309,7 +311,9 @@ class Serving:
             self._followed &= needed
         return True
 
-    def follow(self, hosted: Hosted, check: Callable[[Path, Manifest, Models], None]) -> Plan:
+    def replan_after_change(
+        self, hosted: Hosted, check: Callable[[Path, Manifest, Models], None]
+    ) -> Plan:
         """Make a gallery's plan again after another gateway changed something; its models are
         loaded first.
 
@@ -330,9 +334,9 @@ class Serving:
             CannotWriteError: the publication's verified metadata cannot be stored.
             DeadlineError: the call's time is over.
         """
-        return self.replan_one(hosted, lambda plan: self.load_for(plan.models(), check))
+        return self.replan_gallery(hosted, lambda plan: self.load_models(plan.models(), check))
 
-    def load_for(
+    def load_models(
         self, manifests: Iterable[Manifest], check: Callable[[Path, Manifest, Models], None]
     ) -> None:
         """Load models that plans will use, and check them.
@@ -343,7 +347,7 @@ class Serving:
 
         Args:
             manifests: the releases.
-            check: as in `follow`.
+            check: as in `replan_after_change`.
 
         Raises:
             NotFoundError: a release is not published.
@@ -365,7 +369,7 @@ class Serving:
             check(folder, manifest, self._models)
             self._followed.add(manifest.release)
 
-    def drop_unused(self, releases: Collection[int] | None = None) -> None:
+    def drop_unused_spaces(self, releases: Collection[int] | None = None) -> None:
         """Delete stored spaces that no plan uses, with their vectors; active spaces stay. Raises
         nothing.
 

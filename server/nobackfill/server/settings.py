@@ -23,7 +23,7 @@ SQLITE = "sqlite:"
 DATABASES = ("postgresql://", "postgres://")
 
 
-def cores() -> int:
+def usable_cores() -> int:
     """Return the number of cores that this process may use, at least 1, by its CPU affinity; a
     container's CPU quota does not count.
     """
@@ -88,7 +88,7 @@ class Settings(BaseSettings):
     # Longest time of a unary call, whatever deadline it has.
     max_call_seconds: float = Field(default=60, gt=0, le=3600)
     # Cores that all index builds together may use, at low priority.
-    index_threads: int = Field(default_factory=lambda: max(1, cores() // 2), ge=1, le=256)
+    index_threads: int = Field(default_factory=lambda: max(1, usable_cores() // 2), ge=1, le=256)
     # Longest time for calls to end after SIGTERM.
     drain_seconds: float = Field(default=10, ge=0, le=600)
 

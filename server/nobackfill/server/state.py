@@ -30,7 +30,7 @@ log = structlog.get_logger("server.state")
 
 Result = TypeVar("Result")
 # Most entries of the audit that are returned.
-MOST_DEEDS = 1000
+MAX_AUDIT_ENTRIES = 1000
 # Name of the audit, next to the state file: one line of JSON for each entry. Only backups copy it.
 AUDIT = "audit.jsonl"
 # Name of the file that records the version that wrote the state, next to it. It is no key of the
@@ -114,12 +114,12 @@ class State(_StrictState):
     paused: tuple[str, ...] = ()
 
 
-def read_state(content: bytes | str, place: str, writer: object = None) -> State:
+def parse_state(content: bytes | str, location: str, writer: object = None) -> State:
     """Parse a saved state; fields that are missing have their defaults.
 
     Args:
         content: the state as JSON.
-        place: the place of the state, for errors.
+        location: the place of the state, for errors.
         writer: the version that is recorded as its writer; None if none is.
 
     Raises:
@@ -138,17 +138,17 @@ def read_state(content: bytes | str, place: str, writer: object = None) -> State
         ]
         if len(unknown) == len(problems):
             raise VerificationError(
-                f"{place} was written by a newer nobackfill: {join_few(unknown)} is not known to "
-                f"nobackfill {version('nobackfill')}, which reads format 1; start "
+                f"{location} was written by a newer nobackfill: {join_few(unknown)} is not known "
+                f"to nobackfill {version('nobackfill')}, which reads format 1; start "
                 f"{describe_writer(writer)}"
             ) from error
         raise VerificationError(
-            f"{place}: this state is damaged ({error}); restore it from a backup with `gateway "
+            f"{location}: this state is damaged ({error}); restore it from a backup with `gateway "
             "data restore`, or from a backup of the database"
         ) from error
 
 
-def clear_resumes(state: State) -> Mapping[str, object]:
+def resume_count_reset(state: State) -> Mapping[str, object]:
     """Return the change of a state that clears its count of resumes, for `GatewayState.revise`;
     empty without an activation.
 
@@ -158,19 +158,19 @@ def clear_resumes(state: State) -> Mapping[str, object]:
     return {} if record is None else {"activation": record.model_copy(update={"resumed": 0})}
 
 
-class OutdatedError(UnavailableError):
+class OutdatedPlanError(UnavailableError):
     """The operation used a plan that another gateway has replaced."""
 
 
-class GoneError(NotFoundError):
+class GalleryDeletedError(NotFoundError):
     """A gallery, or one of its tables, was deleted."""
 
 
-class LeadLostError(NobackfillError):
+class LeadershipLostError(NobackfillError):
     """Another gateway leads the activation; the transaction was rolled back."""
 
 
-class Lead:
+class Leadership:
     """Represent the right to lead an activation, which one gateway has at a time.
 
     A gateway that shares nothing always has it.
@@ -200,7 +200,7 @@ class GatewayState(ABC):
         # Replaced by the object that makes this gateway follow the others.
         self.follow: Callable[[], None] = lambda: None
 
-    def active(self) -> int:
+    def active_release(self) -> int:
         """Return the number of the release that answers, by the latest state that this gateway
         knows.
 
@@ -261,7 +261,7 @@ class GatewayState(ABC):
         """
 
     def catch_up(self) -> None:
-        """Make this gateway plan by the last commit of any gateway; see Following.catch_up.
+        """Make this gateway plan by the last commit of any gateway; see GatewayFollower.catch_up.
 
         Does nothing if the state is not shared, or the gateway does not follow others yet.
 
@@ -275,7 +275,7 @@ class GatewayState(ABC):
         """
         self.follow()
 
-    def look(self) -> Mapping[str, tuple[int, int]]:
+    def refresh(self) -> Mapping[str, tuple[int, int]]:
         """Read the state again; `current` then has it. Without a shared state it does nothing.
 
         Returns:
@@ -289,7 +289,7 @@ class GatewayState(ABC):
         """
         return {}
 
-    def transact(self, work: Callable[[], Result], lead: Lead | None = None) -> Result:
+    def transact(self, work: Callable[[], Result], lead: Leadership | None = None) -> Result:
         """Run work whose changes other gateways see all at once, or not at all.
 
         Args:
@@ -300,7 +300,7 @@ class GatewayState(ABC):
             The result of `work`.
 
         Raises:
-            LeadLostError: another gateway has taken the lead; nothing has changed.
+            LeadershipLostError: another gateway has taken the lead; nothing has changed.
             BusyError: the transaction collided with others too often.
             UnavailableError: the database does not answer.
             NobackfillError: as `work`. If the state is not shared, what `work` did before stays.
@@ -308,7 +308,7 @@ class GatewayState(ABC):
         """
         return work()
 
-    def lead(self) -> Lead | None:
+    def take_leadership(self) -> Leadership | None:
         """Take the lead of an activation.
 
         Returns:
@@ -320,9 +320,9 @@ class GatewayState(ABC):
             CannotWriteError: the database cannot write.
             ConfigurationError: the database refuses the statement, as without rights.
         """
-        return Lead()
+        return Leadership()
 
-    def depose(self) -> None:
+    def end_leadership(self) -> None:
         """Forget the activation under way, and end the lead of the gateway that runs it; without
         one nothing changes.
 
@@ -338,7 +338,7 @@ class GatewayState(ABC):
         if self.current.activation is not None:
             self.change(activation=None)
 
-    def exclusive(self, seconds: float) -> AbstractContextManager[None]:
+    def block_other_gateways(self, seconds: float) -> AbstractContextManager[None]:
         """Keep other gateways from activating, rolling back or retiring a release during a block.
 
         It keeps them from creating a gallery, too. Without a shared state it does nothing.
@@ -353,7 +353,7 @@ class GatewayState(ABC):
         """
         return nullcontext()
 
-    def job(self, gallery: str) -> str | None:
+    def saved_job(self, gallery: str) -> str | None:
         """Return the saved record of a gallery's last upgrade, of any gateway.
 
         Args:
@@ -370,7 +370,7 @@ class GatewayState(ABC):
         """
         return None
 
-    def keep_job(self, gallery: str, job: str | None) -> None:  # noqa: B027 - optional: only shared states save it
+    def save_job(self, gallery: str, job: str | None) -> None:  # noqa: B027 - optional: only shared states save it
         """Save the record of a gallery's upgrade for other gateways, in place of an earlier one;
         None deletes it.
 
@@ -387,7 +387,7 @@ class GatewayState(ABC):
             ConfigurationError: the database refuses the statement, as without rights.
         """
 
-    def audit(self, who: str, what: str, of_what: str) -> None:
+    def record_audit(self, actor: str, action: str, subject: str) -> None:
         """Record who did what in the audit and in the log.
 
         An entry that cannot be written to the audit is only in the log.
@@ -396,20 +396,20 @@ class GatewayState(ABC):
         runs again is logged again.
 
         Args:
-            who: name of the caller's token.
-            what: the verb, such as activate.
-            of_what: the release or gallery.
+            actor: name of the caller's token.
+            action: the verb, such as activate.
+            subject: the release or gallery.
         """
-        log.info("audited", who=who, what=what, of_what=of_what)
+        log.info("audited", who=actor, what=action, of_what=subject)
         try:
-            self._keep_deed(Deed(time.time(), who, what, of_what))
+            self._keep_deed(AuditEntry(time.time(), actor, action, subject))
         except NobackfillError as error:
             log.error(
                 "an audit entry was not written; the audited call itself went on", error=str(error)
             )
 
     @abstractmethod
-    def _keep_deed(self, deed: "Deed") -> None:
+    def _keep_deed(self, deed: "AuditEntry") -> None:
         """Append an entry to the audit.
 
         Raises:
@@ -418,9 +418,9 @@ class GatewayState(ABC):
         """
 
     @abstractmethod
-    def deeds(self) -> "list[Deed]":
-        """Return the latest entries of the audit, at most MOST_DEEDS, latest last; empty without
-        any.
+    def audit_entries(self) -> "list[AuditEntry]":
+        """Return the latest entries of the audit, at most MAX_AUDIT_ENTRIES, latest last; empty
+        without any.
 
         An entry that a kill or a full disk has cut is left out.
 
@@ -432,7 +432,7 @@ class GatewayState(ABC):
         """
 
 
-class Deed(NamedTuple):
+class AuditEntry(NamedTuple):
     """Hold one entry of the audit.
 
     Attributes:
@@ -463,7 +463,9 @@ class StateFile(GatewayState):
         """
         self._path = path
         try:
-            state = read_state(path.read_bytes(), str(path), read_writer(path.with_name(WRITER)))
+            state = parse_state(
+                path.read_bytes(), str(path), read_writer_version(path.with_name(WRITER))
+            )
         except FileNotFoundError:
             state = State()
         except OSError as error:
@@ -481,7 +483,7 @@ class StateFile(GatewayState):
     def _deeds(self) -> Path:
         return self._path.with_name(AUDIT)
 
-    def _keep_deed(self, deed: Deed) -> None:
+    def _keep_deed(self, deed: AuditEntry) -> None:
         # json.dumps writes ASCII, so a cut line cannot end within a character.
         line = json.dumps(deed._asdict()).encode() + b"\n"
         with self._lock:
@@ -490,9 +492,9 @@ class StateFile(GatewayState):
                 line = b"\n" + line
             durable.append_bytes(self._deeds, line, 0o600)
 
-    def deeds(self) -> list[Deed]:
-        """Return the latest entries of the audit, at most MOST_DEEDS, latest last; empty without a
-        file.
+    def audit_entries(self) -> list[AuditEntry]:
+        """Return the latest entries of the audit, at most MAX_AUDIT_ENTRIES, latest last; empty
+        without a file.
 
         An entry that a kill or a full disk has cut is left out. The whole file is read at each
         call.
@@ -509,13 +511,13 @@ class StateFile(GatewayState):
                 f"{self._deeds}: the audit cannot be read ({error.strerror}); check its "
                 "permissions and the disk"
             ) from error
-        deeds: list[Deed] = []
+        deeds: list[AuditEntry] = []
         for line in reversed(lines):
-            if len(deeds) == MOST_DEEDS:
+            if len(deeds) == MAX_AUDIT_ENTRIES:
                 break
             # Skip a line that a kill or a full disk has cut.
             with suppress(ValueError, TypeError):
-                deeds.append(Deed(**json.loads(line)))
+                deeds.append(AuditEntry(**json.loads(line)))
         return deeds[::-1]
 
     def revise(self, values_of: Callable[[State], Mapping[str, object]]) -> State:
@@ -554,7 +556,7 @@ class StateFile(GatewayState):
             CannotWriteError: the record cannot be written.
         """
         path, own = self._path.with_name(WRITER), version("nobackfill")
-        if not self._is_noted and read_writer(path) != own:
+        if not self._is_noted and read_writer_version(path) != own:
             durable.write_file(path, json.dumps({"nobackfill": own}).encode() + b"\n", 0o600)
         self._is_noted = True
 
@@ -583,7 +585,7 @@ class StateFile(GatewayState):
             durable.remove_tree(self._spare)
 
 
-def read_writer(path: Path) -> object:
+def read_writer_version(path: Path) -> object:
     """Read the version that wrote the files in a folder, from the file `written-by.json` there.
 
     Args:

@@ -19,13 +19,13 @@ from nobackfill.gallery.sqlite_file import SuspendablePool
 from nobackfill.server.galleries.hosted import Home
 from nobackfill.server.galleries.hosted_file import FileHome
 from nobackfill.server.grpc import context
-from nobackfill.server.process_limits import open_galleries
+from nobackfill.server.process_limits import max_open_galleries
 from nobackfill.server.settings import DATABASES, SQLITE, Settings
 from nobackfill.server.state import UNFINISHED_RESTORE, GatewayState, StateFile
 
 if TYPE_CHECKING:
     # They need the extra `postgres`.
-    from nobackfill.server.stores.postgresql.leading import News
+    from nobackfill.server.stores.postgresql.leading import CommitNotifications
 
 # Connections of a gateway to its database, besides four that wait or hold locks.
 _CONNECTIONS = 24
@@ -36,7 +36,7 @@ _ENGINE = re.compile(r"[a-z]+\+")
 _MOVED = "moved.json"
 
 
-def storage_of(settings: Settings) -> "Storage":
+def open_storage(settings: Settings) -> "Storage":
     """Open the store of a gateway that has locked its data folder; the caller closes it.
 
     A folder that does not exist is created, and so are the tables of a database. An older database
@@ -55,7 +55,7 @@ def storage_of(settings: Settings) -> "Storage":
         OSError, ValueError, KeyError: the mark of a move cannot be read, or is damaged.
     """
     store = settings.store.get_secret_value() if settings.store is not None else SQLITE
-    folder = folder_of(store, settings.data)
+    folder = store_folder(store, settings.data)
     if folder is not None and (folder / _MOVED).exists():
         to = json.loads((folder / _MOVED).read_bytes())["to"]
         raise PreconditionError(
@@ -67,7 +67,7 @@ def storage_of(settings: Settings) -> "Storage":
     return Storage(store, settings.data, lock="shared")
 
 
-def folder_of(store: str, data: Path) -> Path | None:
+def store_folder(store: str, data: Path) -> Path | None:
     """Return the folder of a store; None for a database, and for any other address. The folder need
     not exist.
 
@@ -99,7 +99,7 @@ def mark_moved(folder: Path, to: str) -> None:
     durable.write_file(folder / _MOVED, json.dumps({"to": public_address}).encode(), 0o600)
 
 
-def forget_move(settings: Settings) -> None:
+def clear_moved_mark(settings: Settings) -> None:
     """Remove the mark of `mark_moved` from the folder of the settings' store.
 
     Without a mark, or with a database, it does nothing.
@@ -108,12 +108,12 @@ def forget_move(settings: Settings) -> None:
         CannotWriteError: the mark cannot be removed.
     """
     store = settings.store.get_secret_value() if settings.store is not None else SQLITE
-    folder = folder_of(store, settings.data)
+    folder = store_folder(store, settings.data)
     if folder is not None:
         durable.remove_tree(folder / _MOVED)
 
 
-def split_store(store: str) -> tuple[str, str | None]:
+def split_store_address(store: str) -> tuple[str, str | None]:
     """Split the address of a database from that of the engine that searches its vectors.
 
     The engine is the option ?vectors=… of the address. Percent-encode its password, or all of it if
@@ -141,7 +141,7 @@ def split_store(store: str) -> tuple[str, str | None]:
     return url + (mark + other_options if other_options else ""), engines[0] if engines else None
 
 
-def need_store(store: str) -> None:
+def check_store_folder(store: str) -> None:
     """Check that the folder of a store exists, before opening it would create it.
 
     If it is a database, only the form of the address is checked. Nothing is written or locked.
@@ -215,7 +215,7 @@ def migrate_database(url: str, to: int | None) -> tuple[int, int]:
 
 
 class Storage:
-    """Hold an open store: `home` of the galleries and `state` of the gateway."""
+    """Hold an open store: `galleries` and `state` of the gateway."""
 
     def __init__(
         self, store: str, data: Path, *, lock: Literal["alone", "shared"] | None = "alone"
@@ -240,10 +240,10 @@ class Storage:
                 finish.
             CannotWriteError: the folder cannot be created, or the database cannot write.
         """
-        self.home: Home
+        self.galleries: Home
         self.state: GatewayState
         # Reports changes by other gateways; None if the store is not shared.
-        self.news: News | None = None
+        self.commits: CommitNotifications | None = None
         with ExitStack() as closing:
             if store.startswith(SQLITE):
                 folder = Path(store.removeprefix(SQLITE))
@@ -255,7 +255,9 @@ class Storage:
                         f"{folder}: a restore into this folder did not finish, so it has no "
                         f"complete data; run `gateway data restore BACKUP --data {folder}` again"
                     )
-                self.home = FileHome(folder / "galleries", SuspendablePool(open_galleries()))
+                self.galleries = FileHome(
+                    folder / "galleries", SuspendablePool(max_open_galleries())
+                )
                 self.state = StateFile(folder / "state.json")
             elif store.startswith(DATABASES):
                 self._open_database(store, data, closing, lock)
@@ -270,23 +272,27 @@ class Storage:
             from nobackfill.server.galleries.hosted_database import DatabaseHome
             from nobackfill.server.stores.postgresql import schema
             from nobackfill.server.stores.postgresql.database import Database
-            from nobackfill.server.stores.postgresql.leading import News, StateRow, Tenure
-        url, engine = split_store(store)
+            from nobackfill.server.stores.postgresql.leading import (
+                CommitNotifications,
+                DatabaseState,
+                GatewayDatabaseLock,
+            )
+        url, engine = split_store_address(store)
         database = Database(url, _CONNECTIONS, reader=context.reader)
         closing.callback(database.close)
         database.open(schema.prepare)
         if lock is not None:
-            closing.callback(Tenure(database, exclusive=lock == "alone").close)
+            closing.callback(GatewayDatabaseLock(database, exclusive=lock == "alone").close)
         if engine is None:
-            self.home = DatabaseHome(database, data / "galleries")
+            self.galleries = DatabaseHome(database, data / "galleries")
         else:
             open_home = load_plugin("stores", engine.partition("+")[0])
-            self.home = closing.enter_context(
+            self.galleries = closing.enter_context(
                 open_home(engine, database, data / "galleries", feeds=lock is not None)
             )
-        self.state = StateRow(database)
-        self.news = News(database)
-        closing.callback(self.news.close)
+        self.state = DatabaseState(database)
+        self.commits = CommitNotifications(database)
+        closing.callback(self.commits.close)
 
     def close(self) -> None:
         """Close the store, its connections and its locks; a second call does nothing. Galleries

@@ -38,20 +38,20 @@ _SAMPLE = 200
 
 
 @dataclass
-class Transferred:
+class TransferReport:
     """Report the transfer of a gallery or a vault.
 
     Attributes:
         items: items, or blobs, of the source.
         changes: items of the source that the target lacked or had otherwise, and that were written.
         deleted: items that the source lacks, and that were removed from the target.
-        alike: both stores were equal when they were compared at the end.
+        is_identical: both stores were equal when they were compared at the end.
     """
 
     items: int = 0
     changes: int = 0
     deleted: int = 0
-    alike: bool = False
+    is_identical: bool = False
 
     def to_json(self) -> dict[str, int | bool]:
         """Return the values by the names of `--json`: items, written, deleted and alike."""
@@ -59,11 +59,11 @@ class Transferred:
             "items": self.items,
             "written": self.changes,
             "deleted": self.deleted,
-            "alike": self.alike,
+            "alike": self.is_identical,
         }
 
 
-def specs_of(source: GalleryStore) -> list[SpaceSpec]:
+def space_specs(source: GalleryStore) -> list[SpaceSpec]:
     """Return the spaces for a new target: earlier active ones in the order of their activation,
     then the active one. Spaces of an unfinished upgrade are left out.
     """
@@ -71,7 +71,7 @@ def specs_of(source: GalleryStore) -> list[SpaceSpec]:
     return [info.spec for info in sorted(infos, key=lambda info: info.activated)]
 
 
-def transfer(source: GalleryStore, target: GalleryStore) -> Transferred:
+def transfer_gallery(source: GalleryStore, target: GalleryStore) -> TransferReport:
     """Make one gallery equal to another: spaces, items, metadata, vectors and state.
 
     Items of the target that the source lacks are deleted, and so are its spaces and keys of state.
@@ -97,7 +97,7 @@ def transfer(source: GalleryStore, target: GalleryStore) -> Transferred:
         InvalidInputError: the target has a space of the same id with another release, dimension,
             metric or norm, or the space has too many dimensions for a database.
     """
-    result = Transferred()
+    result = TransferReport()
     _copy_spaces(source, target)
     active = source.active().spec.space
     for items in _pages(source, active):
@@ -107,7 +107,7 @@ def transfer(source: GalleryStore, target: GalleryStore) -> Transferred:
         present = {item.id for item in _by_ids(source, [item.id for item in items])}
         result.deleted += target.delete([item.id for item in items if item.id not in present])
     target.update_state(dict.fromkeys(target.state()) | source.state())
-    result.alike = _is_equal(source, target) and not _count_different(source, target, active)
+    result.is_identical = _is_equal(source, target) and not _count_different(source, target, active)
     return result
 
 
@@ -214,7 +214,7 @@ def _count_different(source: GalleryStore, target: GalleryStore, space: str) -> 
     return len(rows) - equal
 
 
-def blobs_of(vault: Path) -> dict[Path, int]:
+def blob_sizes(vault: Path) -> dict[Path, int]:
     """Return the size in bytes of each complete blob of a vault, by its path in the vault, in any
     order.
 
@@ -233,7 +233,7 @@ def blobs_of(vault: Path) -> dict[Path, int]:
     return sizes
 
 
-def vaults_of(source: Path | None, target: Path | None) -> tuple[Path, Path] | None:
+def vault_folders(source: Path | None, target: Path | None) -> tuple[Path, Path] | None:
     """Return the vaults of two data folders, the folders `vault` in them, source first; neither
     need exist.
 
@@ -254,7 +254,7 @@ def vaults_of(source: Path | None, target: Path | None) -> tuple[Path, Path] | N
             "--from is a database, and its vault is in the gateway's data folder; name that folder "
             "with --from-data"
         )
-    blobs = len(blobs_of(source / "vault"))
+    blobs = len(blob_sizes(source / "vault"))
     if target is None:
         if blobs == 0:
             return None
@@ -273,7 +273,7 @@ def vaults_of(source: Path | None, target: Path | None) -> tuple[Path, Path] | N
     return source / "vault", target / "vault"
 
 
-def transfer_vault(source: Path, target: Path) -> Transferred:
+def transfer_vault(source: Path, target: Path) -> TransferReport:
     """Make a vault equal to another; the digest of each copied blob is checked.
 
     A blob of the same name and size counts as equal, and is not read. Blobs of the target that the
@@ -292,8 +292,8 @@ def transfer_vault(source: Path, target: Path) -> Transferred:
         CannotWriteError: the target cannot be written.
         OSError: the size of a blob cannot be read, or a copy that was just written.
     """
-    result = Transferred()
-    source_blobs, target_blobs = blobs_of(source), blobs_of(target)
+    result = TransferReport()
+    source_blobs, target_blobs = blob_sizes(source), blob_sizes(target)
     for path in target_blobs.keys() - source_blobs.keys():
         durable.remove_tree(target / path)
         result.deleted += 1
@@ -304,7 +304,7 @@ def transfer_vault(source: Path, target: Path) -> Transferred:
             with suppress(FileNotFoundError):
                 _copy_blob(source / path, target / path)
                 result.changes += 1
-    result.alike = blobs_of(source) == blobs_of(target)
+    result.is_identical = blob_sizes(source) == blob_sizes(target)
     return result
 
 
@@ -334,7 +334,7 @@ def _copy_blob(source: Path, target: Path) -> None:
 
 def transfer_all(
     source: Storage, target: Storage, vaults: tuple[Path, Path] | None, *, with_state: bool
-) -> tuple[dict[str, Transferred], Transferred | None]:
+) -> tuple[dict[str, TransferReport], TransferReport | None]:
     """Copy every gallery, and the vault, to another store.
 
     Galleries of the target that the source lacks are deleted. The source stays as it is. Running it
@@ -380,22 +380,22 @@ def transfer_all(
             "run the command again when `gateway watch` shows that this has ended, or end it with "
             "`gateway rollback --yes`"
         )
-    names = list(source.home.names())
-    target.home.sweep()
-    present = set(target.home.names())
+    names = list(source.galleries.names())
+    target.galleries.sweep()
+    present = set(target.galleries.names())
     for name in present - set(names):
-        target.home.remove(name)()
+        target.galleries.remove(name)()
     reports = {}
     for name in names:
-        with closing(source.home.open(name)) as old:
+        with closing(source.galleries.open(name)) as old:
             if name not in present:
-                target.home.create(name, specs_of(old.store), {})
-            with closing(target.home.open(name)) as new:
-                reports[name] = transfer(old.store, new.store)
+                target.galleries.create(name, space_specs(old.store), {})
+            with closing(target.galleries.open(name)) as new:
+                reports[name] = transfer_gallery(old.store, new.store)
     vault = None if vaults is None else transfer_vault(*vaults)
     if with_state:
-        different = [name for name, report in reports.items() if not report.alike]
-        if vault is not None and not vault.alike:
+        different = [name for name, report in reports.items() if not report.is_identical]
+        if vault is not None and not vault.is_identical:
             different.append("the vault")
         if different:
             raise VerificationError(

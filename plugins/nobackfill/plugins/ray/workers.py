@@ -19,13 +19,13 @@ from nobackfill.server.upgrades.workers.cache import OpenCache
 from nobackfill.server.upgrades.workers.workers import (
     AHEAD,
     TRIES,
+    MigrationPiece,
     Part,
-    Piece,
     Result,
     Shared,
     UpgradeWork,
-    files_of,
     migrate_piece,
+    read_route_files,
 )
 
 with require_extra("ray"):
@@ -55,7 +55,9 @@ class RayCluster:
         """
         join_cluster(address)
 
-    def carry(self, work: UpgradeWork, pieces: Iterable[Piece]) -> Iterator[Labels]:
+    def migrate_pieces(
+        self, work: UpgradeWork, pieces: Iterable[MigrationPiece]
+    ) -> Iterator[Labels]:
         """Migrate pieces of a gallery; each task reads and writes the gallery's database itself.
 
         Model files in a folder are read in this call. Nothing else runs before the first result is
@@ -75,7 +77,7 @@ class RayCluster:
             OSError: a model file in a folder cannot be read.
         """
         if isinstance(work.files, Path):
-            work = replace(work, files=files_of(work.files, work.route))
+            work = replace(work, files=read_route_files(work.files, work.route))
         return self.run(migrate_piece, work, pieces)
 
     def run(
@@ -144,7 +146,7 @@ _shared: OpenCache[Any, Any] = OpenCache(lambda reference, _: ray.get(reference)
 
 
 def _do(do: Callable[[Shared, Part], Result], shared: list[Any], part: Part) -> Result:
-    return do(_shared.of(shared[0], shared[0].hex()), part)
+    return do(_shared.open_for(shared[0], shared[0].hex()), part)
 
 
 def _processors() -> int:

@@ -42,7 +42,7 @@ from nobackfill.server.galleries.plan import (
 from nobackfill.server.grpc import context
 from nobackfill.server.grpc.context import error_boundary
 from nobackfill.server.grpc.metrics import Metrics
-from nobackfill.server.state import Canary, GatewayState, OutdatedError
+from nobackfill.server.state import Canary, GatewayState, OutdatedPlanError
 
 Answers = TypeVar("Answers")
 
@@ -111,7 +111,7 @@ class ComparisonThread:
 
 # Errors that are no evidence: their cause is the caller, the load, or another gateway. For timeouts
 # see CanaryComparison.count_timeout.
-_NO_EVIDENCE = (BusyError, CancelledError, DeadlineError, NoEncoderError, OutdatedError)
+_NO_EVIDENCE = (BusyError, CancelledError, DeadlineError, NoEncoderError, OutdatedPlanError)
 
 # Shortest time limit (seconds) of a slow query when it is run again.
 _MIN_REPEAT_SECONDS = 1.0
@@ -309,7 +309,7 @@ class CanaryAnswerer:
                 large.
             NoEncoderError, IncompatibleSpaceError, NeedsImageError, ReleaseRetiredError: a query
                 does not suit the gallery; see Searching.search.
-            OutdatedError: another gateway has replaced the plan; the caller begins again.
+            OutdatedPlanError: another gateway has replaced the plan; the caller begins again.
             DeadlineError, CancelledError: the call's time is over, or its caller has gone.
             BusyError, UnavailableError: the store is busy, a server does not answer, or too many
                 images are being decoded (OverloadedError).

@@ -157,22 +157,22 @@ def export(
     with exit_codes():
         from nobackfill.errors import NotFoundError, join_few
         from nobackfill.server import export as exporting
-        from nobackfill.server.storage import Storage, folder_of, need_store
+        from nobackfill.server.storage import Storage, check_store_folder, store_folder
 
-        need_store(store)
-        folder = folder_of(store, Path())
+        check_store_folder(store)
+        folder = store_folder(store, Path())
         if folder is not None:
             durable.refuse_copy_into_itself(out, folder)
         with (
             TemporaryDirectory() as scratch,
             closing(Storage(store, Path(scratch), lock=None)) as storage,
         ):
-            if gallery not in storage.home.names():
-                names = join_few(storage.home.names()) or "none"
+            if gallery not in storage.galleries.names():
+                names = join_few(storage.galleries.names()) or "none"
                 raise NotFoundError(
                     f"--from: the store has no gallery {gallery!r}; its galleries: {names}"
                 )
-            with closing(storage.home.open(gallery)) as hosted:
+            with closing(storage.galleries.open(gallery)) as hosted:
                 exported = exporting.export(
                     hosted.store, out, release or (), native=native, side=side
                 )
@@ -282,18 +282,18 @@ def move(
     """
     with exit_codes():
         from nobackfill.errors import BusyError, ConfigurationError
-        from nobackfill.server.storage import Storage, folder_of, mark_moved, need_store
-        from nobackfill.server.transfer import transfer_all, vaults_of
+        from nobackfill.server.storage import Storage, check_store_folder, mark_moved, store_folder
+        from nobackfill.server.transfer import transfer_all, vault_folders
 
         if source == target:
             raise ConfigurationError(
                 "--from and --to name the same store; name another one with --to"
             )
-        need_store(source)
-        old, new = folder_of(source, Path()), folder_of(target, Path())
+        check_store_folder(source)
+        old, new = store_folder(source, Path()), store_folder(target, Path())
         if old is not None and new is not None:
             durable.refuse_copy_into_itself(new, old)
-        vaults = vaults_of(from_data or old, to_data or new)
+        vaults = vault_folders(from_data or old, to_data or new)
         with TemporaryDirectory() as scratch:
             is_stopped = True
             try:
@@ -313,7 +313,7 @@ def move(
                 str(transferred.items),
                 str(transferred.changes),
                 str(transferred.deleted),
-                "yes" if transferred.alike else "no",
+                "yes" if transferred.is_identical else "no",
             ]
             for name, transferred in entries.items()
         ]
@@ -352,14 +352,14 @@ def audit(
     The latest entry comes last.
     """
     with exit_codes():
-        from nobackfill.server.storage import Storage, need_store
+        from nobackfill.server.storage import Storage, check_store_folder
 
-        need_store(store)
+        check_store_folder(store)
         with (
             TemporaryDirectory() as scratch,
             closing(Storage(store, Path(scratch), lock=None)) as storage,
         ):
-            entries = storage.state.deeds()
+            entries = storage.state.audit_entries()
         rows = [["when (UTC)", "who", "what", "of what"]]
         rows += [
             [f"{datetime.fromtimestamp(entry.time, UTC):%Y-%m-%d %H:%M:%S}", *entry[1:]]

@@ -273,18 +273,18 @@ def serve(
     flags = {name: value for name, value in locals().items() if name not in ("settings", "force")}
     with exit_codes():
         # These imports load numpy and Triton's client, which no other command needs.
-        from nobackfill.server.process_limits import bound_arenas
+        from nobackfill.server.process_limits import limit_malloc_arenas
 
-        bound_arenas()
+        limit_malloc_arenas()
         sys.setswitchinterval(_SWITCH_S)
         from nobackfill.server.gateway import GatewayServer
         from nobackfill.server.grpc.logs import configure
         from nobackfill.server.settings import load_settings
-        from nobackfill.server.storage import forget_move
+        from nobackfill.server.storage import clear_moved_mark
 
         loaded = load_settings(flags, settings)
         if force:
-            forget_move(loaded)
+            clear_moved_mark(loaded)
         configure()
         stop_signal = _stop_pipe()
         gateway = GatewayServer(loaded)

@@ -114,7 +114,7 @@ def _lead(gateway: "GatewayServer", number: int, rollout: "RolloutName | None") 
             return ""
         else:
             run = activations.start(number, rollout)
-            gateway.state.audit("local", "activate", f"release {number}")
+            gateway.state.record_audit("local", "activate", f"release {number}")
             break
     for event in run.events():
         progress = f" {event.complete}/{event.total}" if event.total else ""

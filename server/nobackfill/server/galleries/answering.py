@@ -68,7 +68,7 @@ from nobackfill.server.galleries.plan import (
 from nobackfill.server.grpc import context
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.grpc.rpc import Later, Unanswered
-from nobackfill.server.state import GatewayState, OutdatedError, State
+from nobackfill.server.state import GatewayState, OutdatedPlanError, State
 from nobackfill.serving.fusion import HITS, collect_candidates
 from nobackfill.v1 import search_pb2 as pb
 from nobackfill.vectors import Vectors
@@ -268,7 +268,7 @@ class Searching:
             ReleaseRetiredError: queries of the embedding's release are no longer answered.
             NotFoundError: the gallery was deleted.
             UnavailableError: the model server, or the database, does not answer; or this gateway
-                cannot follow another one that changed the gallery (OutdatedError).
+                cannot follow another one that changed the gallery (OutdatedPlanError).
             VerificationError: the store, or a model's output, is damaged.
             DeadlineError: the call's time is over.
             CancelledError: the caller has cancelled the call.
@@ -315,7 +315,7 @@ class Searching:
             try:
                 with hosted.use_plan() as plan:
                     return plan.answerer.answer(hosted, request)
-            except OutdatedError:
+            except OutdatedPlanError:
                 self._state.catch_up()
                 if hosted.is_closing:
                     raise NotFoundError(
@@ -453,7 +453,7 @@ class Answerers:
         After an error earlier questions are counted.
 
         Raises:
-            OutdatedError: another gateway has deleted a space.
+            OutdatedPlanError: another gateway has deleted a space.
             IncompatibleSpaceError, NotFoundError: a view is needed that cannot be made.
             BusyError, UnavailableError: the store is busy, or does not answer.
             VerificationError: the store is damaged.
@@ -517,7 +517,7 @@ class PlainAnswerer:
 
         Raises:
             NobackfillError: as Searching.batch.
-            OutdatedError: another gateway has replaced the plan; the caller begins again.
+            OutdatedPlanError: another gateway has replaced the plan; the caller begins again.
             InvalidInputError: the filter is not valid; TooLargeError if the images together are too
                 large.
             NoEncoderError, IncompatibleSpaceError, NeedsImageError, ReleaseRetiredError: a query
@@ -562,7 +562,8 @@ class PlainAnswerer:
         Raises:
             NoEncoderError: the release embeds no texts, or no images.
             IncompatibleSpaceError, NeedsImageError, ReleaseRetiredError: as SpaceChoice.parts.
-            UnavailableError: the model server or the database does not answer, or OutdatedError.
+            UnavailableError: the model server or the database does not answer, or
+                OutdatedPlanError.
             DeadlineError, CancelledError: the call's time is over, or its caller has gone.
             TooLargeError, OverloadedError: the images or texts are too many, for this call or for
                 the gateway.
@@ -616,7 +617,7 @@ class PlainAnswerer:
             CancelledError: the caller has cancelled the call.
             NobackfillError: the store's error: BusyError, NotFoundError, UnavailableError,
                 VerificationError, or CannotWriteError if a file cannot be opened or the disk fails.
-            OutdatedError: another gateway has replaced the plan.
+            OutdatedPlanError: another gateway has replaced the plan.
             IncompatibleSpaceError: a space was deleted meanwhile; only in a file.
         """
         answers: dict[Question, QueryAnswer] = {}
@@ -820,7 +821,7 @@ def find_nearest(
     Raises:
         NobackfillError: the store's error: BusyError, NotFoundError, UnavailableError,
             VerificationError, or CannotWriteError if a file cannot be opened or the disk fails.
-        OutdatedError: another gateway has deleted a space.
+        OutdatedPlanError: another gateway has deleted a space.
         DeadlineError, CancelledError: the call's time is over, or its caller has gone; only in a
             database.
         IncompatibleSpaceError: a space was deleted meanwhile; only in a file.
@@ -874,7 +875,7 @@ def rank_nearest(question: Question, nearest: Nearest) -> QueryAnswer:
         At most `k` hits without deleted items; or the error.
 
     Raises:
-        OutdatedError: another gateway has deleted the space.
+        OutdatedPlanError: another gateway has deleted the space.
         DeadlineError, CancelledError: the call's time is over, or its caller has gone; only in a
             database.
         IncompatibleSpaceError: a space was deleted meanwhile; only in a file.
@@ -938,7 +939,7 @@ class BothAnswerer:
                 large.
             NoEncoderError, IncompatibleSpaceError, NeedsImageError, ReleaseRetiredError: a query
                 does not suit the gallery; see Searching.search.
-            OutdatedError: another gateway has replaced the plan; the caller begins again.
+            OutdatedPlanError: another gateway has replaced the plan; the caller begins again.
             DeadlineError, CancelledError: the call's time is over, or its caller has gone.
             BusyError, UnavailableError: the store is busy, a server does not answer, or too many
                 images are being decoded (OverloadedError).
@@ -1039,7 +1040,7 @@ def rank_by_both(
         InvalidInputError: a vector is not valid.
         NobackfillError: the store's error: BusyError, NotFoundError, UnavailableError,
             VerificationError, or CannotWriteError if a file cannot be opened or the disk fails.
-        OutdatedError: another gateway has deleted a space.
+        OutdatedPlanError: another gateway has deleted a space.
         DeadlineError, CancelledError: the call's time is over, or its caller has gone; only in a
             database.
         IncompatibleSpaceError: a space was deleted meanwhile; only in a file.

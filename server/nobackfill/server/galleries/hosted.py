@@ -48,7 +48,7 @@ from nobackfill.server.galleries.plan import (
     PlanPart,
     make_plan,
 )
-from nobackfill.server.state import GatewayState, GoneError, OutdatedError, State
+from nobackfill.server.state import GalleryDeletedError, GatewayState, OutdatedPlanError, State
 from nobackfill.vectors import Vectors
 
 
@@ -541,7 +541,7 @@ class Hosted(ABC):
                 limit.
 
         Raises:
-            OutdatedError: another gateway has replaced the plan; only in a database.
+            OutdatedPlanError: another gateway has replaced the plan; only in a database.
             ItemQuotaError: there would be too many items; only in a database.
             InvalidInputError: an id, a vector or metadata is not valid, or an id is repeated.
             IncompatibleSpaceError: the gallery lacks a space.
@@ -614,7 +614,7 @@ class Hosted(ABC):
 
         Raises:
             IncompatibleSpaceError: the gallery does not have the space.
-            OutdatedError: another gateway has deleted the space; only in a database.
+            OutdatedPlanError: another gateway has deleted the space; only in a database.
             NotFoundError: the gallery is closed or deleted.
             BusyError, UnavailableError: the store is busy, or does not answer.
             VerificationError: the store is damaged.
@@ -662,7 +662,8 @@ class Hosted(ABC):
 
         Raises:
             InvalidInputError: a query is not a valid vector.
-            OutdatedError: another gateway has deleted a space or the gallery; only in a database.
+            OutdatedPlanError: another gateway has deleted a space or the gallery; only in a
+                database.
             DeadlineError, CancelledError: the call's time is over, or its caller has gone; only in
                 a database.
             NotFoundError: the gallery is closed or deleted.
@@ -681,7 +682,7 @@ class Hosted(ABC):
             ef: width of the graph search; 0 means the index's own.
 
         Raises:
-            OutdatedError: another gateway has deleted the space; only in a database.
+            OutdatedPlanError: another gateway has deleted the space; only in a database.
             NotFoundError: the gallery is closed or deleted.
             BusyError, UnavailableError: the store is busy, or does not answer.
             VerificationError: the store is damaged.
@@ -1127,8 +1128,8 @@ class GalleryRegistry:
             name: the gallery.
 
         Yields:
-            The gallery. If the block raises GoneError or OutdatedError, and a table of the gallery
-            is missing, the gallery is set aside.
+            The gallery. If the block raises GalleryDeletedError or OutdatedPlanError, and a table
+            of the gallery is missing, the gallery is set aside.
 
         Raises:
             NotFoundError: no gallery has this name, or it is being deleted.
@@ -1147,7 +1148,7 @@ class GalleryRegistry:
         try:
             with hold_level(Level.GALLERY, name):
                 yield hosted
-        except (GoneError, OutdatedError):
+        except (GalleryDeletedError, OutdatedPlanError):
             try:
                 hosted.check_complete()
             except DamagedError as error:
@@ -1264,7 +1265,7 @@ class GalleryRegistry:
             LockOrderError: the thread holds a lock that comes later.
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
         """
-        releases = (*self._state.current.previous, self._state.active())
+        releases = (*self._state.current.previous, self._state.active_release())
         specs = [SpaceSpec.of(self._catalog.manifest(release)) for release in releases]
         if not NAME.match(name):
             raise InvalidInputError(
@@ -1308,7 +1309,7 @@ class GalleryRegistry:
         """
         # Read this first: a gallery that is created here after the look is not in it, and stays.
         open_before = self._hosted
-        marks = self._state.look()
+        marks = self._state.refresh()
         deleted = {
             name
             for name, hosted in open_before.items()

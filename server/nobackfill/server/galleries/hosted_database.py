@@ -19,7 +19,7 @@ from nobackfill.gallery.sqlite_file import StoredItem
 from nobackfill.gallery.store import NewVectors
 from nobackfill.server.galleries.hosted import EXACT, NOTE, ROLLOUT, Allowance, Hosted
 from nobackfill.server.galleries.plan import Filling, Plan, PlanPart
-from nobackfill.server.state import OutdatedError
+from nobackfill.server.state import OutdatedPlanError
 from nobackfill.server.stores.postgresql.conditions import EVERYTHING
 from nobackfill.server.stores.postgresql.database import EF, Database
 from nobackfill.server.stores.postgresql.gallery import PostgresqlGalleries, PostgresqlGallery
@@ -89,7 +89,7 @@ class GraphWait:
             BusyError, UnavailableError: the database is busy, or does not answer, when a note is
                 written or removed.
             NobackfillError: whatever `check_stop` raises.
-            IncompatibleSpaceError, GoneError: the space or the gallery was deleted.
+            IncompatibleSpaceError, GalleryDeletedError: the space or the gallery was deleted.
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
         """
         wait_for_recall(self._ready, self._measure, self._check_stop, self._report)
@@ -173,7 +173,7 @@ class HostedInDatabase(Hosted):
             candidates: finds candidates instead of the database's graphs; None means the graphs.
 
         Raises:
-            GoneError: the gallery was deleted.
+            GalleryDeletedError: the gallery was deleted.
             BusyError, UnavailableError: the database is busy, or does not answer, or the caller is
                 gone.
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
@@ -212,10 +212,10 @@ class HostedInDatabase(Hosted):
             allowance: limit of the caller's items; None means no limit.
 
         Raises:
-            OutdatedError: another gateway has replaced the plan; nothing was stored.
+            OutdatedPlanError: another gateway has replaced the plan; nothing was stored.
             ItemQuotaError: there would be too many items; nothing was stored.
             InvalidInputError: an id, a vector or metadata is not valid, or an id is repeated.
-            GoneError: the gallery was deleted; nothing has changed.
+            GalleryDeletedError: the gallery was deleted; nothing has changed.
             BusyError: a lock is held for too long, or other calls change the same items.
             UnavailableError: the database does not answer, or the outcome of the commit is unknown;
                 repeating the call is safe.
@@ -244,8 +244,8 @@ class HostedInDatabase(Hosted):
             without a vector in the space has no origin and no uncertainty.
 
         Raises:
-            OutdatedError: another gateway has deleted the space or the gallery; the search begins
-                again.
+            OutdatedPlanError: another gateway has deleted the space or the gallery; the search
+                begins again.
             BusyError, UnavailableError: the database is busy, or does not answer, or the caller is
                 gone.
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
@@ -253,7 +253,7 @@ class HostedInDatabase(Hosted):
         try:
             return self._gallery.items(labels, space)
         except (IncompatibleSpaceError, NotFoundError) as error:
-            raise OutdatedError(
+            raise OutdatedPlanError(
                 f"another gateway has deleted a space of gallery {self.name!r}; try again"
             ) from error
 
@@ -304,12 +304,12 @@ class HostedInDatabase(Hosted):
 
         Raises:
             InvalidInputError: a query is not a valid vector.
-            OutdatedError: another gateway has deleted a space or the gallery; the search begins
+            OutdatedPlanError: another gateway has deleted a space or the gallery; the search begins
                 again.
             BusyError, UnavailableError: the database is busy, or does not answer, or the caller is
                 gone.
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
-            GoneError: the gallery was deleted, and its spaces are read for this search.
+            GalleryDeletedError: the gallery was deleted, and its spaces are read for this search.
         """
         condition = matches.condition if isinstance(matches, PostgresqlMatches) else EVERYTHING
         tables = [self._table(part.space) for part in parts]
@@ -328,7 +328,7 @@ class HostedInDatabase(Hosted):
             return [self._best(*pair, k) for pair in zip(parts, neighbours, strict=True)]
         except NotFoundError as error:
             # A table was dropped after the plan was made, or the gallery was deleted.
-            raise OutdatedError(
+            raise OutdatedPlanError(
                 f"another gateway has deleted a space of gallery {self.name!r}; try again"
             ) from error
 
@@ -351,7 +351,7 @@ class HostedInDatabase(Hosted):
             width = self._widths.get(space, EF)
             return SpaceTable(self._gallery.schema, space_of(spaces, space), excluded_space, width)
         except IncompatibleSpaceError as error:
-            raise OutdatedError(
+            raise OutdatedPlanError(
                 f"another gateway has deleted a space of gallery {self.name!r}; try again"
             ) from error
 
@@ -364,9 +364,9 @@ class HostedInDatabase(Hosted):
             ef: width of the graph search; 0 means the space's own.
 
         Raises:
-            OutdatedError: another gateway has deleted the space; the search begins again.
+            OutdatedPlanError: another gateway has deleted the space; the search begins again.
             BusyError, UnavailableError: the database is busy, or does not answer.
-            GoneError: the gallery was deleted, and its spaces are read for this call.
+            GalleryDeletedError: the gallery was deleted, and its spaces are read for this call.
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
         """
         return compares(self._table(part.space).spec, ef)
@@ -381,7 +381,7 @@ class HostedInDatabase(Hosted):
             BusyError, UnavailableError: the database is busy, or does not answer, or the caller is
                 gone.
             ConfigurationError: the database refuses the statement.
-            GoneError: the gallery was deleted during the check.
+            GalleryDeletedError: the gallery was deleted during the check.
         """
         missing = self._gallery.missing_table()
         if missing is not None:
@@ -399,7 +399,7 @@ class HostedInDatabase(Hosted):
             IncompatibleSpaceError: the gallery does not have the space.
             BusyError: the database is busy.
             UnavailableError: it does not answer.
-            GoneError: the gallery was deleted.
+            GalleryDeletedError: the gallery was deleted.
             CannotWriteError: the database is full or read-only.
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
         """
@@ -425,7 +425,7 @@ class HostedInDatabase(Hosted):
             BusyError, UnavailableError: the database is busy, or does not answer, when the wait
                 begins, ends or writes a note.
             NobackfillError: whatever `check_stop` raises.
-            GoneError: the gallery was deleted.
+            GalleryDeletedError: the gallery was deleted.
             ConfigurationError, DamagedError: the database refuses a statement, or is damaged.
         """
         check_stop()

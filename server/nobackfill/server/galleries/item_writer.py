@@ -32,7 +32,7 @@ from nobackfill.server.galleries.hosted import Allowance, GalleryRegistry, Hoste
 from nobackfill.server.galleries.plan import Plan
 from nobackfill.server.grpc import context
 from nobackfill.server.grpc.context import Principal
-from nobackfill.server.state import OutdatedError
+from nobackfill.server.state import OutdatedPlanError
 from nobackfill.vectors import vector_from_bytes
 
 
@@ -164,7 +164,7 @@ class ItemWriter:
             NotFoundError: the gallery was closed or deleted.
             VerificationError: a model fails its trial or makes invalid vectors, or the store is
                 damaged.
-            OutdatedError: this gateway cannot follow another one that changed the gallery.
+            OutdatedPlanError: this gateway cannot follow another one that changed the gallery.
             TooLargeError: the texts together are too large for one call.
             IncompatibleSpaceError: a space of the plan was deleted meanwhile.
             LockOrderError: the thread holds a lock that comes later.
@@ -178,7 +178,7 @@ class ItemWriter:
                 try:
                     if self._try(hosted, group, allowance, outcome):
                         break
-                except OutdatedError:
+                except OutdatedPlanError:
                     self._catch_up()
                     if hosted.plan is plan:
                         # This gateway cannot follow the others, or the gallery is gone.

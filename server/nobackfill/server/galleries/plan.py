@@ -167,7 +167,7 @@ class Answerer(Protocol):
                 large.
             NoEncoderError, IncompatibleSpaceError, NeedsImageError, ReleaseRetiredError: a query
                 does not suit the gallery; see Searching.search.
-            OutdatedError: another gateway has replaced the plan; the caller begins again.
+            OutdatedPlanError: another gateway has replaced the plan; the caller begins again.
             DeadlineError, CancelledError: the call's time is over, or its caller has gone.
             BusyError, UnavailableError: the store is busy, a server does not answer, or too many
                 images are being decoded (OverloadedError).

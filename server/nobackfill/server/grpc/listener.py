@@ -26,7 +26,7 @@ from nobackfill.loopback import is_loopback
 from nobackfill.server.grpc.context import error_boundary
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.grpc.rpc import Interceptor
-from nobackfill.server.process_limits import open_connections
+from nobackfill.server.process_limits import max_open_connections
 from nobackfill.server.settings import Settings, split_address
 from nobackfill.v1 import gallery_pb2, release_pb2, search_pb2, upgrade_pb2, vault_pb2
 from nobackfill.wire.limits import LARGEST_REQUEST
@@ -508,7 +508,7 @@ class GrpcListener:
         options = [
             *_OPTIONS,
             ("grpc.max_concurrent_streams", 1024 + settings.max_calls),
-            ("grpc.max_allowed_incoming_connections", open_connections()),
+            ("grpc.max_allowed_incoming_connections", max_open_connections()),
         ]
         self._calls = make_grpc_server(interceptor, options)
         server = self._server = self._calls.grpc_server

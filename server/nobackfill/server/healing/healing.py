@@ -286,7 +286,7 @@ class HealingAnswerer:
                 large.
             NoEncoderError, IncompatibleSpaceError, NeedsImageError, ReleaseRetiredError: a query
                 does not suit the gallery; see Searching.search.
-            OutdatedError: another gateway has replaced the plan; the caller begins again.
+            OutdatedPlanError: another gateway has replaced the plan; the caller begins again.
             DeadlineError, CancelledError: the call's time is over, or its caller has gone.
             BusyError, UnavailableError: the store is busy, a server does not answer, or too many
                 images are being decoded (OverloadedError).
@@ -427,7 +427,7 @@ class Healing:
         Raises:
             DeadlineError: the call's time is over.
             CancelledError: the caller has cancelled the call.
-            OutdatedError: another gateway has deleted the space.
+            OutdatedPlanError: another gateway has deleted the space.
             NotFoundError: the gallery was deleted.
             IncompatibleSpaceError: the space was deleted.
             BusyError, UnavailableError: the store or the record of re-embedding is busy, or does

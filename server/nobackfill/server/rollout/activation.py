@@ -46,11 +46,11 @@ from nobackfill.server.state import (
     Activation,
     Canary,
     GatewayState,
-    Lead,
-    LeadLostError,
+    Leadership,
+    LeadershipLostError,
     RolloutName,
     State,
-    clear_resumes,
+    resume_count_reset,
 )
 from nobackfill.server.upgrades.upgrading import DEFAULT_SPARE_CORES
 
@@ -132,7 +132,7 @@ def record_failure(
     parts: RolloutParts,
     release: int,
     reason: str,
-    lead: Lead,
+    lead: Leadership,
     cancel_event: threading.Event | None = None,
 ) -> None:
     """Record that a release failed, and return galleries that had moved to it.
@@ -167,7 +167,7 @@ def record_failure(
         try:
             with lock_writes(galleries):
                 state.transact(give_back, lead)
-        except LeadLostError as error:
+        except LeadershipLostError as error:
             log.error(
                 "the failed activation was not recorded here, because another gateway leads it now",
                 error=str(error),
@@ -183,8 +183,8 @@ def record_failure(
                 lambda: state.transact(lambda: state.revise(failed), lead), cancel_event
             )
         with lock_writes(galleries):
-            old = parts.serving.replan()
-        parts.serving.settle(old)
+            old = parts.serving.replan_all()
+        parts.serving.retire_plans(old)
 
 
 def _record_failure(record: Callable[[], object], cancelled: threading.Event | None) -> None:
@@ -192,7 +192,7 @@ def _record_failure(record: Callable[[], object], cancelled: threading.Event | N
     while True:
         try:
             record()
-        except LeadLostError:
+        except LeadershipLostError:
             return
         except NobackfillError as error:
             if str(error) != last_error:
@@ -245,7 +245,7 @@ def end_jobs(parts: RolloutParts, phase: Phase, message: str) -> None:
     """
     for hosted in parts.galleries.all():
         why = str(hosted.state(NOTE) or "") if phase is Phase.DONE else message
-        parts.upgrading.give_up(hosted.name, why)
+        parts.upgrading.fail_job(hosted.name, why)
 
 
 class Activations:
@@ -361,7 +361,7 @@ class Activations:
         """
         with self.block_activations(), self._take_lead("begin another activation") as lead:
             record = Activation(
-                release=self._parts.state.active(),
+                release=self._parts.state.active_release(),
                 rollout="cutover",
                 spare_cores=spare_cores or DEFAULT_SPARE_CORES,
                 old_space_seconds=0,
@@ -386,7 +386,7 @@ class Activations:
             BusyError: a rollback or retirement is under way, or the system has no thread left.
             CannotWriteError: the state cannot be written.
             UnavailableError: the database does not answer.
-            LeadLostError: another gateway has taken the lead meanwhile.
+            LeadershipLostError: another gateway has taken the lead meanwhile.
             VerificationError: the shared state or a new gallery is damaged, or a model fails its
                 check.
             LockOrderError: the thread holds a lock that comes later.
@@ -395,7 +395,7 @@ class Activations:
         """
         if self._parts.state.current.activation is None or self.current_run() is not None:
             return None
-        lead = self._parts.state.lead()
+        lead = self._parts.state.take_leadership()
         if lead is None:
             return None
         try:
@@ -420,7 +420,7 @@ class Activations:
             lead.close()
             raise
 
-    def _give_up(self, record: Activation, lead: Lead) -> None:
+    def _give_up(self, record: Activation, lead: Leadership) -> None:
         reason = (
             f"the gateway crashed {1 + record.resumed} times during its activation; if that had "
             f"another cause, run `gateway activate {record.release}`"
@@ -550,7 +550,7 @@ class Activations:
         self._parts.state.revise(dropped)
 
     @contextmanager
-    def _take_lead(self, action: str) -> Iterator[Lead]:
+    def _take_lead(self, action: str) -> Iterator[Leadership]:
         """Take the lead of an activation that the block launches; an error in the block gives it
         up.
 
@@ -558,7 +558,7 @@ class Activations:
             BusyError: an activation is under way.
         """
         self.check_none_running(action)
-        lead = self._parts.state.lead()
+        lead = self._parts.state.take_leadership()
         if lead is None:
             raise BusyError(
                 f"cannot {action} while another gateway ends an activation; try again in a few "
@@ -612,7 +612,7 @@ class Activations:
                 "a release is being activated, rolled back or retired; try again in a few seconds"
             )
         try:
-            with hold_level(Level.RELEASES), self._parts.state.exclusive(_LOCK_SECONDS):
+            with hold_level(Level.RELEASES), self._parts.state.block_other_gateways(_LOCK_SECONDS):
                 self._parts.state.catch_up()
                 yield
         finally:
@@ -634,7 +634,7 @@ class Activations:
             ConfigurationError: the database refuses the statement, as without rights.
         """
         self.interrupt()
-        self._parts.state.depose()
+        self._parts.state.end_leadership()
         # Follow what another gateway did until then.
         self._parts.state.catch_up()
 
@@ -653,7 +653,7 @@ class Activations:
         record = self._parts.state.current.activation
         if record is not None and record.resumed and not self._parts.state.shared:
             # An orderly stop does not count as a crash.
-            self._parts.state.revise(clear_resumes)
+            self._parts.state.revise(resume_count_reset)
 
     def _choose(self, manifest: Manifest) -> RolloutName:
         active = self._parts.state.current.active
@@ -683,10 +683,10 @@ class Activations:
                 "has ended, or run `gateway rollback --yes`"
             )
 
-    def _launch(self, record: Activation, lead: Lead) -> RolloutRun:
+    def _launch(self, record: Activation, lead: Leadership) -> RolloutRun:
         for hosted in self._parts.galleries.all():
             if record.only in (None, hosted.name):
-                self._parts.upgrading.expect(hosted, record.release)
+                self._parts.upgrading.expect_upgrade(hosted, record.release)
         run = self._run = RolloutRun(record, lead, self._work)
         try:
             run.start()
@@ -748,7 +748,7 @@ class Activations:
         try:
             lower_thread_priority()
             self._run_with_retries(run)
-        except (RolloutCancelledError, LeadLostError) as error:
+        except (RolloutCancelledError, LeadershipLostError) as error:
             return Phase.FAILED, str(error)
         except (NobackfillError, OSError, sqlite3.Error) as error:
             log.error("activation failed", release=release, error=str(error))
@@ -756,7 +756,7 @@ class Activations:
             if isinstance(error, VerificationError):
                 # The models failed: delete the vectors that they made, so that no later try uses
                 # them.
-                self._parts.serving.drop_unused([release])
+                self._parts.serving.drop_unused_spaces([release])
             return Phase.FAILED, str(error)
         except Exception as error:
             reason = f"unexpected {type(error).__name__}; the gateway's log has the traceback"
@@ -767,7 +767,7 @@ class Activations:
         run.lead.close()
         # The release is active from here on; the rest only frees what the old one used.
         with error_boundary(self._parts.metrics, "activation"):
-            self._parts.serving.settle(self._parts.serving.replan())
+            self._parts.serving.retire_plans(self._parts.serving.replan_all())
         reasons = lagging_galleries(self._parts)
         lagging = "; ".join(f"{name}: {why}" for name, why in reasons.items())
         log.info("activated", release=release, behind=lagging)

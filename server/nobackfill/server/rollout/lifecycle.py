@@ -17,22 +17,22 @@ from nobackfill.server.healing.healer import HealingProgress
 from nobackfill.server.healing.healing import Healing
 from nobackfill.server.healing.registration import HealingSource
 from nobackfill.server.rollout.activation import Activations
-from nobackfill.server.serving import Serving
+from nobackfill.server.serving import PlanManager
 from nobackfill.server.state import GatewayState
 from nobackfill.server.upgrades.backfill import backfill
 from nobackfill.server.upgrades.upgrading import (
     DEFAULT_SPARE_CORES,
+    GalleryUpgrades,
     Job,
     JobState,
     UpgradeCost,
-    Upgrading,
 )
 
 # Longest wait (seconds) until a new source is open: a large file of texts is indexed first.
 _OPEN_SECONDS = 20.0
 
 
-class Lifecycle:
+class GalleryOperations:
     """Run the operations on one gallery that clients name.
 
     Every method raises NotFoundError for an unknown gallery, and VerificationError for one that is
@@ -45,9 +45,9 @@ class Lifecycle:
         state: GatewayState,
         galleries: GalleryRegistry,
         embedding: Embedding,
-        upgrading: Upgrading,
+        upgrading: GalleryUpgrades,
         activations: Activations,
-        serving: Serving,
+        serving: PlanManager,
         healing: Healing,
     ) -> None:
         self._catalog = catalog
@@ -193,7 +193,7 @@ class Lifecycle:
                 images stay re-embedded.
             ConfigurationError: the database refuses the statement, as without rights.
         """
-        active = self._catalog.manifest(self._state.active())
+        active = self._catalog.manifest(self._state.active_release())
         if release not in (0, active.release):
             raise PreconditionError(
                 f"release: expected {active.release}, the active release, or 0 for it, got "
@@ -213,9 +213,9 @@ class Lifecycle:
         if behind:
             # Start it outside the block: a flip waits until no call uses the gallery.
             self._activations.start_gallery(name, spare_cores)
-        return self.job(name)
+        return self.upgrade_job(name)
 
-    def register(self, hosted: Hosted, source: HealingSource | None) -> None:
+    def set_source(self, hosted: Hosted, source: HealingSource | None) -> None:
         """Set or remove the source from which a gallery's items are re-embedded.
 
         A source is opened first, so that a wrong one changes nothing. Puts wait while the plan is
@@ -243,9 +243,9 @@ class Lifecycle:
             self._healing.open(source, _OPEN_SECONDS)
         with hosted.write_lock.exclusive():
             hosted.remember({SOURCE: None if source is None else source.to_state()})
-            self._serving.replan_one(hosted)
+            self._serving.replan_gallery(hosted)
 
-    def set_both_models(self, hosted: Hosted, enabled: bool) -> None:
+    def set_rank_fusion(self, hosted: Hosted, enabled: bool) -> None:
         """Set whether the previous model helps to rank migrated items.
 
         It does so only while its space exists and the release has weights for it.
@@ -269,9 +269,9 @@ class Lifecycle:
         """
         with hosted.write_lock.exclusive():
             hosted.remember({BOTH: enabled or None})
-            self._serving.replan_one(hosted)
+            self._serving.replan_gallery(hosted)
 
-    def healing(self, name: str) -> HealingProgress | None:
+    def reembedding_progress(self, name: str) -> HealingProgress | None:
         """Return the progress of re-embedding in a gallery.
 
         It may open the source, and wait up to two seconds for it.
@@ -291,13 +291,13 @@ class Lifecycle:
         with self._galleries.use_gallery(name) as hosted:
             return self._healing.progress(hosted)
 
-    def pause(self, name: str) -> Job:
+    def pause_upgrade(self, name: str) -> Job:
         """Pause a gallery's upgrade after its present chunk, and later ones until it is resumed.
 
         The pause is durable. A gallery without an upgrade is paused, too.
 
         Returns:
-            The present state of the upgrade, as `job`.
+            The present state of the upgrade, as `upgrade_job`.
 
         Raises:
             NotFoundError: no gallery has this name, or it is being deleted.
@@ -311,7 +311,7 @@ class Lifecycle:
             self._upgrading.pause(name)
             return self._job(hosted)
 
-    def job(self, name: str) -> Job:
+    def upgrade_job(self, name: str) -> Job:
         """Return the present state of a gallery's last upgrade.
 
         If no upgrade is known, the job is done and leads from the gallery's release to itself.

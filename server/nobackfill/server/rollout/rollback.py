@@ -9,7 +9,7 @@ from nobackfill.errors import PreconditionError
 from nobackfill.gallery.spec import SpaceInfo
 from nobackfill.server.galleries.hosted import GalleryRegistry, Hosted
 from nobackfill.server.rollout.activation import Activations, lock_writes, roll_back_galleries
-from nobackfill.server.serving import Serving
+from nobackfill.server.serving import PlanManager
 from nobackfill.server.state import GatewayState, State
 
 log = structlog.get_logger("server.rollback")
@@ -42,7 +42,7 @@ class Rollbacks:
         self,
         state: GatewayState,
         galleries: GalleryRegistry,
-        serving: Serving,
+        serving: PlanManager,
         activations: Activations,
     ) -> None:
         self._state = state
@@ -108,7 +108,7 @@ class Rollbacks:
         """
         with self._activations.block_activations():
             return self._return(
-                self._state.active() if self._is_repeated(to) else self._prepare(to)
+                self._state.active_release() if self._is_repeated(to) else self._prepare(to)
             )
 
     def stop_canary(self, release: int) -> RollbackReport:
@@ -139,8 +139,8 @@ class Rollbacks:
             DeadlineError: the call's time is over while the models are loaded.
         """
         with self._activations.block_activations():
-            target = self._state.active()
-            self._serving.prepare(target)
+            target = self._state.active_release()
+            self._serving.load_release_models(target)
             self._activations.forget_canary(release)
             self._activations.cancel()
             return self._return(target)
@@ -170,7 +170,7 @@ class Rollbacks:
         """
         with self._activations.block_activations():
             self._activations.check_none_running("retire the old releases")
-            state, active = self._state.current, self._state.active()
+            state, active = self._state.current, self._state.active_release()
             galleries = self._galleries
             used = {
                 part.query.release for hosted in galleries.all() for part in hosted.plan.parts
@@ -183,8 +183,8 @@ class Rollbacks:
                 previous=tuple(n for n in state.previous if n in used),
                 retired=tuple(sorted({*state.retired, *(n for n in unused if n < active)})),
             )
-            self._serving.settle(self._serving.replan())
-            self._serving.drop_unused()
+            self._serving.retire_plans(self._serving.replan_all())
+            self._serving.drop_unused_spaces()
         return [release for release in unused if release < active]
 
     def _is_repeated(self, to: int | None) -> bool:
@@ -209,15 +209,15 @@ class Rollbacks:
                 f"to_release: expected {target}, the release that a rollback leads to now, got "
                 f"{to}; run `gateway rollback` to see its cost"
             )
-        self._serving.prepare(target)
+        self._serving.load_release_models(target)
         self._activations.cancel()
         return target
 
     def _return(self, target: int) -> RollbackReport:
         with lock_writes(self._galleries):
             result = self._state.transact(lambda: self._switch(target))
-            old = self._serving.replan()
-        self._serving.settle(old)
+            old = self._serving.replan_all()
+        self._serving.retire_plans(old)
         log.info("rolled back", release=target, lost=result.lost_count)
         return result
 
@@ -226,7 +226,7 @@ class Rollbacks:
         result = RollbackReport(target, 0, [])
         if self._state.current.active != target:
             result = self._plan()
-            self._serving.return_to(target)
+            self._serving.record_rollback(target)
             self._was_planned = False
         roll_back_galleries(self._galleries, target)
         return result

@@ -28,9 +28,16 @@ from nobackfill.server.embedding.embedding import Models
 from nobackfill.server.galleries.hosted import NOTE, ROLLOUT, GalleryRegistry, Hosted
 from nobackfill.server.galleries.plan import CANARY, direct_part, old_model_part, own_part
 from nobackfill.server.grpc.metrics import Metrics
-from nobackfill.server.serving import Serving
-from nobackfill.server.state import Activation, Canary, GatewayState, Lead, State, clear_resumes
-from nobackfill.server.upgrades.upgrading import JobState, Upgrading
+from nobackfill.server.serving import PlanManager
+from nobackfill.server.state import (
+    Activation,
+    Canary,
+    GatewayState,
+    Leadership,
+    State,
+    resume_count_reset,
+)
+from nobackfill.server.upgrades.upgrading import GalleryUpgrades, JobState
 from nobackfill.vectors import Vectors
 
 log = structlog.get_logger("server.rollout")
@@ -81,7 +88,10 @@ class RolloutRun:
     """Run one activation in a thread, and let watchers follow its events."""
 
     def __init__(
-        self, record: Activation, lead: Lead, work: Callable[["RolloutRun"], tuple[Phase, str]]
+        self,
+        record: Activation,
+        lead: Leadership,
+        work: Callable[["RolloutRun"], tuple[Phase, str]],
     ) -> None:
         """Prepare the thread of an activation.
 
@@ -277,8 +287,8 @@ class RolloutParts:
     catalog: Catalog
     state: GatewayState
     galleries: GalleryRegistry
-    upgrading: Upgrading
-    serving: Serving
+    upgrading: GalleryUpgrades
+    serving: PlanManager
     canaries: Canaries
     metrics: Metrics
 
@@ -310,8 +320,8 @@ class Rollout:
             GateFailedError: the release did not pass its gate.
             VerificationError: a file or a model is not as published, or a gallery is damaged.
             RolloutCancelledError: the activation was cancelled, here or by another gateway.
-            LeadLostError: another gateway leads the activation now; its last transaction changed
-                nothing.
+            LeadershipLostError: another gateway leads the activation now; its last transaction
+                changed nothing.
             BusyError, UnavailableError: a store, the state, the publication or the model server is
                 busy, or does not answer.
             CannotWriteError: a gallery, the state or the publication's verified metadata cannot be
@@ -362,7 +372,9 @@ class Rollout:
             )
         folder = catalog.verify_files(number)
         sources = {hosted.spec().release for hosted in self._parts.galleries.all()}
-        self._parts.upgrading.trials.release(manifest, sources, self._run.raise_if_cancelled)
+        self._parts.upgrading.trials.try_release_models(
+            manifest, sources, self._run.raise_if_cancelled
+        )
         return folder, manifest
 
     def _load(self, manifest: Manifest) -> None:
@@ -385,7 +397,7 @@ class Rollout:
         self._run.raise_if_cancelled()
         if self._record.resumed:
             # The models did not crash the gateway: a later crash has another cause.
-            self._transact(lambda: self._parts.state.revise(clear_resumes))
+            self._transact(lambda: self._parts.state.revise(resume_count_reset))
 
     def _upgrade_all(self, manifest: Manifest) -> list[Hosted]:
         """Fill the release's space in every gallery that has a route to it.
@@ -412,7 +424,7 @@ class Rollout:
             if spec.space == manifest.space or self._record.only not in (None, hosted.name):
                 continue
             if (
-                self._parts.upgrading.route(hosted, manifest.release, is_direct=is_direct)
+                self._parts.upgrading.best_route(hosted, manifest.release, is_direct=is_direct)
                 is not None
             ):
                 movable.append(hosted)
@@ -438,7 +450,7 @@ class Rollout:
                 hosted.expect(manifest.space)
             with hosted.write_lock.exclusive():
                 self._transact(partial(self._begin, hosted, manifest))
-                self._parts.serving.replan_one(hosted)
+                self._parts.serving.replan_gallery(hosted)
 
     def _begin(self, hosted: Hosted, manifest: Manifest) -> None:
         hosted.store.add_staging_space(SpaceSpec.of(manifest))
@@ -469,7 +481,7 @@ class Rollout:
         Returns:
             True if every item has a vector in the new space; else the gallery gets a note.
         """
-        if self._parts.upgrading.route(hosted, manifest.release) is None:
+        if self._parts.upgrading.best_route(hosted, manifest.release) is None:
             hosted.remember({NOTE: "searched directly: no upgrade was published for its release"})
             return False
         done = self._done
@@ -478,9 +490,9 @@ class Rollout:
         if missing:
             note = _missing_note(missing, hosted)
             hosted.remember({NOTE: note})
-            self._parts.upgrading.finish(hosted.name, JobState.FAILED, note)
+            self._parts.upgrading.finish_job(hosted.name, JobState.FAILED, note)
             return False
-        self._parts.upgrading.finish(hosted.name, JobState.INDEXING)
+        self._parts.upgrading.finish_job(hosted.name, JobState.INDEXING)
         hosted.make_ready(manifest.space, self._run.raise_if_cancelled)
         if self._record.rollout != "cutover":
             self._flip([hosted], manifest, active=False)
@@ -499,13 +511,13 @@ class Rollout:
             self._run.add_event(Phase.UPGRADING, already_done + complete, self._total)
 
         while True:
-            outcome = self._parts.upgrading.run(
+            outcome = self._parts.upgrading.run_upgrade(
                 hosted, manifest, self._record.spare_cores, self._run.cancelled.is_set, on_progress
             )
             self._run.raise_if_cancelled()
             if not outcome.stopped:
                 return outcome.left_behind
-            self._parts.upgrading.wait_resumed(hosted.name, self._run.cancelled.is_set)
+            self._parts.upgrading.wait_while_paused(hosted.name, self._run.cancelled.is_set)
 
     def _switch_queries(self, manifest: Manifest) -> None:
         """Let the new release answer from now on, in galleries that live in two spaces (direct and
@@ -513,8 +525,8 @@ class Rollout:
         """
         self._run.add_event(Phase.SWITCHING)
         seconds = self._record.old_space_seconds
-        self._transact(lambda: self._parts.serving.activate(manifest, seconds))
-        self._parts.serving.replan()
+        self._transact(lambda: self._parts.serving.record_activation(manifest, seconds))
+        self._parts.serving.replan_all()
 
     def _start_canary(self, upgraded: list[Hosted], manifest: Manifest) -> None:
         """Start the canary: a share of the queries is answered in the new space of these
@@ -523,9 +535,9 @@ class Rollout:
         for hosted in upgraded:
             with hosted.write_lock.exclusive():
                 hosted.remember({ROLLOUT: CANARY})
-                self._parts.serving.replan_one(hosted)
+                self._parts.serving.replan_gallery(hosted)
             note = f"release {manifest.release} runs as a canary; it is not active yet"
-            self._parts.upgrading.finish(hosted.name, JobState.DONE, note)
+            self._parts.upgrading.finish_job(hosted.name, JobState.DONE, note)
 
     def _wait_for_promotion(self) -> None:
         """Move the canary from step to step until its release is promoted.
@@ -601,7 +613,7 @@ class Rollout:
             for hosted in flipped:
                 hosted.store.flip(manifest.space, state={ROLLOUT: None, NOTE: None})
             if active:
-                self._parts.serving.activate(manifest, self._record.old_space_seconds)
+                self._parts.serving.record_activation(manifest, self._record.old_space_seconds)
             return flipped
 
         with ExitStack() as locks:
@@ -609,12 +621,12 @@ class Rollout:
                 locks.enter_context(hosted.write_lock.exclusive())
             flipped = self._transact(switch)
             if active:
-                old = self._parts.serving.replan()
+                old = self._parts.serving.replan_all()
             else:
-                old = [self._parts.serving.replan_one(hosted) for hosted in flipped]
+                old = [self._parts.serving.replan_gallery(hosted) for hosted in flipped]
             for hosted in flipped:
-                self._parts.upgrading.finish(hosted.name, JobState.DONE)
-        self._parts.serving.settle(old)
+                self._parts.upgrading.finish_job(hosted.name, JobState.DONE)
+        self._parts.serving.retire_plans(old)
 
     def _is_complete(self, hosted: Hosted, manifest: Manifest) -> bool:
         """Upgrade a gallery's last items, and tell whether its new space is complete.
@@ -628,7 +640,9 @@ class Rollout:
         if hosted.store.count_left_behind(manifest.space):
             # Run here, within this thread's transaction.
             should_stop = self._run.cancelled.is_set
-            self._parts.upgrading.run(hosted, manifest, 0.0, should_stop, in_this_thread=True)
+            self._parts.upgrading.run_upgrade(
+                hosted, manifest, 0.0, should_stop, in_this_thread=True
+            )
             self._run.raise_if_cancelled()
         missing = hosted.store.count_left_behind(manifest.space)
         if missing:

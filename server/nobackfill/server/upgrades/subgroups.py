@@ -46,7 +46,7 @@ class Subgroup:
 _Query = Mapping[str, bytes]
 
 
-def subgroups(hosted: Hosted, searching: Searching, key: str) -> list[Subgroup]:
+def measure_subgroups(hosted: Hosted, searching: Searching, key: str) -> list[Subgroup]:
     """Measure the quality for every value of a key, the worst first.
 
     Probes are stored vectors, about 2000 in total, at equal distances in each group. They are

@@ -37,7 +37,7 @@ from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.state import GatewayState
 
 if TYPE_CHECKING:
-    from nobackfill.server.upgrades.workers.workers import ByWorkers
+    from nobackfill.server.upgrades.workers.workers import WorkerUpgrades
 
 
 # Times that the kept neighbours are measured during an upgrade, at equal distances.
@@ -98,7 +98,7 @@ class Job:
         return remaining / self.items_per_second if self.items_per_second > 0 else 0.0
 
     def to_json(self) -> str:
-        """Encode the job for `from_json`.
+        """Encode the job for `job_from_json`.
 
         The key `done` holds `complete`.
         """
@@ -107,7 +107,7 @@ class Job:
         return json.dumps(values)
 
 
-def from_json(text: str) -> Job:
+def job_from_json(text: str) -> Job:
     """Read a job that `Job.to_json` encoded, of this gateway or of one that shares its database.
 
     Raises:
@@ -263,7 +263,7 @@ def _timed(work: Callable[[], Result]) -> tuple[Result, float]:
     return work(), time.perf_counter() - began
 
 
-class Trials:
+class ModelTrials:
     """Try models in a child process with limits, each release once, before this process
     loads them.
     """
@@ -274,7 +274,7 @@ class Trials:
         # Replaced, never changed: readers do not wait for a running trial.
         self._passed: frozenset[tuple[str, int | None]] = frozenset()
 
-    def release(
+    def try_release_models(
         self,
         manifest: Manifest,
         sources: Collection[int] = (),
@@ -310,7 +310,7 @@ class Trials:
             try_release(folder, manifest, upgrades=sources, poll=check_stop)
             self._passed |= needed
 
-    def steps(self, steps: Iterable[tuple[Manifest, Upgrade]]) -> None:
+    def try_route(self, steps: Iterable[tuple[Manifest, Upgrade]]) -> None:
         """Try the models of a route, each release once.
 
         Args:
@@ -324,7 +324,7 @@ class Trials:
             OSError: the child process of a trial cannot be started.
         """
         for manifest, upgrade in steps:
-            self.release(manifest, (upgrade.from_release,))
+            self.try_release_models(manifest, (upgrade.from_release,))
 
 
 log = structlog.get_logger("server.upgrading")
@@ -332,12 +332,12 @@ log = structlog.get_logger("server.upgrading")
 _SAVE_SECONDS = 0.5
 
 
-class Upgrading:
-    """Run the upgrades of all galleries; `changed` is notified at every chunk."""
+class GalleryUpgrades:
+    """Run the upgrades of all galleries; `changes` is notified at every chunk."""
 
     def __init__(
         self, files: Path, catalog: Catalog, state: GatewayState, metrics: Metrics,
-        workers: "ByWorkers | None" = None,
+        workers: "WorkerUpgrades | None" = None,
     ) -> None:  # fmt: skip
         """Start without jobs.
 
@@ -358,10 +358,10 @@ class Upgrading:
         self._runners: dict[tuple[int, ...], RouteRunner] = {}
         # For each gallery, the state and time that were last saved for other gateways.
         self._saved: dict[str, tuple[JobState, float]] = {}
-        self.trials = Trials(catalog)
-        self.changed = ChangeCounter()
+        self.trials = ModelTrials(catalog)
+        self.changes = ChangeCounter()
 
-    def route(self, hosted: Hosted, target: int, *, is_direct: bool = False) -> Route | None:
+    def best_route(self, hosted: Hosted, target: int, *, is_direct: bool = False) -> Route | None:
         """Return the best route from a gallery's active space to a release; None without one.
 
         A release that is withdrawn is not used, except the source itself. Nothing is opened. The
@@ -433,7 +433,7 @@ class Upgrading:
             probe = pool.submit(estimate_cost, hosted, open_runner, SpaceSpec.of(target), throttle)
             return probe.result(), route
 
-    def run(
+    def run_upgrade(
         self,
         hosted: Hosted,
         target: Manifest,
@@ -450,7 +450,7 @@ class Upgrading:
         second. After each chunk it pauses; workers do not. Written vectors stay, also after an
         error. At the end, and ten times in between, it measures how many neighbours the upgrade
         kept. At the end, also after an error, the job stays RUNNING or PAUSED: the caller records
-        the end by `finish`.
+        the end by `finish_job`.
 
         Args:
             hosted: the gallery.
@@ -512,14 +512,16 @@ class Upgrading:
                 hosted.store, runner, spec, on_progress=on_chunk, should_stop=stops
             )
         else:
-            self.trials.steps(route.steps)
+            self.trials.try_route(route.steps)
             outcome = workers.run(hosted.store, route, spec, on_chunk, stops)
         log.info("upgraded", gallery=hosted.name, written=outcome.writes)
         if not outcome.stopped:
             self._report_neighbours(hosted, source, spec)
         return outcome
 
-    def runner(self, source: Manifest, target: Manifest, side: str | None) -> RouteRunner | None:
+    def open_runner(
+        self, source: Manifest, target: Manifest, side: str | None
+    ) -> RouteRunner | None:
         """Open the models of the best route for vectors from outside; they stay open.
 
         The same route opens its models once; nothing closes them before the process ends.
@@ -544,14 +546,14 @@ class Upgrading:
         if route is None:
             return None
         # Tried outside of the lock, because that may take a while.
-        self.trials.steps(route.steps)
+        self.trials.try_route(route.steps)
         with self._lock:
             if route.releases not in self._runners:
                 self._runners[route.releases] = self._open(route, 1)
             return self._runners[route.releases]
 
     def _open(self, route: Route, threads: int) -> RouteRunner:
-        self.trials.steps(route.steps)
+        self.trials.try_route(route.steps)
         return open_route(self._files, route, threads, int8=True)
 
     def pause(self, gallery: str) -> None:
@@ -594,11 +596,11 @@ class Upgrading:
         """
         return gallery in self._state.current.paused
 
-    def forget_missing(self, galleries: set[str]) -> None:
+    def forget_missing_galleries(self, galleries: set[str]) -> None:
         """Forget pauses of galleries that do not exist; called at the start, after an interrupted
         deletion.
 
-        Without such pauses it only notifies `changed`.
+        Without such pauses it only notifies `changes`.
 
         Args:
             galleries: names of existing galleries.
@@ -627,17 +629,17 @@ class Upgrading:
             for gallery in galleries:
                 self._jobs.pop(gallery, None)
         for gallery in galleries:
-            self._state.keep_job(gallery, None)
+            self._state.save_job(gallery, None)
         if galleries & set(self._state.current.paused):
             self._unpause(galleries)
-        self.changed.notify()
+        self.changes.notify()
 
     def _unpause(self, galleries: Collection[str]) -> None:
         self._state.revise(
             lambda state: {"paused": tuple(name for name in state.paused if name not in galleries)}
         )
 
-    def wait_resumed(self, gallery: str, should_stop: Callable[[], bool]) -> None:
+    def wait_while_paused(self, gallery: str, should_stop: Callable[[], bool]) -> None:
         """Wait while a gallery is paused, at most until `should_stop` returns True.
 
         It asks at least every 0.2 s, and reads the state in memory. An unknown gallery is not
@@ -649,7 +651,7 @@ class Upgrading:
         """
         version = -1
         while self.is_paused(gallery) and not should_stop():
-            version = self.changed.wait_for_change(version, 0.2)
+            version = self.changes.wait_for_change(version, 0.2)
 
     def job(self, gallery: str) -> Job | None:
         """Return the last upgrade job of a gallery; None if no job is known.
@@ -664,11 +666,11 @@ class Upgrading:
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
         """
         if self._state.shared:
-            saved = self._state.job(gallery)
-            return None if saved is None else from_json(saved)
+            saved = self._state.saved_job(gallery)
+            return None if saved is None else job_from_json(saved)
         return self._jobs.get(gallery)
 
-    def expect(self, hosted: Hosted, release: int) -> None:
+    def expect_upgrade(self, hosted: Hosted, release: int) -> None:
         """Replace a gallery's job, because an activation has begun that will upgrade it.
 
         It does nothing if the gallery's active space is of the release. The job begins as RUNNING,
@@ -685,7 +687,7 @@ class Upgrading:
         if source != release:
             self._set(Job(hosted.name, source, release, self._first_state(hosted.name)))
 
-    def finish(self, gallery: str, state: JobState, message: str = "") -> None:
+    def finish_job(self, gallery: str, state: JobState, message: str = "") -> None:
         """Record how a job ended, or that its index is being built.
 
         A job that is done counts all its items, also those that an earlier job upgraded. Without a
@@ -709,7 +711,7 @@ class Upgrading:
             values["complete"] = job.total
         self._update(gallery, **values)
 
-    def give_up(self, gallery: str, message: str) -> None:
+    def fail_job(self, gallery: str, message: str) -> None:
         """Record that a job failed, unless it has ended or there is none.
 
         Args:
@@ -764,7 +766,7 @@ class Upgrading:
             self._metrics.neighbours_kept.labels(str(target.release)).set(share)
 
     def _need_route(self, hosted: Hosted, target: int) -> Route:
-        route = self.route(hosted, target)
+        route = self.best_route(hosted, target)
         if route is None:
             raise PreconditionError(
                 f"gallery {hosted.name!r}: no upgrade leads from release {hosted.spec().release} "
@@ -803,5 +805,5 @@ class Upgrading:
         time_now, last = time.monotonic(), self._saved.get(job.gallery)
         if last is None or last[0] != job.state or time_now - last[1] > _SAVE_SECONDS:
             self._saved[job.gallery] = job.state, time_now
-            self._state.keep_job(job.gallery, job.to_json())
-        self.changed.notify()
+            self._state.save_job(job.gallery, job.to_json())
+        self.changes.notify()

@@ -31,7 +31,7 @@ from nobackfill.server.grpc.services.convert import (
 )
 from nobackfill.server.healing.healer import HealingProgress
 from nobackfill.server.healing.registration import HealingSource
-from nobackfill.server.rollout.lifecycle import Lifecycle
+from nobackfill.server.rollout.lifecycle import GalleryOperations
 from nobackfill.server.state import GatewayState
 from nobackfill.v1 import gallery_pb2, upgrade_pb2
 from nobackfill.v1 import gallery_pb2 as pb
@@ -350,7 +350,7 @@ class GalleryService(GalleryServiceServicer):
         self,
         galleries: GalleryRegistry,
         item_writer: ItemWriter,
-        lifecycle: Lifecycle,
+        lifecycle: GalleryOperations,
         state: GatewayState,
     ) -> None:
         self._galleries = galleries
@@ -407,10 +407,10 @@ class GalleryService(GalleryServiceServicer):
             if request.HasField("exact_distances"):
                 hosted.answer_exactly(request.exact_distances)
             if request.HasField("source"):
-                self._lifecycle.register(hosted, from_source(request.source))
+                self._lifecycle.set_source(hosted, from_source(request.source))
                 self._audit("register a source of", f"gallery {request.name}")
             if request.HasField("both_models"):
-                self._lifecycle.set_both_models(hosted, request.both_models)
+                self._lifecycle.set_rank_fusion(hosted, request.both_models)
                 self._audit("set both models of", f"gallery {request.name}")
             return pb.UpdateGalleryResponse(gallery=self._gallery(hosted))
 
@@ -650,7 +650,7 @@ class GalleryService(GalleryServiceServicer):
         return pb.DeleteItemsResponse(deleted=deleted)
 
     def _audit(self, what: str, of_what: str) -> None:
-        self._state.audit(current().principal.name, what, of_what)
+        self._state.record_audit(current().principal.name, what, of_what)
 
     def _gallery(self, hosted: Hosted) -> pb.Gallery:
         return _gallery(hosted, self._state.current.ends)

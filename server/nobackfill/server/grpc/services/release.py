@@ -407,7 +407,7 @@ class ReleaseService(ReleaseServiceServicer):
         return pb.RetireReleaseResponse(retired=retired)
 
     def _audit(self, what: str, of_what: str) -> None:
-        self._state.audit(current().principal.name, what, of_what)
+        self._state.record_audit(current().principal.name, what, of_what)
 
     def _releases(self) -> list[pb.Release]:
         manifests = self._catalog.manifests

@@ -8,8 +8,8 @@ from nobackfill.errors import InvalidInputError
 from nobackfill.server.galleries.answering import Searching
 from nobackfill.server.galleries.hosted import GalleryRegistry, Hosted
 from nobackfill.server.grpc.services.gallery import to_healing
-from nobackfill.server.rollout.lifecycle import Lifecycle
-from nobackfill.server.upgrades.subgroups import Subgroup, subgroups
+from nobackfill.server.rollout.lifecycle import GalleryOperations
+from nobackfill.server.upgrades.subgroups import Subgroup, measure_subgroups
 from nobackfill.server.upgrades.upgrading import Job, JobState
 from nobackfill.v1 import upgrade_pb2 as pb
 from nobackfill.v1.upgrade_pb2_grpc import UpgradeServiceServicer
@@ -28,7 +28,7 @@ class UpgradeService(UpgradeServiceServicer):
     """Implement the calls of protos/nobackfill/v1/upgrade.proto."""
 
     def __init__(
-        self, lifecycle: Lifecycle, galleries: GalleryRegistry, searching: Searching
+        self, lifecycle: GalleryOperations, galleries: GalleryRegistry, searching: Searching
     ) -> None:
         self._lifecycle = lifecycle
         self._galleries = galleries
@@ -133,9 +133,9 @@ class UpgradeService(UpgradeServiceServicer):
         last, report = None, _Report(self._searching, request.group_by)
         while True:
             # The gallery is not held open between two looks, so that it can be deleted.
-            job = self._lifecycle.job(request.gallery)
+            job = self._lifecycle.upgrade_job(request.gallery)
             progress = _message(job)
-            if (healing := self._lifecycle.healing(request.gallery)) is not None:
+            if (healing := self._lifecycle.reembedding_progress(request.gallery)) is not None:
                 progress.healing.CopyFrom(to_healing(healing))
             if request.group_by:
                 with self._galleries.use_gallery(request.gallery) as hosted:
@@ -162,7 +162,9 @@ class UpgradeService(UpgradeServiceServicer):
             BusyError: the database is busy.
             ConfigurationError: the database refuses the statement, as without rights.
         """
-        return pb.PauseUpgradeResponse(progress=_message(self._lifecycle.pause(request.gallery)))
+        return pb.PauseUpgradeResponse(
+            progress=_message(self._lifecycle.pause_upgrade(request.gallery))
+        )
 
 
 class _Report:
@@ -184,7 +186,7 @@ class _Report:
         tenth = 10 * progress.done // max(1, progress.total) if len(spaces) > 1 else 0
         stage = (*spaces, tenth, progress.re_embedded)
         if stage != self._stage:
-            groups = subgroups(hosted, self._searching, self._key)
+            groups = measure_subgroups(hosted, self._searching, self._key)
             self._stage, self._quality = stage, _quality(groups)
         progress.quality.CopyFrom(self._quality)
 

@@ -35,7 +35,7 @@ from nobackfill.errors import (
     UnavailableError,
 )
 from nobackfill.loopback import is_loopback
-from nobackfill.server.state import GoneError
+from nobackfill.server.state import GalleryDeletedError
 
 _ENCRYPTED = ("require", "verify-ca", "verify-full")
 
@@ -140,9 +140,9 @@ def refusal(error: Exception) -> NobackfillError | None:
     Returns:
         The error to raise: OverloadedError (no connection is free), BusyError, CannotWriteError
         (read-only or full), ConfigurationError (rights, or a part that is not installed),
-        GoneError, DamagedError, or UnavailableError, also for a refused connection, which has no
-        code. None for an error that only a defect of this program can cause, and for any error of
-        other origin.
+        GalleryDeletedError, DamagedError, or UnavailableError, also for a refused connection, which
+        has no code. None for an error that only a defect of this program can cause, and for any
+        error of other origin.
     """
     if isinstance(error, PoolTimeout | TooManyRequests):
         return OverloadedError(
@@ -173,7 +173,7 @@ def refusal(error: Exception) -> NobackfillError | None:
                 "password and database in the address, and the user's rights"
             ),
         ),
-        (_GONE, GoneError("the gallery was closed or deleted")),
+        (_GONE, GalleryDeletedError("the gallery was closed or deleted")),
         (
             (pg.DataCorrupted, pg.IndexCorrupted),
             DamagedError("the database", message),
@@ -459,7 +459,7 @@ class Database:
         Raises:
             UnavailableError: the database does not answer, or refuses the connection.
             BusyError: a statement or lock takes too long.
-            GoneError: a table of the block's statements is missing.
+            GalleryDeletedError: a table of the block's statements is missing.
             ConfigurationError, DamagedError: the database refuses a statement, or is damaged.
         """
         with closing(self.connect()) as connection:
@@ -495,7 +495,7 @@ class Database:
                 left.
             OverloadedError: no connection of the pool was free for some seconds.
             BusyError: a statement took longer than 60 s, or waited too long for a lock.
-            GoneError: the gallery, or one of its tables, was deleted.
+            GalleryDeletedError: the gallery, or one of its tables, was deleted.
             ConfigurationError: the database refuses the statement, as without rights.
             DamagedError: a table or index is damaged.
             psycopg.Error: any other error, a defect of this program.
@@ -546,7 +546,7 @@ class Database:
             OverloadedError: no connection of the pool was free for some seconds.
             UnavailableError: the database does not answer, or the outcome is unknown.
             CannotWriteError: the database cannot write, or is read-only.
-            GoneError: the gallery was deleted.
+            GalleryDeletedError: the gallery was deleted.
             NobackfillError: as `work`; then nothing has changed.
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
             psycopg.Error: any other error, a defect of this program; nothing has changed.
@@ -584,7 +584,7 @@ class Database:
             OverloadedError: no connection of the pool was free for some seconds.
             UnavailableError: the database does not answer.
             CannotWriteError: the database cannot write, or is read-only.
-            GoneError: a table of the gallery is missing.
+            GalleryDeletedError: a table of the gallery is missing.
             ConfigurationError, DamagedError: the database refuses a statement, or is damaged.
         """
         if self._own.connection is None:

@@ -24,11 +24,11 @@ from nobackfill.gallery.store import (
     check_new_vectors,
     put_change,
 )
-from nobackfill.server.state import OutdatedError
+from nobackfill.server.state import OutdatedPlanError
 from nobackfill.server.stores.postgresql import rows, schema, writes
 from nobackfill.server.stores.postgresql.conditions import condition_of
 from nobackfill.server.stores.postgresql.database import Connection, Database, run
-from nobackfill.server.stores.postgresql.leading import gallery_changed, notify
+from nobackfill.server.stores.postgresql.leading import notify_gateways, record_gallery_change
 from nobackfill.server.stores.postgresql.reads import Reads, existing
 from nobackfill.server.stores.postgresql.schema import schema_of, table_of
 from nobackfill.server.stores.postgresql.writes import advance
@@ -65,7 +65,7 @@ class PostgresqlGallery(Reads):
         deleted misses nothing: None. If several are missing, it names one.
 
         Raises:
-            GoneError: the gallery was deleted during the check.
+            GalleryDeletedError: the gallery was deleted during the check.
             BusyError, UnavailableError: the database is busy, or does not answer, or the caller is
                 gone.
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
@@ -154,7 +154,7 @@ class PostgresqlGallery(Reads):
         def body(connection: Connection) -> Result:
             writes.hold_gate(connection, self.schema)
             result = work(connection)
-            gallery_changed(connection, self.number)
+            record_gallery_change(connection, self.number)
             return result
 
         result = self.database.write(body)
@@ -183,7 +183,7 @@ class PostgresqlGallery(Reads):
             The labels, and which items are new or replaced.
 
         Raises:
-            OutdatedError: spaces or state have changed since that epoch.
+            OutdatedPlanError: spaces or state have changed since that epoch.
             InvalidInputError: invalid vectors, ids or metadata, or a repeated id.
             IncompatibleSpaceError: the gallery lacks a space, and `epoch` is None.
             NotFoundError: the gallery was deleted.
@@ -202,7 +202,7 @@ class PostgresqlGallery(Reads):
 
         def work(connection: Connection) -> Any:
             if epoch is not None and rows.epoch_of(connection, self.number) != epoch:
-                raise OutdatedError(
+                raise OutdatedPlanError(
                     "another gateway has changed the gallery's spaces or settings since the items "
                     "were embedded; try again"
                 )
@@ -223,7 +223,7 @@ class PostgresqlGallery(Reads):
             return [check_new_vectors(space_of(spaces, new.space), new, count) for new in vectors]
         except IncompatibleSpaceError as error:
             if outdated:
-                raise OutdatedError(
+                raise OutdatedPlanError(
                     "another gateway has deleted a space of the gallery since the items were "
                     "embedded; try again"
                 ) from error
@@ -236,7 +236,7 @@ class PostgresqlGallery(Reads):
         It is one transaction. Listeners are called after the commit.
 
         Raises:
-            GoneError: the gallery was deleted; nothing has changed.
+            GalleryDeletedError: the gallery was deleted; nothing has changed.
             BusyError: a lock is held for too long, or other calls change the same items.
             UnavailableError: the database does not answer, or the outcome of the commit is unknown;
                 repeating the call is safe.
@@ -260,7 +260,7 @@ class PostgresqlGallery(Reads):
 
         Raises:
             InvalidInputError: the filter is too large or invalid.
-            GoneError: the gallery was deleted; nothing has changed.
+            GalleryDeletedError: the gallery was deleted; nothing has changed.
             BusyError: a lock is held for too long, or other calls change the same items.
             UnavailableError: the database does not answer, or the outcome of the commit is unknown;
                 repeating the call is safe.
@@ -303,7 +303,7 @@ class PostgresqlGallery(Reads):
         Raises:
             InvalidInputError: the filter is too large, or the new metadata is invalid; nothing has
                 changed.
-            GoneError: the gallery was deleted; nothing has changed.
+            GalleryDeletedError: the gallery was deleted; nothing has changed.
             BusyError: a lock is held for too long, or other calls change the same items.
             UnavailableError: the database does not answer, or the outcome of the commit is unknown;
                 repeating the call is safe.
@@ -340,7 +340,7 @@ class PostgresqlGallery(Reads):
         Raises:
             TypeError: a value cannot be written as JSON.
             ValueError: a value contains NaN or infinity.
-            GoneError: the gallery was deleted; nothing has changed.
+            GalleryDeletedError: the gallery was deleted; nothing has changed.
             BusyError: a lock is held for too long, or other calls change the same items.
             UnavailableError: the database does not answer, or the outcome of the commit is unknown;
                 repeating the call is safe.
@@ -350,7 +350,7 @@ class PostgresqlGallery(Reads):
 
         def work(connection: Connection) -> None:
             rows.set_state(connection, self.schema, values)
-            gallery_changed(connection, self.number)
+            record_gallery_change(connection, self.number)
 
         self.database.write(work)
 
@@ -363,7 +363,7 @@ class PostgresqlGallery(Reads):
         Raises:
             InvalidInputError: it exists with another release, dimension, metric, norm or side
                 space, or has too many dimensions for pgvector.
-            GoneError: the gallery was deleted; nothing has changed.
+            GalleryDeletedError: the gallery was deleted; nothing has changed.
             BusyError: a lock is held for too long, or other calls change the same items.
             UnavailableError: the database does not answer, or the outcome of the commit is unknown;
                 repeating the call is safe.
@@ -398,7 +398,7 @@ class PostgresqlGallery(Reads):
         Raises:
             InvalidInputError: invalid vectors, or another number of rows.
             IncompatibleSpaceError: the gallery does not have the space.
-            GoneError: the gallery was deleted; nothing has changed.
+            GalleryDeletedError: the gallery was deleted; nothing has changed.
             BusyError: a lock is held for too long, or other calls change the same items.
             UnavailableError: the database does not answer, or the outcome of the commit is unknown;
                 repeating the call is safe.
@@ -431,7 +431,7 @@ class PostgresqlGallery(Reads):
             BusyError: the database is busy.
             UnavailableError: it does not answer.
             CannotWriteError: the database is full or read-only.
-            GoneError: the gallery was deleted.
+            GalleryDeletedError: the gallery was deleted.
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
         """
         number = self.space(space).number
@@ -456,7 +456,7 @@ class PostgresqlGallery(Reads):
             PreconditionError: items lack a vector there, and `leave_behind` is False.
             IncompatibleSpaceError: the gallery does not have the space.
             TypeError, ValueError: a value of `state` is not JSON.
-            GoneError: the gallery was deleted; nothing has changed.
+            GalleryDeletedError: the gallery was deleted; nothing has changed.
             BusyError: a lock is held for too long, or other calls change the same items.
             UnavailableError: the database does not answer, or the outcome of the commit is unknown;
                 repeating the call is safe.
@@ -492,7 +492,7 @@ class PostgresqlGallery(Reads):
             NotFoundError: there is no previous space.
             PreconditionError: items lack a vector there, and `leave_behind` is False.
             TypeError, ValueError: a value of `state` is not JSON.
-            GoneError: the gallery was deleted; nothing has changed.
+            GalleryDeletedError: the gallery was deleted; nothing has changed.
             BusyError: a lock is held for too long, or other calls change the same items.
             UnavailableError: the database does not answer, or the outcome of the commit is unknown;
                 repeating the call is safe.
@@ -519,7 +519,7 @@ class PostgresqlGallery(Reads):
         Raises:
             PreconditionError: it is the active one.
             IncompatibleSpaceError: the gallery does not have the space.
-            GoneError: the gallery was deleted; nothing has changed.
+            GalleryDeletedError: the gallery was deleted; nothing has changed.
             BusyError: a lock is held for too long, or other calls change the same items.
             UnavailableError: the database does not answer, or the outcome of the commit is unknown;
                 repeating the call is safe.
@@ -558,7 +558,7 @@ class PostgresqlGallery(Reads):
 
         Raises:
             IncompatibleSpaceError: the gallery does not have the space.
-            GoneError: the gallery was deleted.
+            GalleryDeletedError: the gallery was deleted.
             BusyError, UnavailableError: the database is busy, or does not answer, or the caller is
                 gone.
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
@@ -582,7 +582,7 @@ class PostgresqlGallery(Reads):
         """Return the active space.
 
         Raises:
-            GoneError: the gallery was deleted.
+            GalleryDeletedError: the gallery was deleted.
             BusyError, UnavailableError: the database is busy, or does not answer, or the caller is
                 gone.
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
@@ -674,7 +674,7 @@ class PostgresqlGalleries:
                 for statement in schema.index_statements(schema_name, info.number, info.spec):
                     run(connection, statement)
             rows.set_state(connection, schema_name, state)
-            notify(connection)
+            notify_gateways(connection)
             return int(number)
 
         return PostgresqlGallery(self.database, self.database.write(work))
@@ -683,7 +683,7 @@ class PostgresqlGalleries:
         """Delete a gallery with all its tables; an unknown name is ignored.
 
         Other gateways are notified. It waits for transactions that use its tables. Objects that
-        were opened before then raise GoneError.
+        were opened before then raise GalleryDeletedError.
 
         Raises:
             BusyError: a lock is held for too long, or other calls change the same rows.
@@ -701,7 +701,7 @@ class PostgresqlGalleries:
             ).fetchone()
             if row is not None:
                 schema.drop_gallery(connection, row[0])
-                notify(connection)
+                notify_gateways(connection)
 
         self.database.write(work)
 

@@ -209,7 +209,7 @@ def make_graph(database: Database, schema: str, info: SpaceInfo) -> None:
         UnavailableError: the database does not answer.
         BusyError: the database is busy.
         CannotWriteError: the database cannot write.
-        GoneError: the gallery or its space was deleted.
+        GalleryDeletedError: the gallery or its space was deleted.
         ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
         psycopg.Error: another call builds the same graph at this time; otherwise the later call
             builds it again.
@@ -246,7 +246,7 @@ def measure_recall(
     Raises:
         BusyError: the database is busy.
         UnavailableError: the database does not answer.
-        GoneError: the gallery or its space was deleted.
+        GalleryDeletedError: the gallery or its space was deleted.
         ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
         NobackfillError: whatever `check_stop` raises.
         psycopg.Error: any other error, a defect of this program.

@@ -17,13 +17,13 @@ from psycopg import errors as pg
 
 from nobackfill.errors import BusyError, NobackfillError, UnavailableError
 from nobackfill.server.state import (
-    MOST_DEEDS,
-    Deed,
+    MAX_AUDIT_ENTRIES,
+    AuditEntry,
     GatewayState,
-    Lead,
-    LeadLostError,
+    Leadership,
+    LeadershipLostError,
     State,
-    read_state,
+    parse_state,
 )
 from nobackfill.server.stores.postgresql.database import Connection, Database, refusal, run
 
@@ -37,8 +37,8 @@ _ALIVE = (
 _NEW_TERM = "UPDATE nobackfill.gateway SET term = term + 1 RETURNING term"
 
 
-class DatabaseLead(Lead):
-    """Lead an activation by an advisory lock and a term; see Lead for its methods."""
+class DatabaseLeadership(Leadership):
+    """Lead an activation by an advisory lock and a term; see Leadership for its methods."""
 
     def __init__(self, database: Database, connection: Connection, term: int) -> None:
         self._database = database
@@ -49,7 +49,7 @@ class DatabaseLead(Lead):
 
     def is_lost(self) -> bool:
         """Tell whether another gateway has taken the lead, as far as this one can know; see
-        Lead.is_lost.
+        Leadership.is_lost.
 
         If its connection broke, it tries to take the lock again, and says False once meanwhile.
         Without an answer of the database it says False: nobody can take the lead then. After
@@ -74,7 +74,7 @@ class DatabaseLead(Lead):
             return False
 
     def close(self) -> None:
-        """Give up the lead; a second call does nothing; see Lead.close.
+        """Give up the lead; a second call does nothing; see Leadership.close.
 
         The lock ends with the connection, so that another gateway may lead at once. It waits for an
         `is_lost` of another thread.
@@ -85,7 +85,7 @@ class DatabaseLead(Lead):
                 self._connection.close()
 
 
-def take_lead(database: Database) -> DatabaseLead | None:
+def take_leadership(database: Database) -> DatabaseLeadership | None:
     """Take the lead of an activation.
 
     It begins a new term, by which transactions of earlier leads fail. It does not wait for another
@@ -104,7 +104,7 @@ def take_lead(database: Database) -> DatabaseLead | None:
     if connection is None:
         return None
     try:
-        return DatabaseLead(database, connection, new_term(database))
+        return DatabaseLeadership(database, connection, new_term(database))
     except BaseException:
         connection.close()
         raise
@@ -127,7 +127,7 @@ def new_term(database: Database) -> int:
     return int(database.write(lambda connection: run(connection, _NEW_TERM).fetchone()[0]))
 
 
-def fence(database: Database, term: int) -> None:
+def check_term(database: Database, term: int) -> None:
     """Check at the end of a transaction that a lead still holds; it then holds until the commit.
 
     Call it within `Database.transact`; outside, the lock ends at once. A new term waits for the
@@ -138,14 +138,14 @@ def fence(database: Database, term: int) -> None:
         term: the term of the lead.
 
     Raises:
-        LeadLostError: another gateway leads.
+        LeadershipLostError: another gateway leads.
         BusyError, UnavailableError: the database is busy, or does not answer, or the caller is
             gone.
         ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
     """
     query = "SELECT term FROM nobackfill.gateway FOR UPDATE"
     if database.read(lambda connection: run(connection, query).fetchone()[0]) != term:
-        raise LeadLostError(
+        raise LeadershipLostError(
             "another gateway leads the activation now, so this one changed nothing; follow it with "
             "`gateway watch`"
         )
@@ -201,10 +201,10 @@ def _term(connection: Connection) -> int:
     return int(run(connection, "SELECT term FROM nobackfill.gateway").fetchone()[0])
 
 
-# Tenure: gateways that serve from a database share an advisory lock, each by a connection of its
-# own. A process that moves galleries there or away holds the lock exclusively. When the server
-# restarts, the lock is lost and taken again within a second. If another process has taken it
-# exclusively by then, this gateway refuses to write from then on.
+# GatewayDatabaseLock: gateways that serve from a database share an advisory lock, each by a
+# connection of its own. A process that moves galleries there or away holds the lock exclusively.
+# When the server restarts, the lock is lost and taken again within a second. If another process has
+# taken it exclusively by then, this gateway refuses to write from then on.
 
 log = structlog.get_logger("server.stores")
 
@@ -218,7 +218,7 @@ HOLDERS = (
 )
 
 
-class Tenure:
+class GatewayDatabaseLock:
     """Hold a database from the constructor to `close`."""
 
     def __init__(self, database: Database, *, exclusive: bool) -> None:
@@ -305,11 +305,11 @@ class Tenure:
 _CHANNEL = "nobackfill"
 
 
-def notify(connection: Connection) -> None:
+def notify_gateways(connection: Connection) -> None:
     """Notify other gateways when this transaction commits.
 
     Call it within a transaction; without one, others are notified at once. It reads and writes no
-    table, and increases no epoch; `gallery_changed` does both.
+    table, and increases no epoch; `record_gallery_change` does both.
 
     Raises:
         psycopg.Error: the connection or its transaction is broken; the caller translates it.
@@ -317,7 +317,7 @@ def notify(connection: Connection) -> None:
     run(connection, f"SELECT pg_notify('{_CHANNEL}', '')")
 
 
-def gallery_changed(connection: Connection, number: int) -> None:
+def record_gallery_change(connection: Connection, number: int) -> None:
     """Record that a gallery's spaces or state changed: plans that were made before are outdated.
 
     It increases the gallery's epoch and notifies other gateways at the commit. An unknown number
@@ -331,10 +331,10 @@ def gallery_changed(connection: Connection, number: int) -> None:
         "UPDATE nobackfill.galleries SET epoch = epoch + 1 WHERE number = %s",
         [number],
     )
-    notify(connection)
+    notify_gateways(connection)
 
 
-class News:
+class CommitNotifications:
     """Wait for commits of any gateway, from the first `wait` to `close`."""
 
     def __init__(self, database: Database) -> None:
@@ -389,7 +389,7 @@ Result = TypeVar("Result")
 _WRITER = "(SELECT written_by FROM nobackfill.format)"
 
 
-class StateRow(GatewayState):
+class DatabaseState(GatewayState):
     """Keep the shared state in one row of the database, whose epoch grows with each change."""
 
     shared = True
@@ -400,7 +400,7 @@ class StateRow(GatewayState):
         Raises:
             VerificationError: the row is damaged, or a newer version wrote it.
             UnavailableError: the database does not answer.
-            GoneError: the tables do not exist; `prepare` creates them.
+            GalleryDeletedError: the tables do not exist; `prepare` creates them.
             BusyError: no connection is free, or a statement takes too long.
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
         """
@@ -412,8 +412,8 @@ class StateRow(GatewayState):
         super().__init__(_state(value, writer))
         self._epoch = epoch
 
-    def look(self) -> Mapping[str, tuple[int, int]]:
-        """Read the state again; see GatewayState.look.
+    def refresh(self) -> Mapping[str, tuple[int, int]]:
+        """Read the state again; see GatewayState.refresh.
 
         `current` then is the state that was read, unless a newer one is known. Do not call it
         within `transact`: a state that is rolled back would stay in `current`.
@@ -426,7 +426,7 @@ class StateRow(GatewayState):
             BusyError, UnavailableError: the database is busy, or does not answer, or the caller is
                 gone.
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
-            GoneError: the tables do not exist any more.
+            GalleryDeletedError: the tables do not exist any more.
         """
         query = (
             f"SELECT epoch, value, {_WRITER},"
@@ -473,7 +473,7 @@ class StateRow(GatewayState):
             )
             if writer != (own := version("nobackfill")):
                 run(connection, "UPDATE nobackfill.format SET written_by = %s", [own])
-            notify(connection)
+            notify_gateways(connection)
             return epoch + 1, new
 
         epoch, new = self._database.write(work)
@@ -486,7 +486,7 @@ class StateRow(GatewayState):
             if epoch > self._epoch:
                 self._epoch, self.current = epoch, state
 
-    def transact(self, work: Callable[[], Result], lead: Lead | None = None) -> Result:
+    def transact(self, work: Callable[[], Result], lead: Leadership | None = None) -> Result:
         """Run work whose changes other gateways see all at once, or not at all; see
         GatewayState.transact.
 
@@ -500,7 +500,7 @@ class StateRow(GatewayState):
             The result of `work`.
 
         Raises:
-            LeadLostError: another gateway leads; nothing has changed.
+            LeadershipLostError: another gateway leads; nothing has changed.
             BusyError: a lock is held for too long, or other calls change the same rows.
             UnavailableError: the database does not answer, or the outcome of the commit is unknown;
                 repeating the call is safe.
@@ -511,14 +511,14 @@ class StateRow(GatewayState):
 
         def fenced() -> Result:
             result = work()
-            if isinstance(lead, DatabaseLead):
-                fence(self._database, lead.term)
+            if isinstance(lead, DatabaseLeadership):
+                check_term(self._database, lead.term)
             return result
 
         return self._database.transact(fenced)
 
-    def lead(self) -> Lead | None:
-        """Take the lead of an activation; see GatewayState.lead.
+    def take_leadership(self) -> Leadership | None:
+        """Take the lead of an activation; see GatewayState.take_leadership.
 
         Returns:
             The lead, which the caller closes; None if another gateway has it.
@@ -529,11 +529,11 @@ class StateRow(GatewayState):
             CannotWriteError: the database cannot write.
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
         """
-        return take_lead(self._database)
+        return take_leadership(self._database)
 
-    def depose(self) -> None:
+    def end_leadership(self) -> None:
         """Forget the activation under way, and end the lead of the gateway that runs it; see
-        GatewayState.depose.
+        GatewayState.end_leadership.
 
         It begins a new term, so that the lead's next transaction fails. It does so also without an
         activation.
@@ -553,9 +553,9 @@ class StateRow(GatewayState):
 
         self._database.transact(work)
 
-    def exclusive(self, seconds: float) -> AbstractContextManager[None]:
+    def block_other_gateways(self, seconds: float) -> AbstractContextManager[None]:
         """Keep other gateways from activating, rolling back or retiring a release, or creating a
-        gallery, during a block; see GatewayState.exclusive.
+        gallery, during a block; see GatewayState.block_other_gateways.
 
         Args:
             seconds: longest wait for another gateway, which begins with the block; at least 1 ms.
@@ -567,8 +567,8 @@ class StateRow(GatewayState):
         """
         return lock_releases(self._database, seconds)
 
-    def job(self, gallery: str) -> str | None:
-        """Return the saved record of a gallery's last upgrade; see GatewayState.job.
+    def saved_job(self, gallery: str) -> str | None:
+        """Return the saved record of a gallery's last upgrade; see GatewayState.saved_job.
 
         Returns:
             The record as JSON, unchecked; None without one.
@@ -582,9 +582,9 @@ class StateRow(GatewayState):
         row = self._database.read(lambda connection: run(connection, query, [gallery]).fetchone())
         return None if row is None else str(row[0])
 
-    def keep_job(self, gallery: str, job: str | None) -> None:
+    def save_job(self, gallery: str, job: str | None) -> None:
         """Save the record of a gallery's upgrade for other gateways; None deletes it; see
-        GatewayState.keep_job.
+        GatewayState.save_job.
 
         A record replaces the former one. The gallery need not exist, and the text is not checked.
 
@@ -605,16 +605,16 @@ class StateRow(GatewayState):
         else:
             self._database.write(lambda connection: run(connection, statement, [gallery, job]))
 
-    def _keep_deed(self, deed: Deed) -> None:
+    def _keep_deed(self, deed: AuditEntry) -> None:
         statement = (
             "INSERT INTO nobackfill.audit (at, who, what, of_what)"
             " VALUES (to_timestamp(%s), %s, %s, %s)"
         )
         self._database.write(lambda connection: run(connection, statement, list(deed)))
 
-    def deeds(self) -> list[Deed]:
-        """Return the latest entries of the audit, at most MOST_DEEDS, latest last; empty without
-        any; see GatewayState.deeds.
+    def audit_entries(self) -> list[AuditEntry]:
+        """Return the latest entries of the audit, at most MAX_AUDIT_ENTRIES, latest last; empty
+        without any; see GatewayState.audit_entries.
 
         Raises:
             BusyError, UnavailableError: the database is busy, or does not answer, or the caller is
@@ -625,9 +625,9 @@ class StateRow(GatewayState):
             "SELECT extract(epoch FROM at)::double precision, who, what, of_what"
             " FROM nobackfill.audit ORDER BY number DESC LIMIT %s"
         )
-        rows = self._database.read(lambda c: run(c, query, [MOST_DEEDS]).fetchall())
-        return [Deed(*row) for row in reversed(rows)]
+        rows = self._database.read(lambda c: run(c, query, [MAX_AUDIT_ENTRIES]).fetchall())
+        return [AuditEntry(*row) for row in reversed(rows)]
 
 
 def _state(value: str, writer: object) -> State:
-    return read_state(value, "nobackfill.gateway of the database", writer)
+    return parse_state(value, "nobackfill.gateway of the database", writer)

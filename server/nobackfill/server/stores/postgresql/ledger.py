@@ -85,7 +85,7 @@ class DatabaseLedger:
         After an error the earlier number stays, and the next call counts again.
 
         Raises:
-            GoneError: the gallery was deleted.
+            GalleryDeletedError: the gallery was deleted.
             BusyError, UnavailableError: the database is busy, or does not answer, or the caller is
                 gone.
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
@@ -134,7 +134,7 @@ class DatabaseLedger:
             `release`.
 
         Raises:
-            GoneError: the gallery was deleted; nothing has changed.
+            GalleryDeletedError: the gallery was deleted; nothing has changed.
             BusyError: a lock is held for too long, or other calls change the same items.
             UnavailableError: the database does not answer, or the outcome of the commit is unknown;
                 repeating the call is safe.
@@ -169,7 +169,7 @@ class DatabaseLedger:
         too.
 
         Raises:
-            GoneError: the gallery was deleted; nothing has changed.
+            GalleryDeletedError: the gallery was deleted; nothing has changed.
             BusyError: a lock is held for too long, or other calls change the same items.
             UnavailableError: the database does not answer, or the outcome of the commit is unknown;
                 repeating the call is safe.
@@ -193,7 +193,7 @@ class DatabaseLedger:
         are settled. A second call returns no cost, because the claims are gone.
 
         Raises:
-            GoneError: the gallery was deleted; nothing has changed.
+            GalleryDeletedError: the gallery was deleted; nothing has changed.
             BusyError: a lock is held for too long, or other calls change the same items.
             UnavailableError: the database does not answer, or the outcome of the commit is unknown;
                 repeating the call is safe.
@@ -226,7 +226,7 @@ class DatabaseLedger:
             now.
 
         Raises:
-            GoneError: the gallery was deleted.
+            GalleryDeletedError: the gallery was deleted.
             BusyError, UnavailableError: the database is busy, or does not answer, or the caller is
                 gone.
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
@@ -246,7 +246,7 @@ class DatabaseLedger:
             day: the day in UTC, YYYY-MM-DD; 0 for an unknown one.
 
         Raises:
-            GoneError: the gallery was deleted.
+            GalleryDeletedError: the gallery was deleted.
             BusyError, UnavailableError: the database is busy, or does not answer, or the caller is
                 gone.
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.

@@ -60,7 +60,7 @@ class PostgresqlWindows:
 
         Raises:
             IncompatibleSpaceError: the gallery has no such source.
-            GoneError: the gallery was deleted.
+            GalleryDeletedError: the gallery was deleted.
             BusyError, UnavailableError: the database is busy, or does not answer, or the caller is
                 gone.
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
@@ -89,7 +89,7 @@ class PostgresqlWindows:
             size: most items of a chunk, at least 1.
 
         Raises:
-            GoneError: the gallery was deleted.
+            GalleryDeletedError: the gallery was deleted.
             BusyError, UnavailableError: the database is busy, or does not answer, or the caller is
                 gone.
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
@@ -115,7 +115,7 @@ class PostgresqlWindows:
             size: most labels of a piece, at least 1.
 
         Raises:
-            GoneError: the gallery was deleted.
+            GalleryDeletedError: the gallery was deleted.
             BusyError, UnavailableError: the database is busy, or does not answer, or the caller is
                 gone.
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
@@ -133,7 +133,7 @@ class PostgresqlWindows:
             label.
 
         Raises:
-            GoneError: the gallery was deleted.
+            GalleryDeletedError: the gallery was deleted.
             BusyError, UnavailableError: the database is busy, or does not answer, or the caller is
                 gone.
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
@@ -192,7 +192,7 @@ class PostgresqlWindows:
             [n, side_dim], or None. n may be smaller than `labels`, and 0.
 
         Raises:
-            GoneError: the gallery was deleted.
+            GalleryDeletedError: the gallery was deleted.
             BusyError, UnavailableError: the database is busy, or does not answer, or the caller is
                 gone.
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
@@ -222,7 +222,7 @@ class Reads:
         """Return all spaces, oldest first; exactly one is active; see GalleryStore.spaces.
 
         Raises:
-            GoneError: the gallery was deleted.
+            GalleryDeletedError: the gallery was deleted.
             BusyError, UnavailableError: the database is busy, or does not answer, or the caller is
                 gone.
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
@@ -234,7 +234,7 @@ class Reads:
 
         Raises:
             IncompatibleSpaceError: the gallery does not have the space.
-            GoneError: the gallery was deleted.
+            GalleryDeletedError: the gallery was deleted.
             BusyError, UnavailableError: the database is busy, or does not answer, or the caller is
                 gone.
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
@@ -254,7 +254,7 @@ class Reads:
         gives its label once.
 
         Raises:
-            GoneError: the gallery was deleted.
+            GalleryDeletedError: the gallery was deleted.
             BusyError, UnavailableError: the database is busy, or does not answer, or the caller is
                 gone.
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
@@ -269,7 +269,7 @@ class Reads:
         GalleryStore.get.
 
         Raises:
-            GoneError: the gallery was deleted.
+            GalleryDeletedError: the gallery was deleted.
             BusyError, UnavailableError: the database is busy, or does not answer, or the caller is
                 gone.
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
@@ -298,7 +298,7 @@ class Reads:
 
         Raises:
             IncompatibleSpaceError: the gallery does not have the space.
-            GoneError: the gallery was deleted.
+            GalleryDeletedError: the gallery was deleted.
             BusyError, UnavailableError: the database is busy, or does not answer, or the caller is
                 gone.
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
@@ -314,7 +314,7 @@ class Reads:
 
         Raises:
             IncompatibleSpaceError: the gallery does not have the space.
-            GoneError: the gallery was deleted.
+            GalleryDeletedError: the gallery was deleted.
             BusyError, UnavailableError: the database is busy, or does not answer, or the caller is
                 gone.
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
@@ -329,7 +329,7 @@ class Reads:
 
         Raises:
             IncompatibleSpaceError: the gallery does not have the space.
-            GoneError: the gallery was deleted.
+            GalleryDeletedError: the gallery was deleted.
             BusyError, UnavailableError: the database is busy, or does not answer, or the caller is
                 gone.
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
@@ -346,7 +346,7 @@ class Reads:
 
         Raises:
             IncompatibleSpaceError: the gallery does not have the space.
-            GoneError: the gallery was deleted.
+            GalleryDeletedError: the gallery was deleted.
             BusyError, UnavailableError: the database is busy, or does not answer, or the caller is
                 gone.
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
@@ -368,7 +368,7 @@ class Reads:
 
         Raises:
             IncompatibleSpaceError: the gallery does not have the space.
-            GoneError: the gallery was deleted.
+            GalleryDeletedError: the gallery was deleted.
             BusyError, UnavailableError: the database is busy, or does not answer, or the caller is
                 gone.
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
@@ -394,7 +394,7 @@ class Reads:
 
         Raises:
             IncompatibleSpaceError: the gallery lacks a space; raised at the first window.
-            GoneError: the gallery was deleted.
+            GalleryDeletedError: the gallery was deleted.
             BusyError, UnavailableError: the database is busy, or does not answer.
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
         """
@@ -435,7 +435,7 @@ class Reads:
 
         Raises:
             IncompatibleSpaceError: the gallery does not have the space.
-            GoneError: the gallery was deleted.
+            GalleryDeletedError: the gallery was deleted.
             BusyError, UnavailableError: the database is busy, or does not answer, or the caller is
                 gone.
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
@@ -477,7 +477,7 @@ class Reads:
 
         Raises:
             IncompatibleSpaceError: the gallery does not have the space.
-            GoneError: the gallery was deleted.
+            GalleryDeletedError: the gallery was deleted.
             BusyError, UnavailableError: the database is busy, or does not answer, or the caller is
                 gone.
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
@@ -503,7 +503,7 @@ class Reads:
         """Return all small JSON values that are stored with the gallery; see GalleryStore.state.
 
         Raises:
-            GoneError: the gallery was deleted.
+            GalleryDeletedError: the gallery was deleted.
             BusyError, UnavailableError: the database is busy, or does not answer, or the caller is
                 gone.
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
@@ -517,7 +517,7 @@ class Reads:
 
         Raises:
             IncompatibleSpaceError: the gallery does not have the space.
-            GoneError: the gallery was deleted.
+            GalleryDeletedError: the gallery was deleted.
             BusyError, UnavailableError: the database is busy, or does not answer, or the caller is
                 gone.
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
@@ -532,7 +532,7 @@ class Reads:
 
         Raises:
             IncompatibleSpaceError: the gallery does not have the space.
-            GoneError: the gallery was deleted.
+            GalleryDeletedError: the gallery was deleted.
             BusyError, UnavailableError: the database is busy, or does not answer, or the caller is
                 gone.
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
@@ -554,7 +554,7 @@ class Reads:
 
         Raises:
             IncompatibleSpaceError: the gallery does not have the space.
-            GoneError: the gallery was deleted.
+            GalleryDeletedError: the gallery was deleted.
             BusyError, UnavailableError: the database is busy, or does not answer, or the caller is
                 gone.
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
@@ -587,7 +587,7 @@ class Reads:
 
         Raises:
             IncompatibleSpaceError: the gallery does not have the space.
-            GoneError: the gallery was deleted.
+            GalleryDeletedError: the gallery was deleted.
             BusyError, UnavailableError: the database is busy, or does not answer, or the caller is
                 gone.
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
@@ -623,7 +623,7 @@ class Reads:
         Raises:
             InvalidInputError: the runner's output is invalid.
             VerificationError: the runner makes no usable vectors.
-            GoneError: the gallery was deleted.
+            GalleryDeletedError: the gallery was deleted.
             BusyError, UnavailableError: the database is busy, or does not answer, or the caller is
                 gone.
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.

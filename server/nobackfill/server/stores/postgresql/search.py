@@ -268,7 +268,7 @@ class PostgresqlSearcher:
 
         Raises:
             InvalidInputError: a query or the filter is not valid.
-            GoneError: the gallery was deleted.
+            GalleryDeletedError: the gallery was deleted.
             BusyError, UnavailableError: the database is busy, or does not answer, or the caller is
                 gone.
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
@@ -312,7 +312,7 @@ def search(
         InvalidInputError: queries have another shape, or are no floats; UnusableRowsError names
             those with a wrong norm, NaN or infinity.
         UnavailableError: the database does not answer, or the caller is gone.
-        GoneError: the gallery or a table was deleted.
+        GalleryDeletedError: the gallery or a table was deleted.
         BusyError: no connection is free, or a statement takes too long.
         ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
     """
@@ -501,7 +501,7 @@ class PostgresqlMatches:
         Each call reads the database again.
 
         Raises:
-            GoneError: the gallery was deleted.
+            GalleryDeletedError: the gallery was deleted.
             BusyError, UnavailableError: the database is busy, or does not answer, or the caller is
                 gone.
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
@@ -527,7 +527,7 @@ class PostgresqlMatches:
         Each call reads all labels that pass. A label without an item is False.
 
         Raises:
-            GoneError: the gallery was deleted.
+            GalleryDeletedError: the gallery was deleted.
             BusyError, UnavailableError: the database is busy, or does not answer, or the caller is
                 gone.
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
@@ -570,7 +570,7 @@ def count_locked(database: Database, names: Collection[str]) -> int:
         The sum of their items; 0 without names.
 
     Raises:
-        GoneError: the gallery was deleted; nothing has changed.
+        GalleryDeletedError: the gallery was deleted; nothing has changed.
         BusyError: a lock is held for too long, or other calls change the same items.
         UnavailableError: the database does not answer, or the outcome of the commit is unknown;
             repeating the call is safe.

@@ -30,7 +30,7 @@ class OpenCache(Generic[CacheKey, Opened]):
         self._closing = ExitStack()
         self._opened: Any = None
 
-    def of(self, work: CacheKey, key: str) -> Opened:
+    def open_for(self, work: CacheKey, key: str) -> Opened:
         """Return the resources of a work.
 
         If the last call had another key, its resources are closed first, and those of this work are

@@ -15,7 +15,7 @@ from nobackfill.processes import end_with_parent
 from nobackfill.server.upgrades.workers.workers import (
     AHEAD,
     TRIES,
-    Piece,
+    MigrationPiece,
     UpgradeWork,
     migrate_piece,
 )
@@ -26,7 +26,7 @@ log = structlog.get_logger("server.upgrading")
 _NICE = 10
 
 
-class Processes:
+class WorkerProcesses:
     """Run work in processes, which start with the first piece; implements Workers.
 
     The processes have a low priority, and end with this one. They stay for the next upgrade, until
@@ -43,9 +43,11 @@ class Processes:
         self._lock = threading.Lock()
         self._pool: ProcessPoolExecutor | None = None
 
-    def carry(self, work: UpgradeWork, pieces: Iterable[Piece]) -> Iterator[Labels]:
+    def migrate_pieces(
+        self, work: UpgradeWork, pieces: Iterable[MigrationPiece]
+    ) -> Iterator[Labels]:
         """Hand out pieces, and yield the labels that were written of each piece when it ends; see
-        Workers.carry.
+        Workers.migrate_pieces.
 
         Twice as many pieces as processes are under way. If the iterator ends early or raises,
         pieces that wait are dropped, and those under way are waited for. A piece is given up after
@@ -74,8 +76,8 @@ class Processes:
             concurrent.futures.CancelledError: another thread has called `close` meanwhile.
         """
         waiting = iter(pieces)
-        retries: list[tuple[Piece, int]] = []
-        under_way: dict[Future[Labels], tuple[Piece, int]] = {}
+        retries: list[tuple[MigrationPiece, int]] = []
+        under_way: dict[Future[Labels], tuple[MigrationPiece, int]] = {}
         try:
             while True:
                 while len(under_way) < AHEAD * self._count:
@@ -104,7 +106,7 @@ class Processes:
                 future.cancel()
             wait(under_way)
 
-    def _submit(self, work: UpgradeWork, piece: Piece) -> Future[Labels]:
+    def _submit(self, work: UpgradeWork, piece: MigrationPiece) -> Future[Labels]:
         for _ in range(TRIES):
             with self._lock:
                 if self._pool is None:

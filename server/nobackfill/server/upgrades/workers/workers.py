@@ -49,7 +49,8 @@ class UpgradeWork:
         target: the space that is written.
         route: upgrades from the source's release to the target's.
         files: the publication folder, for workers of this machine; or the model files by published
-            path, from `files_of`. Each file is checked against its signed digest when it is opened.
+            path, from `read_route_files`. Each file is checked against its signed digest when it is
+            opened.
     """
 
     key: str
@@ -62,7 +63,7 @@ class UpgradeWork:
 
 
 @dataclass(frozen=True)
-class Piece:
+class MigrationPiece:
     """Name items to migrate.
 
     Attributes:
@@ -74,7 +75,7 @@ class Piece:
     with_side: bool
 
 
-def files_of(folder: Path, route: Route) -> dict[str, bytes]:
+def read_route_files(folder: Path, route: Route) -> dict[str, bytes]:
     """Read the model files of a route into memory (megabytes), by their published paths.
 
     Files are not checked here. Both files of an upgrade that is quantised are read.
@@ -109,7 +110,7 @@ class _OpenUpgrade:
         self._gallery = PostgresqlGallery(database, work.gallery)
         self._windows = self._gallery.windows(work.source, work.target, self._runner.reads_side)
 
-    def carry(self, piece: Piece) -> Labels:
+    def carry(self, piece: MigrationPiece) -> Labels:
         """Migrate a piece in chunks; each is durable before the next is read.
 
         Returns:
@@ -131,7 +132,7 @@ class _OpenUpgrade:
 _open_upgrades = OpenCache(_OpenUpgrade)
 
 
-def migrate_piece(work: UpgradeWork, piece: Piece) -> Labels:
+def migrate_piece(work: UpgradeWork, piece: MigrationPiece) -> Labels:
     """Migrate the items of a piece in this process, and store their vectors durably.
 
     The first call for a work opens its connections and models; they stay open until the first call
@@ -153,12 +154,12 @@ def migrate_piece(work: UpgradeWork, piece: Piece) -> Labels:
         UnavailableError: the database does not answer for a minute.
         CannotWriteError: the database cannot write.
         OSError: `work.files` is a folder without one of the model files.
-        GoneError: the gallery was deleted.
+        GalleryDeletedError: the gallery was deleted.
         BusyError: the database is busy.
         InvalidInputError: an output is not valid for the target.
         ConfigurationError: the database refuses a statement.
     """
-    return _open_upgrades.of(work, work.key).carry(piece)
+    return _open_upgrades.open_for(work, work.key).carry(piece)
 
 
 # A piece whose worker ended so often makes the upgrade fail: the items may be the cause.
@@ -170,7 +171,9 @@ AHEAD = 2
 class Workers(Protocol):
     """Migrate pieces in other processes."""
 
-    def carry(self, work: UpgradeWork, pieces: Iterable[Piece]) -> Iterator[Labels]:
+    def migrate_pieces(
+        self, work: UpgradeWork, pieces: Iterable[MigrationPiece]
+    ) -> Iterator[Labels]:
         """Hand out pieces, and yield the labels that were written of each piece when it ends.
 
         The order of the results is not that of `pieces`. A piece whose worker ends is given to
@@ -201,26 +204,26 @@ class Cluster(Workers, Protocol):
     """Run other tasks as well; plug-ins of `nobackfill.workers` return a cluster for an address."""
 
     def run(
-        self, do: Callable[[Shared, Part], Result], work: Shared, parts: Iterable[Part]
+        self, function: Callable[[Shared, Part], Result], work: Shared, parts: Iterable[Part]
     ) -> Iterator[Result]:
         """Call a function for each part on some worker, and yield the results as the calls end.
 
         The order of the results is not that of `parts`.
 
         Args:
-            do: the function; a call may be repeated on another worker.
+            function: the function; a call may be repeated on another worker.
             work: the first argument of every call; it is sent to each node once.
             parts: the second arguments; the next one is taken when a worker has time.
 
         Raises:
-            NobackfillError: as `do`; raised once the calls under way have ended.
+            NobackfillError: as `function`; raised once the calls under way have ended.
             UnavailableError: workers end again and again, or there are none.
-            Exception: any other error of `do`.
+            Exception: any other error of `function`.
         """
         ...
 
 
-class ByWorkers:
+class WorkerUpgrades:
     """Run upgrades of galleries in PostgreSQL by workers, for the gateway."""
 
     def __init__(self, workers: Workers, files: Path) -> None:
@@ -253,8 +256,8 @@ class ByWorkers:
 
         Raises:
             UnavailableError, BusyError, VerificationError, InvalidInputError,
-                IncompatibleSpaceError, GoneError, CannotWriteError, ConfigurationError, OSError: as
-                `run_by_workers`.
+                IncompatibleSpaceError, GalleryDeletedError, CannotWriteError, ConfigurationError,
+                OSError: as `run_by_workers`.
             AssertionError: the gallery is not in PostgreSQL, which the settings exclude.
         """
         assert isinstance(store, PostgresqlGallery), "the settings refuse workers with a folder"
@@ -306,7 +309,7 @@ def run_by_workers(
         VerificationError: a model file differs from its signed digest, or an output is not valid.
         InvalidInputError: the target exists as another space, or has too many dimensions.
         IncompatibleSpaceError: the gallery has no such source, or has lost a space.
-        GoneError: the gallery was deleted.
+        GalleryDeletedError: the gallery was deleted.
         CannotWriteError: the database cannot write.
         OSError: the folder lacks a model file.
         ConfigurationError: the database refuses a statement.
@@ -320,7 +323,7 @@ def run_by_workers(
     writes, is_stopped, has_items = 0, False, True
     unreported: set[int] = set()
 
-    def pieces() -> Iterator[Piece]:
+    def pieces() -> Iterator[MigrationPiece]:
         nonlocal has_items, is_stopped
         for labels, with_side in windows.pieces("label", PIECE):
             if should_stop():
@@ -328,12 +331,12 @@ def run_by_workers(
                 return
             has_items = True
             unreported.update(labels.tolist())
-            yield Piece(labels, with_side)
+            yield MigrationPiece(labels, with_side)
 
     try:
         while has_items and not is_stopped:
             has_items = False
-            for labels in workers.carry(work, pieces()):
+            for labels in workers.migrate_pieces(work, pieces()):
                 writes += len(labels)
                 unreported.difference_update(labels.tolist())
                 store.written_elsewhere(labels)
