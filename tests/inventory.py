@@ -34,7 +34,7 @@ from pydantic_core import PydanticUndefined
 from manual.commands import COMMANDS, Command, application
 from nobackfill import errors
 from nobackfill.server.canary.canaries import Canaries, CanaryMetrics
-from nobackfill.server.galleries.indexing import IndexSizes
+from nobackfill.server.galleries.indexing import IndexMetrics
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.grpc.rpc import Interceptor
 from nobackfill.server.healing.healing import HealingSeries
@@ -280,7 +280,7 @@ def series() -> dict[str, str]:
         canaries = Canaries(StateFile(Path(folder, "state.json")), metrics)
         metrics.registry.register(CanaryMetrics(canaries))
         metrics.registry.register(HealingSeries(list))
-        metrics.registry.register(IndexSizes(list))
+        metrics.registry.register(IndexMetrics(list))
         Interceptor(metrics, None, 8, max_call_seconds=60)
         text = generate_latest(metrics.registry).decode()
         canaries.close()

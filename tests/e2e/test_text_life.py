@@ -141,7 +141,7 @@ def again(gateway: GatewayServer, client: Client, after: float) -> None:
     """A release that was rolled back may be activated again."""
     client.swap(2)
     assert look(client) == pytest.approx(after, abs=1e-9)
-    assert gateway.galleries.get("g").count() == KEPT
+    assert gateway.galleries.peek("g").count() == KEPT
 
 
 def test_a_map_of_another_model_is_refused(tmp_path: Path) -> None:

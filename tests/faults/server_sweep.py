@@ -19,7 +19,7 @@ from nobackfill.errors import NobackfillError, NotFoundError
 from nobackfill.gallery.sqlite_gallery import SqliteGallery
 from nobackfill.release import trial
 from nobackfill.server.embedding.embedding import InProcessModels
-from nobackfill.server.galleries.item_writer import Put
+from nobackfill.server.galleries.item_writer import NewItem
 from nobackfill.server.gateway import GatewayServer
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.rollout.rollout import Phase, RolloutEvent, RolloutRun
@@ -80,7 +80,7 @@ CANARY = Canary(share=0.5, steps=(1.0,), every_s=0.01)
 def activate(
     life: Life, release: int, kind: RolloutName | None = None, canary: Canary | None = None
 ) -> None:
-    there = all(hosted.spec().release == release for hosted in life.gateway.galleries.all())
+    there = all(hosted.active_spec().release == release for hosted in life.gateway.galleries.all())
     if life.gateway.state.current.active == release and there:
         return
     events = life.followed(life.gateway.activations.start(release, kind, canary=canary))
@@ -101,8 +101,8 @@ def put(life: Life, start: int, count: int) -> None:
     """Items in batches of 3, each told to the side file once it is acknowledged."""
     for i in range(start, start + count, 3):
         numbers = range(i, min(i + 3, start + count))
-        puts = [Put(f"i{n}", png(PIXELS[n]), {"n": float(n)}) for n in numbers]
-        outcome = life.gateway.item_writer.put(life.gateway.galleries.get("g"), puts)
+        puts = [NewItem(f"i{n}", png(PIXELS[n]), {"n": float(n)}) for n in numbers]
+        outcome = life.gateway.item_writer.put(life.gateway.galleries.peek("g"), puts)
         check(not outcome.refusals, "good items are stored")
         with (life.top / "acknowledged").open("a") as file:
             file.writelines(f"i{n}\n" for n in numbers)

@@ -192,14 +192,14 @@ def test_a_canary_is_watched_live_until_it_stops(
         check(page, "light")
         page.set_viewport_size({"width": PHONE[0], "height": PHONE[1]})
         check(page, "dark")
-        embed = gateway.models.embed
+        embed = gateway.models.embed_images
 
         def broken(manifest: Manifest, pictures: Any) -> Any:
             if manifest.release == 2:
                 raise UnavailableError("the model of release 2 is broken")
             return embed(manifest, pictures)
 
-        monkeypatch.setattr(gateway.models, "embed", broken)
+        monkeypatch.setattr(gateway.models, "embed_images", broken)
         stopped = page.get_by_role("heading", name="Canary of release 2: stopped")
         for n in range(500):
             assert client.search("g", image=png(images(1)[0]), session=f"{n}").hits[0].id == "i0"

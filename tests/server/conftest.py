@@ -10,7 +10,7 @@ import pytest
 from nobackfill.gallery.filters import Scalar
 from nobackfill.release.manifest import Manifest
 from nobackfill.release.publishing.renew import withdraw
-from nobackfill.server.galleries.hosted import Speed
+from nobackfill.server.galleries.hosted import SearchSpeed
 from nobackfill.server.gateway import GatewayServer
 from tests.server.support import ACTIVATED, Client, images, running
 from tests.support import trials
@@ -179,5 +179,5 @@ def served(stages: Stages, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
     """No search counts as slow, nor as one whose items have to be read: on a busy machine, or by
     what was asked before, a few are, and then all go to threads."""
-    monkeypatch.setattr(Speed, "record", lambda *_: None)
-    monkeypatch.setattr(Speed, "record_attempt", lambda *_, **__: None)
+    monkeypatch.setattr(SearchSpeed, "record", lambda *_: None)
+    monkeypatch.setattr(SearchSpeed, "record_receiver_search", lambda *_, **__: None)

@@ -74,7 +74,7 @@ def settings(model_repo: Path, data: Path, **given: Any) -> Settings:
 
 def in_file(gateway: GatewayServer, name: str = "g") -> HostedInFile:
     """An open gallery of a gateway that keeps its galleries in files."""
-    hosted = gateway.galleries.get(name)
+    hosted = gateway.galleries.peek(name)
     assert isinstance(hosted, HostedInFile), hosted
     return hosted
 

@@ -75,13 +75,13 @@ def test_models_that_answer_otherwise_than_published_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     publish_stage(repo, stages[2])
-    embed = gateway.models.embed
+    embed = gateway.models.embed_images
 
     def turned(manifest: Manifest, images: Images) -> Vectors:
         vectors = embed(manifest, images)
         return np.roll(vectors, 1, axis=1) if manifest.release == 2 else vectors
 
-    monkeypatch.setattr(gateway.models, "embed", turned)
+    monkeypatch.setattr(gateway.models, "embed_images", turned)
     with refused(PreconditionError, "golden probe"):
         client.swap(2)
     assert client.states() == {1: "ACTIVE", 2: "FAILED"}

@@ -86,7 +86,7 @@ def check(life: Life, answer: Answer[Hit], query: np.ndarray, count: int = OLD) 
 
 
 def test_an_adapter_searches_old_vectors(life: Life) -> None:
-    store = life.gateway.galleries.get("g").store
+    store = life.gateway.galleries.peek("g").store
     before = store.count(life.one.space)
     begin(life)
     strange = images(1, seed=7)[0]

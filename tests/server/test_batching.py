@@ -20,7 +20,7 @@ def test_every_thread_gets_its_own_answer() -> None:
         time.sleep(0.001)
         return [2 * number for number in numbers]
 
-    batcher = Batcher(double, largest=8, observe=sizes.append)
+    batcher = Batcher(double, largest_batch=8, observe_size=sizes.append)
     with ThreadPoolExecutor(16) as pool:
         assert list(pool.map(batcher, range(400))) == [2 * number for number in range(400)]
     assert sum(sizes) == 400
@@ -35,7 +35,7 @@ def test_one_asker_runs_at_once_on_its_own_thread() -> None:
         threads.append(threading.get_ident())
         return queries
 
-    batcher = Batcher(run, largest=8)
+    batcher = Batcher(run, largest_batch=8)
     assert [batcher(query) for query in "abc"] == ["a", "b", "c"]
     assert set(threads) == {threading.get_ident()}
 
@@ -49,7 +49,7 @@ def test_an_error_reaches_everyone_of_its_batch_and_nobody_else() -> None:
             raise ValueError("negative")
         return queries
 
-    batcher = Batcher(run, largest=2)
+    batcher = Batcher(run, largest_batch=2)
     with ThreadPoolExecutor(5) as pool:
         first = pool.submit(batcher, 1)
         time.sleep(0.05)
@@ -68,7 +68,7 @@ def test_an_error_reaches_everyone_of_its_batch_and_nobody_else() -> None:
 
 def test_a_deadline_ends_the_wait_and_the_queue_goes_on() -> None:
     hold = threading.Event()
-    batcher: Batcher[int, int] = Batcher(lambda q: (hold.wait(10), q)[1], largest=1)
+    batcher: Batcher[int, int] = Batcher(lambda q: (hold.wait(10), q)[1], largest_batch=1)
 
     def ask(query: int, seconds: float) -> int:
         context.begin(context.Call(LOCAL, time.monotonic() + seconds))
@@ -88,7 +88,7 @@ def test_a_deadline_ends_the_wait_and_the_queue_goes_on() -> None:
 
 def test_a_call_whose_time_is_over_never_becomes_the_leader() -> None:
     hold = threading.Event()
-    batcher: Batcher[int, int] = Batcher(lambda q: (hold.wait(10), q)[1], largest=1)
+    batcher: Batcher[int, int] = Batcher(lambda q: (hold.wait(10), q)[1], largest_batch=1)
 
     def run(query: int, seconds: float) -> int:
         context.begin(context.Call(LOCAL, time.monotonic() + seconds))
@@ -108,7 +108,7 @@ def test_a_call_whose_time_is_over_never_becomes_the_leader() -> None:
 def test_a_call_without_a_deadline_waits_in_the_queue() -> None:
     """Locks refuse the time that gRPC says it has left, some 292 years."""
     hold = threading.Event()
-    batcher: Batcher[int, int] = Batcher(lambda q: (hold.wait(10), q)[1], largest=1)
+    batcher: Batcher[int, int] = Batcher(lambda q: (hold.wait(10), q)[1], largest_batch=1)
 
     def ask(query: int) -> int:
         context.begin(context.Call(LOCAL, time.monotonic() + 9.2e18))

@@ -12,9 +12,9 @@ from nobackfill.server.bulk import (
     FillWork,
     fill,
     fill_by_ray,
-    read_model_files,
     open_bulk_source,
     put_pictures,
+    read_model_files,
 )
 from nobackfill.server.cli.main import main
 from nobackfill.v1 import gallery_pb2

@@ -128,7 +128,7 @@ def before_two(
     gateway: GatewayServer, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[Callable[[], None]], None]:
     """What it is given is done from then on before release 2 embeds an image."""
-    embed = gateway.models.embed
+    embed = gateway.models.embed_images
 
     def begin(work: Callable[[], None]) -> None:
         def instead(manifest: Manifest, images: Any) -> Any:
@@ -136,7 +136,7 @@ def before_two(
                 work()
             return embed(manifest, images)
 
-        monkeypatch.setattr(gateway.models, "embed", instead)
+        monkeypatch.setattr(gateway.models, "embed_images", instead)
 
     return begin
 
@@ -198,13 +198,13 @@ def test_searches_that_are_expensive_for_both_pairs_do_not_stop_it(
     begin(client, pb.Canary(share=0.5, largest_p99_ratio=3))
     for n in range(500):
         ask(client, f"ordinary {n}", n % ITEMS)
-    embed, usual = gateway.models.embed, report(client).old_pair.p99
+    embed, usual = gateway.models.embed_images, report(client).old_pair.p99
 
     def slowly(manifest: Manifest, pictures: Any) -> Any:
         time.sleep(4 * usual)
         return embed(manifest, pictures)
 
-    monkeypatch.setattr(gateway.models, "embed", slowly)
+    monkeypatch.setattr(gateway.models, "embed_images", slowly)
     before = report(client)
     for n in range(30):
         ask(client, f"expensive {n}", 0)

@@ -43,14 +43,14 @@ Models = Callable[[Callable[[int], None]], None]
 @pytest.fixture
 def before(served: tuple[GatewayServer, Client], monkeypatch: pytest.MonkeyPatch) -> Models:
     """What it is given is done from then on before a release, by its number, embeds an image."""
-    embed = served[0].models.embed
+    embed = served[0].models.embed_images
 
     def begin(work: Callable[[int], None]) -> None:
         def instead(manifest: Manifest, images: Any) -> Any:
             work(manifest.release)
             return embed(manifest, images)
 
-        monkeypatch.setattr(served[0].models, "embed", instead)
+        monkeypatch.setattr(served[0].models, "embed_images", instead)
 
     return begin
 

@@ -15,7 +15,7 @@ from nobackfill.errors import (
 )
 from nobackfill.framing import Frame
 from nobackfill.server.embedding import embedding
-from nobackfill.server.embedding.embedding import Decoding
+from nobackfill.server.embedding.embedding import ImageDecoder
 from nobackfill.server.grpc import context
 from nobackfill.server.grpc.context import LOCAL
 from tests.support import pictures
@@ -32,7 +32,7 @@ def a_call() -> Iterator[None]:
 
 
 def test_each_is_decoded_or_refused_by_itself() -> None:
-    found = Decoding(1).each([SMALL, b"no image", SMALL], [SIZE, OTHER])
+    found = ImageDecoder(1).decode_each([SMALL, b"no image", SMALL], [SIZE, OTHER])
     assert isinstance(found[1], InvalidInputError)
     for one in (found[0], found[2]):
         assert not isinstance(one, InvalidInputError)
@@ -46,10 +46,10 @@ def test_what_nobody_waits_for_is_not_decoded() -> None:
     with context.until(time.monotonic() + 0.2):
         began = time.thread_time()
         with pytest.raises(DeadlineError):
-            Decoding(1).each([LARGE] * 100, [SIZE])
+            ImageDecoder(1).decode_each([LARGE] * 100, [SIZE])
         spent = time.thread_time() - began
     began = time.thread_time()
-    Decoding(1).each([LARGE] * 10, [SIZE])
+    ImageDecoder(1).decode_each([LARGE] * 10, [SIZE])
     assert spent < time.thread_time() - began + 0.5
 
 
@@ -57,35 +57,35 @@ def test_a_call_that_was_given_up_is_not_decoded() -> None:
     looked = iter([True, True, True])
     context.begin(context.Call(LOCAL, time.monotonic() + 60, lambda: next(looked, False)))
     with pytest.raises(CancelledError):
-        Decoding(1).each([SMALL] * 100, [SIZE])
+        ImageDecoder(1).decode_each([SMALL] * 100, [SIZE])
 
 
 def test_one_that_waits_for_its_turn_is_given_up_too() -> None:
-    shared = Decoding(1)
+    shared = ImageDecoder(1)
     with (
         shared._turns.turn(0.0, 1),
         context.until(time.monotonic() + 0.1),
         pytest.raises(DeadlineError),
     ):
-        shared.each([SMALL], [SIZE])
+        shared.decode_each([SMALL], [SIZE])
     context.begin(context.Call(LOCAL, time.monotonic() + 60))
-    assert len(shared.each([SMALL], [SIZE])) == 1
+    assert len(shared.decode_each([SMALL], [SIZE])) == 1
 
 
 def test_a_cheap_picture_goes_before_the_rest_of_a_dear_batch() -> None:
-    shared, order = Decoding(1), list[str]()
+    shared, order = ImageDecoder(1), list[str]()
     started = threading.Event()
 
     def dear() -> None:
         for _ in range(3):
-            shared.each([LARGE] * 4, [SIZE])
+            shared.decode_each([LARGE] * 4, [SIZE])
             started.set()
         order.append("dear")
 
     batch = threading.Thread(target=dear)
     batch.start()
     started.wait(60)
-    shared.each([SMALL], [SIZE])
+    shared.decode_each([SMALL], [SIZE])
     order.append("cheap")
     batch.join()
     assert order == ["cheap", "dear"]
@@ -116,20 +116,20 @@ def test_no_more_than_so_much_is_decoded_at_once() -> None:
 
 
 def test_a_batch_that_costs_too_much_is_refused_before_it_is_decoded() -> None:
-    shared = Decoding(1)
+    shared = ImageDecoder(1)
     bomb = pictures.blank_png(5000, 5000)
     began = time.thread_time()
-    with pytest.raises(TooLargeError, match="smaller copies"), shared.batch([bomb] * 256):
+    with pytest.raises(TooLargeError, match="smaller copies"), shared.admit_batch([bomb] * 256):
         pytest.fail("admitted")
     assert time.thread_time() - began < 1
-    allowed = embedding.affordable([bomb] * 256)
+    allowed = embedding.fit_decode_budget([bomb] * 256)
     assert allowed == [True] * allowed.count(True) + [False] * allowed.count(False)
     assert 5 < allowed.count(True) < 100
     dear = [bomb] * 20
-    with shared.batch(dear), shared.batch(dear), shared.batch(dear):
-        with pytest.raises(OverloadedError), shared.batch(dear):
+    with shared.admit_batch(dear), shared.admit_batch(dear), shared.admit_batch(dear):
+        with pytest.raises(OverloadedError), shared.admit_batch(dear):
             pytest.fail("admitted")
-        with shared.batch([SMALL] * 256):
+        with shared.admit_batch([SMALL] * 256):
             pass
-    with shared.batch(dear):
+    with shared.admit_batch(dear):
         pass

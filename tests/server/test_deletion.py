@@ -16,7 +16,7 @@ from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.gallery.sqlite_gallery import SqliteGallery
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.galleries.hosted import (
-    Level,
+    LockLevel,
     LockOrderError,
     WriteLock,
     check_lock_order,
@@ -259,12 +259,12 @@ def test_waiting_against_the_order_is_refused() -> None:
     a, b = WriteLock("a"), WriteLock("b")
     with a.exclusive(), b.exclusive():
         with pytest.raises(LockOrderError, match="waiting for PLAN"):
-            check_lock_order(Level.PLAN)
+            check_lock_order(LockLevel.PLAN)
         with pytest.raises(LockOrderError, match="holding WRITES"), a.shared():
             pass
-    with hold_level(Level.PLAN, "a"):
+    with hold_level(LockLevel.PLAN, "a"):
         with pytest.raises(LockOrderError, match="waiting for GALLERY"):
-            check_lock_order(Level.GALLERY, "a")
+            check_lock_order(LockLevel.GALLERY, "a")
         with a.shared():
-            check_lock_order(Level.VIEW, "a")
-    check_lock_order(Level.NAMES)
+            check_lock_order(LockLevel.VIEW, "a")
+    check_lock_order(LockLevel.NAMES)

@@ -12,7 +12,7 @@ from tests.support import graphs
 from tests.support.blocks import manifest
 from tests.support.waiting import wait_until
 
-COUNT = hosted_file.SMALL + 100
+COUNT = hosted_file.SMALL_GALLERY + 100
 
 
 def unit_vectors(count: int = COUNT) -> list[bytes]:
@@ -61,6 +61,6 @@ def test_no_vector_is_in_the_index_file_which_outlives_deletions(
         snapshot = in_file(gateway).view(space).snapshot()
         assert isinstance(snapshot.base.index, hnsw.HnswIndex)
         # The index may have been written before the last items were put.
-        assert len(snapshot.base) >= hosted_file.SMALL - 1
+        assert len(snapshot.base) >= hosted_file.SMALL_GALLERY - 1
         assert len(snapshot.base) + len(snapshot.delta) == COUNT - 1
     assert files_with(data, vectors[7]) == []

@@ -192,13 +192,13 @@ def test_a_gallery_made_while_its_gateway_looks_is_kept(
         galleries.create("late")
         return seen
 
-    monkeypatch.setattr(state, "look", looked)
+    monkeypatch.setattr(state, "refresh", looked)
     fleet.gateways[0].following.catch_up()
     monkeypatch.undo()
-    made = galleries.ready_gallery("late")
+    made = galleries.searchable_gallery("late")
     assert made is not None
     fleet.gateways[0].following.catch_up()
-    assert galleries.ready_gallery("late") is made
+    assert galleries.searchable_gallery("late") is made
     clients[0].delete_gallery("late")
     fleet.restart(0)
 

@@ -12,7 +12,12 @@ from nobackfill.errors import BusyError, OverloadedError
 from nobackfill.images import Pixels
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.embedding import embedding
-from nobackfill.server.embedding.embedding import Embedding, ImageQueue, QueuedImage, Row
+from nobackfill.server.embedding.embedding import (
+    EmbeddingService,
+    ImageQueue,
+    QueuedImage,
+    VectorsOrError,
+)
 from nobackfill.server.gateway import GatewayServer
 from nobackfill.server.grpc.context import Principal, Role
 from nobackfill.server.grpc.rpc import Kind, Later
@@ -100,7 +105,7 @@ def test_an_image_is_searched_where_it_was_embedded_however_slow_searches_are(
     """That thread waits for others: what it takes is no measure, and handing on no gain."""
     request = asking(one, 10)
     request.query.image = png(images(11)[10])
-    speed = served.galleries.get("g").speed
+    speed = served.galleries.peek("g").speed
     with Client(served.address) as client:
         expected = on_a_thread(client, request)
         for _ in range(60):
@@ -159,9 +164,9 @@ def test_images_that_come_together_hold_no_threads_and_fail_by_themselves(
     requests[5].query.image = b"no picture"
     with Client(served.address) as client:
         expected = [on_a_thread(client, request) for request in requests[:5]]
-        for cheap in (embedding.CHEAP, 0):
+        for cheap in (embedding.CHEAP_DECODE_COST, 0):
             # Dear ones are decoded on a thread.
-            monkeypatch.setattr(embedding, "CHEAP", cheap)
+            monkeypatch.setattr(embedding, "CHEAP_DECODE_COST", cheap)
             futures = [
                 client.raw.searches.Search.future(requests[n % 6], timeout=TIMEOUT_S)
                 for n in range(60)
@@ -174,7 +179,7 @@ def test_images_that_come_together_hold_no_threads_and_fail_by_themselves(
         assert len(begun) == 120
         assert client.raw.searches.Search(requests[0], timeout=TIMEOUT_S) == expected[0]
     # Nobody is left to be waited for by who deletes the gallery, or swaps its model.
-    hosted = served.galleries.get("g")
+    hosted = served.galleries.peek("g")
     assert hosted.users.wait_until_none(5) and hosted.plan.users.wait_until_none(5)
 
 
@@ -186,10 +191,10 @@ class Model:
         self.open = threading.Event()
         self.seen: list[int] = []
 
-    def rows(self, manifest: Manifest, pixels: Sequence[Pixels]) -> list[Row]:
+    def embed_each(self, manifest: Manifest, pixels: Sequence[Pixels]) -> list[VectorsOrError]:
         self.seen += [manifest.release] * len(pixels)
         assert manifest.release != self._held or self.open.wait(TIMEOUT_S)
-        return self._served.embedding.rows(self._manifest, pixels)
+        return self._served.embedding.embed_each(self._manifest, pixels)
 
 
 class Queue:
@@ -197,10 +202,10 @@ class Queue:
 
     def __init__(self, served: GatewayServer, model: Model) -> None:
         self.answers: list[tuple[str, bool]] = []
-        self.queue = ImageQueue[str](cast(Embedding, model), served.metrics, self._answer)
+        self.queue = ImageQueue[str](cast(EmbeddingService, model), served.metrics, self._answer)
 
     def _answer(self, made: Sequence[tuple[QueuedImage[str], object]]) -> None:
-        self.answers += [(waiting.of, vector is not None) for waiting, vector in made]
+        self.answers += [(waiting.owner, vector is not None) for waiting, vector in made]
 
     def add(self, of: str, manifest: Manifest, wanted: Callable[[], bool]) -> None:
         deadline = time.monotonic() + TIMEOUT_S

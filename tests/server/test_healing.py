@@ -177,9 +177,9 @@ def test_native_items_are_candidates_beside_nearer_carried_ones(
     places = {i: ids(client.find(late[i], name, k=100)).index("late") for i in range(1, 40)}
     far = max(places, key=lambda i: places[i])
     assert places[far] >= 20
-    (part,) = healing.galleries.get(name).plan.parts
-    assert isinstance(part.curves, dict)
-    part.curves["upgraded"] = Scorer(Points((0.0, 4.0), (0.01, 0.0)))
+    (part,) = healing.galleries.peek(name).plan.parts
+    assert isinstance(part.score_curves, dict)
+    part.score_curves["upgraded"] = Scorer(Points((0.0, 4.0), (0.01, 0.0)))
     found = client.find(late[far], name, k=3)
     assert ids(found)[0] == "late"
     assert [hit.origin for hit in found.hits] == ["native", "upgraded", "upgraded"]

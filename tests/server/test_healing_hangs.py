@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from nobackfill.errors import UnavailableError
-from nobackfill.server.embedding.embedding import Embedding, InProcessModels
+from nobackfill.server.embedding.embedding import EmbeddingService, InProcessModels
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.healing.healing import Healing
 from nobackfill.server.healing.registration import HealingSource
@@ -112,7 +112,7 @@ def test_an_opening_that_failed_after_its_wait_is_not_remembered(
     settings = Settings(
         model_repo=tmp_path, data=tmp_path, item_functions={"late": "late_items:item"}
     )
-    healing = Healing(Embedding(InProcessModels(tmp_path), metrics), settings, metrics)
+    healing = Healing(EmbeddingService(InProcessModels(tmp_path), metrics), settings, metrics)
     source = HealingSource.checked("function:late")
     # Threads of the other tests hang to the end of the process.
     others = set(threading.enumerate())

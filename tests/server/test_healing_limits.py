@@ -12,7 +12,7 @@ import pytest
 from nobackfill.errors import CancelledError, ConfigurationError, NotFoundError
 from nobackfill.release.calibration import Scorer
 from nobackfill.release.manifest import Manifest
-from nobackfill.server.galleries.answering import Question
+from nobackfill.server.galleries.answering import EmbeddedQuery
 from nobackfill.server.gateway import GatewayServer
 from nobackfill.server.grpc import context
 from nobackfill.server.grpc.context import LOCAL
@@ -105,9 +105,9 @@ def test_a_batch_is_answered_in_parts_that_end_with_the_call(
     monkeypatch.setattr(answering, "_MAX_CANDIDATES", 1)
     # Of a budget that is left to queries.
     register(client, name, host.address, a_day=1)
-    hosted = healing.galleries.get(name)
+    hosted = healing.galleries.peek(name)
     parts = (hosted.plan.parts[0],)
-    questions = [Question(hosted, parts, (vector(two, i)[None],), k=3, ef=0) for i in TRUE[:4]]
+    questions = [EmbeddedQuery(hosted, parts, (vector(two, i)[None],), k=3, ef=0) for i in TRUE[:4]]
 
     def gives_up_when_the_first_is_read() -> None:
         context.begin(context.Call(LOCAL, time.monotonic() + 60, lambda: not host.asked))
@@ -133,9 +133,9 @@ def test_as_many_native_items_are_candidates_as_are_asked_for(
     assert progress(client, name).carried == COUNT
     new = images(60, seed=11)
     client.put(name, {f"new{number}": png(image) for number, image in enumerate(new)})
-    (part,) = healing.galleries.get(name).plan.parts
-    assert isinstance(part.curves, dict)
-    part.curves["upgraded"] = Scorer(Points((0.0, 4.0), (0.01, 0.0)))
+    (part,) = healing.galleries.peek(name).plan.parts
+    assert isinstance(part.score_curves, dict)
+    part.score_curves["upgraded"] = Scorer(Points((0.0, 4.0), (0.01, 0.0)))
     found = client.find(TRUE[0], name, k=50)
     assert [hit.origin for hit in found.hits] == ["native"] * 50
 

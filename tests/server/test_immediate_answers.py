@@ -14,8 +14,8 @@ from nobackfill.gallery.search import hnsw
 from nobackfill.gallery.search.view import parse
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.galleries import answering, hosted_file
-from nobackfill.server.galleries.answering import ImmediateAnswers
-from nobackfill.server.galleries.indexing import Indexing
+from nobackfill.server.galleries.answering import ReceiverSearch
+from nobackfill.server.galleries.indexing import IndexMaintenance
 from nobackfill.server.gateway import GatewayServer
 from nobackfill.server.grpc.context import LOCAL, Principal, Role
 from nobackfill.server.grpc.services.search import _parse_simple
@@ -82,7 +82,7 @@ def test_the_same_answer_with_and_without_a_thread(
             exact=st.booleans(),
         )
         def same(query: int, k: int, farthest: float | None, exact: bool) -> None:
-            served.galleries.get("g").exact = exact
+            served.galleries.peek("g").exact = exact
             request = asking(one, query, k)
             if farthest is not None:
                 request.max_distance = farthest
@@ -91,7 +91,7 @@ def test_the_same_answer_with_and_without_a_thread(
             assert client.raw.searches.Search(request, timeout=TIMEOUT_S) == expected
 
         same()
-        served.galleries.get("g").exact = False
+        served.galleries.peek("g").exact = False
 
 
 def test_compiled_code_and_python_answer_byte_for_byte(
@@ -99,7 +99,7 @@ def test_compiled_code_and_python_answer_byte_for_byte(
 ) -> None:
     # The graph made below has no file: after 20 s the gateway would make another, and the snapshot
     # whose answers are compared would no longer be the one that is searched.
-    monkeypatch.setattr(Indexing, "_pending_work", lambda *_: iter(()))
+    monkeypatch.setattr(IndexMaintenance, "_pending_work", lambda *_: iter(()))
     with Client(served.address) as client:
         client.create_gallery("large")
         rng = np.random.default_rng(0)
@@ -158,9 +158,9 @@ def test_compiled_code_and_python_answer_byte_for_byte(
             message = request.SerializeToString()
             # The second time in one call.
             compiled = told(served, message)
-            assert served.search._immediate.answer_by_route([message]) == [compiled]
+            assert served.search._immediate.search_by_last_plan([message]) == [compiled]
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(ImmediateAnswers, "answer_by_route", lambda *_: None)
+                patch.setattr(ReceiverSearch, "search_by_last_plan", lambda *_: None)
                 assert told(served, message) == compiled
                 patch.setitem(snapshot.__dict__, "compiled", None)
                 assert told(served, message) == compiled
@@ -266,7 +266,7 @@ def test_a_slow_gallery_is_searched_on_threads_until_it_is_quick(
     with Client(served.address) as client:
         on_a_thread(client, request)
         assert answer_immediately(served, request) is not None
-        speed = served.galleries.get("g").speed
+        speed = served.galleries.peek("g").speed
         for _ in range(60):
             speed.record(0.5)
         assert answer_immediately(served, request) is None
@@ -295,7 +295,7 @@ def test_a_gallery_larger_than_memory_is_not_searched_twice(
         tried.clear()
         with monkeypatch.context() as patch:
             patch.setattr(hosted_file, "MAX_CACHE_BYTES", 0)
-            in_file(served).items_of(one.space).forget(range(10 * COUNT))
+            in_file(served).item_cache(one.space).forget(range(10 * COUNT))
             for _ in range(96):
                 assert client.raw.searches.Search(request, timeout=TIMEOUT_S) == expected
         assert 5 <= len(tried) <= 20

@@ -103,7 +103,7 @@ def test_a_build_leaves_no_file_of_a_space_that_was_deleted_meanwhile(
     view = swapped.view(one.space)
     swapped.drop_space(one.space)
     # As a build that ends now.
-    swapped.make_index(one.space, view, lambda: None, hnsw.one_thread)
+    swapped.build_index(one.space, view, lambda: None, hnsw.one_thread)
     assert [path.name for path in swapped.folder.glob("*.hnsw")] == [f"{two.space}.hnsw"]
 
 

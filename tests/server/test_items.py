@@ -10,7 +10,7 @@ from nobackfill.gallery.sqlite_gallery import SqliteGallery
 from nobackfill.gallery.store import NewVectors
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.galleries import hosted_file as cached
-from nobackfill.server.galleries.hosted_file import ItemCache, size_of
+from nobackfill.server.galleries.hosted_file import ItemCache, cached_bytes
 from nobackfill.v1 import gallery_pb2 as pb
 from nobackfill.v1.types_pb2 import Filter
 from tests.gallery import making
@@ -111,7 +111,7 @@ def test_items_in_memory_are_bounded_by_their_bytes(
             assert [item and item.metadata for item in found] == texts[start : start + 10]
             held = [*cache._items.values()]
             assert 3 <= len(held) < 50
-            assert sum(map(size_of, held)) == cache._bytes <= 40_000
+            assert sum(map(cached_bytes, held)) == cache._bytes <= 40_000
         store.delete(making.ids(10))
         assert cache.get(range(1, 11)) == [None] * 10
-        assert sum(map(size_of, cache._items.values())) == cache._bytes
+        assert sum(map(cached_bytes, cache._items.values())) == cache._bytes

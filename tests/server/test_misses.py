@@ -119,7 +119,7 @@ def triton(stages: Stages, tmp_path: Path) -> Iterator[tuple[TritonModels, Trito
     before = children(os.getpid())
     models.start()
     with closing(models), closing(TritonClient(process.address)) as client:
-        assert models.ready()
+        assert models.is_ready()
         (pid,) = [
             pid
             for pid in children(os.getpid()) - before
@@ -137,7 +137,7 @@ def test_one_late_answer_long_after_the_start_ends_nothing(
     # One probe waits .6 s.
     time.sleep(0.9)
     os.kill(pid, signal.SIGCONT)
-    wait_until(models.ready, "Triton is not ready again")
+    wait_until(models.is_ready, "Triton is not ready again")
     time.sleep(0.5)
     assert alive(pid)
 
@@ -155,7 +155,7 @@ def test_what_triton_does_not_unload_in_time_is_unloaded_later(
     models.unload(2)
     os.kill(pid, signal.SIGCONT)
     wait_until(lambda: not client.model_ready(embedder_model(2), 10), "release 2 is still loaded")
-    wait_until(models.ready, "Triton is not ready again")
+    wait_until(models.is_ready, "Triton is not ready again")
     assert client.model_ready(embedder_model(1), 10)
     # One that is gone already, or that was never there, is no error.
     client.unload(embedder_model(2), 10)

@@ -13,7 +13,7 @@ from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.release.manifest import Manifest
 from nobackfill.release.models import Images
 from nobackfill.server.galleries import hosted as speed
-from nobackfill.server.galleries.hosted import Hosted
+from nobackfill.server.galleries.hosted import HostedGallery
 from nobackfill.server.gateway import GatewayServer
 from nobackfill.vectors import Vectors
 from nobackfill.wire import Answer, Hit
@@ -41,7 +41,7 @@ class Held(ExactIndex):
 
 
 @contextmanager
-def held(hosted: Hosted) -> Iterator[None]:
+def held(hosted: HostedGallery) -> Iterator[None]:
     """Searches of a gallery wait to the end of the block."""
     opened = threading.Event()
 
@@ -79,7 +79,7 @@ def test_a_slow_gallery_delays_no_other(
         client.create_gallery(name)
         client.put_images(images(5), name)
     query = embedding(one, images(5)[2])
-    slow = gateway.galleries.get("slow")
+    slow = gateway.galleries.peek("slow")
     # As its last searches did; nobody knows of one that was never searched.
     slow.speed.record(10.0)
 
@@ -104,13 +104,13 @@ def test_searches_by_embedding_wait_for_no_model(
     client.put_images(images(5))
     opened = threading.Event()
     models = gateway.models
-    embed = models.embed
+    embed = models.embed_images
 
     def wait(manifest: Manifest, pixels: Images) -> Vectors:
         assert opened.wait(60)
         return embed(manifest, pixels)
 
-    monkeypatch.setattr(models, "embed", wait)
+    monkeypatch.setattr(models, "embed_images", wait)
     query = embedding(one, images(5)[2])
     with ThreadPoolExecutor(ASKERS) as pool:
         asked = [pool.submit(client.find, images(5)[1], "g", 1) for _ in range(ASKERS)]

@@ -92,12 +92,12 @@ def test_a_database_that_crashes_is_waited_for(
                     client.put_images(images(8))
             # One that stays away is no reason to set a gallery aside.
             # What it remembers is read anew by the next plan.
-            gateway.galleries.get("g").remember({"nothing": None})
+            gateway.galleries.peek("g").store_state({"nothing": None})
             server.stop()
             with pytest.raises(UnavailableError):
                 gateway.serving.replan_all()
             server.start()
-            assert not gateway.galleries.set_aside_reasons()
+            assert not gateway.galleries.quarantine_reasons()
             publish_stage(repo, stages[2])
             client.swap(2)
             assert client.find(images(1)[0]).release == 2
@@ -113,7 +113,7 @@ def test_a_gallery_that_lost_a_table_is_set_aside(
         for name in ("bad", "good"):
             client.create_gallery(name)
             client.put_images(images(3), name)
-        number = gateway.galleries.get("bad").number
+        number = gateway.galleries.peek("bad").number
         with psycopg.connect(store, autocommit=True) as connection:
             connection.execute(f"DROP TABLE nobackfill_{number}.{table}".encode())
         with refused(VerificationError, f"nobackfill_{number}.{table} is missing"):
@@ -127,7 +127,7 @@ def test_a_gallery_that_lost_a_table_is_set_aside(
         assert health.Check(asked).status == health_pb2.HealthCheckResponse.NOT_SERVING
         assert client.find(images(1)[0], "good").hits[0].id == "i0"
     with running(repo, tmp_path / "data") as gateway, Client(gateway.address) as client:
-        assert gateway.galleries.set_aside_reasons().keys() == {"bad"}
+        assert gateway.galleries.quarantine_reasons().keys() == {"bad"}
         assert client.find(images(1)[0], "good").hits[0].id == "i0"
         client.delete_gallery("bad")
 

@@ -110,7 +110,7 @@ def test_cut_exif_is_no_reason_to_refuse_a_query(shared: Client, gallery: str) -
 def test_what_a_message_cannot_afford_is_refused_by_name(
     shared: Client, gallery: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(embedding, "LARGEST_COST", 5 * 3 * 64)
+    monkeypatch.setattr(embedding, "MAX_DECODE_COST", 5 * 3 * 64)
     items = [gallery_pb2.PutItem(id=f"a{i % 7}", image=png(images(1, i)[0])) for i in range(9)]
     answer = shared.raw.put(items, gallery)
     assert answer.stored == 5

@@ -28,14 +28,14 @@ from nobackfill.gallery.store import NewVectors
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.canary.canaries import Canaries, CanaryAnswerer
 from nobackfill.server.catalog import Catalog
-from nobackfill.server.embedding.embedding import Embedding, InProcessModels, QueryAdapters
-from nobackfill.server.galleries.answering import Answerers, PlainAnswerer, SpaceChoice
-from nobackfill.server.galleries.hosted import GalleryRegistry, Hosted, Users
-from nobackfill.server.galleries.hosted_file import FileHome
-from nobackfill.server.galleries.item_writer import Quotas
+from nobackfill.server.embedding.embedding import EmbeddingService, InProcessModels, QueryAdapters
+from nobackfill.server.galleries.answering import AnswererFactory, PlainAnswerer, SpaceChoice
+from nobackfill.server.galleries.hosted import GalleryRegistry, HostedGallery, UseCounter
+from nobackfill.server.galleries.hosted_file import FileGalleryStorage
+from nobackfill.server.galleries.item_writer import TokenQuotas
 from nobackfill.server.galleries.plan import (
-    CANARY,
-    Filling,
+    CANARY_KEY,
+    FillMode,
     Plan,
     SearchRequest,
     make_plan,
@@ -75,11 +75,11 @@ class Parts:
     state: StateFile
     catalog: Catalog
     canaries: Canaries
-    answerers: Answerers
+    answerers: AnswererFactory
     galleries: GalleryRegistry
 
     def plan(
-        self, spaces: Sequence[tuple[int, SpaceState]], state: State, rollout: Filling | None,
+        self, spaces: Sequence[tuple[int, SpaceState]], state: State, rollout: FillMode | None,
         *, source: bool = False, both: bool = False,
     ) -> Plan:  # fmt: skip
         infos = [
@@ -90,11 +90,11 @@ class Parts:
             infos,
             state,
             self.manifests,
-            self.answerers.of,
-            Users(),
+            self.answerers.make_answerer,
+            UseCounter(),
             rollout,
-            source=source,
-            both=both,
+            has_source=source,
+            with_fusion=both,
         )
 
 
@@ -105,15 +105,15 @@ def parts(manifests: Mapping[int, Manifest], tmp_path: Path) -> Iterator[Parts]:
     catalog = Catalog(tmp_path / "repo", tmp_path / "trust", None, metrics)
     catalog.manifests = manifests
     catalog.spaces = {manifest.space: manifest for manifest in manifests.values()}
-    embedding = Embedding(InProcessModels(tmp_path), metrics)
+    embedding = EmbeddingService(InProcessModels(tmp_path), metrics)
     canaries = Canaries(state, metrics)
     healing = Healing(embedding, Settings(model_repo=tmp_path, data=tmp_path), metrics)
     adapters = QueryAdapters(tmp_path)
-    answerers = Answerers(
+    answerers = AnswererFactory(
         embedding, adapters, catalog, state, metrics, canaries.make_answerer, healing.answerer
     )
-    home = FileHome(tmp_path / "galleries", SuspendablePool(8))
-    galleries = GalleryRegistry(home, catalog, state, answerers.of)
+    home = FileGalleryStorage(tmp_path / "galleries", SuspendablePool(8))
+    galleries = GalleryRegistry(home, catalog, state, answerers.make_answerer)
     yield Parts(manifests, state, catalog, canaries, answerers, galleries)
     canaries.close()
     galleries.close()
@@ -153,7 +153,7 @@ PLANS: dict[str, tuple[dict[str, object], tuple[object, ...]]] = {
         ([(1, 1)], {1}, [1], "PlainAnswerer"),
     ),
     "a canary": (
-        {"spaces": [(1, "active"), (2, "staging")], "rollout": CANARY,
+        {"spaces": [(1, "active"), (2, "staging")], "rollout": CANARY_KEY,
          "state": State(active=1, activation=TRIAL)},
         ([(1, 1)], {1}, [1, 2], "CanaryAnswerer"),
     ),
@@ -163,7 +163,7 @@ PLANS: dict[str, tuple[dict[str, object], tuple[object, ...]]] = {
         ([(1, 1)], {1}, [1, 2], "PlainAnswerer"),
     ),
     "a canary that was promoted": (
-        {"spaces": [(1, "active"), (2, "staging")], "rollout": CANARY,
+        {"spaces": [(1, "active"), (2, "staging")], "rollout": CANARY_KEY,
          "state": State(active=2, activation=TRIAL)},
         ([(1, 1)], {1}, [1, 2], "PlainAnswerer"),
     ),
@@ -177,7 +177,7 @@ PLANS: dict[str, tuple[dict[str, object], tuple[object, ...]]] = {
     ),
     "both models": (
         {"spaces": [(1, "previous"), (2, "active")], "both": True},
-        ([(2, 2)], {1, 2}, [2, 1], "BothAnswerer"),
+        ([(2, 2)], {1, 2}, [2, 1], "FusionAnswerer"),
     ),
     "both models, a source": (
         {"spaces": [(1, "previous"), (2, "active")], "both": True, "source": True},
@@ -197,14 +197,14 @@ PLANS: dict[str, tuple[dict[str, object], tuple[object, ...]]] = {
 def test_plans(parts: Parts, given: dict[str, object], expected: tuple[object, ...]) -> None:
     plan = parts.plan(**({"state": State(active=2), "rollout": None} | given))  # type: ignore[arg-type]
     assert (
-        [(part.query.release, part.release) for part in plan.parts],
+        [(part.query_manifest.release, part.release) for part in plan.parts],
         {part.release for part in plan.single_parts.values()},
-        [manifest.release for manifest in plan.writes],
+        [manifest.release for manifest in plan.written_releases],
         type(plan.answerer).__name__,
     ) == expected
-    assert plan.query is plan.parts[0].query
+    assert plan.query_manifest is plan.parts[0].query_manifest
     adapted = [part.release for part in plan.parts if part.adapter is not None]
-    assert adapted == ([2] if plan.query.release == 4 else [])
+    assert adapted == ([2] if plan.query_manifest.release == 4 else [])
 
 
 AFTER_SWAP: Sequence[tuple[int, SpaceState]] = [(1, "previous"), (2, "active")]
@@ -240,10 +240,10 @@ def test_spaces_of_a_query(
     query = {parts.manifests[n].space if n in parts.manifests else "other": b"" for n in brings}
     if isinstance(expected, type) and issubclass(expected, NobackfillError):
         with pytest.raises(expected, match=words):
-            choosing.parts(query, plan.parts)
+            choosing.choose_parts(query, plan.parts)
     else:
-        chosen = choosing.parts(query, plan.parts)
-        assert [(part.query.release, part.release) for part in chosen] == expected
+        chosen = choosing.choose_parts(query, plan.parts)
+        assert [(part.query_manifest.release, part.release) for part in chosen] == expected
 
 
 def test_an_adapter_is_used_by_the_active_release_alone(parts: Parts) -> None:
@@ -252,10 +252,10 @@ def test_an_adapter_is_used_by_the_active_release_alone(parts: Parts) -> None:
     choosing = SpaceChoice(parts.catalog, parts.state, plan.parts, plan.single_parts)
     query = {parts.manifests[4].space: b""}
     with pytest.raises(IncompatibleSpaceError):
-        choosing.parts(query, plan.parts)
+        choosing.choose_parts(query, plan.parts)
     parts.state.change(active=4)
-    (part,) = choosing.parts(query, plan.parts)
-    assert (part.query.release, part.release) == (4, 2)
+    (part,) = choosing.choose_parts(query, plan.parts)
+    assert (part.query_manifest.release, part.release) == (4, 2)
     assert part.adapter == parts.manifests[4].adapters[0]
 
 
@@ -265,15 +265,15 @@ def test_a_space_ends_at_its_time_and_when_it_is_retired(parts: Parts) -> None:
     choosing = SpaceChoice(parts.catalog, parts.state, plan.parts, plan.single_parts)
     for end in (time.time() + 3600, None):
         parts.state.change(ends={} if end is None else {one: end})
-        assert [part.space for part in choosing.parts({one: b""}, plan.parts)] == [one]
+        assert [part.space for part in choosing.choose_parts({one: b""}, plan.parts)] == [one]
     parts.state.change(ends={one: time.time() - 1})
     with pytest.raises(ReleaseRetiredError, match="embeddings of release 1"):
-        choosing.parts({one: b""}, plan.parts)
+        choosing.choose_parts({one: b""}, plan.parts)
     parts.state.change(ends={}, retired=(1,))
     plan = parts.plan(AFTER_SWAP, parts.state.current, None)
     choosing = SpaceChoice(parts.catalog, parts.state, plan.parts, plan.single_parts)
     with pytest.raises(ReleaseRetiredError, match="embeddings of release 1"):
-        choosing.parts({one: b""}, plan.parts)
+        choosing.choose_parts({one: b""}, plan.parts)
 
 
 # A caller whose key is in half of the callers' share, and one whose key is not.
@@ -321,7 +321,7 @@ def test_the_pair_of_a_canary(
         parts.manifests[abs(n)].space: (item(1) if n > 0 else item(1) * np.nan).tobytes()
         for n in brings
     }
-    request = SearchRequest((query,), 3, single=not batch)
+    request = SearchRequest((query,), 3, is_single=not batch)
     try:
         (answer,) = in_a_call(key, lambda: answerer.answer(hosted, request))
     except NobackfillError as error:
@@ -352,11 +352,11 @@ def item(number: int) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
     return np.eye(graphs.DIM, dtype="<f4")[number : number + 1]
 
 
-def gallery(parts: Parts, name: str, items: int) -> Hosted:
+def gallery(parts: Parts, name: str, items: int) -> HostedGallery:
     """One with items of both spaces."""
     if name not in parts.galleries.names():
         parts.galleries.create(name)
-    hosted = parts.galleries.get(name)
+    hosted = parts.galleries.peek(name)
     there = {info.spec.space for info in hosted.spaces()}
     spaces = [m.space for m in parts.manifests.values() if m.space in there]
     for number in range(items):
@@ -381,7 +381,7 @@ def test_the_quota_of_a_token(parts: Parts, there: int, ids: list[str], taken: b
     parts.state.change(active=2, previous=(1,))
     gallery(parts, "mine", there // 2)
     gallery(parts, "more", there - there // 2)
-    quotas = Quotas(parts.galleries)
+    quotas = TokenQuotas(parts.galleries)
     app = Principal("app", Role.WRITER, frozenset({"mine", "more"}), 10)
 
     def take() -> None:

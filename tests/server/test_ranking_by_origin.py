@@ -91,7 +91,7 @@ def test_carried_and_native_are_one_ranking_along_the_scale(
                 assert answer_immediately(gateway, request) == expected
                 message = request.SerializeToString()
                 assert client.raw.searches.Search(request) == expected
-                answers = gateway.search._immediate.answer_by_route([message])
+                answers = gateway.search._immediate.search_by_last_plan([message])
                 assert (answers == [told(gateway, message)]) or not routed
 
         check(set(), OLD)

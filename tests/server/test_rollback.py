@@ -82,7 +82,7 @@ def test_nothing_begins_beside_a_rollback(
         go_on.wait(TIMEOUT_S)
         settle(old)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(gateway.serving, "settle", slowly)
+    monkeypatch.setattr(gateway.serving, "retire_plans", slowly)
     answers: list[release_pb2.RollbackReleaseResponse] = []
     thread = threading.Thread(target=lambda: answers.append(third.rollback(confirm=True, to=2)))
     thread.start()

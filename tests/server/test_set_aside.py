@@ -92,7 +92,7 @@ def test_damaged_galleries_are_set_aside_and_named(repo: Path, tmp_path: Path) -
         assert client.get_gallery(name).items == 0
         assert health.Check(asked).status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
     with running(repo, data) as gateway:
-        assert gateway.galleries.set_aside_reasons().keys() == reasons.keys() - {name}
+        assert gateway.galleries.quarantine_reasons().keys() == reasons.keys() - {name}
 
 
 def test_a_source_of_a_newer_version_spoils_nothing_else(repo: Path, tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def test_one_that_cannot_be_brought_back_is_set_aside(
     ):
         connection.execute("DELETE FROM spaces WHERE state = 'previous'")
     with running(repo, data) as gateway, Client(gateway.address) as client:
-        assert gateway.galleries.set_aside_reasons().keys() == {"bad"}
+        assert gateway.galleries.quarantine_reasons().keys() == {"bad"}
         hit = client.find(images(3)[1], "good", 1).hits[0]
         assert (hit.id, hit.release) == ("i1", 1)
 
@@ -220,7 +220,7 @@ def test_one_that_a_swap_cannot_read_is_set_aside(
             file.execute("INSERT INTO state VALUES ('damaged', '{')")
         upgrading.resume("bad")
         assert activation.result().phase == release_pb2.PHASE_DONE
-    assert gateway.galleries.set_aside_reasons().keys() == {"bad"}
+    assert gateway.galleries.quarantine_reasons().keys() == {"bad"}
     asked = health_pb2.HealthCheckRequest(service="gallery/bad")
     health = health_pb2_grpc.HealthStub(client.raw.channel)
     assert health.Check(asked).status == health_pb2.HealthCheckResponse.NOT_SERVING

@@ -66,7 +66,7 @@ def slow_cmc1(
 
 def stored_cmc1(gateway: GatewayServer, manifest: Manifest) -> dict[str, float]:
     """The slow loop over what lies in a space; every item that has a kind is a probe."""
-    store = gateway.galleries.get("g").store
+    store = gateway.galleries.peek("g").store
     labels, vectors = store.load(manifest.space)
     items = [item for item in store.items(labels) if item is not None]
     kinds = [str(item.metadata.get("kind", "")) for item in items]
@@ -112,7 +112,7 @@ def test_a_mixed_gallery_is_reported_as_it_is_served(
     quality = watched(client).quality
     assert [group.items for group in quality.subgroups] == [14] * 3
     # Blocks hold the same projection: the mixed ranking is that of release 1, where all items are.
-    _, vectors = gateway.galleries.get("g").store.load(one.space)
+    _, vectors = gateway.galleries.peek("g").store.load(one.space)
     kinds = [KINDS[i % 3] for i in range(every)]
     expected = slow_cmc1(kinds, vectors, range(old, every))
     assert cmc1(quality, 7) == pytest.approx(expected)

@@ -126,7 +126,7 @@ class Life:
         """To release 1, as if 2 had never been."""
         self.client.rollback(confirm=True, to=1)
         self.gateway.serving.drop_unused_spaces()
-        store = self.gateway.galleries.get("g").store
+        store = self.gateway.galleries.peek("g").store
         assert [info.spec.release for info in store.spaces()] == [1]
         last = f"i{self.count - 1}"
         if self.count > 3:

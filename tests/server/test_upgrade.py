@@ -16,7 +16,7 @@ from nobackfill.gallery.store import Change, NewVectors
 from nobackfill.release.manifest import Manifest
 from nobackfill.release.models import Images
 from nobackfill.server.embedding.embedding import LARGEST_BATCH
-from nobackfill.server.galleries.hosted import Hosted
+from nobackfill.server.galleries.hosted import HostedGallery
 from nobackfill.server.gateway import GatewayServer
 from nobackfill.server.upgrades import upgrading
 from nobackfill.server.upgrades.upgrading import Job, JobState, Throttle
@@ -63,7 +63,7 @@ def test_an_image_put_again_after_an_upgrade_gets_its_own_vector(ready: Client) 
     assert ready.get_gallery("g").items == COUNT
 
 
-def scrub(hosted: Hosted) -> None:
+def scrub(hosted: HostedGallery) -> None:
     assert isinstance(hosted.store, SqliteGallery) and hosted.store.scrub()
 
 
@@ -122,7 +122,7 @@ def test_backfill_takes_the_least_certain_first(
     gateway: GatewayServer, ready: Client, two: Manifest
 ) -> None:
     ready.swap(2)
-    store = gateway.galleries.get("g").store
+    store = gateway.galleries.peek("g").store
     listed, _ = store.list_page(two.space, COUNT, least_certain=True)
     doubtful = [item.id for item, _ in listed]
     assert len(doubtful) == COUNT
@@ -143,7 +143,7 @@ def test_a_client_backfills_the_least_certain_of_the_whole_gallery(
 ) -> None:
     """A call with few images at a time, as a client with a folder of millions makes it."""
     ready.swap(2)
-    store = gateway.galleries.get("g").store
+    store = gateway.galleries.peek("g").store
     listed, _ = store.list_page(two.space, COUNT, least_certain=True)
     doubtful = [item.id for item, _ in listed]
     again: list[str] = []
@@ -181,14 +181,14 @@ def test_backfill_takes_one_model_call_and_one_commit_a_batch(
     client.put_images(images(count))
     publish_stage(repo, stages[2])
     client.swap(2)
-    models, store = gateway.models, gateway.galleries.get("g").store
-    embed, sizes, commits = models.embed, list[int](), list[Change]()
+    models, store = gateway.models, gateway.galleries.peek("g").store
+    embed, sizes, commits = models.embed_images, list[int](), list[Change]()
 
     def counted(manifest: Manifest, pixels: Images) -> Vectors:
         sizes.append(len(pixels))
         return embed(manifest, pixels)
 
-    monkeypatch.setattr(models, "embed", counted)
+    monkeypatch.setattr(models, "embed_images", counted)
     store.subscribe(commits.append)
     sent = {f"i{i}": png(image) for i, image in enumerate(images(count))}
     assert client.start_upgrade("g", 0, backfill=sent).re_embedded == count

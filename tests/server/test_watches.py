@@ -135,8 +135,8 @@ def test_slow_watches_of_one_method_keep_no_others_waiting(
         assert go_on.wait(60)
         return Job(name, 1, 1, JobState.DONE)
 
-    monkeypatch.setattr(gateway.lifecycle, "job", job)
-    monkeypatch.setattr(gateway.lifecycle, "healing", lambda name: None)
+    monkeypatch.setattr(gateway.lifecycle, "upgrade_job", job)
+    monkeypatch.setattr(gateway.lifecycle, "reembedding_progress", lambda name: None)
     requests = [upgrade_pb2.WatchUpgradeRequest(gallery=f"g{row}") for row in range(40)]
     # The same request with fields that nobody knows: all watch one source.
     odd = [

@@ -18,11 +18,11 @@ def test_it_counts_as_empty(empty: PostgresqlGallery, tmp_path: Path) -> None:
     empty.put(ids(3), [NewVectors(ONE, vectors(3, 1))])
     empty.add_staging_space(spec(release=2))
     hosted = HostedInDatabase("g", tmp_path, empty)
-    assert hosted.sizes() == {ONE: 3, TWO: 0}
+    assert hosted.vector_counts() == {ONE: 3, TWO: 0}
     hosted._counts = {}
     PostgresqlGallery(empty.database, empty.number).drop_space(TWO)
     assert [info.spec.space for info in hosted.spaces()] == [ONE, TWO]
-    assert hosted.sizes() == {ONE: 3, TWO: 0}
+    assert hosted.vector_counts() == {ONE: 3, TWO: 0}
     assert hosted.count() == 3
 
 

@@ -49,12 +49,12 @@ def is_good(store: PostgresqlGallery) -> bool:
 def test_a_graph_is_built_measured_and_not_built_again(
     hosted: HostedInDatabase, empty: PostgresqlGallery, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hosted.make_ready(SPACE, lambda: None)
+    hosted.build_first_index(SPACE, lambda: None)
     assert is_good(empty)
     # Another gateway takes over.
     monkeypatch.setattr(hosted_database, "make_graph", None)
-    hosted.make_ready(SPACE, lambda: None)
-    assert hosted.state(NOTE) is None
+    hosted.build_first_index(SPACE, lambda: None)
+    assert hosted.state_value(NOTE) is None
 
 
 def test_a_bad_graph_that_is_there_is_built_anew(
@@ -62,7 +62,7 @@ def test_a_bad_graph_that_is_there_is_built_anew(
 ) -> None:
     thin(empty, empty.space(SPACE))
     assert not is_good(empty)
-    hosted.make_ready(SPACE, lambda: None)
+    hosted.build_first_index(SPACE, lambda: None)
     assert is_good(empty)
 
 
@@ -70,10 +70,10 @@ def test_a_bad_graph_is_waited_for_and_its_words_mend_it(
     hosted: HostedInDatabase, empty: PostgresqlGallery, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     only_thin(monkeypatch)
-    ready = threading.Thread(target=hosted.make_ready, args=(SPACE, lambda: None))
+    ready = threading.Thread(target=hosted.build_first_index, args=(SPACE, lambda: None))
     ready.start()
-    wait_until(lambda: hosted.state(NOTE), seconds=60, what="it is told")
-    note = hosted.state(NOTE)
+    wait_until(lambda: hosted.state_value(NOTE), seconds=60, what="it is told")
+    note = hosted.state_value(NOTE)
     assert ready.is_alive()
     found = re.search(r"finds (0\.\d\d) of the 10 nearest among 1000 candidates", note)
     assert found is not None
@@ -86,7 +86,7 @@ def test_a_bad_graph_is_waited_for_and_its_words_mend_it(
     ready.join(60)
     assert not ready.is_alive()
     assert is_good(empty)
-    assert hosted.state(NOTE) is None, "nothing is left to be said"
+    assert hosted.state_value(NOTE) is None, "nothing is left to be said"
 
 
 def test_what_waits_can_be_called_off(
@@ -95,11 +95,11 @@ def test_what_waits_can_be_called_off(
     only_thin(monkeypatch)
 
     def between() -> None:
-        if hosted.state(NOTE):
+        if hosted.state_value(NOTE):
             raise CancelledError("called off")
 
     with pytest.raises(CancelledError):
-        hosted.make_ready(SPACE, between)
+        hosted.build_first_index(SPACE, between)
     assert [info.state for info in empty.spaces()] == ["active", "staging"]
 
 
@@ -150,12 +150,12 @@ def test_what_happens_meanwhile_is_outlived(
             thread.start()
             thread.join(0.1)
 
-    hosted.make_ready(SPACE, between)
+    hosted.build_first_index(SPACE, between)
     assert asked > at
     thread.join(60)
     assert not thread.is_alive()
     # Where it went after it had been measured.
-    hosted.make_ready(SPACE, lambda: None)
+    hosted.build_first_index(SPACE, lambda: None)
     assert is_good(empty)
 
 
@@ -176,7 +176,7 @@ def test_a_look_that_is_refused_is_tried_again(
         look_ahead(space)
 
     monkeypatch.setattr(empty, "look_ahead", refusing)
-    hosted.make_ready(SPACE, lambda: None)
+    hosted.build_first_index(SPACE, lambda: None)
     assert looks > 2
     assert is_good(empty)
 
@@ -190,7 +190,7 @@ def test_two_gateways_measure_at_once(
 
     def make_ready(one: HostedInDatabase) -> None:
         try:
-            one.make_ready(SPACE, lambda: None)
+            one.build_first_index(SPACE, lambda: None)
         except BaseException as error:  # noqa: BLE001 - told below
             failed.append(error)
 
@@ -215,16 +215,16 @@ def test_a_wider_search_is_every_gateways(
         other = HostedInDatabase("g", tmp_path, PostgresqlGallery(empty.database, empty.number))
         return hosted._table(SPACE).ef, other._table(SPACE).ef
 
-    hosted.remember({hosted_database.WIDTHS: {"gone": 200}})
+    hosted.store_state({hosted_database.SEARCH_WIDTHS_KEY: {"gone": 200}})
     monkeypatch.setattr(graphs, "_WIDTHS", (400,))
-    hosted.make_ready(SPACE, lambda: None)
-    assert hosted.state(hosted_database.WIDTHS) == {SPACE: 400}
+    hosted.build_first_index(SPACE, lambda: None)
+    assert hosted.state_value(hosted_database.SEARCH_WIDTHS_KEY) == {SPACE: 400}
     assert widths() == (400, 400)
     monkeypatch.setattr(graphs, "_WIDTHS", (EF, 400))
     assert (
         graphs.measure_recall(empty.database, empty.schema, empty.space(SPACE), lambda: None)[0]
         == EF
     )
-    hosted.make_ready(SPACE, lambda: None)
-    assert hosted.state(hosted_database.WIDTHS) is None
+    hosted.build_first_index(SPACE, lambda: None)
+    assert hosted.state_value(hosted_database.SEARCH_WIDTHS_KEY) is None
     assert widths() == (EF, EF)

@@ -33,7 +33,7 @@ from nobackfill.picture_files import (
 )
 from nobackfill.release.manifest import Manifest, parse_manifest
 from nobackfill.release.models import no_vector_error, read_verified
-from nobackfill.server.embedding.embedding import Embedding, InProcessModels
+from nobackfill.server.embedding.embedding import EmbeddingService, InProcessModels
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.upgrades.workers.cache import OpenCache, write_files
 from nobackfill.text import check_text, read_text_lines
@@ -354,7 +354,7 @@ class _OpenBatch:
         folder = write_files(work.models, closing)
         models = InProcessModels(folder)
         models.load(work.manifest)
-        self._embedding = Embedding(models, Metrics())
+        self._embedding = EmbeddingService(models, Metrics())
         for name, content in work.credentials.items():
             (folder / name).write_bytes(content)
             os.environ[name] = str(folder / name)
@@ -370,7 +370,7 @@ class _OpenBatch:
         size = self._work.manifest.frame
         for name in names:
             try:
-                (pixels,) = self._embedding.decoding.each([self._place.read(name)], [size])
+                (pixels,) = self._embedding.decoder.decode_each([self._place.read(name)], [size])
             except InvalidInputError as error:
                 pixels = error
             if isinstance(pixels, InvalidInputError):
@@ -383,7 +383,7 @@ class _OpenBatch:
 
     def read(self, texts: Sequence[pb.PutItem]) -> FillResult:
         manifest, refusals, items = self._work.manifest, dict[str, str](), []
-        rows = self._embedding.text_rows(manifest, [text.text for text in texts], "document")
+        rows = self._embedding.embed_each_text(manifest, [text.text for text in texts], "document")
         for text, row in zip(texts, rows, strict=True):
             if isinstance(row, InvalidInputError):
                 refusals[text.id] = str(row)
@@ -403,8 +403,8 @@ class _OpenBatch:
         while pictures:
             pixels = [picture for _, picture in pictures]
             try:
-                embeddings = self._embedding.embed(manifest, pixels)
-                sides = self._embedding.sides(manifest, pixels)
+                embeddings = self._embedding.embed_images(manifest, pixels)
+                sides = self._embedding.compute_side(manifest, pixels)
                 break
             except UnusableOutputError as error:
                 refusals |= {pictures[row][0]: str(no_vector_error(manifest)) for row in error.rows}

@@ -12,7 +12,7 @@ import structlog
 
 from nobackfill.errors import NobackfillError, UnavailableError
 from nobackfill.server.catalog import Catalog
-from nobackfill.server.galleries.hosted import GalleryRegistry, Hosted
+from nobackfill.server.galleries.hosted import GalleryRegistry, HostedGallery
 from nobackfill.server.galleries.plan import Plan
 from nobackfill.server.grpc.context import error_boundary
 from nobackfill.server.grpc.metrics import Metrics
@@ -114,8 +114,8 @@ class GatewayFollower:
             self._catch_up()
 
     def _catch_up(self) -> None:
-        outdated = self._galleries.follow(
-            lambda plan: self._serving.load_models(plan.models(), check_golden_probes)
+        outdated = self._galleries.sync_with_store(
+            lambda plan: self._serving.load_models(plan.model_manifests(), check_golden_probes)
         )
         state = self._state.current
         planned = _planned_by(state)
@@ -142,7 +142,7 @@ class GatewayFollower:
         if old and not self._stopping.is_set():
             self._cleanup.submit(self._serving.free_views_and_models, old)
 
-    def _replan(self, hosted: Hosted) -> Plan:
+    def _replan(self, hosted: HostedGallery) -> Plan:
         try:
             return self._serving.replan_after_change(hosted, check_golden_probes)
         except NobackfillError:

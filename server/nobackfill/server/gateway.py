@@ -16,20 +16,20 @@ from nobackfill.extras import load_plugin
 from nobackfill.server.canary.canaries import Canaries, CanaryMetrics
 from nobackfill.server.catalog import open_catalog
 from nobackfill.server.embedding.embedding import (
-    Embedding,
+    EmbeddingService,
     InProcessModels,
     Models,
     QueryAdapters,
 )
 from nobackfill.server.following import GatewayFollower
 from nobackfill.server.galleries.answering import (
-    Answerers,
-    ImageAnswers,
-    ImmediateAnswers,
-    Searching,
+    AnswererFactory,
+    DeferredImageSearch,
+    GallerySearcher,
+    ReceiverSearch,
 )
 from nobackfill.server.galleries.hosted import GalleryRegistry
-from nobackfill.server.galleries.indexing import Indexing, IndexSizes, count_vectors
+from nobackfill.server.galleries.indexing import IndexMaintenance, IndexMetrics, count_vectors
 from nobackfill.server.galleries.item_writer import ItemWriter
 from nobackfill.server.grpc.context import Tokens
 from nobackfill.server.grpc.listener import (
@@ -162,10 +162,10 @@ class GatewayServer:
         self.models, self.metrics = models, metrics
         catalog = self.catalog = open_catalog(repo, data / "trust", self._settings.root, metrics)
         state = self.state = storage.state
-        embedding = self.embedding = Embedding(models, metrics)
+        embedding = self.embedding = EmbeddingService(models, metrics)
         canaries = self.canaries = Canaries(state, metrics)
         healing = self.healing = Healing(embedding, self._settings, metrics)
-        answerers = Answerers(
+        answerers = AnswererFactory(
             embedding,
             QueryAdapters(repo),
             catalog,
@@ -175,9 +175,9 @@ class GatewayServer:
             healing.answerer,
         )
         galleries = self.galleries = GalleryRegistry(
-            storage.galleries, catalog, state, answerers.of
+            storage.galleries, catalog, state, answerers.make_answerer
         )
-        self.searching = Searching(state)
+        self.searching = GallerySearcher(state)
         upgrading = self.upgrading = GalleryUpgrades(repo, catalog, state, metrics, workers)
         self.item_writer = ItemWriter(embedding, upgrading.open_runner, state.catch_up)
         serving = self.serving = PlanManager(catalog, state, galleries, models, metrics)
@@ -192,7 +192,7 @@ class GatewayServer:
         self.following = GatewayFollower(state, galleries, serving, catalog, activations, metrics)
         self.vault = VaultBlobs(data / "vault", self._settings.vault_quota)
         metrics.gallery_items = lambda: count_vectors(galleries.all())
-        metrics.registry.register(IndexSizes(galleries.all))
+        metrics.registry.register(IndexMetrics(galleries.all))
         metrics.registry.register(CanaryMetrics(canaries))
 
     def load(self) -> None:
@@ -223,7 +223,7 @@ class GatewayServer:
             # A recorded activation is resumed with the galleries as they are.
             if state.activation is None and state.active is not None:
                 for name, error in roll_back_galleries(self.galleries, state.active).items():
-                    self.galleries.set_aside(name, error)
+                    self.galleries.quarantine(name, error)
         self.serving.plan_at_start()
 
     def _start(self, closing: ExitStack) -> None:
@@ -268,7 +268,7 @@ class GatewayServer:
         closing.callback(self.catalog.close)
         closing.callback(self.canaries.close)
         self.load()
-        indexing = Indexing(self.galleries.all, metrics, settings.index_threads)
+        indexing = IndexMaintenance(self.galleries.all, metrics, settings.index_threads)
         closing.callback(indexing.close)
         indexing.start()
         closing.enter_context(self.healing.running(self.galleries.all))
@@ -294,15 +294,15 @@ class GatewayServer:
                 self.catalog, self.state, models, self.activations, self._stopping, metrics
             ).activate_newest()
         self._listen(closing, self._listener)
-        self.galleries.on_set_aside = self._set_health
+        self.galleries.on_quarantine = self._set_health
         self._set_health()
         self.catalog.watch()
         log.info("serving", address=self.address, metrics=self.metrics_address)
 
     def _search_service(self, closing: ExitStack) -> SearchService:
         galleries, metrics = self.galleries, self.metrics
-        immediate = ImmediateAnswers(galleries, self.state, metrics)
-        images = ImageAnswers(galleries, immediate, self.embedding, metrics)
+        immediate = ReceiverSearch(galleries, self.state, metrics)
+        images = DeferredImageSearch(galleries, immediate, self.embedding, metrics)
         closing.callback(images.close)
         return SearchService(
             galleries, self.searching, immediate, images, self.state, self.canaries
@@ -332,7 +332,7 @@ class GatewayServer:
         open_console = load_plugin("pages", "console")
 
         def embed(release: int, query: bytes | str) -> Vectors:
-            return self.embedding.query(self.catalog.manifest(release), query)
+            return self.embedding.embed_query(self.catalog.manifest(release), query)
 
         console = closing.enter_context(open_console(settings, socket, self.metrics, embed))
         self.console_address = console.address
@@ -368,7 +368,7 @@ class GatewayServer:
         with self._health:
             if self._listener is not None:
                 self._listener.set_health(
-                    embedding=self.models.ready(), set_aside=self.galleries.set_aside_reasons()
+                    embedding=self.models.is_ready(), set_aside=self.galleries.quarantine_reasons()
                 )
 
 

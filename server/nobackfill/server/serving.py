@@ -15,10 +15,10 @@ from nobackfill.release.manifest import Manifest
 from nobackfill.server.catalog import Catalog
 from nobackfill.server.embedding.embedding import Models
 from nobackfill.server.galleries.hosted import (
-    UNUSABLE,
+    UNUSABLE_GALLERY_ERRORS,
     GalleryRegistry,
-    Hosted,
-    Level,
+    HostedGallery,
+    LockLevel,
     check_lock_order,
 )
 from nobackfill.server.galleries.plan import Plan
@@ -94,7 +94,7 @@ class PlanManager:
     def _load_models(self) -> None:
         for release in sorted(self._needed_releases() - self._loaded):
             self._catalog.verify_files(release)
-            self._models.want(self._catalog.manifest(release))
+            self._models.load_when_ready(self._catalog.manifest(release))
             self._loaded.add(release)
 
     def load_release_models(self, release: int) -> None:
@@ -109,7 +109,7 @@ class PlanManager:
             DeadlineError: the call's time is over.
             ConfigurationError: the release embeds texts, and the extra `text` is not installed.
         """
-        load = self._models.load if self._models.ready() else self._models.want
+        load = self._models.load if self._models.is_ready() else self._models.load_when_ready
         load(self._catalog.manifest(release))
 
     def record_activation(self, manifest: Manifest, old_space_seconds: int) -> None:
@@ -203,7 +203,7 @@ class PlanManager:
             except UnavailableError:
                 # An unreachable database is not the gallery's fault.
                 raise
-            except UNUSABLE as error:
+            except UNUSABLE_GALLERY_ERRORS as error:
                 if self._state.shared:
                     # Other gateways serve it. This gateway lacks a release, and keeps its plan
                     # until it has it.
@@ -214,7 +214,7 @@ class PlanManager:
                         error=str(error),
                     )
                 else:
-                    self._galleries.set_aside(hosted.name, error)
+                    self._galleries.quarantine(hosted.name, error)
                     old.append(hosted.plan)
         self.announce_release()
         return old
@@ -232,7 +232,7 @@ class PlanManager:
         self._catalog.changes.notify()
 
     def replan_gallery(
-        self, hosted: Hosted, check: Callable[[Plan], None] = lambda plan: None
+        self, hosted: HostedGallery, check: Callable[[Plan], None] = lambda plan: None
     ) -> Plan:
         """Make one gallery's plan again; another plan that is being made is waited for.
 
@@ -294,7 +294,7 @@ class PlanManager:
         Raises:
             LockOrderError: the thread holds a lock that comes later.
         """
-        check_lock_order(Level.PLAN)
+        check_lock_order(LockLevel.PLAN)
         for plan in old_plans:
             if not plan.users.wait_until_none(_DRAIN_S):
                 log.warning(
@@ -302,7 +302,7 @@ class PlanManager:
                 )
                 return False
         for hosted in self._galleries.all():
-            hosted.forget_views(hosted.plan)
+            hosted.free_unused_views(hosted.plan)
         with self._planning:
             needed = self._needed_releases()
             for release in self._catalog.manifests:
@@ -312,7 +312,7 @@ class PlanManager:
         return True
 
     def replan_after_change(
-        self, hosted: Hosted, check: Callable[[Path, Manifest, Models], None]
+        self, hosted: HostedGallery, check: Callable[[Path, Manifest, Models], None]
     ) -> Plan:
         """Make a gallery's plan again after another gateway changed something; its models are
         loaded first.
@@ -334,7 +334,9 @@ class PlanManager:
             CannotWriteError: the publication's verified metadata cannot be stored.
             DeadlineError: the call's time is over.
         """
-        return self.replan_gallery(hosted, lambda plan: self.load_models(plan.models(), check))
+        return self.replan_gallery(
+            hosted, lambda plan: self.load_models(plan.model_manifests(), check)
+        )
 
     def load_models(
         self, manifests: Iterable[Manifest], check: Callable[[Path, Manifest, Models], None]
@@ -361,9 +363,9 @@ class PlanManager:
             if manifest.release in self._followed:
                 continue
             folder = self._catalog.verify_files(manifest.release)
-            if not self._models.ready():
+            if not self._models.is_ready():
                 # Calls with images wait for it; searches by embedding do not.
-                self._models.want(manifest)
+                self._models.load_when_ready(manifest)
                 continue
             self._models.load(manifest)
             check(folder, manifest, self._models)
@@ -400,7 +402,7 @@ class PlanManager:
         used = {
             manifest.release
             for hosted in self._galleries.all()
-            for manifest in hosted.plan.models()
+            for manifest in hosted.plan.model_manifests()
         }
         next_release = [] if state.activation is None else [state.activation.release]
         return used.union(
@@ -408,9 +410,9 @@ class PlanManager:
         )
 
 
-def _drop_unused(hosted: Hosted, releases: Collection[int] | None) -> None:
+def _drop_unused(hosted: HostedGallery, releases: Collection[int] | None) -> None:
     needed_spaces = hosted.plan.searched_spaces() | {
-        manifest.space for manifest in hosted.plan.writes
+        manifest.space for manifest in hosted.plan.written_releases
     }
     for info in hosted.spaces():
         matches = releases is None or info.spec.release in releases

@@ -16,8 +16,8 @@ from nobackfill.errors import (
 )
 from nobackfill.extras import load_plugin, require_extra
 from nobackfill.gallery.sqlite_file import SuspendablePool
-from nobackfill.server.galleries.hosted import Home
-from nobackfill.server.galleries.hosted_file import FileHome
+from nobackfill.server.galleries.hosted import GalleryStorage
+from nobackfill.server.galleries.hosted_file import FileGalleryStorage
 from nobackfill.server.grpc import context
 from nobackfill.server.process_limits import max_open_galleries
 from nobackfill.server.settings import DATABASES, SQLITE, Settings
@@ -240,7 +240,7 @@ class Storage:
                 finish.
             CannotWriteError: the folder cannot be created, or the database cannot write.
         """
-        self.galleries: Home
+        self.galleries: GalleryStorage
         self.state: GatewayState
         # Reports changes by other gateways; None if the store is not shared.
         self.commits: CommitNotifications | None = None
@@ -255,7 +255,7 @@ class Storage:
                         f"{folder}: a restore into this folder did not finish, so it has no "
                         f"complete data; run `gateway data restore BACKUP --data {folder}` again"
                     )
-                self.galleries = FileHome(
+                self.galleries = FileGalleryStorage(
                     folder / "galleries", SuspendablePool(max_open_galleries())
                 )
                 self.state = StateFile(folder / "state.json")
@@ -269,7 +269,7 @@ class Storage:
         self, store: str, data: Path, closing: ExitStack, lock: Literal["alone", "shared"] | None
     ) -> None:
         with require_extra("postgres"):
-            from nobackfill.server.galleries.hosted_database import DatabaseHome
+            from nobackfill.server.galleries.hosted_database import DatabaseGalleryStorage
             from nobackfill.server.stores.postgresql import schema
             from nobackfill.server.stores.postgresql.database import Database
             from nobackfill.server.stores.postgresql.leading import (
@@ -284,7 +284,7 @@ class Storage:
         if lock is not None:
             closing.callback(GatewayDatabaseLock(database, exclusive=lock == "alone").close)
         if engine is None:
-            self.galleries = DatabaseHome(database, data / "galleries")
+            self.galleries = DatabaseGalleryStorage(database, data / "galleries")
         else:
             open_home = load_plugin("stores", engine.partition("+")[0])
             self.galleries = closing.enter_context(

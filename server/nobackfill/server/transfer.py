@@ -381,7 +381,7 @@ def transfer_all(
             "`gateway rollback --yes`"
         )
     names = list(source.galleries.names())
-    target.galleries.sweep()
+    target.galleries.remove_leftovers()
     present = set(target.galleries.names())
     for name in present - set(names):
         target.galleries.remove(name)()

@@ -18,8 +18,8 @@ from nobackfill.plugins.milvus.candidates import Candidates, too_many_pending
 from nobackfill.plugins.milvus.collections import Collections
 from nobackfill.plugins.milvus.columns import database_id
 from nobackfill.plugins.milvus.feeder import Feeder
-from nobackfill.server.galleries.hosted import Hosted
-from nobackfill.server.galleries.hosted_database import DatabaseHome, HostedInDatabase
+from nobackfill.server.galleries.hosted import HostedGallery
+from nobackfill.server.galleries.hosted_database import DatabaseGalleryStorage, HostedInDatabase
 from nobackfill.server.stores.postgresql import rows, writes
 from nobackfill.server.stores.postgresql.conditions import EVERYTHING
 from nobackfill.server.stores.postgresql.database import Connection, Database, run
@@ -207,7 +207,7 @@ class HostedInMilvus(HostedInDatabase):
         self._candidates_of_milvus = candidates
         store.subscribe(feeder.wake)
 
-    def make_ready(self, space: str, check_stop: Callable[[], None]) -> None:
+    def build_first_index(self, space: str, check_stop: Callable[[], None]) -> None:
         """Wait until Milvus has a space with a graph of it, and finds nearly all true neighbours.
 
         A space of at most 5,000 vectors is ready at once. Blocks for as long as this takes; without
@@ -240,7 +240,7 @@ class HostedInMilvus(HostedInDatabase):
         )
 
 
-class InMilvus(DatabaseHome):
+class InMilvus(DatabaseGalleryStorage):
     """The home of galleries in PostgreSQL whose vectors Milvus searches.
 
     Attributes:
@@ -253,7 +253,7 @@ class InMilvus(DatabaseHome):
         self._candidates = Candidates(collections, identity)
         self.feeder = Feeder(database, collections, identity)
 
-    def open(self, name: str) -> Hosted:
+    def open(self, name: str) -> HostedGallery:
         """Open a gallery by its name; start its journal if it has none.
 
         Each call makes another object, which the caller closes.
@@ -307,7 +307,7 @@ def open_home(
     Args:
         address: Milvus, as Collections takes it.
         database: the database of the galleries.
-        scratch: the folder of DatabaseHome.
+        scratch: the folder of DatabaseGalleryStorage.
         feeds: start a thread that sends changes to Milvus; another process must do it otherwise.
 
     Raises:

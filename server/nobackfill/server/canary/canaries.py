@@ -31,7 +31,7 @@ from nobackfill.server.canary.comparison import (
 )
 from nobackfill.server.canary.sessions import FEEDBACK_KINDS, FeedbackKind
 from nobackfill.server.galleries.answering import PlainAnswerer, can_read, single_answer
-from nobackfill.server.galleries.hosted import Hosted
+from nobackfill.server.galleries.hosted import HostedGallery
 from nobackfill.server.galleries.plan import (
     PlanPart,
     Query,
@@ -275,20 +275,20 @@ class CanaryAnswerer:
     def __init__(self, canaries: Canaries, old: PlainAnswerer, new: PlainAnswerer) -> None:
         self.old, self.new = old, new
         self._canaries = canaries
-        self._new_release = new.parts[0].query
+        self._new_release = new.parts[0].query_manifest
 
-    def image_part(self, hosted: Hosted) -> PlanPart | None:
+    def sole_image_part(self, hosted: HostedGallery) -> PlanPart | None:
         """Return None: more than one part may answer an image."""
         return None
 
-    def space_part(self, hosted: Hosted, space: str) -> PlanPart | None:
+    def sole_space_part(self, hosted: HostedGallery, space: str) -> PlanPart | None:
         """Return the old pair's part: a query by one embedding can be answered by no other pair.
 
         None if the old pair has no such part.
         """
-        return self.old.space_part(hosted, space)
+        return self.old.sole_space_part(hosted, space)
 
-    def answer(self, hosted: Hosted, request: SearchRequest) -> list[QueryAnswer]:
+    def answer(self, hosted: HostedGallery, request: SearchRequest) -> list[QueryAnswer]:
         """Answer each query of a request by one pair; see CanaryAnswerer for the choice.
 
         If the new pair fails, or takes more than its share of the call's time, the old one answers,
@@ -308,7 +308,7 @@ class CanaryAnswerer:
             InvalidInputError: the filter is not valid; TooLargeError if the images together are too
                 large.
             NoEncoderError, IncompatibleSpaceError, NeedsImageError, ReleaseRetiredError: a query
-                does not suit the gallery; see Searching.search.
+                does not suit the gallery; see GallerySearcher.search.
             OutdatedPlanError: another gateway has replaced the plan; the caller begins again.
             DeadlineError, CancelledError: the call's time is over, or its caller has gone.
             BusyError, UnavailableError: the store is busy, a server does not answer, or too many
@@ -323,18 +323,26 @@ class CanaryAnswerer:
             return self.old.answer(hosted, request)
         key = share_digest(self._new_release.release, context.current().key)
         is_chosen = is_in_share(key, canary.share)
-        if request.single:
+        if request.is_single:
             return [self._single(hosted, request, canary, key, is_chosen=is_chosen)]
         if not is_chosen or canary.shadow:
             return self.old.answer(hosted, request)
         return self._batch(hosted, request, canary, key)
 
     def _single(
-        self, hosted: Hosted, request: SearchRequest, canary: Canary, key: int, *, is_chosen: bool
+        self,
+        hosted: HostedGallery,
+        request: SearchRequest,
+        canary: Canary,
+        key: int,
+        *,
+        is_chosen: bool,
     ) -> SearchResult:
         call, (query,) = context.current(), request.queries
         by_new = is_chosen and not canary.shadow
-        if not all(can_read(part.query, query) for part in (*self.new.parts, *self.old.parts)):
+        if not all(
+            can_read(part.query_manifest, query) for part in (*self.new.parts, *self.old.parts)
+        ):
             if not by_new or not can_read(self._new_release, query):
                 return single_answer(self.old.answer(hosted, request))
             answer = single_answer(self.new.answer(hosted, request))
@@ -372,7 +380,7 @@ class CanaryAnswerer:
         return answer
 
     def _batch(
-        self, hosted: Hosted, request: SearchRequest, canary: Canary, key: int
+        self, hosted: HostedGallery, request: SearchRequest, canary: Canary, key: int
     ) -> list[QueryAnswer]:
         comparison = self._canaries.comparison(self._new_release.release)
         answers, failed = _Trial(canary, comparison, None, Caller(key)).answer(
@@ -388,7 +396,7 @@ class _MirroredQuery:
     """Run one query on either pair for the comparison; no caller waits for the answer."""
 
     answerer: CanaryAnswerer
-    hosted: Hosted
+    hosted: HostedGallery
     request: SearchRequest
     canary: Canary
     comparison: CanaryComparison
@@ -400,7 +408,7 @@ class _MirroredQuery:
     def compare(self, answer: SearchResult) -> None:
         """Compare a caller's answer with the other pair's answer."""
         old_pair, new_pair = self.answerer.old, self.answerer.new
-        by_new = answer.space == new_pair.parts[0].query.space
+        by_new = answer.space == new_pair.parts[0].query_manifest.space
         try:
             other = self._answer(old_pair if by_new else new_pair)
         except NobackfillError as error:
@@ -431,7 +439,7 @@ class _MirroredQuery:
         return time.monotonic() - began
 
     def _answer(self, pair: PlainAnswerer) -> SearchResult:
-        return single_answer(pair.answer(self.hosted, replace(self.request, background=True)))
+        return single_answer(pair.answer(self.hosted, replace(self.request, is_background=True)))
 
 
 @dataclass

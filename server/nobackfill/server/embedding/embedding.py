@@ -51,8 +51,8 @@ from nobackfill.text import check_text, check_texts
 from nobackfill.vectors import Vectors
 
 # Costs are in pixels of a plain JPEG, 7 ns each on one core; see core/nobackfill/images.py.
-# LARGEST_COST is the most for the pictures of one call, or of one message of a stream.
-LARGEST_COST = 2_000_000_000
+# MAX_DECODE_COST is the most for the pictures of one call, or of one message of a stream.
+MAX_DECODE_COST = 2_000_000_000
 _SECONDS_PER_PIXEL = 7e-9
 # Most cost that is decoded at once: about 500 MB of memory at worst.
 _MAX_COST_AT_ONCE = 200_000_000
@@ -60,7 +60,7 @@ _MAX_COST_AT_ONCE = 200_000_000
 _EXPENSIVE = 250_000_000
 _MAX_EXPENSIVE_CALLS = 3
 # Below this cost (28 ms) a picture does not wait for a turn.
-CHEAP = 4_000_000
+CHEAP_DECODE_COST = 4_000_000
 # Seconds between two checks of a waiting picture whether it is still wanted.
 _CHECK_SECONDS = 0.25
 
@@ -68,14 +68,14 @@ Size = Frame
 Decoded = Mapping[Size, Pixels]
 
 
-class Decoding:
+class ImageDecoder:
     """Decode pictures on the callers' threads, in turns."""
 
     def __init__(self, cores: int | None = None) -> None:
         self._turns = _DecodingTurns(cores or len(os.sched_getaffinity(0)), _MAX_COST_AT_ONCE)
         self._expensive_calls = threading.BoundedSemaphore(_MAX_EXPENSIVE_CALLS)
 
-    def each(
+    def decode_each(
         self, images: Sequence[bytes], sizes: Collection[Size]
     ) -> list[Decoded | InvalidInputError]:
         """Decode images on this thread, in turns with other calls, each in every size.
@@ -107,7 +107,7 @@ class Decoding:
         return results
 
     @contextmanager
-    def batch(self, images: Sequence[bytes]) -> Iterator[None]:
+    def admit_batch(self, images: Sequence[bytes]) -> Iterator[None]:
         """Admit a call whose images are all needed at once, or refuse it before any is decoded;
         never waits.
 
@@ -118,12 +118,12 @@ class Decoding:
             images: encoded images; only their headers are read.
 
         Raises:
-            TooLargeError: the images cost more than LARGEST_COST.
+            TooLargeError: the images cost more than MAX_DECODE_COST.
             OverloadedError: too many expensive calls are being decoded.
         """
         cost = sum(_costs(images))
-        if cost > LARGEST_COST:
-            raise too_expensive()
+        if cost > MAX_DECODE_COST:
+            raise decode_cost_error()
         if cost <= _EXPENSIVE:
             yield
             return
@@ -150,20 +150,20 @@ def decode_if_cheap(image: bytes, size: Size) -> Pixels | None:
         InvalidInputError: the image is not valid.
     """
     header = check_header(image)
-    return decode_with_header(header, *size) if header.decoding_cost <= CHEAP else None
+    return decode_with_header(header, *size) if header.decoding_cost <= CHEAP_DECODE_COST else None
 
 
-def affordable(images: Sequence[bytes]) -> list[bool]:
-    """Tell for each image whether it and those before it cost at most LARGEST_COST. An image that
-    is not valid costs nothing.
+def fit_decode_budget(images: Sequence[bytes]) -> list[bool]:
+    """Tell for each image whether it and those before it cost at most MAX_DECODE_COST. An image
+    that is not valid costs nothing.
     """
-    return [spent <= LARGEST_COST for spent in itertools.accumulate(_costs(images))]
+    return [spent <= MAX_DECODE_COST for spent in itertools.accumulate(_costs(images))]
 
 
-def too_expensive() -> TooLargeError:
+def decode_cost_error() -> TooLargeError:
     """Make the error for pictures that cost too much in total; does not raise it."""
     return TooLargeError(
-        f"expected pictures that cost at most {LARGEST_COST // 10**6} million pixels of a plain "
+        f"expected pictures that cost at most {MAX_DECODE_COST // 10**6} million pixels of a plain "
         "JPEG in total (a PNG's pixels count 3 times, a WebP's 8 times, a JPEG's by its scans); "
         "send fewer at a time, or smaller copies"
     )
@@ -283,7 +283,7 @@ class Models(Protocol):
         """
         ...
 
-    def want(self, manifest: Manifest) -> None:
+    def load_when_ready(self, manifest: Manifest) -> None:
         """Load a release now if the model server answers, else once it does; do not wait for it to
         answer.
 
@@ -301,7 +301,7 @@ class Models(Protocol):
         """
         ...
 
-    def embed(self, manifest: Manifest, images: Images) -> Vectors:
+    def embed_images(self, manifest: Manifest, images: Images) -> Vectors:
         """Embed images.
 
         Args:
@@ -320,7 +320,7 @@ class Models(Protocol):
         """
         ...
 
-    def texts(self, manifest: Manifest, texts: Sequence[str], role: TextRole) -> Vectors:
+    def embed_texts(self, manifest: Manifest, texts: Sequence[str], role: TextRole) -> Vectors:
         """Embed texts.
 
         Args:
@@ -341,7 +341,7 @@ class Models(Protocol):
         """
         ...
 
-    def side(self, manifest: Manifest, images: Images) -> Vectors | None:
+    def compute_side(self, manifest: Manifest, images: Images) -> Vectors | None:
         """Compute the side-information of images; all of them are one batch.
 
         Args:
@@ -361,7 +361,7 @@ class Models(Protocol):
         """
         ...
 
-    def ready(self) -> bool:
+    def is_ready(self) -> bool:
         """Tell whether images can be embedded now, without waiting."""
         ...
 
@@ -412,7 +412,7 @@ class InProcessModels:
             )
         log.info("loaded in process", release=manifest.release)
 
-    def want(self, manifest: Manifest) -> None:
+    def load_when_ready(self, manifest: Manifest) -> None:
         """Load a release, and return once it is ready.
 
         Raises:
@@ -426,7 +426,7 @@ class InProcessModels:
         with self._lock:
             self._loaded.pop(release, None)
 
-    def embed(self, manifest: Manifest, images: Images) -> Vectors:
+    def embed_images(self, manifest: Manifest, images: Images) -> Vectors:
         """Embed images on this thread; the call's deadline is not checked.
 
         Args:
@@ -448,7 +448,7 @@ class InProcessModels:
             raise manifest.no_images_error()
         return model.run(images)
 
-    def texts(self, manifest: Manifest, texts: Sequence[str], role: TextRole) -> Vectors:
+    def embed_texts(self, manifest: Manifest, texts: Sequence[str], role: TextRole) -> Vectors:
         """Embed texts on this thread; the call's deadline is not checked.
 
         Args:
@@ -472,7 +472,7 @@ class InProcessModels:
             raise manifest.no_texts_error()
         return model.run(texts, role)
 
-    def side(self, manifest: Manifest, images: Images) -> Vectors | None:
+    def compute_side(self, manifest: Manifest, images: Images) -> Vectors | None:
         """Compute the side-information of images on this thread.
 
         Args:
@@ -491,7 +491,7 @@ class InProcessModels:
         encoder = self._models(manifest).side
         return encoder.run(images) if encoder is not None else None
 
-    def ready(self) -> bool:
+    def is_ready(self) -> bool:
         """Return True: this process runs the models, whether or not any is loaded."""
         return True
 
@@ -521,7 +521,7 @@ class QueryAdapters:
         self._lock = threading.Lock()
         self._models: dict[tuple[int, int], AdapterModel] = {}
 
-    def run(self, manifest: Manifest, adapter: QueryAdapter, queries: Vectors) -> Vectors:
+    def map_queries(self, manifest: Manifest, adapter: QueryAdapter, queries: Vectors) -> Vectors:
         """Map queries of a release to the space of its adapter.
 
         Args:
@@ -586,23 +586,24 @@ class Batcher(Generic[Query, Answer]):
         self,
         run: Callable[[Sequence[Query]], Sequence[Answer]],
         *,
-        largest: int,
-        at_once: int = 1,
-        observe: Callable[[float], None] = lambda _size: None,
+        largest_batch: int,
+        max_concurrent: int = 1,
+        observe_size: Callable[[float], None] = lambda _size: None,
     ) -> None:
         """Make a batcher; it has no threads of its own.
 
         Args:
-            run: answers 1 to `largest` queries, in order; its error reaches every thread of the
-                batch. During a batch of several, the current call has the last of their deadlines.
-            largest: most queries of a batch.
-            at_once: most batches that run at the same time.
-            observe: called with the size of each batch.
+            run: answers 1 to `largest_batch` queries, in order; its error reaches every thread of
+                the batch. During a batch of several, the current call has the last of their
+                deadlines.
+            largest_batch: most queries of a batch.
+            max_concurrent: most batches that run at the same time.
+            observe_size: called with the size of each batch.
         """
         self._run = run
-        self._largest = largest
-        self._free = at_once
-        self._observe = observe
+        self._largest = largest_batch
+        self._free = max_concurrent
+        self._observe = observe_size
         self._lock = threading.Lock()
         # While anything waits here, `at_once` batches are running.
         self._waiting: deque[_Entry[Query, Answer]] = deque()
@@ -690,33 +691,33 @@ LARGEST_TEXT_BATCH = 32
 _AT_ONCE = 2
 
 # A vector float32 [1, dim], or why an image or a text has none.
-Row = Vectors | InvalidInputError
+VectorsOrError = Vectors | InvalidInputError
 
 
 LARGEST_BATCH = 64
-# Most vectors that `Embedding.remember` holds for calls on other threads.
+# Most vectors that `EmbeddingService.remember_query` holds for calls on other threads.
 _MAX_REMEMBERED = 64
 
 
-class Embedding:
+class EmbeddingService:
     """Embed images and texts with the loaded releases."""
 
     def __init__(self, models: Models, metrics: Metrics) -> None:
         self.models = models
-        self.decoding = Decoding()
+        self.decoder = ImageDecoder()
         self._observe = metrics.batch_size.labels("embed").observe
-        self._image_batchers: dict[int, Batcher[Pixels, Row]] = {}
-        self._text_batchers: dict[int, Batcher[str, Row]] = {}
+        self._image_batchers: dict[int, Batcher[Pixels, VectorsOrError]] = {}
+        self._text_batchers: dict[int, Batcher[str, VectorsOrError]] = {}
         # Vectors of images that another thread is about to ask for.
         self._remembered: OrderedDict[tuple[int, bytes], Vectors] = OrderedDict()
 
-    def query(self, manifest: Manifest, item: bytes | str) -> Vectors:
+    def embed_query(self, manifest: Manifest, item: bytes | str) -> Vectors:
         """Embed an encoded image or a text as a query, in one batch with those of other calls at
         this moment.
 
         It waits while two batches of the release run. An image is decoded on this thread, in turns.
-        A vector that `remember` holds for the image is used, and forgotten. An error of the model
-        reaches every query of the batch.
+        A vector that `remember_query` holds for the image is used, and forgotten. An error of the
+        model reaches every query of the batch.
 
         Args:
             manifest: the release.
@@ -743,37 +744,39 @@ class Embedding:
             raise row
         return row
 
-    def _text(self, manifest: Manifest, text: str) -> Row:
+    def _text(self, manifest: Manifest, text: str) -> VectorsOrError:
         if manifest.text_encoder is None:
             raise manifest.no_texts_error()
         batcher = self._text_batchers.get(manifest.release)
         if batcher is None:
-            new_batcher: Batcher[str, Row] = Batcher(
-                lambda texts: self.text_rows(manifest, texts, "query"),
-                largest=LARGEST_TEXT_BATCH, at_once=_AT_ONCE, observe=self._observe,
+            new_batcher: Batcher[str, VectorsOrError] = Batcher(
+                lambda texts: self.embed_each_text(manifest, texts, "query"),
+                largest_batch=LARGEST_TEXT_BATCH, max_concurrent=_AT_ONCE,
+                observe_size=self._observe,
             )  # fmt: skip
             batcher = self._text_batchers.setdefault(manifest.release, new_batcher)
         return batcher(check_text(text))
 
-    def _image(self, manifest: Manifest, image: bytes) -> Row:
+    def _image(self, manifest: Manifest, image: bytes) -> VectorsOrError:
         if self._remembered:
             row = self._remembered.pop((manifest.release, image), None)
             if row is not None:
                 return row
         batcher = self._image_batchers.get(manifest.release)
         if batcher is None:
-            new_batcher: Batcher[Pixels, Row] = Batcher(
-                lambda images: self.rows(manifest, images),
-                largest=LARGEST_BATCH, at_once=_AT_ONCE, observe=self._observe,
+            new_batcher: Batcher[Pixels, VectorsOrError] = Batcher(
+                lambda images: self.embed_each(manifest, images),
+                largest_batch=LARGEST_BATCH, max_concurrent=_AT_ONCE, observe_size=self._observe,
             )  # fmt: skip
             batcher = self._image_batchers.setdefault(manifest.release, new_batcher)
-        (decoded,) = self.decoding.each([image], [manifest.frame])
+        (decoded,) = self.decoder.decode_each([image], [manifest.frame])
         if isinstance(decoded, InvalidInputError):
             raise decoded
         return batcher(decoded[manifest.frame])
 
-    def remember(self, manifest: Manifest, image: bytes, row: Vectors) -> None:
-        """Remember the vector of an image for the `query` that follows at once; it is used once.
+    def remember_query(self, manifest: Manifest, image: bytes, vector: Vectors) -> None:
+        """Remember the vector of an image for the `embed_query` that follows at once; it is used
+        once.
 
         At most 64 vectors are held; above that the oldest is forgotten. A second call for the same
         image replaces its vector, which is not copied.
@@ -781,13 +784,13 @@ class Embedding:
         Args:
             manifest: the release.
             image: the encoded image.
-            row: float32 [1, dim].
+            vector: float32 [1, dim].
         """
-        self._remembered[manifest.release, image] = row
+        self._remembered[manifest.release, image] = vector
         while len(self._remembered) > _MAX_REMEMBERED:
             self._remembered.popitem(last=False)
 
-    def queries(
+    def embed_queries(
         self, manifests: Sequence[Manifest], items: Sequence[bytes | str]
     ) -> list[tuple[Vectors, ...] | InvalidInputError]:
         """Embed images and texts as queries with several releases, apart from other calls.
@@ -813,23 +816,23 @@ class Embedding:
         texts = [item for item in items if isinstance(item, str)]
         with context.part("embed"):
             image_rows = iter(self._images(manifests, images) if images else ())
-            columns = [self.text_rows(m, texts, "query") for m in manifests] if texts else []
+            columns = [self.embed_each_text(m, texts, "query") for m in manifests] if texts else []
         text_rows = iter(_together(rows) for rows in zip(*columns, strict=True))
         return [next(text_rows) if isinstance(item, str) else next(image_rows) for item in items]
 
     def _images(
         self, manifests: Sequence[Manifest], images: Sequence[bytes]
     ) -> list[tuple[Vectors, ...] | InvalidInputError]:
-        with self.decoding.batch(images):
-            decoded = self.decoding.each(images, {manifest.frame for manifest in manifests})
+        with self.decoder.admit_batch(images):
+            decoded = self.decoder.decode_each(images, {manifest.frame for manifest in manifests})
         valid = [one for one in decoded if not isinstance(one, InvalidInputError)]
-        columns = [self.rows(m, [one[m.frame] for one in valid]) for m in manifests]
+        columns = [self.embed_each(m, [one[m.frame] for one in valid]) for m in manifests]
         rows = iter(zip(*columns, strict=True))
         return [
             one if isinstance(one, InvalidInputError) else _together(next(rows)) for one in decoded
         ]
 
-    def rows(self, manifest: Manifest, images: Sequence[Pixels]) -> list[Row]:
+    def embed_each(self, manifest: Manifest, images: Sequence[Pixels]) -> list[VectorsOrError]:
         """Embed decoded images, each on its own terms: one without a vector refuses no other.
 
         If some have none, the others are embedded again without them.
@@ -848,11 +851,11 @@ class Embedding:
             DeadlineError: the call's time is over.
             CancelledError: the caller has cancelled the call, between batches.
         """
-        rows: list[Row] = [no_vector_error(manifest)] * len(images)
+        rows: list[VectorsOrError] = [no_vector_error(manifest)] * len(images)
         places = list(range(len(images)))
         while places:
             try:
-                vectors = self.embed(manifest, [images[place] for place in places])
+                vectors = self.embed_images(manifest, [images[place] for place in places])
             except UnusableOutputError as error:
                 places = [place for row, place in enumerate(places) if row not in error.rows]
             else:
@@ -861,7 +864,7 @@ class Embedding:
                 break
         return rows
 
-    def embed(self, manifest: Manifest, images: Sequence[Pixels]) -> Vectors:
+    def embed_images(self, manifest: Manifest, images: Sequence[Pixels]) -> Vectors:
         """Embed decoded images, in batches of 64.
 
         Args:
@@ -879,9 +882,9 @@ class Embedding:
             CancelledError: the caller has cancelled the call, between batches.
             UnusableOutputError: some images have no vector; it has their numbers, of all batches.
         """
-        return _in_chunks(lambda chunk: self.models.embed(manifest, chunk), images)
+        return _in_chunks(lambda chunk: self.models.embed_images(manifest, chunk), images)
 
-    def sides(self, manifest: Manifest, images: Sequence[Pixels]) -> Vectors | None:
+    def compute_side(self, manifest: Manifest, images: Sequence[Pixels]) -> Vectors | None:
         """Compute the side-information of decoded images, in batches of 64.
 
         Args:
@@ -903,13 +906,15 @@ class Embedding:
             return None
 
         def side(chunk: Images) -> Vectors:
-            vectors = self.models.side(manifest, chunk)
+            vectors = self.models.compute_side(manifest, chunk)
             assert vectors is not None, "the release has an encoder"
             return vectors
 
         return _in_chunks(side, images)
 
-    def text_rows(self, manifest: Manifest, texts: Sequence[str], role: TextRole) -> list[Row]:
+    def embed_each_text(
+        self, manifest: Manifest, texts: Sequence[str], role: TextRole
+    ) -> list[VectorsOrError]:
         """Embed texts, each on its own terms: one that is not valid refuses no other.
 
         Shorter texts are embedded first, in batches of 32.
@@ -932,7 +937,7 @@ class Embedding:
         """
         if manifest.text_encoder is None:
             raise manifest.no_texts_error()
-        rows: list[Row] = [no_text_vector_error(manifest)] * len(texts)
+        rows: list[VectorsOrError] = [no_text_vector_error(manifest)] * len(texts)
         valid_places = []
         for place, text in enumerate(texts):
             try:
@@ -951,12 +956,14 @@ class Embedding:
 
     def _embed_texts(
         self, manifest: Manifest, texts: Sequence[str], role: TextRole, places: list[int],
-        rows: list[Row],
+        rows: list[VectorsOrError],
     ) -> None:  # fmt: skip
         """Fill in the rows of the texts at some places."""
         while places:
             try:
-                vectors = self.models.texts(manifest, [texts[place] for place in places], role)
+                vectors = self.models.embed_texts(
+                    manifest, [texts[place] for place in places], role
+                )
             except UnusableOutputError as error:
                 places = [place for row, place in enumerate(places) if row not in error.rows]
             except InvalidInputError as error:
@@ -973,7 +980,7 @@ class Embedding:
                 return
 
 
-def _together(rows: Sequence[Row]) -> tuple[Vectors, ...] | InvalidInputError:
+def _together(rows: Sequence[VectorsOrError]) -> tuple[Vectors, ...] | InvalidInputError:
     vectors = [row for row in rows if not isinstance(row, InvalidInputError)]
     if len(vectors) == len(rows):
         return tuple(vectors)
@@ -1013,7 +1020,7 @@ class QueuedImage(Generic[Owner]):
     """Hold an image to embed.
 
     Attributes:
-        of: identifies the call that the image belongs to.
+        owner: identifies the call that the image belongs to.
         manifest: the release whose model embeds it.
         image: the encoded image.
         deadline: latest time for the vector, on the monotonic clock.
@@ -1022,7 +1029,7 @@ class QueuedImage(Generic[Owner]):
         decoded: when it was decoded, on the monotonic clock; 0 before.
     """
 
-    of: Owner
+    owner: Owner
     manifest: Manifest
     image: bytes
     deadline: float
@@ -1036,7 +1043,7 @@ class ImageQueue(Generic[Owner]):
 
     def __init__(
         self,
-        embedding: Embedding,
+        embedding: EmbeddingService,
         metrics: Metrics,
         answer: Callable[[Sequence[tuple[QueuedImage[Owner], Vectors | None]]], None],
     ) -> None:
@@ -1068,7 +1075,7 @@ class ImageQueue(Generic[Owner]):
         for thread in self._threads:
             thread.start()
 
-    def add(self, waiting: QueuedImage[Owner]) -> None:
+    def add(self, image: QueuedImage[Owner]) -> None:
         """Add an image, without waiting; `begin` follows once all images that came together were
         added.
 
@@ -1077,9 +1084,9 @@ class ImageQueue(Generic[Owner]):
         """
         with self._changed:
             if not self._is_closed:
-                self._encoded.append(waiting)
+                self._encoded.append(image)
                 return
-        self._answer([(waiting, None)])
+        self._answer([(image, None)])
 
     def begin(self) -> None:
         """Wake a thread, which wakes the next one if there is more. Without images, do nothing."""
@@ -1176,7 +1183,7 @@ class ImageQueue(Generic[Owner]):
             return None  # the call's own thread gets the error
 
     def _embed(self, batch: Sequence[QueuedImage[Owner]]) -> None:
-        rows: dict[QueuedImage[Owner], Row] = {}
+        rows: dict[QueuedImage[Owner], VectorsOrError] = {}
         try:
             # Some callers may have left by now.
             wanted = [image for image in batch if image.is_wanted()]
@@ -1184,7 +1191,7 @@ class ImageQueue(Generic[Owner]):
             if wanted:
                 self._observe(len(wanted))
                 with context.until(max(image.deadline for image in wanted)):
-                    results = self._embedding.rows(wanted[0].manifest, pixels)
+                    results = self._embedding.embed_each(wanted[0].manifest, pixels)
                 rows.update(zip(wanted, results, strict=True))
         except NobackfillError:
             pass  # the calls' own threads get the error

@@ -1,11 +1,12 @@
 """Answer searches: from the queries of a call to its hits, in the mode of a gallery's plan.
 
 A plan has an answerer. `PlainAnswerer` embeds queries, searches the plan's spaces and ranks the
-hits. Every other mode wraps it: `BothAnswerer` here, `HealingAnswerer` in server/healing,
+hits. Every other mode wraps it: `FusionAnswerer` here, `HealingAnswerer` in server/healing,
 `CanaryAnswerer` in server/canary. Each has one method from queries to answers; a single search is a
 batch of one.
 
-`ImmediateAnswers` and `ImageAnswers` give the same answers to plain queries without a thread of the
+`ReceiverSearch` and `DeferredImageSearch` give the same answers to plain queries without a thread
+of the
 call: handing a search to another thread takes as long as the search. They read only references to
 immutable objects (a plan, a snapshot) and cached items. A query that needs more, or has an error,
 is left to the thread that `PlainAnswerer` works on.
@@ -38,14 +39,19 @@ from nobackfill.release.manifest import Manifest
 from nobackfill.server.catalog import Catalog
 from nobackfill.server.embedding.embedding import (
     Batcher,
-    Embedding,
+    EmbeddingService,
     ImageQueue,
     QueryAdapters,
     QueuedImage,
 )
-from nobackfill.server.galleries.hosted import UNUSABLE, GalleryRegistry, Hosted, is_light
+from nobackfill.server.galleries.hosted import (
+    UNUSABLE_GALLERY_ERRORS,
+    GalleryRegistry,
+    HostedGallery,
+    is_cheap_search,
+)
 from nobackfill.server.galleries.hosted_file import (
-    HitBytes,
+    EncodedHit,
     HostedInFile,
     ItemCache,
     encode_hit,
@@ -53,13 +59,13 @@ from nobackfill.server.galleries.hosted_file import (
 )
 from nobackfill.server.galleries.plan import (
     Answerer,
-    Both,
-    ByEmbedding,
+    EmbeddingQuery,
     Plan,
     PlanPart,
     Query,
     QueryAnswer,
     RankedHit,
+    RankFusion,
     Score,
     SearchRequest,
     SearchResult,
@@ -78,14 +84,14 @@ from nobackfill.wire.values import ORIGINS, origin_name
 ItemsOf = Callable[[list[int], str], list[StoredItem | None]]
 
 
-def rank(
+def rank_hits(
     parts: Sequence[PlanPart],
     neighbours: Sequence[Neighbours],
-    row: int,
+    query_row: int,
     k: int,
     items: ItemsOf,
     *,
-    exact: bool,
+    exact_distances: bool,
     by_score: bool = False,
 ) -> list[RankedHit]:
     """Rank the hits of one query.
@@ -93,7 +99,7 @@ def rank(
     Hits of one part are ranked by distance. Hits of several parts are ranked by score, because
     distances of different spaces do not compare. If a score is missing (a direct search without a
     calibration), they are ranked by distance, which the release then declares comparable. Ranking
-    uses exact distances; the hits have rounded ones, unless `exact` is set.
+    uses exact distances; the hits have rounded ones, unless `exact_distances` is set.
 
     Ties go by distance, then by label. A part that has an `origin` gives it to all its hits. An
     error of `items` passes through. No further neighbour takes the place of a deleted item.
@@ -101,10 +107,10 @@ def rank(
     Args:
         parts: the searched parts.
         neighbours: neighbours of each part.
-        row: row of the query in the neighbours.
+        query_row: row of the query in the neighbours.
         k: most hits to return.
         items: reads items by label.
-        exact: return exact distances, and scores of them.
+        exact_distances: return exact distances, and scores of them.
         by_score: rank one part by score, too, along its scale if it has one.
 
     Returns:
@@ -117,8 +123,8 @@ def rank(
     # Pairs: the hit with exact distances, for ranking, and the hit to return.
     hits: list[tuple[RankedHit, RankedHit]] = []
     for part, nearest in zip(parts, neighbours, strict=True):
-        hits += _hits(part, nearest, row, k, items, exact=exact)
-    scale = parts[0].scale
+        hits += _hits(part, nearest, query_row, k, items, exact=exact_distances)
+    scale = parts[0].distance_scale
     if by_score and scale is not None:
         hits.sort(key=lambda pair: _by_scale(scale, pair[0]))
     elif len(parts) > 1 or by_score:
@@ -176,7 +182,7 @@ def _hit(
 ) -> RankedHit:
     if score is None:
         return RankedHit(item, distance, None, release, origin)
-    return RankedHit(item, distance, score.value, release, origin, score.beyond)
+    return RankedHit(item, distance, score.value, release, origin, score.beyond_calibration)
 
 
 def scores_of(
@@ -194,11 +200,11 @@ def scores_of(
     """
     kinds = set(origins)
     if len(kinds) == 1:
-        curve = part.curves.get(origins[0]) if origins[0] else None
+        curve = part.score_curves.get(origins[0]) if origins[0] else None
         return [None] * len(origins) if curve is None else _scores(curve, distances)
     result: list[Score | None] = [None] * len(origins)
     for origin in kinds:
-        curve = part.curves.get(origin) if origin else None
+        curve = part.score_curves.get(origin) if origin else None
         if curve is not None:
             for i, score in enumerate(_scores(curve, distances)):
                 if origins[i] == origin:
@@ -234,14 +240,19 @@ _LARGEST_BATCH = 64
 _MAX_TRIES = 3
 
 
-class Searching:
+class GallerySearcher:
     """Answer searches by a gallery's present plan."""
 
     def __init__(self, state: GatewayState) -> None:
         self._state = state
 
     def search(
-        self, hosted: Hosted, query: Query, k: int, filtered: Filter | None = None, ef: int = 0
+        self,
+        hosted: HostedGallery,
+        query: Query,
+        k: int,
+        filtered: Filter | None = None,
+        ef: int = 0,
     ) -> SearchResult:
         """Find the items nearest to one query.
 
@@ -277,12 +288,12 @@ class Searching:
             ConfigurationError: the database refuses the statement, as without rights.
         """
         return single_answer(
-            self._answer(hosted, SearchRequest((query,), k, filtered, ef, single=True))
+            self._answer(hosted, SearchRequest((query,), k, filtered, ef, is_single=True))
         )
 
-    def batch(
-        self, hosted: Hosted, queries: Sequence[Query], k: int, filtered: Filter | None = None,
-        ef: int = 0, *, heal: bool = True,
+    def search_batch(
+        self, hosted: HostedGallery, queries: Sequence[Query], k: int,
+        filtered: Filter | None = None, ef: int = 0, *, reembed: bool = True,
     ) -> list[QueryAnswer]:  # fmt: skip
         """Answer several queries by one plan.
 
@@ -295,7 +306,7 @@ class Searching:
             k: most hits for each, at least 1.
             filtered: only items that pass this filter; None means all.
             ef: width of the graph search, as in Index.search; 0 means the index's own.
-            heal: re-embed first hits if the gallery does so.
+            reembed: re-embed first hits if the gallery does so.
 
         Returns:
             For each query, in order, the result, or the InvalidInputError that refused it alone.
@@ -306,9 +317,9 @@ class Searching:
             TooLargeError: the images, or the texts, together are too large.
             OverloadedError: too many images are being decoded.
         """
-        return self._answer(hosted, SearchRequest(tuple(queries), k, filtered, ef, heal=heal))
+        return self._answer(hosted, SearchRequest(tuple(queries), k, filtered, ef, reembed=reembed))
 
-    def _answer(self, hosted: Hosted, request: SearchRequest) -> list[QueryAnswer]:
+    def _answer(self, hosted: HostedGallery, request: SearchRequest) -> list[QueryAnswer]:
         """Answer a request, and again if another gateway replaces the plan during the search."""
         while True:
             plan_before = hosted.plan
@@ -338,18 +349,18 @@ def single_answer(answers: Sequence[QueryAnswer]) -> SearchResult:
     return answer
 
 
-class Answerers:
+class AnswererFactory:
     """Make the answerer of each plan, and hold the parts that they share."""
 
     def __init__(
         self,
-        embedding: Embedding,
+        embedding: EmbeddingService,
         adapters: QueryAdapters,
         catalog: Catalog,
         state: GatewayState,
         metrics: Metrics,
-        canary: "Callable[[PlainAnswerer, PlainAnswerer], Answerer]",
-        healing: "Callable[[PlainAnswerer, str], Answerer]",
+        make_canary_answerer: "Callable[[PlainAnswerer, PlainAnswerer], Answerer]",
+        make_reembedding_answerer: "Callable[[PlainAnswerer, str], Answerer]",
     ) -> None:
         """Hold the shared parts.
 
@@ -359,32 +370,32 @@ class Answerers:
             catalog: published releases.
             state: the gateway's state.
             metrics: counts searches.
-            canary: makes the answerer of a plan with a canary, from the old and the new pair's
-                answerers.
-            healing: makes the answerer that re-embeds hits, from the plain one and the space to
-                re-embed.
+            make_canary_answerer: makes the answerer of a plan with a canary, from the old and the
+                new pair's answerers.
+            make_reembedding_answerer: makes the answerer that re-embeds hits, from the plain one
+                and the space to re-embed.
         """
         self._embedding, self._adapters = embedding, adapters
         self._catalog, self._state = catalog, state
-        self._canary, self._healing = canary, healing
+        self._canary, self._healing = make_canary_answerer, make_reembedding_answerer
         self._searches = {kind: metrics.searches.labels(kind) for kind in ("exact", "graph")}
         self.observe = metrics.batch_size.labels("search").observe
 
-    def of(self, plan: Plan) -> Answerer:
+    def make_answerer(self, plan: Plan) -> Answerer:
         """Make the answerer of a plan, which has at most one of `canary`, `heals` and `both`; with
         more, the first of these counts.
         """
         choosing = SpaceChoice(self._catalog, self._state, plan.parts, plan.single_parts)
         plain = PlainAnswerer(self, plan.parts, choosing)
-        if plan.canary is not None:
-            return self._canary(plain, PlainAnswerer(self, (plan.canary,), choosing))
-        if plan.heals is not None:
-            return self._healing(plain, plan.heals)
-        if plan.both is not None:
-            return BothAnswerer(self, plain, plan.both)
+        if plan.canary_part is not None:
+            return self._canary(plain, PlainAnswerer(self, (plan.canary_part,), choosing))
+        if plan.reembedded_space is not None:
+            return self._healing(plain, plan.reembedded_space)
+        if plan.fusion is not None:
+            return FusionAnswerer(self, plain, plan.fusion)
         return plain
 
-    def embed(
+    def embed_queries(
         self, manifests: Sequence[Manifest], items: Sequence[bytes | str], request: SearchRequest
     ) -> list[tuple[Vectors, ...] | InvalidInputError]:
         """Embed images and texts by each release; a single query is batched with those of other
@@ -413,11 +424,11 @@ class Answerers:
         if not items:
             return []
         distinct = {manifest.release: manifest for manifest in manifests}
-        if not request.single or request.background:
-            rows = self._embedding.queries(list(distinct.values()), items)
+        if not request.is_single or request.is_background:
+            rows = self._embedding.embed_queries(list(distinct.values()), items)
         else:
             try:
-                rows = [tuple(self._embedding.query(m, items[0]) for m in distinct.values())]
+                rows = [tuple(self._embedding.embed_query(m, items[0]) for m in distinct.values())]
             except InvalidInputError as error:
                 return [error]
         places = [list(distinct).index(manifest.release) for manifest in manifests]
@@ -426,7 +437,9 @@ class Answerers:
             for row in rows
         ]
 
-    def adapt(self, parts: Sequence[PlanPart], vectors: Sequence[Vectors]) -> tuple[Vectors, ...]:
+    def adapt_vectors(
+        self, parts: Sequence[PlanPart], vectors: Sequence[Vectors]
+    ) -> tuple[Vectors, ...]:
         """Map a query's vectors into the searched spaces, where a part has a query adapter.
 
         Args:
@@ -442,11 +455,13 @@ class Answerers:
             VerificationError: an adapter's file is missing, is not as signed, or cannot be run.
         """
         return tuple(
-            vector if part.adapter is None else self._adapters.run(part.query, part.adapter, vector)
+            vector
+            if part.adapter is None
+            else self._adapters.map_queries(part.query_manifest, part.adapter, vector)
             for part, vector in zip(parts, vectors, strict=True)
         )
 
-    def count(self, questions: "Iterable[Question]") -> None:
+    def count_searches(self, questions: "Iterable[EmbeddedQuery]") -> None:
         """Count searches in the metrics, once for each part of a question, by whether they compare
         every vector or use a graph.
 
@@ -462,12 +477,12 @@ class Answerers:
         """
         for question in questions:
             for part in question.parts:
-                is_exact = question.hosted.compares(part, question.ef)
+                is_exact = question.hosted.scans_all_vectors(part, question.ef)
                 self._searches["exact" if is_exact else "graph"].inc()
 
 
 @dataclass(frozen=True, eq=False)
-class Question:
+class EmbeddedQuery:
     """Hold a query's vectors.
 
     Attributes:
@@ -478,7 +493,7 @@ class Question:
         ef: width of the graph search, as in Index.search.
     """
 
-    hosted: Hosted
+    hosted: HostedGallery
     parts: tuple[PlanPart, ...]
     vectors: tuple[Vectors, ...]
     k: int
@@ -489,23 +504,25 @@ class PlainAnswerer:
     """Answer queries by the nearest items of the plan's one or two spaces."""
 
     def __init__(
-        self, shared: Answerers, parts: tuple[PlanPart, ...], choosing: "SpaceChoice"
+        self, shared: AnswererFactory, parts: tuple[PlanPart, ...], space_choice: "SpaceChoice"
     ) -> None:
         """Make an answerer.
 
         Args:
             shared: parts that all answerers share.
             parts: spaces that images and texts are compared with.
-            choosing: chooses the spaces of a query by embedding.
+            space_choice: chooses the spaces of a query by embedding.
         """
         self.parts = parts
         self._shared = shared
-        self._choosing = choosing
+        self._choosing = space_choice
         # One batcher for each plan: a search of a small gallery does not wait for a batch of a
         # large one.
-        self._batcher = Batcher(find_nearest, largest=_LARGEST_BATCH, observe=shared.observe)
+        self._batcher = Batcher(
+            find_nearest, largest_batch=_LARGEST_BATCH, observe_size=shared.observe
+        )
 
-    def answer(self, hosted: Hosted, request: SearchRequest) -> list[QueryAnswer]:
+    def answer(self, hosted: HostedGallery, request: SearchRequest) -> list[QueryAnswer]:
         """Answer each query of a request.
 
         Args:
@@ -516,12 +533,12 @@ class PlainAnswerer:
             For each query, in order, the result, or the InvalidInputError that refused it.
 
         Raises:
-            NobackfillError: as Searching.batch.
+            NobackfillError: as GallerySearcher.search_batch.
             OutdatedPlanError: another gateway has replaced the plan; the caller begins again.
             InvalidInputError: the filter is not valid; TooLargeError if the images together are too
                 large.
             NoEncoderError, IncompatibleSpaceError, NeedsImageError, ReleaseRetiredError: a query
-                does not suit the gallery; see Searching.search.
+                does not suit the gallery; see GallerySearcher.search.
             DeadlineError, CancelledError: the call's time is over, or its caller has gone.
             BusyError, UnavailableError: the store is busy, a server does not answer, or too many
                 images are being decoded (OverloadedError).
@@ -529,25 +546,25 @@ class PlainAnswerer:
             VerificationError: the store, or a model's output, is damaged.
             CannotWriteError: the gallery's file cannot be opened, or the disk fails.
         """
-        questions = self.questions(hosted, request)
-        answers = self.find(hosted, valid_questions(questions), request)
+        questions = self.embed_queries(hosted, request)
+        answers = self.search_embedded(hosted, valid_queries(questions), request)
         return [one if isinstance(one, InvalidInputError) else answers[one] for one in questions]
 
-    def image_part(self, hosted: Hosted) -> PlanPart | None:
+    def sole_image_part(self, hosted: HostedGallery) -> PlanPart | None:
         """Return the plan's only part, which answers an image; None if there are two."""
         return self.parts[0] if len(self.parts) == 1 else None
 
-    def space_part(self, hosted: Hosted, space: str) -> PlanPart | None:
+    def sole_space_part(self, hosted: HostedGallery, space: str) -> PlanPart | None:
         """Return the part that answers an embedding of a space; None if no part does it alone. An
         announced end of the space is not checked.
         """
-        if len(self.parts) == 1 and self.parts[0].query.space == space:
+        if len(self.parts) == 1 and self.parts[0].query_manifest.space == space:
             return self.parts[0]
         return self._choosing.single_parts.get(space)
 
-    def questions(
-        self, hosted: Hosted, request: SearchRequest
-    ) -> list[Question | InvalidInputError]:
+    def embed_queries(
+        self, hosted: HostedGallery, request: SearchRequest
+    ) -> list[EmbeddedQuery | InvalidInputError]:
         """Embed the queries of a request, choose their spaces, and map them there where a part has
         a query adapter. Searches are counted in the metrics, except those in the background.
 
@@ -561,7 +578,8 @@ class PlainAnswerer:
 
         Raises:
             NoEncoderError: the release embeds no texts, or no images.
-            IncompatibleSpaceError, NeedsImageError, ReleaseRetiredError: as SpaceChoice.parts.
+            IncompatibleSpaceError, NeedsImageError, ReleaseRetiredError: as
+            SpaceChoice.choose_parts.
             UnavailableError: the model server or the database does not answer, or
                 OutdatedPlanError.
             DeadlineError, CancelledError: the call's time is over, or its caller has gone.
@@ -574,8 +592,10 @@ class PlainAnswerer:
             ConfigurationError: the database refuses the statement, as without rights.
         """
         items = [query for query in request.queries if isinstance(query, bytes | str)]
-        embedded = iter(self._shared.embed([part.query for part in self.parts], items, request))
-        questions: list[Question | InvalidInputError] = []
+        embedded = iter(
+            self._shared.embed_queries([part.query_manifest for part in self.parts], items, request)
+        )
+        questions: list[EmbeddedQuery | InvalidInputError] = []
         for query in request.queries:
             try:
                 parts, vectors = self.parts, None
@@ -584,19 +604,19 @@ class PlainAnswerer:
                     if isinstance(vectors, InvalidInputError):
                         raise vectors
                 else:
-                    parts = self._choosing.parts(query, self.parts)
-                    vectors = tuple(vector_of(part.query, query) for part in parts)
-                adapted = self._shared.adapt(parts, vectors)
-                questions.append(Question(hosted, parts, adapted, request.k, request.ef))
+                    parts = self._choosing.choose_parts(query, self.parts)
+                    vectors = tuple(query_vector(part.query_manifest, query) for part in parts)
+                adapted = self._shared.adapt_vectors(parts, vectors)
+                questions.append(EmbeddedQuery(hosted, parts, adapted, request.k, request.ef))
             except InvalidInputError as error:
                 questions.append(error)
-        if not request.background:
-            self._shared.count(valid_questions(questions))
+        if not request.is_background:
+            self._shared.count_searches(valid_queries(questions))
         return questions
 
-    def find(
-        self, hosted: Hosted, questions: Sequence[Question], request: SearchRequest
-    ) -> dict[Question, QueryAnswer]:
+    def search_embedded(
+        self, hosted: HostedGallery, questions: Sequence[EmbeddedQuery], request: SearchRequest
+    ) -> dict[EmbeddedQuery, QueryAnswer]:
         """Search for questions of one request, and rank their hits.
 
         A question that loses hits because items are deleted meanwhile is searched again, three
@@ -620,11 +640,11 @@ class PlainAnswerer:
             OutdatedPlanError: another gateway has replaced the plan.
             IncompatibleSpaceError: a space was deleted meanwhile; only in a file.
         """
-        answers: dict[Question, QueryAnswer] = {}
+        answers: dict[EmbeddedQuery, QueryAnswer] = {}
         if not questions:
             return answers
         with context.part("search"):
-            matches = matches_of(hosted, request.filtered)
+            matches = matching_items(hosted, request.filtered)
             open_questions = questions
             for _ in range(_MAX_TRIES):
                 searched = list(
@@ -643,20 +663,20 @@ class PlainAnswerer:
         return answers
 
     def _nearest(
-        self, questions: Sequence[Question], matches: Matches | None, request: SearchRequest
+        self, questions: Sequence[EmbeddedQuery], matches: Matches | None, request: SearchRequest
     ) -> Sequence["Nearest"]:
-        is_batched = request.single and not request.background and matches is None
+        is_batched = request.is_single and not request.is_background and matches is None
         if is_batched and request.k <= _MAX_BATCHED_K and not request.ef:
             return [self._batcher(question) for question in questions]
-        return find_nearest(questions, matches, timed=not request.background)
+        return find_nearest(questions, matches, timed=not request.is_background)
 
 
-def valid_questions(questions: Sequence[Question | InvalidInputError]) -> list[Question]:
+def valid_queries(questions: Sequence[EmbeddedQuery | InvalidInputError]) -> list[EmbeddedQuery]:
     """Return the questions that were not refused, in their order."""
-    return [one for one in questions if isinstance(one, Question)]
+    return [one for one in questions if isinstance(one, EmbeddedQuery)]
 
 
-def matches_of(hosted: Hosted, filtered: Filter | None) -> Matches | None:
+def matching_items(hosted: HostedGallery, filtered: Filter | None) -> Matches | None:
     """Return the items that pass a filter; None for all.
 
     Raises:
@@ -678,7 +698,7 @@ def can_read(manifest: Manifest, query: Query) -> bool:
     return manifest.space in query
 
 
-def vector_of(manifest: Manifest, query: ByEmbedding) -> Vectors:
+def query_vector(manifest: Manifest, query: EmbeddingQuery) -> Vectors:
     """Return a query's embedding of a release.
 
     Its values are checked later, when it is searched together with others.
@@ -726,7 +746,9 @@ class SpaceChoice:
         self._parts = parts
         self.single_parts = single_parts
 
-    def parts(self, query: ByEmbedding, preferred: tuple[PlanPart, ...]) -> tuple[PlanPart, ...]:
+    def choose_parts(
+        self, query: EmbeddingQuery, preferred: tuple[PlanPart, ...]
+    ) -> tuple[PlanPart, ...]:
         """Choose the parts for a query.
 
         The first that fit are taken: the preferred parts, those of the plan, then one part for a
@@ -747,15 +769,15 @@ class SpaceChoice:
             IncompatibleSpaceError: no embedding's space can be compared with the gallery's.
         """
         for parts in (preferred, self._parts):
-            if all(part.query.space in query for part in parts):
+            if all(part.query_manifest.space in query for part in parts):
                 return parts
         for space, part in self.single_parts.items():
             if space in query:
-                self._refuse_ended(space, part.query)
+                self._refuse_ended(space, part.query_manifest)
                 return (part,)
-        answering = self._parts[0].query
+        answering = self._parts[0].query_manifest
         if answering.space in query:
-            missing = [p.query for p in self._parts if p.query.space not in query]
+            missing = [p.query_manifest for p in self._parts if p.query_manifest.space not in query]
             raise NeedsImageError(
                 "query: the gallery is being upgraded and has vectors of two releases; send the "
                 f"image, or an embedding of each of releases {answering.release} and "
@@ -777,7 +799,7 @@ class SpaceChoice:
         if end is not None and time.time() >= end:
             raise _retired(manifest.release)
 
-    def _incompatible(self, answering: int, query: ByEmbedding) -> Exception:
+    def _incompatible(self, answering: int, query: EmbeddingQuery) -> Exception:
         spaces = self._catalog.spaces
         known = [spaces[space].release for space in query if space in spaces]
         if known and max(known) in self._state.current.retired:
@@ -801,7 +823,7 @@ Nearest = tuple[Sequence[Neighbours], int] | InvalidInputError
 
 
 def find_nearest(
-    questions: Sequence[Question], matches: Matches | None = None, *, timed: bool = True
+    questions: Sequence[EmbeddedQuery], matches: Matches | None = None, *, timed: bool = True
 ) -> Sequence[Nearest]:
     """Search for several questions; those with the same parts share one search of each part.
 
@@ -828,17 +850,17 @@ def find_nearest(
     """
     if len(questions) == 1:
         return _group(questions, matches, timed)
-    groups: dict[tuple[PlanPart, ...], list[Question]] = {}
+    groups: dict[tuple[PlanPart, ...], list[EmbeddedQuery]] = {}
     for question in questions:
         groups.setdefault(question.parts, []).append(question)
-    results: dict[Question, Nearest] = {}
+    results: dict[EmbeddedQuery, Nearest] = {}
     for group in groups.values():
         results.update(zip(group, _group(group, matches, timed), strict=True))
     return [results[question] for question in questions]
 
 
 def _group(
-    questions: Sequence[Question], matches: Matches | None, timed: bool
+    questions: Sequence[EmbeddedQuery], matches: Matches | None, timed: bool
 ) -> Sequence[Nearest]:
     """Search for questions with the same parts."""
     hosted, parts = questions[0].hosted, questions[0].parts
@@ -865,7 +887,7 @@ def _group(
     return [(neighbours, row) for row in range(len(questions))]
 
 
-def rank_nearest(question: Question, nearest: Nearest) -> QueryAnswer:
+def rank_nearest(question: EmbeddedQuery, nearest: Nearest) -> QueryAnswer:
     """Rank the hits of a question, best first; an error instead of neighbours is returned as it is.
 
     Reads the items: errors of the store pass through, such as BusyError, NotFoundError,
@@ -883,13 +905,15 @@ def rank_nearest(question: Question, nearest: Nearest) -> QueryAnswer:
     if isinstance(nearest, InvalidInputError):
         return nearest
     neighbours, row = nearest
-    hosted, query = question.hosted, question.parts[0].query
-    hits = rank(question.parts, neighbours, row, question.k, hosted.items, exact=hosted.exact)
+    hosted, query = question.hosted, question.parts[0].query_manifest
+    hits = rank_hits(
+        question.parts, neighbours, row, question.k, hosted.items, exact_distances=hosted.exact
+    )
     return SearchResult(hits, query.release, query.space)
 
 
 def is_incomplete(
-    question: Question, nearest: Nearest, answers: Mapping[Question, QueryAnswer]
+    question: EmbeddedQuery, nearest: Nearest, answers: Mapping[EmbeddedQuery, QueryAnswer]
 ) -> bool:
     """Tell whether a question has fewer hits than neighbours were found, up to its `k`, because an
     item was deleted during the search. A question with an error is complete.
@@ -904,23 +928,23 @@ def is_incomplete(
     return len(answer.hits) < min(question.k, available)
 
 
-class BothAnswerer:
+class FusionAnswerer:
     """Rank migrated items by the new and the previous model, if a query can have both
     embeddings.
     """
 
-    def __init__(self, shared: Answerers, plain: PlainAnswerer, both: Both) -> None:
+    def __init__(self, shared: AnswererFactory, plain: PlainAnswerer, fusion: RankFusion) -> None:
         """Make an answerer.
 
         Args:
             shared: parts that all answerers share.
             plain: answers by the new model alone.
-            both: the previous space and the weights.
+            fusion: the previous space and the weights.
         """
-        self._shared, self._plain, self._both = shared, plain, both
+        self._shared, self._plain, self._both = shared, plain, fusion
         self._part = plain.parts[0]
 
-    def answer(self, hosted: Hosted, request: SearchRequest) -> list[QueryAnswer]:
+    def answer(self, hosted: HostedGallery, request: SearchRequest) -> list[QueryAnswer]:
         """Answer each query of a request.
 
         A query that the previous model cannot read, or that has no vector of both models, is
@@ -934,11 +958,11 @@ class BothAnswerer:
             For each query, in order, the result, or the InvalidInputError that refused it.
 
         Raises:
-            NobackfillError: as Searching.batch.
+            NobackfillError: as GallerySearcher.search_batch.
             InvalidInputError: the filter is not valid; TooLargeError if the images together are too
                 large.
             NoEncoderError, IncompatibleSpaceError, NeedsImageError, ReleaseRetiredError: a query
-                does not suit the gallery; see Searching.search.
+                does not suit the gallery; see GallerySearcher.search.
             OutdatedPlanError: another gateway has replaced the plan; the caller begins again.
             DeadlineError, CancelledError: the call's time is over, or its caller has gone.
             BusyError, UnavailableError: the store is busy, a server does not answer, or too many
@@ -960,30 +984,30 @@ class BothAnswerer:
             )
         if len(answers) < len(request.queries):
             with context.part("search"):
-                matches = matches_of(hosted, request.filtered)
+                matches = matching_items(hosted, request.filtered)
                 for place, pair in pairs.items():
                     if not isinstance(pair, InvalidInputError):
                         answers[place] = self._ranked(*pair, matches)
         return [answers[place] for place in range(len(request.queries))]
 
-    def image_part(self, hosted: Hosted) -> PlanPart | None:
+    def sole_image_part(self, hosted: HostedGallery) -> PlanPart | None:
         """Return None: two models answer an image, so that it needs a thread of its call."""
         return None
 
-    def space_part(self, hosted: Hosted, space: str) -> PlanPart | None:
+    def sole_space_part(self, hosted: HostedGallery, space: str) -> PlanPart | None:
         """Return the part that answers an embedding of a space by the new model alone; None if no
         part does.
         """
-        return self._plain.space_part(hosted, space)
+        return self._plain.sole_space_part(hosted, space)
 
     def _pairs(
-        self, hosted: Hosted, request: SearchRequest
-    ) -> dict[int, tuple[Question, Vectors] | InvalidInputError]:
+        self, hosted: HostedGallery, request: SearchRequest
+    ) -> dict[int, tuple[EmbeddedQuery, Vectors] | InvalidInputError]:
         """Return, by place of the query, the new model's question and the previous model's vector.
 
         Queries that the previous model cannot read are left out.
         """
-        new, old = self._part.query, self._both.part.query
+        new, old = self._part.query_manifest, self._both.part.query_manifest
         vectors: dict[int, tuple[Vectors, ...] | InvalidInputError] = {}
         items: dict[int, bytes | str] = {}
         for place, query in enumerate(request.queries):
@@ -993,31 +1017,35 @@ class BothAnswerer:
                 items[place] = query
             elif new.space in query:
                 try:
-                    vectors[place] = vector_of(new, query), vector_of(old, query)
+                    vectors[place] = query_vector(new, query), query_vector(old, query)
                 except InvalidInputError as error:
                     vectors[place] = error
-        rows = zip(items, self._shared.embed([new, old], [*items.values()], request), strict=True)
+        rows = zip(
+            items, self._shared.embed_queries([new, old], [*items.values()], request), strict=True
+        )
         vectors |= {place: row for place, row in rows if not isinstance(row, InvalidInputError)}
-        pairs: dict[int, tuple[Question, Vectors] | InvalidInputError] = {}
+        pairs: dict[int, tuple[EmbeddedQuery, Vectors] | InvalidInputError] = {}
         for place, row in vectors.items():
             if isinstance(row, InvalidInputError):
                 pairs[place] = row
             else:
-                question = Question(hosted, (self._part,), (row[0],), request.k, request.ef)
+                question = EmbeddedQuery(hosted, (self._part,), (row[0],), request.k, request.ef)
                 pairs[place] = question, row[1]
         return pairs
 
-    def _ranked(self, question: Question, old: Vectors, matches: Matches | None) -> QueryAnswer:
+    def _ranked(
+        self, question: EmbeddedQuery, old: Vectors, matches: Matches | None
+    ) -> QueryAnswer:
         context.current().check()
-        self._shared.count([question])
+        self._shared.count_searches([question])
         try:
-            return rank_by_both(question, self._both, old, matches)
+            return rank_by_fusion(question, self._both, old, matches)
         except InvalidInputError as error:
             return error
 
 
-def rank_by_both(
-    question: Question, both: Both, old: Vectors, matches: Matches | None
+def rank_by_fusion(
+    question: EmbeddedQuery, fusion: RankFusion, old_vectors: Vectors, matches: Matches | None
 ) -> SearchResult:
     """Rank the nearest items of either model: migrated ones by both distances, native ones by the
     new.
@@ -1029,8 +1057,8 @@ def rank_by_both(
 
     Args:
         question: the query in the new space.
-        both: the previous space and the weights.
-        old: the query's vector in the previous space, float32 [1, dim].
+        fusion: the previous space and the weights.
+        old_vectors: the query's vector in the previous space, float32 [1, dim].
         matches: items that may be hits; None means all.
 
     Returns:
@@ -1048,24 +1076,26 @@ def rank_by_both(
     hosted, part, new = question.hosted, question.parts[0], question.vectors[0]
     labels = collect_candidates(
         partial(_labels, question, part, new, matches),
-        partial(_labels, question, both.part, old, matches),
+        partial(_labels, question, fusion.part, old_vectors, matches),
         count=max(question.k, HITS),
     )
     stored_labels, distances, migrated = _distances(
         hosted, part, new, np.array(sorted(labels), np.int64)
     )
-    old_labels, old_distances, _ = _distances(hosted, both.part, old, stored_labels[migrated])
+    old_labels, old_distances, _ = _distances(
+        hosted, fusion.part, old_vectors, stored_labels[migrated]
+    )
     places = np.searchsorted(stored_labels, old_labels)
     ranking_values = distances.astype(np.float64)
-    ranking_values[places] = both.joint(distances[places], old_distances)
+    ranking_values[places] = fusion.joint_distance(distances[places], old_distances)
     order = np.lexsort((stored_labels, distances, ranking_values))
     ranked = Neighbours(stored_labels[order][None], distances[order][None])
-    hits = rank([part], [ranked], 0, len(order), hosted.items, exact=hosted.exact)
-    return SearchResult(hits[: question.k], part.query.release, part.query.space)
+    hits = rank_hits([part], [ranked], 0, len(order), hosted.items, exact_distances=hosted.exact)
+    return SearchResult(hits[: question.k], part.query_manifest.release, part.query_manifest.space)
 
 
 def _labels(
-    question: Question, part: PlanPart, query: Vectors, matches: Matches | None, count: int
+    question: EmbeddedQuery, part: PlanPart, query: Vectors, matches: Matches | None, count: int
 ) -> Labels:
     (neighbours,) = question.hosted.search([part], [query], count, matches, question.ef)
     labels: Labels = neighbours.labels[0]
@@ -1073,7 +1103,7 @@ def _labels(
 
 
 def _distances(
-    hosted: Hosted, part: PlanPart, query: Vectors, labels: Labels
+    hosted: HostedGallery, part: PlanPart, query: Vectors, labels: Labels
 ) -> tuple[Labels, Vectors, Mask]:
     """Return the distances of stored vectors to a query.
 
@@ -1087,7 +1117,9 @@ def _distances(
         The labels that have a vector there, their distances, and whether each was migrated.
     """
     stored = hosted.store.stored_vectors(labels, part.space)
-    distances = index.distances_to_query(part.query.embedder.metric, query, stored.embedding)
+    distances = index.distances_to_query(
+        part.query_manifest.embedder.metric, query, stored.embedding
+    )
     return (
         stored.labels,
         distances,
@@ -1121,7 +1153,7 @@ class _PreparedPart:
 
     part: PlanPart
     items: ItemCache
-    make: Callable[[StoredItem], HitBytes | None]
+    make: Callable[[StoredItem], EncodedHit | None]
     ends: float | None
     end: bytes
     curves: "Curves | None"
@@ -1152,7 +1184,7 @@ class _CompiledRoute:
         )
 
 
-class ImmediateAnswers:
+class ReceiverSearch:
     """Answer queries by one embedding."""
 
     def __init__(self, galleries: GalleryRegistry, state: GatewayState, metrics: Metrics) -> None:
@@ -1162,26 +1194,26 @@ class ImmediateAnswers:
         # The route of the last answer; None if it had none.
         self._route: _CompiledRoute | None = None
 
-    def answer_by_route(self, messages: list[bytes]) -> list[bytes | None] | None:
+    def search_by_last_plan(self, messages: list[bytes]) -> list[bytes | None] | None:
         """Answer encoded requests by the route of the last answer; call it on the thread that
         receives calls only.
 
         Answers are counted in the metrics and for the gallery's speed. A route that is no longer
-        valid is dropped. Rights and deadlines are not checked, here or in `answer`: call it only if
-        each caller may use the gallery of `route_gallery`.
+        valid is dropped. Rights and deadlines are not checked, here or in `search_encoded`: call it
+        only if each caller may use the gallery of `last_gallery`.
 
         Args:
             messages: encoded SearchRequests.
 
         Returns:
             The encoded answer to each, in order, None for a request that the route does not fit.
-            Without a valid route, None for all; the caller then uses `answer`.
+            Without a valid route, None for all; the caller then uses `search_encoded`.
         """
         route = self._route
         if (
             route is None
             or not route.is_valid()
-            or self._galleries.ready_gallery(route.hosted.name) is not route.hosted
+            or self._galleries.searchable_gallery(route.hosted.name) is not route.hosted
             or self._state.current is not route.state
             or not route.hosted.speed.is_fast
         ):
@@ -1191,7 +1223,7 @@ class ImmediateAnswers:
         answers = route.answers(messages)
         count = len(answers) - answers.count(None)
         if count:
-            route.hosted.speed.record_immediate(time.monotonic() - began, count)
+            route.hosted.speed.record_on_receiver(time.monotonic() - began, count)
             self._graph.inc(count)
             if sample := route.view.query_sample.draw(count):
                 answered = [
@@ -1202,20 +1234,20 @@ class ImmediateAnswers:
                 )
         return answers
 
-    def route_gallery(self) -> str:
-        """Return the gallery that `answer_by_route` answers for; empty without a route. The route
-        may no longer be valid.
+    def last_gallery(self) -> str:
+        """Return the gallery that `search_by_last_plan` answers for; empty without a route. The
+        route may no longer be valid.
         """
         return "" if self._route is None else self._route.hosted.name
 
-    def answer(
+    def search_encoded(
         self, gallery: str, space: str, queries: Sequence[VectorQuery]
     ) -> list[bytes | None]:
         """Answer queries by embedding; call it on the thread that receives calls only.
 
-        If all are answered, a route is prepared for `answer_by_route`. An unknown gallery, one in a
-        database, an unknown space and a query that is not valid are no errors here: another thread
-        gets them.
+        If all are answered, a route is prepared for `search_by_last_plan`. An unknown gallery, one
+        in a database, an unknown space and a query that is not valid are no errors here: another
+        thread gets them.
 
         Args:
             gallery: name of the gallery.
@@ -1227,19 +1259,19 @@ class ImmediateAnswers:
             because the gallery is slow, its items are not in memory, or queries of the space have
             ended.
         """
-        state, hosted = self._state.current, self._galleries.ready_gallery(gallery)
+        state, hosted = self._state.current, self._galleries.searchable_gallery(gallery)
         if not isinstance(hosted, HostedInFile):
             return [None] * len(queries)
         plan = hosted.plan
-        part = plan.answerer.space_part(hosted, space)
+        part = plan.answerer.sole_space_part(hosted, space)
         if part is None:
             return [None] * len(queries)
-        answer = self.answer_part(hosted, part, queries, on_receiver=True)
+        answer = self.search_part(hosted, part, queries, on_receiver=True)
         if None not in answer:
             self._route = _compile_route(hosted, plan, part, state)
         return answer
 
-    def answer_part(
+    def search_part(
         self,
         hosted: HostedInFile,
         part: PlanPart,
@@ -1270,15 +1302,19 @@ class ImmediateAnswers:
         view = hosted.views().get(part.space)
         if view is None or not hosted.origins.is_loaded(part):
             return no_answers
-        ends = self._state.current.ends.get(part.query.space)
+        ends = self._state.current.ends.get(part.query_manifest.space)
         ready = prepared_parts.get(part.space)
         if ready is None or ready.part is not part or ready.ends != ends:
             ready = prepared_parts[part.space] = _prepare(hosted, part, ends)
         snapshot = view.snapshot()
         if (
             (ends is not None and time.time() >= ends)
-            or not (hosted.speed.is_quick(snapshot) if on_receiver else is_light(snapshot))
-            or not hosted.speed.should_try()
+            or not (
+                hosted.speed.is_faster_than_handover(snapshot)
+                if on_receiver
+                else is_cheap_search(snapshot)
+            )
+            or not hosted.speed.should_search_on_receiver()
         ):
             return no_answers
         began = time.monotonic()
@@ -1328,7 +1364,7 @@ def _answers(
         )
     for number, answer in enumerate(answers):
         if answer is not None:
-            hosted.speed.record_attempt(in_memory=True)
+            hosted.speed.record_receiver_search(in_memory=True)
         else:
             answers[number] = _in_python(
                 hosted, snapshot, ready, *queries[number], may_read=may_read
@@ -1354,18 +1390,18 @@ def _in_python(
     if len(values) != 4 * snapshot.spec.dim:
         return None
     try:
-        neighbours = hosted.best(ready.part, snapshot, np.frombuffer(values, "<f4")[None], k)
+        neighbours = hosted.search_part(ready.part, snapshot, np.frombuffer(values, "<f4")[None], k)
     except InvalidInputError:
         return None
     labels = neighbours.labels[0].tolist()
     while labels and labels[-1] < 0:
         labels.pop()
     hits = ready.items.encode(labels, ready.make)
-    hosted.speed.record_attempt(in_memory=hits is not None)
+    hosted.speed.record_receiver_search(in_memory=hits is not None)
     if hits is None and may_read:
         try:
             items = ready.items.get(labels)
-        except UNUSABLE:
+        except UNUSABLE_GALLERY_ERRORS:
             return None  # the call's own thread gets the error
         encoded = [None if item is None else ready.make(item) for item in items]
         hits = [hit for hit in encoded if hit is not None]
@@ -1378,13 +1414,13 @@ def _in_python(
 
 
 def _prepare(hosted: HostedInFile, part: PlanPart, ends: float | None) -> _PreparedPart:
-    end = pb.SearchResponse(release=part.query.release, space=part.query.space)
+    end = pb.SearchResponse(release=part.query_manifest.release, space=part.query_manifest.space)
     if ends is not None:
         end.space_ends_at.FromNanoseconds(int(ends * 1e9))
-    curves = {int(ORIGINS[origin]): curve.points() for origin, curve in part.curves.items()}
+    curves = {int(ORIGINS[origin]): curve.points() for origin, curve in part.score_curves.items()}
     return _PreparedPart(
         part,
-        hosted.items_of(part.space),
+        hosted.item_cache(part.space),
         partial(encode_hit, release=part.release),
         ends,
         end.SerializeToString(),
@@ -1399,13 +1435,13 @@ def _compile_route(
     snapshot.
     """
     ready, view = hosted.ready.get(part.space), hosted.views().get(part.space)
-    space, exact = part.query.space, hosted.exact
+    space, exact = part.query_manifest.space, hosted.exact
     if view is None or not isinstance(ready, _PreparedPart) or ready.part is not part:
         return None
     snapshot = view.snapshot()
     if snapshot.compiled is None or ready.curves is None or ready.ends is not None:
         return None
-    if space in state.ends or plan.heals == part.space:
+    if space in state.ends or plan.reembedded_space == part.space:
         return None
     if hosted.origins.migrated_labels(part, snapshot) is not None:
         return None
@@ -1430,7 +1466,7 @@ def _values(messages: Iterable[bytes]) -> Vectors:
 
 
 def _encoded(
-    part: PlanPart, hits: list[HitBytes], distances: Vectors, farthest: float, *, exact: bool
+    part: PlanPart, hits: list[EncodedHit], distances: Vectors, farthest: float, *, exact: bool
 ) -> bytes:
     distances_shown = distances if exact else round_distances(distances)
     scores = scores_of(part, [origin_name(hit.origin) for hit in hits], distances_shown)
@@ -1459,7 +1495,7 @@ class _ImageQuery:
         self.call.complete(answer)
 
 
-class ImageAnswers:
+class DeferredImageSearch:
     """Answer queries by one image without holding a thread.
 
     Images of many calls are decoded and embedded together, then searched as embeddings on the same
@@ -1468,7 +1504,7 @@ class ImageAnswers:
     """
 
     def __init__(
-        self, galleries: GalleryRegistry, immediate: ImmediateAnswers, embedding: Embedding,
+        self, galleries: GalleryRegistry, immediate: ReceiverSearch, embedding: EmbeddingService,
         metrics: Metrics,
     ) -> None:  # fmt: skip
         self._galleries = galleries
@@ -1482,7 +1518,7 @@ class ImageAnswers:
         """
         self._queue.close()
 
-    def later(self, gallery: str, image: bytes, k: int, farthest: float) -> Later | None:
+    def defer_search(self, gallery: str, image: bytes, k: int, farthest: float) -> Later | None:
         """Return what answers a query later; None if it needs another thread.
 
         It needs one for an unknown gallery, one in a database, one whose plan has two parts for
@@ -1497,11 +1533,11 @@ class ImageAnswers:
         Returns:
             The later answer, which counts as a user of the gallery until it ends; or None.
         """
-        hosted = self._galleries.ready_gallery(gallery)
+        hosted = self._galleries.searchable_gallery(gallery)
         if (
             not isinstance(hosted, HostedInFile)
-            or hosted.plan.answerer.image_part(hosted) is None
-            or not self._embedding.models.ready()
+            or hosted.plan.answerer.sole_image_part(hosted) is None
+            or not self._embedding.models.is_ready()
         ):
             return None
         return Later(lambda call: self._add(hosted, image, k, farthest, call), self._queue.begin)
@@ -1510,14 +1546,16 @@ class ImageAnswers:
         self, hosted: HostedInFile, image: bytes, k: int, farthest: float, call: Unanswered
     ) -> None:
         plan = _enter(hosted)
-        part = None if plan is None else plan.answerer.image_part(hosted)
+        part = None if plan is None else plan.answerer.sole_image_part(hosted)
         if plan is None or part is None:
             if plan is not None:
                 _leave(hosted, plan)
             call.complete(None)
             return
         query = _ImageQuery(hosted, plan, part, k, farthest, call)
-        self._queue.add(QueuedImage(query, part.query, image, call.deadline, call.is_wanted))
+        self._queue.add(
+            QueuedImage(query, part.query_manifest, image, call.deadline, call.is_wanted)
+        )
 
     def _answer(self, embedded: Sequence[tuple[QueuedImage[_ImageQuery], Vectors | None]]) -> None:
         answers: dict[QueuedImage[_ImageQuery], bytes | None] = {
@@ -1527,7 +1565,7 @@ class ImageAnswers:
             self._search(embedded, answers)
         finally:
             for waiting, answer in answers.items():
-                waiting.of.end(answer)
+                waiting.owner.end(answer)
 
     def _search(
         self,
@@ -1537,24 +1575,24 @@ class ImageAnswers:
         rows = {waiting: row for waiting, row in embedded if row is not None}
         groups: dict[tuple[HostedInFile, PlanPart], list[QueuedImage[_ImageQuery]]] = {}
         for waiting in rows:
-            groups.setdefault((waiting.of.hosted, waiting.of.part), []).append(waiting)
+            groups.setdefault((waiting.owner.hosted, waiting.owner.part), []).append(waiting)
         for (hosted, part), group in groups.items():
-            queries = [(rows[one].tobytes(), one.of.k, one.of.farthest) for one in group]
-            group_answers = self._immediate.answer_part(hosted, part, queries)
+            queries = [(rows[one].tobytes(), one.owner.k, one.owner.farthest) for one in group]
+            group_answers = self._immediate.search_part(hosted, part, queries)
             answers.update(zip(group, group_answers, strict=True))
         for waiting, row in rows.items():
             if answers[waiting] is None:
                 # The thread that answers it finds the embedding there and does not make it again.
-                self._embedding.remember(waiting.manifest, waiting.image, row)
+                self._embedding.remember_query(waiting.manifest, waiting.image, row)
 
 
-def _enter(hosted: Hosted) -> Plan | None:
+def _enter(hosted: HostedGallery) -> Plan | None:
     """Become a user of a gallery and its plan, and return the plan; None if the gallery is
     closed.
     """
     return hosted.enter_plan() if hosted.users.enter() else None
 
 
-def _leave(hosted: Hosted, plan: Plan) -> None:
+def _leave(hosted: HostedGallery, plan: Plan) -> None:
     plan.users.leave()
     hosted.users.leave()

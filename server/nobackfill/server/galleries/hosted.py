@@ -1,6 +1,6 @@
 """Serve galleries by name, whatever stores them: each has a store, a plan, counts and a speed.
 
-Threads take the locks of galleries in one order, that of `Level`. It is checked at every wait.
+Threads take the locks of galleries in one order, that of `LockLevel`. It is checked at every wait.
 """
 
 import re
@@ -40,10 +40,10 @@ from nobackfill.gallery.store import Change, NewVectors
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.catalog import Catalog
 from nobackfill.server.galleries.plan import (
-    BOTH,
-    SOURCE,
+    RANK_FUSION_KEY,
+    SOURCE_KEY,
     AnswererOf,
-    Filling,
+    FillMode,
     Plan,
     PlanPart,
     make_plan,
@@ -52,7 +52,7 @@ from nobackfill.server.state import GalleryDeletedError, GatewayState, OutdatedP
 from nobackfill.vectors import Vectors
 
 
-class Level(IntEnum):
+class LockLevel(IntEnum):
     """Name the things that a thread may wait for, in the order in which it must take them."""
 
     RELEASES = 0
@@ -71,13 +71,13 @@ class LockOrderError(AssertionError):
 
 class _HeldLocks(threading.local):
     def __init__(self) -> None:
-        self.stack: list[tuple[Level, str]] = []
+        self.stack: list[tuple[LockLevel, str]] = []
 
 
 _held = _HeldLocks()
 
 
-def check_lock_order(level: Level, name: str = "") -> None:
+def check_lock_order(level: LockLevel, name: str = "") -> None:
     """Check that this thread may wait for a lock.
 
     Nothing is locked or recorded. Python's -O does not switch it off.
@@ -93,12 +93,12 @@ def check_lock_order(level: Level, name: str = "") -> None:
         if other > level or (other == level and held_name >= name):
             raise LockOrderError(
                 f"waiting for {level.name} {name!r} while holding {other.name} {held_name!r}; "
-                "take them in the order of nobackfill.server.galleries.hosted.Level"
+                "take them in the order of nobackfill.server.galleries.hosted.LockLevel"
             )
 
 
 @contextmanager
-def hold_level(level: Level, name: str = "") -> Iterator[None]:
+def hold_level(level: LockLevel, name: str = "") -> Iterator[None]:
     """Record that this thread holds a lock during a block.
 
     The order is not checked; call `check_lock_order` before the wait. The record belongs to the
@@ -115,7 +115,7 @@ def hold_level(level: Level, name: str = "") -> Iterator[None]:
         _held.stack.remove((level, name))
 
 
-class Users:
+class UseCounter:
     """Count the users of an object that may only be freed when it has none."""
 
     def __init__(self) -> None:
@@ -208,12 +208,12 @@ class WriteLock:
         Raises:
             LockOrderError: the thread holds a lock that comes later, or this one already.
         """
-        check_lock_order(Level.WRITES, self._name)
+        check_lock_order(LockLevel.WRITES, self._name)
         with self._condition:
             self._condition.wait_for(lambda: not self._exclusive and not self._waiting)
             self._shared += 1
         try:
-            with hold_level(Level.WRITES, self._name):
+            with hold_level(LockLevel.WRITES, self._name):
                 yield
         finally:
             with self._condition:
@@ -230,7 +230,7 @@ class WriteLock:
         Raises:
             LockOrderError: the thread holds a lock that comes later, or this one already.
         """
-        check_lock_order(Level.WRITES, self._name)
+        check_lock_order(LockLevel.WRITES, self._name)
         with self._condition:
             self._waiting += 1
             try:
@@ -241,7 +241,7 @@ class WriteLock:
                 self._condition.notify_all()
             self._exclusive = True
         try:
-            with hold_level(Level.WRITES, self._name):
+            with hold_level(LockLevel.WRITES, self._name):
                 yield
         finally:
             with self._condition:
@@ -300,7 +300,7 @@ _FAST_ELEMENTS = 1 << 20
 _SLOW_ELEMENTS = 1 << 24
 
 
-class Speed:
+class SearchSpeed:
     """Estimate how long searches of one gallery take."""
 
     def __init__(self) -> None:
@@ -323,7 +323,7 @@ class Speed:
         # waited for its turn is one of many.
         self._typical *= _RAISE if seconds > queries * self._typical else _LOWER
 
-    def record_immediate(self, seconds: float, queries: int) -> None:
+    def record_on_receiver(self, seconds: float, queries: int) -> None:
         """Record searches on the receiving thread that found all their items in memory.
 
         It also counts `queries` answers that were found in memory. 0 queries change only the
@@ -342,14 +342,14 @@ class Speed:
         """Tell whether searches take less than 1 ms each, and mostly find their items in memory."""
         return self._typical < _FAST_SECONDS and self._in_memory > _MIN_IN_MEMORY
 
-    def is_quick(self, snapshot: Snapshot) -> bool:
+    def is_faster_than_handover(self, snapshot: Snapshot) -> bool:
         """Tell whether a search of a snapshot takes no longer than handing it to a thread.
 
         The search must also compare fewer than 2^20 numbers.
         """
-        return self._typical < _FAST_SECONDS and is_light(snapshot)
+        return self._typical < _FAST_SECONDS and is_cheap_search(snapshot)
 
-    def record_attempt(self, *, in_memory: bool) -> None:
+    def record_receiver_search(self, *, in_memory: bool) -> None:
         """Record a search on the receiving thread.
 
         It changes no duration.
@@ -359,7 +359,7 @@ class Speed:
         """
         self._in_memory += _MEMORY_SMOOTHING * (in_memory - self._in_memory)
 
-    def should_try(self) -> bool:
+    def should_search_on_receiver(self) -> bool:
         """Tell whether to search on the receiving thread: not if items are mostly read from
         disk.
 
@@ -379,7 +379,7 @@ class Speed:
         return self._mean > _SLOW_SECONDS or comparisons > _SLOW_ELEMENTS
 
 
-def is_light(snapshot: Snapshot) -> bool:
+def is_cheap_search(snapshot: Snapshot) -> bool:
     """Tell whether a search of a snapshot compares few numbers, however busy the machine is.
 
     Few means less than 2^20 for one query: dimension times the rows of the delta and of an exact
@@ -388,13 +388,14 @@ def is_light(snapshot: Snapshot) -> bool:
     return snapshot.compared_count < _FAST_ELEMENTS
 
 
-# Keys of `Hosted.state`: the rollout of the staging space, and why the gallery has not moved.
+# Keys of `HostedGallery.state_value`: the rollout of the staging space, and why the gallery has not
+# moved.
 ROLLOUT, NOTE = "rollout", "note"
-# Key of `Hosted.state`: answers have exact distances.
-EXACT = "exact_distances"
+# Key of `HostedGallery.state_value`: answers have exact distances.
+EXACT_DISTANCES_KEY = "exact_distances"
 
 
-class Hosted(ABC):
+class HostedGallery(ABC):
     """Serve one open gallery.
 
     `users` counts the calls that work with it. `is_closing` is set while its deletion waits for the
@@ -426,7 +427,7 @@ class Hosted(ABC):
             CannotWriteError: the file cannot be opened, or the disk fails.
         """
         self.name, self.folder, self.store = name, folder, store
-        self.users = Users()
+        self.users = UseCounter()
         self.is_closing = False
         self.write_lock = WriteLock(name)
         self._lock = threading.Lock()
@@ -438,8 +439,8 @@ class Hosted(ABC):
         # Replaced at each change: a count that began earlier is then stored in a mapping that
         # nobody reads.
         self._counts: dict[str | None, int] = {}
-        self.exact = bool(self.state(EXACT))
-        self.speed = Speed()
+        self.exact = bool(self.state_value(EXACT_DISTANCES_KEY))
+        self.speed = SearchSpeed()
 
     def enter_plan(self) -> Plan:
         """Return the present plan with one more user; the caller leaves `plan.users`.
@@ -467,7 +468,7 @@ class Hosted(ABC):
         """
         plan = self.enter_plan()
         try:
-            with hold_level(Level.PLAN, self.name):
+            with hold_level(LockLevel.PLAN, self.name):
                 yield plan
         finally:
             plan.users.leave()
@@ -478,7 +479,8 @@ class Hosted(ABC):
     ) -> Plan:  # fmt: skip
         """Make the plan again from the gallery's spaces.
 
-        Views that its searches need are made before it is used; `forget_views` frees the others.
+        Views that its searches need are made before it is used; `free_unused_views` frees the
+        others.
 
         After an error the present plan stays. The replaced plan may still have users. Do not call
         it in two threads at once.
@@ -507,18 +509,29 @@ class Hosted(ABC):
                 "published in this gateway's --model-repo; start `gateway serve --model-repo "
                 "FOLDER` with a folder that has this release"
             )
-        source, both = self.state(SOURCE) is not None, bool(self.state(BOTH))
+        source, both = (
+            self.state_value(SOURCE_KEY) is not None,
+            bool(self.state_value(RANK_FUSION_KEY)),
+        )
         new = make_plan(
-            spaces, state, manifests, answerer_of, Users(), rollout, epoch, source=source, both=both
+            spaces,
+            state,
+            manifests,
+            answerer_of,
+            UseCounter(),
+            rollout,
+            epoch,
+            has_source=source,
+            with_fusion=both,
         )
         check(new)
         self._prepare(new)
         old, self.plan = getattr(self, "plan", new), new
         return old
 
-    def _read(self) -> tuple[Sequence[SpaceInfo], Filling | None, int]:
+    def _read(self) -> tuple[Sequence[SpaceInfo], FillMode | None, int]:
         """Read the spaces, the rollout and the epoch, from which a plan is made."""
-        return self.spaces(), self.state(ROLLOUT), 0
+        return self.spaces(), self.state_value(ROLLOUT), 0
 
     def put(
         self, plan: Plan, ids: Sequence[str], vectors: Sequence[NewVectors],
@@ -566,7 +579,7 @@ class Hosted(ABC):
         """
 
     @abstractmethod
-    def wake(self) -> None:
+    def open_views(self) -> None:
         """Make the views that the plan searches, unless they exist.
 
         A small gallery makes them at its first use, not at the start. It reads all vectors, which
@@ -582,7 +595,7 @@ class Hosted(ABC):
 
     @abstractmethod
     def _prepare(self, plan: Plan) -> None:
-        """Make what searches of a plan need, unless `wake` will do so."""
+        """Make what searches of a plan need, unless `open_views` will do so."""
 
     def views(self) -> Mapping[str, LiveView]:
         """Return the live views in this process, by space.
@@ -593,7 +606,7 @@ class Hosted(ABC):
         return {}
 
     @abstractmethod
-    def forget_views(self, plan: Plan) -> None:
+    def free_unused_views(self, plan: Plan) -> None:
         """Free the views that a plan does not search; no older plan may be in use.
 
         It frees cached items of other spaces, too. In a database it does nothing.
@@ -674,7 +687,7 @@ class Hosted(ABC):
         """
 
     @abstractmethod
-    def compares(self, part: PlanPart, ef: int) -> bool:
+    def scans_all_vectors(self, part: PlanPart, ef: int) -> bool:
         """Tell whether a search of a part compares every vector instead of using a graph.
 
         Args:
@@ -691,7 +704,7 @@ class Hosted(ABC):
         """
 
     @abstractmethod
-    def expect(self, space: str) -> None:
+    def prepare_space(self, space: str) -> None:
         """Prepare a space that is about to be searched, before a switch makes puts wait.
 
         A gallery in a file loads its view. A database records which items have a vector there.
@@ -706,7 +719,7 @@ class Hosted(ABC):
         """
 
     @abstractmethod
-    def make_ready(self, space: str, check_stop: Callable[[], None]) -> None:
+    def build_first_index(self, space: str, check_stop: Callable[[], None]) -> None:
         """Make the first index of a space that an upgrade has filled; return once it can be
         searched.
 
@@ -758,7 +771,7 @@ class Hosted(ABC):
                 self._spaces = tuple(self.store.spaces())
             return self._spaces
 
-    def state(self, key: str) -> Any:
+    def state_value(self, key: str) -> Any:
         """Return a small JSON value that is stored with the gallery; None without one.
 
         It is cached until this process changes it or, in a shared database, a new plan is made. Do
@@ -776,11 +789,11 @@ class Hosted(ABC):
                 self._state = self.store.state()
             return self._state.get(key)
 
-    def remember(self, values: Mapping[str, Any]) -> None:
+    def store_state(self, values: Mapping[str, Any]) -> None:
         """Store small JSON values with the gallery, durably and all at once.
 
-        Other keys stay. The plan is not made again. The next `state` reads all values again, also
-        after an error. Attributes that were made of a value, such as `exact`, stay.
+        Other keys stay. The plan is not made again. The next `state_value` reads all values again,
+        also after an error. Attributes that were made of a value, such as `exact`, stay.
 
         Args:
             values: value by key; None deletes a key.
@@ -814,7 +827,7 @@ class Hosted(ABC):
         """
         return self._count(None)
 
-    def sizes(self) -> Mapping[str, int]:
+    def vector_counts(self) -> Mapping[str, int]:
         """Return the number of vectors by space, from views, or cached as in `count`.
 
         A space that another gateway has just deleted counts 0. Spaces come oldest first, staging
@@ -840,10 +853,10 @@ class Hosted(ABC):
 
     @property
     def is_slow(self) -> bool:
-        """Tell whether searches of the gallery are slow at present; see Speed.is_slow."""
+        """Tell whether searches of the gallery are slow at present; see SearchSpeed.is_slow."""
         return self.speed.is_slow(self.views().values())
 
-    def spec(self) -> SpaceSpec:
+    def active_spec(self) -> SpaceSpec:
         """Return the active space of the store.
 
         It is that of `spaces`, which may be cached.
@@ -857,7 +870,7 @@ class Hosted(ABC):
         """
         return next(info.spec for info in self.spaces() if info.state == "active")
 
-    def answer_exactly(self, exact: bool) -> None:
+    def set_exact_distances(self, exact: bool) -> None:
         """Set whether answers have exact distances instead of rounded ones, durably.
 
         Searches that begin afterwards use it at once; other gateways with their next plan. After an
@@ -870,7 +883,7 @@ class Hosted(ABC):
             VerificationError: the store is damaged.
             ConfigurationError: the database refuses the statement.
         """
-        self.remember({EXACT: exact})
+        self.store_state({EXACT_DISTANCES_KEY: exact})
         self.exact = exact
 
     def close(self) -> None:
@@ -898,20 +911,20 @@ class Hosted(ABC):
 
 log = structlog.get_logger("server.galleries")
 
-NAME = re.compile(r"^[a-z0-9_-]{1,64}\Z")
-CREATED = "created"
+GALLERY_NAME_PATTERN = re.compile(r"^[a-z0-9_-]{1,64}\Z")
+CREATED_KEY = "created"
 # Longest time (seconds) that a deletion waits for calls that use the gallery.
 _DRAIN_SECONDS = 60.0
 # Larger galleries make their views at the start, others at their first use.
 _LAZY_ITEMS = 1_000
 # Errors that damaged files of one gallery can cause.
-UNUSABLE = (NobackfillError, OSError, sqlite3.Error, ValueError)
+UNUSABLE_GALLERY_ERRORS = (NobackfillError, OSError, sqlite3.Error, ValueError)
 
 
-class Home(Protocol):
+class GalleryStorage(Protocol):
     """Store galleries by name."""
 
-    def sweep(self) -> None:
+    def remove_leftovers(self) -> None:
         """Remove what an interrupted creation or deletion left, before any gallery is opened.
 
         The folder of galleries is created if it is missing. In a database it does nothing.
@@ -931,7 +944,7 @@ class Home(Protocol):
         """
         ...
 
-    def open(self, name: str) -> Hosted:
+    def open(self, name: str) -> HostedGallery:
         """Open a gallery; it has no plan yet.
 
         The caller closes it.
@@ -995,7 +1008,7 @@ class GalleryRegistry:
     """
 
     def __init__(
-        self, home: Home, catalog: Catalog, state: GatewayState, answerer_of: AnswererOf
+        self, home: GalleryStorage, catalog: Catalog, state: GatewayState, answerer_of: AnswererOf
     ) -> None:
         """Start without galleries.
 
@@ -1010,13 +1023,13 @@ class GalleryRegistry:
         self._catalog = catalog
         self._state = state
         self._names = threading.Lock()
-        self._hosted: Mapping[str, Hosted] = {}
+        self._hosted: Mapping[str, HostedGallery] = {}
         # Galleries that are set aside (not served), with the reason; an open one is in both
         # mappings.
         self._reasons: Mapping[str, str] = {}
         self._update_lock = threading.Lock()
         # Called when a gallery is set aside, and when such a gallery is deleted.
-        self.on_set_aside: Callable[[], None] = lambda: None
+        self.on_quarantine: Callable[[], None] = lambda: None
 
     def open_all(self) -> None:
         """Open all galleries, and remove what an interrupted creation or deletion left.
@@ -1033,7 +1046,7 @@ class GalleryRegistry:
             ConfigurationError, DamagedError: the database refuses the list of names, or is damaged.
             OSError: the folder cannot be read.
         """
-        self._home.sweep()
+        self._home.remove_leftovers()
         hosted = {}
         for name in self._home.names():
             try:
@@ -1041,8 +1054,8 @@ class GalleryRegistry:
             except UnavailableError:
                 # An unreachable database is not the gallery's fault.
                 raise
-            except UNUSABLE as error:
-                self.set_aside(name, error)
+            except UNUSABLE_GALLERY_ERRORS as error:
+                self.quarantine(name, error)
         log.info("serving galleries", count=len(hosted), set_aside=len(self._reasons))
         if self._reasons and not hosted:
             name, reason = next(iter(self._reasons.items()))
@@ -1053,22 +1066,24 @@ class GalleryRegistry:
             )
         self._hosted = hosted
 
-    def _open(self, name: str, check: Callable[[Plan], None] = lambda plan: None) -> Hosted:
+    def _open(self, name: str, check: Callable[[Plan], None] = lambda plan: None) -> HostedGallery:
         hosted = self._home.open(name)
         try:
             self.replan(hosted, check)
             # Without views vectors are counted page by page: a second for a million.
             if hosted.count() > _LAZY_ITEMS:
-                hosted.wake()
+                hosted.open_views()
             # Count now, while the file is open: it may be closed again before somebody lists it.
-            hosted.sizes()
+            hosted.vector_counts()
             hosted.check_complete()
         except BaseException:
             hosted.close()
             raise
         return hosted
 
-    def replan(self, hosted: Hosted, check: Callable[[Plan], None] = lambda plan: None) -> Plan:
+    def replan(
+        self, hosted: HostedGallery, check: Callable[[Plan], None] = lambda plan: None
+    ) -> Plan:
         """Make a gallery's plan again for the present state and the published releases.
 
         After an error the present plan stays.
@@ -1090,13 +1105,13 @@ class GalleryRegistry:
         """
         return hosted.replan(self._state.current, self._catalog.manifests, self._answerer_of, check)
 
-    def set_aside(self, name: str, error: Exception) -> None:
+    def quarantine(self, name: str, error: Exception) -> None:
         """Stop serving a gallery that turns out to be unusable: new calls to it are refused.
 
         Calls that use it go on; it is closed when it is deleted, or with the others.
 
-        It logs an error, and calls `on_set_aside`. A second call replaces the reason. The name need
-        not exist. `names` still lists it.
+        It logs an error, and calls `on_quarantine`. A second call replaces the reason. The name
+        need not exist. `names` still lists it.
 
         Args:
             name: the gallery.
@@ -1109,9 +1124,9 @@ class GalleryRegistry:
         )
         with self._update_lock:
             self._reasons = {**self._reasons, name: str(error)}
-        self.on_set_aside()
+        self.on_quarantine()
 
-    def set_aside_reasons(self) -> Mapping[str, str]:
+    def quarantine_reasons(self) -> Mapping[str, str]:
         """Return why each set-aside gallery is not served, by name.
 
         The mapping is replaced and never changed.
@@ -1119,7 +1134,7 @@ class GalleryRegistry:
         return self._reasons
 
     @contextmanager
-    def use_gallery(self, name: str) -> Iterator[Hosted]:
+    def use_gallery(self, name: str) -> Iterator[HostedGallery]:
         """Use a gallery during a block; it stays open until the end.
 
         A thread may use several galleries at once; the order of locks is not checked.
@@ -1142,23 +1157,23 @@ class GalleryRegistry:
                 name is looked up.
             ConfigurationError: the database refuses the statement, as without rights.
         """
-        hosted = self.get(name)
+        hosted = self.peek(name)
         if hosted.is_closing or not hosted.users.enter():
             raise _unknown(name)
         try:
-            with hold_level(Level.GALLERY, name):
+            with hold_level(LockLevel.GALLERY, name):
                 yield hosted
         except (GalleryDeletedError, OutdatedPlanError):
             try:
                 hosted.check_complete()
             except DamagedError as error:
-                self.set_aside(name, error)
+                self.quarantine(name, error)
                 raise
             raise
         finally:
             hosted.users.leave()
 
-    def ready_gallery(self, name: str) -> Hosted | None:
+    def searchable_gallery(self, name: str) -> HostedGallery | None:
         """Return a gallery that can be searched without waiting; None otherwise.
 
         The caller may read its memory only, and does not count as a user.
@@ -1183,7 +1198,7 @@ class GalleryRegistry:
         """
         return {*self._hosted, *self._reasons}
 
-    def all(self) -> Iterator[Hosted]:
+    def all(self) -> Iterator[HostedGallery]:
         """Yield every served gallery by name; each stays open until the next one is requested.
 
         Galleries that are set aside, closed or created after the first one are left out. If a
@@ -1197,7 +1212,7 @@ class GalleryRegistry:
                     hosted.users.leave()
 
     @contextmanager
-    def hold_all(self) -> Iterator[list[Hosted]]:
+    def hold_all(self) -> Iterator[list[HostedGallery]]:
         """Hold every served gallery open during a block, in the order of the names.
 
         Deletions wait for the end of the block, at most 60 s, and then fail. A gallery that is
@@ -1211,11 +1226,11 @@ class GalleryRegistry:
             for hosted in self.all():
                 if hosted.users.enter():
                     stack.callback(hosted.users.leave)
-                    stack.enter_context(hold_level(Level.GALLERY, hosted.name))
+                    stack.enter_context(hold_level(LockLevel.GALLERY, hosted.name))
                     galleries.append(hosted)
             yield galleries
 
-    def get(self, name: str) -> Hosted:
+    def peek(self, name: str) -> HostedGallery:
         """Return a gallery without counting as its user; it may be closed at any moment.
 
         In a shared database, an unknown name makes this gateway follow the others first. A gallery
@@ -1267,7 +1282,7 @@ class GalleryRegistry:
         """
         releases = (*self._state.current.previous, self._state.active_release())
         specs = [SpaceSpec.of(self._catalog.manifest(release)) for release in releases]
-        if not NAME.match(name):
+        if not GALLERY_NAME_PATTERN.match(name):
             raise InvalidInputError(
                 "name: expected a gallery name of 1 to 64 characters of a-z, 0-9, '-' and '_', "
                 f"got {name[:80]!r}"
@@ -1277,14 +1292,14 @@ class GalleryRegistry:
                 raise AlreadyExistsError(
                     f"gallery {name!r} exists already; choose another name, or put items into it"
                 )
-            self._home.create(name, specs, {CREATED: time.time()})
+            self._home.create(name, specs, {CREATED_KEY: time.time()})
             hosted = self._open(name)
-            hosted.wake()
+            hosted.open_views()
             with self._update_lock:
                 # The thread that follows other gateways may have opened it already.
                 self._hosted = {name: hosted, **self._hosted}
 
-    def follow(self, check: Callable[[Plan], None]) -> list[Hosted]:
+    def sync_with_store(self, check: Callable[[Plan], None]) -> list[HostedGallery]:
         """Open galleries that other gateways have created, and close those that they have deleted.
 
         A gallery that was deleted elsewhere refuses new calls from the beginning; it is not closed
@@ -1369,7 +1384,7 @@ class GalleryRegistry:
                 raise _unknown(name)
             hosted.is_closing = True
         try:
-            check_lock_order(Level.GALLERY, name)
+            check_lock_order(LockLevel.GALLERY, name)
             if not hosted.users.close(_DRAIN_SECONDS):
                 raise BusyError(
                     f"gallery {name!r} cannot be deleted: calls have used it for "
@@ -1407,12 +1422,12 @@ class GalleryRegistry:
             return
         with self._update_lock:
             self._reasons = {n: why for n, why in self._reasons.items() if n != name}
-        self.on_set_aside()
+        self.on_quarantine()
 
     @contextmanager
     def _lock_names(self) -> Iterator[None]:
-        check_lock_order(Level.NAMES)
-        with self._names, hold_level(Level.NAMES):
+        check_lock_order(LockLevel.NAMES)
+        with self._names, hold_level(LockLevel.NAMES):
             yield
 
 

@@ -17,8 +17,14 @@ from nobackfill.gallery.search.index import Neighbours, rank_origins
 from nobackfill.gallery.spec import Metadata, SpaceInfo, SpaceSpec, space_of
 from nobackfill.gallery.sqlite_file import StoredItem
 from nobackfill.gallery.store import NewVectors
-from nobackfill.server.galleries.hosted import EXACT, NOTE, ROLLOUT, Allowance, Hosted
-from nobackfill.server.galleries.plan import Filling, Plan, PlanPart
+from nobackfill.server.galleries.hosted import (
+    EXACT_DISTANCES_KEY,
+    NOTE,
+    ROLLOUT,
+    Allowance,
+    HostedGallery,
+)
+from nobackfill.server.galleries.plan import FillMode, Plan, PlanPart
 from nobackfill.server.state import OutdatedPlanError
 from nobackfill.server.stores.postgresql.conditions import EVERYTHING
 from nobackfill.server.stores.postgresql.database import EF, Database
@@ -45,11 +51,12 @@ from nobackfill.vectors import Vectors
 
 log = structlog.get_logger("server.indexing")
 
-# Key of `Hosted.state`: by space, the search width (candidates of its graph) if EF finds too few.
-WIDTHS = "widths"
+# Key of `HostedGallery.state_value`: by space, the search width (candidates of its graph) if EF
+# finds too few.
+SEARCH_WIDTHS_KEY = "widths"
 
 
-class GraphWait:
+class GraphRecallWait:
     """Wait before a flip until the graph of a space has the required recall.
 
     A graph is built if there is none, while puts and searches go on. It is built again if its
@@ -61,7 +68,7 @@ class GraphWait:
     """
 
     def __init__(
-        self, hosted: Hosted, gallery: PostgresqlGallery, info: SpaceInfo,
+        self, hosted: HostedGallery, gallery: PostgresqlGallery, info: SpaceInfo,
         check_stop: Callable[[], None],
     ) -> None:  # fmt: skip
         """Prepare to wait.
@@ -93,8 +100,8 @@ class GraphWait:
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
         """
         wait_for_recall(self._ready, self._measure, self._check_stop, self._report)
-        if self._hosted.state(NOTE):
-            self._hosted.remember({NOTE: None})
+        if self._hosted.state_value(NOTE):
+            self._hosted.store_state({NOTE: None})
 
     def _ready(self) -> bool:
         self._gallery.look_ahead(self._info.spec.space)
@@ -123,13 +130,13 @@ class GraphWait:
         removed.
         """
         space = self._info.spec.space
-        old_widths: Mapping[str, int] = self._hosted.state(WIDTHS) or {}
+        old_widths: Mapping[str, int] = self._hosted.state_value(SEARCH_WIDTHS_KEY) or {}
         others = {other.spec.space for other in self._gallery.spaces()} - {space}
         widths = {other: ef for other, ef in old_widths.items() if other in others}
         if self._width != EF:
             widths[space] = self._width
         if widths != old_widths:
-            self._hosted.remember({WIDTHS: widths or None})
+            self._hosted.store_state({SEARCH_WIDTHS_KEY: widths or None})
 
     def _report(self, recall: float) -> None:
         index = f"{self._gallery.schema}.{graph_name(self._info)}"
@@ -140,8 +147,8 @@ class GraphWait:
             f"CONCURRENTLY {index}), or cancel the activation with `gateway rollback --yes`"
         )
         self._log.warning("waiting for a graph", why=note)
-        if self._hosted.state(NOTE) != note:
-            self._hosted.remember({NOTE: note})
+        if self._hosted.state_value(NOTE) != note:
+            self._hosted.store_state({NOTE: note})
 
 
 # Longest age (seconds) of cached counts: other gateways put and delete, too.
@@ -151,7 +158,7 @@ _COUNT_SECONDS = 0.5
 _SCALE_FACTOR, _MAX_SCALED = 4, 500
 
 
-class HostedInDatabase(Hosted):
+class HostedInDatabase(HostedGallery):
     """Serve a gallery in a database.
 
     It has no views: the database has the indexes. The data for each plan, and its epoch, are read
@@ -183,14 +190,14 @@ class HostedInDatabase(Hosted):
         self._gallery = store
         self.number = store.number
         self._count_time = 0.0
-        self._widths: Mapping[str, int] = self.state(WIDTHS) or {}
+        self._widths: Mapping[str, int] = self.state_value(SEARCH_WIDTHS_KEY) or {}
 
-    def _read(self) -> tuple[Sequence[SpaceInfo], Filling | None, int]:
+    def _read(self) -> tuple[Sequence[SpaceInfo], FillMode | None, int]:
         look = self._gallery.look()
         with self._lock:
             self._spaces, self._state = look.spaces, look.state
-        self.exact = bool(look.state.get(EXACT))
-        self._widths = look.state.get(WIDTHS) or {}
+        self.exact = bool(look.state.get(EXACT_DISTANCES_KEY))
+        self._widths = look.state.get(SEARCH_WIDTHS_KEY) or {}
         return look.spaces, look.state.get(ROLLOUT), look.epoch
 
     def put(
@@ -198,7 +205,7 @@ class HostedInDatabase(Hosted):
         digests: Sequence[str | None], metadata: Sequence[Metadata | None],
         allowance: Allowance | None = None,
     ) -> None:  # fmt: skip
-        """Store items whose vectors were made for a plan; see Hosted.put.
+        """Store items whose vectors were made for a plan; see HostedGallery.put.
 
         With an allowance, the count and the put are one transaction, so that other gateways cannot
         exceed it meanwhile.
@@ -269,13 +276,13 @@ class HostedInDatabase(Hosted):
             # Another gateway has deleted the space since it was listed.
             return 0
 
-    def wake(self) -> None:
+    def open_views(self) -> None:
         """Do nothing: the database has the indexes."""
 
     def _prepare(self, plan: Plan) -> None:
         """Do nothing: the database has all that searches need."""
 
-    def forget_views(self, plan: Plan) -> None:
+    def free_unused_views(self, plan: Plan) -> None:
         """Do nothing: there are no views."""
 
     def search(
@@ -286,7 +293,7 @@ class HostedInDatabase(Hosted):
         matches: Matches | None,
         ef: int,
     ) -> list[Neighbours]:
-        """Search all parts in one snapshot of the database; see Hosted.search.
+        """Search all parts in one snapshot of the database; see HostedGallery.search.
 
         With a scale, four times as many of the nearest are fetched, at most 500, and ranked along
         it.
@@ -319,7 +326,7 @@ class HostedInDatabase(Hosted):
         requests = list(zip(tables, queries, strict=True))
         # A graph cannot search one origin without reading all rows. So more of the nearest are
         # fetched; the best by the scale are among them.
-        is_scaled = any(part.scale is not None for part in parts)
+        is_scaled = any(part.distance_scale is not None for part in parts)
         count = max(k, min(_SCALE_FACTOR * k, _MAX_SCALED)) if is_scaled else k
         try:
             neighbours = search(
@@ -334,14 +341,14 @@ class HostedInDatabase(Hosted):
 
     def _best(self, part: PlanPart, neighbours: Neighbours, k: int) -> Neighbours:
         """Return the `k` best neighbours along the part's scale; the nearest without one."""
-        if part.scale is not None:
+        if part.distance_scale is not None:
             flat = neighbours.labels.ravel()
             items = self.items(flat.tolist(), part.space)
             is_migrated = np.array(
                 [item is not None and item.origin == "upgraded" for item in items]
             )
             migrated = is_migrated.reshape(neighbours.labels.shape)
-            neighbours = rank_origins(neighbours, migrated, part.scale)
+            neighbours = rank_origins(neighbours, migrated, part.distance_scale)
         return Neighbours(neighbours.labels[:, :k], neighbours.distances[:, :k])
 
     def _table(self, space: str, excluded: str | None = None) -> SpaceTable:
@@ -355,7 +362,7 @@ class HostedInDatabase(Hosted):
                 f"another gateway has deleted a space of gallery {self.name!r}; try again"
             ) from error
 
-    def compares(self, part: PlanPart, ef: int) -> bool:
+    def scans_all_vectors(self, part: PlanPart, ef: int) -> bool:
         """Tell whether a search of a part reads every vector, as above 1000 candidates or MOST_HALF
         dimensions.
 
@@ -372,7 +379,7 @@ class HostedInDatabase(Hosted):
         return compares(self._table(part.space).spec, ef)
 
     def check_complete(self) -> None:
-        """Check that no part of the gallery is missing; see Hosted.check_complete.
+        """Check that no part of the gallery is missing; see HostedGallery.check_complete.
 
         A gallery that was deleted as a whole passes.
 
@@ -389,7 +396,7 @@ class HostedInDatabase(Hosted):
                 f"gallery {self.name!r} in the database", f"table {missing} is missing"
             )
 
-    def expect(self, space: str) -> None:
+    def prepare_space(self, space: str) -> None:
         """Record in the database up to which item a space has all vectors, so that searches only
         check later ones.
 
@@ -405,7 +412,7 @@ class HostedInDatabase(Hosted):
         """
         self._gallery.look_ahead(space)
 
-    def make_ready(self, space: str, check_stop: Callable[[], None]) -> None:
+    def build_first_index(self, space: str, check_stop: Callable[[], None]) -> None:
         """Build the graph of a space unless it has a good one, and wait until its recall is high
         enough.
 
@@ -429,10 +436,10 @@ class HostedInDatabase(Hosted):
             ConfigurationError, DamagedError: the database refuses a statement, or is damaged.
         """
         check_stop()
-        GraphWait(self, self._gallery, self._gallery.space(space), check_stop).wait()
+        GraphRecallWait(self, self._gallery, self._gallery.space(space), check_stop).wait()
 
 
-class DatabaseHome:
+class DatabaseGalleryStorage:
     """Store galleries in a database."""
 
     def __init__(self, database: Database, scratch: Path) -> None:
@@ -445,11 +452,11 @@ class DatabaseHome:
         self._galleries = PostgresqlGalleries(database)
         self._scratch = scratch
 
-    def sweep(self) -> None:
+    def remove_leftovers(self) -> None:
         """Do nothing: a gallery is created in one transaction."""
 
     def names(self) -> list[str]:
-        """Return the names of all galleries, in order; see Home.names.
+        """Return the names of all galleries, in order; see GalleryStorage.names.
 
         Raises:
             BusyError, UnavailableError: the database is busy, or does not answer, or the caller is
@@ -458,7 +465,7 @@ class DatabaseHome:
         """
         return self._galleries.names()
 
-    def open(self, name: str) -> Hosted:
+    def open(self, name: str) -> HostedGallery:
         """Open a gallery; it has no plan yet.
 
         Whether its tables are complete is not checked.
@@ -472,7 +479,7 @@ class DatabaseHome:
         return HostedInDatabase(name, self._scratch / name, self._galleries.open(name))
 
     def create(self, name: str, specs: Sequence[SpaceSpec], state: Mapping[str, Any]) -> None:
-        """Create a gallery atomically; see Home.create.
+        """Create a gallery atomically; see GalleryStorage.create.
 
         Other gateways are notified.
 
@@ -493,7 +500,7 @@ class DatabaseHome:
         self._galleries.create(name, specs, state)
 
     def remove(self, name: str) -> Callable[[], None]:
-        """Remove a gallery that nobody uses, atomically; see Home.remove.
+        """Remove a gallery that nobody uses, atomically; see GalleryStorage.remove.
 
         All is deleted at once, and other gateways are notified. An unknown name is ignored.
 

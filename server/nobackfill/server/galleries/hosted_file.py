@@ -33,7 +33,13 @@ from nobackfill.gallery.sqlite_file import StoredItem, SuspendablePool
 from nobackfill.gallery.sqlite_gallery import SqliteGallery
 from nobackfill.gallery.staging import UpgradableStore
 from nobackfill.gallery.store import Change
-from nobackfill.server.galleries.hosted import NAME, Hosted, Level, check_lock_order, hold_level
+from nobackfill.server.galleries.hosted import (
+    GALLERY_NAME_PATTERN,
+    HostedGallery,
+    LockLevel,
+    check_lock_order,
+    hold_level,
+)
 from nobackfill.server.galleries.plan import Plan, PlanPart, Score
 from nobackfill.v1 import search_pb2 as pb
 from nobackfill.v1 import types_pb2 as types
@@ -50,28 +56,28 @@ _BEYOND_FIELD = b"\x38\x01"
 _HITS_TAG = b"\x0a"
 
 
-class HitBytes(NamedTuple):
+class EncodedHit(NamedTuple):
     """Hold the encoded parts of one item's hit in one space.
 
     A hit begins with one of three heads. Distance and score follow, then `tail`, and after the head
-    `beyond` the field beyond_calibration.
+    `beyond_calibration` the field beyond_calibration.
 
     Attributes:
         scored: head of a hit with a score.
         plain: head of a hit without a score.
         tail: release, origin and metadata.
         origin: the origin in the protocol's values.
-        beyond: head of a hit whose distance is beyond the calibration.
+        beyond_calibration: head of a hit whose distance is beyond the calibration.
     """
 
     scored: bytes
     plain: bytes
     tail: bytes
     origin: types.Origin
-    beyond: bytes
+    beyond_calibration: bytes
 
 
-def encode_hit(item: StoredItem, release: int) -> HitBytes | None:
+def encode_hit(item: StoredItem, release: int) -> EncodedHit | None:
     """Encode an item's hit.
 
     Metadata keys are in order, so that equal items give equal bytes. Distance and score are
@@ -96,7 +102,7 @@ def encode_hit(item: StoredItem, release: int) -> HitBytes | None:
     # Fields are written in the order of their numbers, which parsers read fastest.
     tail = message.SerializeToString(deterministic=True)
     size = len(head) + len(tail)
-    return HitBytes(
+    return EncodedHit(
         _HITS_TAG + _varint(size + _DISTANCE_AND_SCORE.size) + head,
         _HITS_TAG + _varint(size + _DISTANCE.size) + head,
         tail,
@@ -106,7 +112,7 @@ def encode_hit(item: StoredItem, release: int) -> HitBytes | None:
 
 
 def encode_hits(
-    hits: Sequence[HitBytes], distances: Sequence[float], scores: Sequence[Score | None]
+    hits: Sequence[EncodedHit], distances: Sequence[float], scores: Sequence[Score | None]
 ) -> bytes:
     """Encode the hits of a SearchResponse.
 
@@ -128,8 +134,8 @@ def encode_hits(
             parts += (hit.plain, _DISTANCE.pack(_DISTANCE_TAG, distance), hit.tail)
         else:
             values = _DISTANCE_AND_SCORE.pack(_DISTANCE_TAG, distance, _SCORE_TAG, score.value)
-            if score.beyond:
-                parts += (hit.beyond, values, hit.tail, _BEYOND_FIELD)
+            if score.beyond_calibration:
+                parts += (hit.beyond_calibration, values, hit.tail, _BEYOND_FIELD)
             else:
                 parts += (hit.scored, values, hit.tail)
     return b"".join(parts)
@@ -166,7 +172,7 @@ class ItemCache:
         self._commits = 0
         self._items: OrderedDict[int, StoredItem] = OrderedDict()
         # Encoded hits of cached items, made when first needed.
-        self._encoded: dict[int, HitBytes] = {}
+        self._encoded: dict[int, EncodedHit] = {}
         self._bytes = 0
 
     def get(self, labels: Sequence[int]) -> list[StoredItem | None]:
@@ -202,7 +208,7 @@ class ItemCache:
         return [next(stored) if item is None else item for item in items]
 
     @property
-    def encoded_hits(self) -> Mapping[int, HitBytes]:
+    def encoded_hits(self) -> Mapping[int, EncodedHit]:
         """Return the encoded hits of cached items by label; do not change the mapping.
 
         It changes as items are encoded or dropped. A cached item that was never encoded is missing.
@@ -210,8 +216,8 @@ class ItemCache:
         return self._encoded
 
     def encode(
-        self, labels: Sequence[int], make: Callable[[StoredItem], HitBytes | None]
-    ) -> list[HitBytes] | None:
+        self, labels: Sequence[int], make: Callable[[StoredItem], EncodedHit | None]
+    ) -> list[EncodedHit] | None:
         """Encode hits of cached items.
 
         It reads memory only, and keeps what it has encoded. Any thread may call it. An error of
@@ -225,7 +231,7 @@ class ItemCache:
             The hits in the order of `labels`; None if an item is not cached or has no vector.
         """
         encoded_hits = self._encoded
-        hits: list[HitBytes] = []
+        hits: list[EncodedHit] = []
         for label in labels:
             hit = encoded_hits.get(label)
             if hit is None:
@@ -243,7 +249,7 @@ class ItemCache:
         """Add items, and drop the oldest ones above the limit; the caller holds the lock."""
         for item in items:
             if item.label not in self._items:
-                self._bytes += size_of(item)
+                self._bytes += cached_bytes(item)
                 self._items[item.label] = item
         while self._bytes > MAX_CACHE_BYTES:
             self._drop(next(iter(self._items)))
@@ -252,7 +258,7 @@ class ItemCache:
         self._encoded.pop(label, None)
         item = self._items.pop(label, None)
         if item is not None:
-            self._bytes -= size_of(item)
+            self._bytes -= cached_bytes(item)
 
     def forget(self, labels: Sequence[int]) -> None:
         """Drop items that a commit has just changed.
@@ -278,7 +284,7 @@ class ItemCache:
         self.forget(labels)
 
 
-def size_of(item: StoredItem) -> int:
+def cached_bytes(item: StoredItem) -> int:
     """Estimate the memory (bytes) of an item and its encoded hit.
 
     It counts its metadata twice, for the item and the hit. It is a rough figure.
@@ -294,13 +300,13 @@ def size_of(item: StoredItem) -> int:
 log = structlog.get_logger("server.indexing")
 
 # Fewer vectors than this are searched exactly, which is faster than a graph.
-SMALL = 2_000
+SMALL_GALLERY = 2_000
 # A base is built again when so many vectors are outside it, or so large a share of it is deleted.
 LARGEST_DELTA = 4_000
 _MAX_SHARE = 0.2
 
 
-class HostedInFile(Hosted):
+class HostedInFile(HostedGallery):
     """Serve a gallery in a file; a live view of each space is searched in this process."""
 
     store: SqliteGallery
@@ -326,16 +332,16 @@ class HostedInFile(Hosted):
         self._views_lock = threading.Lock()
         self._views: Mapping[str, LiveView] = {}
         self._items: dict[str, ItemCache] = {}
-        self.origins = Origins(store)
+        self.origins = OriginCache(store)
         self._remainder: tuple[Snapshot, Snapshot, Snapshot] | None = None
-        self.ready: dict[str, Any] = {}  # by space, prepared by ImmediateAnswers
+        self.ready: dict[str, Any] = {}  # by space, prepared by ReceiverSearch
         super().__init__(name, folder, store, FilterEngine(store))
 
     def check_complete(self) -> None:
         """Do nothing: a file has no parts that can be missing."""
 
-    def wake(self) -> None:
-        """Make the views that the plan searches, unless they exist; see Hosted.wake.
+    def open_views(self) -> None:
+        """Make the views that the plan searches, unless they exist; see HostedGallery.open_views.
 
         It does nothing if there is any view.
 
@@ -393,8 +399,8 @@ class HostedInFile(Hosted):
         view = self._views.get(space)
         if view is not None:
             return view
-        check_lock_order(Level.VIEW, self.name)
-        with self._views_lock, hold_level(Level.VIEW, self.name):
+        check_lock_order(LockLevel.VIEW, self.name)
+        with self._views_lock, hold_level(LockLevel.VIEW, self.name):
             view = self._views.get(space)
             if view is None:
                 begin = index_opener(self.index_path(space), source, check_stop)
@@ -403,14 +409,14 @@ class HostedInFile(Hosted):
             return view
 
     def views(self) -> Mapping[str, LiveView]:
-        """Return the live views in this process, by space; see Hosted.views.
+        """Return the live views in this process, by space; see HostedGallery.views.
 
         The mapping is replaced, never changed.
         """
         return self._views
 
     def items(self, labels: list[int], space: str) -> list[StoredItem | None]:
-        """Read items as a space shows them; see Hosted.items.
+        """Read items as a space shows them; see HostedGallery.items.
 
         Args:
             labels: labels of the items.
@@ -426,9 +432,9 @@ class HostedInFile(Hosted):
             VerificationError: the store is damaged.
             CannotWriteError: the file cannot be opened, or the disk fails.
         """
-        return self.items_of(space).get(labels)
+        return self.item_cache(space).get(labels)
 
-    def items_of(self, space: str) -> ItemCache:
+    def item_cache(self, space: str) -> ItemCache:
         """Return the cache of items as a space shows them.
 
         It is made at the first call, and dropped by `forget_views`. Whether the space exists is not
@@ -448,7 +454,7 @@ class HostedInFile(Hosted):
         matches: Matches | None,
         ef: int,
     ) -> list[Neighbours]:
-        """Search some parts of the gallery; see Hosted.search.
+        """Search some parts of the gallery; see HostedGallery.search.
 
         Views that do not exist yet are made. Without `ef`, a sample of the queries is kept to tune
         the graph.
@@ -477,7 +483,7 @@ class HostedInFile(Hosted):
         """
         snapshots = self._snapshots(parts)
         neighbours = [
-            self.best(part, snapshot, column, k, matches, ef)
+            self.search_part(part, snapshot, column, k, matches, ef)
             for part, snapshot, column in zip(parts, snapshots, queries, strict=True)
         ]
         if not ef:
@@ -487,7 +493,7 @@ class HostedInFile(Hosted):
                     self.view(part.space).query_sample.observe(column)
         return neighbours
 
-    def best(
+    def search_part(
         self, part: PlanPart, snapshot: Snapshot, queries: Vectors, k: int,
         matches: Matches | None = None, ef: int = 0,
     ) -> Neighbours:  # fmt: skip
@@ -518,11 +524,11 @@ class HostedInFile(Hosted):
         """
         mask = None if matches is None else matches.mask
         migrated = self.origins.migrated_labels(part, snapshot)
-        if migrated is None or part.scale is None:
+        if migrated is None or part.distance_scale is None:
             return snapshot.search(queries, k, mask, ef)
         return search_origins(
             lambda origin_mask: snapshot.search(queries, k, origin_mask, ef),
-            migrated.origins, part.scale, k, mask,
+            migrated.origins, part.distance_scale, k, mask,
         )  # fmt: skip
 
     def _snapshots(self, parts: Sequence[PlanPart]) -> list[Snapshot]:
@@ -536,9 +542,9 @@ class HostedInFile(Hosted):
         new, old = parts
         old_snapshot = self.view(old.space).snapshot()
         new_snapshot = self.view(new.space).snapshot()
-        return [new_snapshot, self.remainder(old_snapshot, new_snapshot)]
+        return [new_snapshot, self.missing_vectors(old_snapshot, new_snapshot)]
 
-    def remainder(self, snapshot: Snapshot, other: Snapshot) -> Snapshot:
+    def missing_vectors(self, snapshot: Snapshot, other: Snapshot) -> Snapshot:
         """Return the vectors of a snapshot that another snapshot lacks; cached for the next
         search.
 
@@ -556,9 +562,9 @@ class HostedInFile(Hosted):
         self._remainder = snapshot, other, remainder
         return remainder
 
-    def compares(self, part: PlanPart, ef: int) -> bool:
+    def scans_all_vectors(self, part: PlanPart, ef: int) -> bool:
         """Tell whether a search of a part compares every vector instead of using a graph; see
-        Hosted.compares.
+        HostedGallery.scans_all_vectors.
 
         It is True if the space has no graph, or `ef` is at least the graph's size. A view is made
         if there is none.
@@ -576,9 +582,9 @@ class HostedInFile(Hosted):
         base = self.view(part.space).snapshot().base
         return isinstance(base.index, ExactIndex) or ef >= len(base.index.labels)
 
-    def expect(self, space: str) -> None:
+    def prepare_space(self, space: str) -> None:
         """Load a space that is about to be searched, before a switch makes puts wait; see
-        Hosted.expect.
+        HostedGallery.prepare_space.
 
         Raises:
             IncompatibleSpaceError: the gallery does not have the space.
@@ -592,7 +598,7 @@ class HostedInFile(Hosted):
         """
         self.view(space)
 
-    def make_ready(self, space: str, check_stop: Callable[[], None]) -> None:
+    def build_first_index(self, space: str, check_stop: Callable[[], None]) -> None:
         """Make the first index of a space that an upgrade has filled.
 
         If the release was active before a rollback, its own index is used. Otherwise the old
@@ -617,13 +623,13 @@ class HostedInFile(Hosted):
                 comes later.
             OSError: an index file cannot be deleted.
         """
-        source = self.view(self.spec().space)
+        source = self.view(self.active_spec().space)
         view = self.view(space, source, check_stop)
         self._inherit_index(space, view, source, check_stop)
 
-    def forget_views(self, plan: Plan) -> None:
+    def free_unused_views(self, plan: Plan) -> None:
         """Free the views that a plan does not search; no older plan may be in use; see
-        Hosted.forget_views.
+        HostedGallery.free_unused_views.
 
         Cached items, origins and prepared answers of other spaces are freed, too. Searches that
         still have a snapshot may go on.
@@ -632,7 +638,7 @@ class HostedInFile(Hosted):
             LockOrderError: the thread holds a lock that comes later, or a view's.
         """
         self._remainder = None
-        check_lock_order(Level.VIEW, self.name)
+        check_lock_order(LockLevel.VIEW, self.name)
         with self._views_lock:
             searched = plan.searched_spaces()
             unused = [view for space, view in self._views.items() if space not in searched]
@@ -664,7 +670,7 @@ class HostedInFile(Hosted):
         self.index_path(space).unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Close the store and free the views; no call may use the gallery; see Hosted.close.
+        """Close the store and free the views; no call may use the gallery; see HostedGallery.close.
 
         Raises:
             BusyError: a call that still uses the file does not end within a minute; the gallery
@@ -688,7 +694,7 @@ class HostedInFile(Hosted):
         """
         return self.folder / f"{space}.hnsw"
 
-    def make_index(
+    def build_index(
         self, space: str, view: LiveView, check_stop: Callable[[], None], threads: hnsw.Threads
     ) -> None:
         """Build the base of a view from all its vectors: renew its graph, or build another.
@@ -738,7 +744,7 @@ class HostedInFile(Hosted):
             base = hnsw.renew_index(
                 spec, labels, vectors, old=old, threads=threads, after_piece=check_stop
             )
-            return tune(base, view, check_stop)
+            return tune_graph(base, view, check_stop)
 
         view.compact(build)
         seconds = round(time.monotonic() - began, 3)
@@ -769,7 +775,7 @@ def needs_index(view: LiveView) -> bool:
     """
     snapshot = view.snapshot()
     total, base = len(snapshot), snapshot.base.index
-    if total < SMALL:
+    if total < SMALL_GALLERY:
         return False
     if not isinstance(base, HnswIndex) or not base.own_links:
         return True
@@ -780,7 +786,7 @@ def needs_index(view: LiveView) -> bool:
     )
 
 
-def tune(base: Index, view: LiveView, check_stop: Callable[[], None]) -> Index:
+def tune_graph(base: Index, view: LiveView, check_stop: Callable[[], None]) -> Index:
     """Tune a graph for a sample of the queries that callers sent.
 
     Args:
@@ -825,7 +831,7 @@ def index_opener(
     """
 
     def begin(spec: SpaceSpec, labels: Labels, vectors: Content) -> tuple[Index, Rows]:
-        if len(labels) < SMALL:
+        if len(labels) < SMALL_GALLERY:
             raise NotFoundError("too few vectors for a graph; they are searched exactly")
         with contextlib.suppress(NotFoundError):
             try:
@@ -845,7 +851,7 @@ def index_opener(
     return begin
 
 
-class Origins:
+class OriginCache:
     """Know which vectors of a gallery were migrated, in spaces where a scale ranks both origins."""
 
     def __init__(self, store: SqliteGallery) -> None:
@@ -858,7 +864,7 @@ class Origins:
 
         It is True without a scale.
         """
-        return part.scale is None or part.space in self._migrated
+        return part.distance_scale is None or part.space in self._migrated
 
     def migrated_labels(self, part: PlanPart, snapshot: Snapshot) -> MigratedLabels | None:
         """Return the migrated labels of a part.
@@ -876,7 +882,7 @@ class Origins:
             VerificationError: the store is damaged.
             CannotWriteError: the file cannot be opened, or the disk fails.
         """
-        if part.scale is None:
+        if part.distance_scale is None:
             return None
         migrated = self._migrated.get(part.space)
         if migrated is None:
@@ -918,24 +924,24 @@ _FILE = "gallery.sqlite"
 _UNFINISHED = ".tmp-"
 
 
-class FileHome:
+class FileGalleryStorage:
     """Store each gallery in a folder of its own; it is created and removed by a rename."""
 
-    def __init__(self, folder: Path, residents: SuspendablePool) -> None:
+    def __init__(self, folder: Path, open_stores: SuspendablePool) -> None:
         """Use a folder.
 
         Nothing is read or written yet.
 
         Args:
             folder: the folder of all galleries; `sweep` creates it.
-            residents: limits how many of their files are open at once.
+            open_stores: limits how many of their files are open at once.
         """
         self._folder = folder
-        self._residents = residents
+        self._residents = open_stores
 
-    def sweep(self) -> None:
+    def remove_leftovers(self) -> None:
         """Remove what an interrupted creation or deletion left, before any gallery is opened; see
-        Home.sweep.
+        GalleryStorage.remove_leftovers.
 
         The folder is created, with mode 0700, if it is missing.
 
@@ -946,7 +952,7 @@ class FileHome:
         durable.remove_temporary_files(self._folder)
 
     def names(self) -> list[str]:
-        """Return the names of all galleries, in order; see Home.names.
+        """Return the names of all galleries, in order; see GalleryStorage.names.
 
         A folder with another name, or without the gallery's file, is ignored. A missing folder has
         none.
@@ -957,13 +963,17 @@ class FileHome:
         if not self._folder.is_dir():
             return []
         folders = sorted(self._folder.iterdir())
-        return [path.name for path in folders if NAME.match(path.name) and (path / _FILE).is_file()]
+        return [
+            path.name
+            for path in folders
+            if GALLERY_NAME_PATTERN.match(path.name) and (path / _FILE).is_file()
+        ]
 
-    def open(self, name: str) -> Hosted:
-        """Open a gallery; see Home.open.
+    def open(self, name: str) -> HostedGallery:
+        """Open a gallery; see GalleryStorage.open.
 
-        The caller closes it. It has no plan yet: call `Hosted.replan` before the first search. The
-        name is not checked.
+        The caller closes it. It has no plan yet: call `HostedGallery.replan` before the first
+        search. The name is not checked.
 
         Raises:
             NotFoundError: there is no such file.
@@ -980,7 +990,7 @@ class FileHome:
             raise
 
     def create(self, name: str, specs: Sequence[SpaceSpec], state: Mapping[str, Any]) -> None:
-        """Create a gallery atomically; see Home.create.
+        """Create a gallery atomically; see GalleryStorage.create.
 
         It is made in a folder of another name, which is renamed once it is durable.
 
@@ -1005,7 +1015,7 @@ class FileHome:
         durable.publish_dir(unfinished, self._folder / name)
 
     def remove(self, name: str) -> Callable[[], None]:
-        """Remove a gallery that nobody uses, atomically; see Home.remove.
+        """Remove a gallery that nobody uses, atomically; see GalleryStorage.remove.
 
         The folder gets another name at once; the function deletes it. If the function does not run,
         `sweep` deletes it. Close the gallery first.

@@ -16,8 +16,8 @@ from nobackfill.errors import UnavailableError
 from nobackfill.gallery.search.hnsw import HnswIndex
 from nobackfill.gallery.search.index import Index, lower_thread_priority
 from nobackfill.gallery.search.view import LiveView, Snapshot
-from nobackfill.server.galleries.hosted import UNUSABLE, Hosted
-from nobackfill.server.galleries.hosted_file import HostedInFile, needs_index, tune
+from nobackfill.server.galleries.hosted import UNUSABLE_GALLERY_ERRORS, HostedGallery
+from nobackfill.server.galleries.hosted_file import HostedInFile, needs_index, tune_graph
 from nobackfill.server.grpc.context import error_boundary
 from nobackfill.server.grpc.metrics import Metrics
 
@@ -40,7 +40,7 @@ _TUNE_SHARE = 50
 _FAILURE_PAUSE_SECONDS = 30.0
 
 
-class Indexing:
+class IndexMaintenance:
     """Keep the indexes of all galleries.
 
     One thread looks for work, and other threads do it, each for one gallery at a time. They share
@@ -48,7 +48,7 @@ class Indexing:
     """
 
     def __init__(
-        self, galleries: Callable[[], Iterable[Hosted]], metrics: Metrics, threads: int
+        self, galleries: Callable[[], Iterable[HostedGallery]], metrics: Metrics, threads: int
     ) -> None:
         """Prepare the threads.
 
@@ -195,14 +195,14 @@ class Indexing:
 
     def _tune(self, hosted: HostedInFile, view: LiveView) -> None:
         began, queries = time.monotonic(), view.query_sample.count
-        view.tune(lambda base: tune(base, view, self._stop_check(hosted)))
+        view.tune(lambda base: tune_graph(base, view, self._stop_check(hosted)))
         ended = time.monotonic()
         pause = max(_TUNE_SECONDS, _TUNE_SHARE * (ended - began))
         self._tuned[view] = queries, ended + pause
 
     def _make(self, hosted: HostedInFile, space: str, view: LiveView) -> None:
         with self._budget.build():
-            hosted.make_index(space, view, self._stop_check(hosted), self._budget.threads)
+            hosted.build_index(space, view, self._stop_check(hosted), self._budget.threads)
         # A full disk is tried again after a while.
         self._since.pop(view, None)
 
@@ -280,12 +280,12 @@ def _counts(snapshot: Snapshot) -> IndexCounts:
     return IndexCounts(graph, base - graph, len(snapshot.delta))
 
 
-class IndexSizes(Collector):
+class IndexMetrics(Collector):
     """Export to Prometheus the vectors by how they are searched, and the age of the oldest
     graph.
     """
 
-    def __init__(self, galleries: Callable[[], Iterable[Hosted]]) -> None:
+    def __init__(self, galleries: Callable[[], Iterable[HostedGallery]]) -> None:
         self._galleries = galleries
         self._lock = threading.Lock()
         # When each graph was first seen; weak, so that this keeps no graph in memory.
@@ -325,7 +325,7 @@ class IndexSizes(Collector):
         )
 
 
-def count_vectors(galleries: Iterable[Hosted]) -> Mapping[tuple[int, str], int]:
+def count_vectors(galleries: Iterable[HostedGallery]) -> Mapping[tuple[int, str], int]:
     """Count the vectors of all galleries, by release and state of their space.
 
     Galleries that are being deleted, and those that cannot be read, are left out: one damaged file
@@ -340,11 +340,11 @@ def count_vectors(galleries: Iterable[Hosted]) -> Mapping[tuple[int, str], int]:
         if hosted.is_closing:
             continue
         try:
-            counts, spaces = hosted.sizes(), hosted.spaces()
+            counts, spaces = hosted.vector_counts(), hosted.spaces()
         except UnavailableError:
             # Each further gallery would wait for the same database.
             return {}
-        except UNUSABLE:
+        except UNUSABLE_GALLERY_ERRORS:
             continue
         for info in spaces:
             key = (info.spec.release, info.state)

@@ -24,11 +24,11 @@ from nobackfill.release.models import no_vector_error
 from nobackfill.release.routes import RouteRunner
 from nobackfill.server.embedding.embedding import (
     Decoded,
-    Embedding,
-    affordable,
-    too_expensive,
+    EmbeddingService,
+    decode_cost_error,
+    fit_decode_budget,
 )
-from nobackfill.server.galleries.hosted import Allowance, GalleryRegistry, Hosted
+from nobackfill.server.galleries.hosted import Allowance, GalleryRegistry, HostedGallery
 from nobackfill.server.galleries.plan import Plan
 from nobackfill.server.grpc import context
 from nobackfill.server.grpc.context import Principal
@@ -37,7 +37,7 @@ from nobackfill.vectors import vector_from_bytes
 
 
 @dataclass(frozen=True)
-class BareVectors:
+class ExternalVectors:
     """Hold an item's vectors that another program computed; they are checked when they are put.
 
     Attributes:
@@ -54,7 +54,7 @@ class BareVectors:
 
 
 @dataclass(frozen=True)
-class Put:
+class NewItem:
     """Hold an item to store.
 
     Attributes:
@@ -64,7 +64,7 @@ class Put:
     """
 
     id: str
-    content: bytes | str | BareVectors
+    content: bytes | str | ExternalVectors
     metadata: Metadata | None
 
     def digest(self) -> str:
@@ -107,7 +107,7 @@ class PutOutcome:
 class _ReadyPut:
     """Hold an item and its vectors: one row for each space that it goes to."""
 
-    put: Put
+    put: NewItem
     vectors: tuple[NewVectors, ...]
 
 
@@ -120,7 +120,7 @@ class ItemWriter:
     """Store items in galleries."""
 
     def __init__(
-        self, embedding: Embedding, runner_of: RunnerOf, catch_up: Callable[[], None]
+        self, embedding: EmbeddingService, runner_of: RunnerOf, catch_up: Callable[[], None]
     ) -> None:
         """Use shared parts of the gateway.
 
@@ -134,7 +134,7 @@ class ItemWriter:
         self._catch_up = catch_up
 
     def put(
-        self, hosted: Hosted, items: Sequence[Put], allowance: Allowance | None = None
+        self, hosted: HostedGallery, items: Sequence[NewItem], allowance: Allowance | None = None
     ) -> PutOutcome:
         """Store the items that can be stored; returns once they are durable.
 
@@ -170,7 +170,7 @@ class ItemWriter:
             LockOrderError: the thread holds a lock that comes later.
             ConfigurationError: the database refuses the statement.
         """
-        hosted.wake()
+        hosted.open_views()
         outcome = PutOutcome()
         for group in _without_repeats(_affordable(items, outcome)):
             while True:
@@ -186,7 +186,11 @@ class ItemWriter:
         return outcome
 
     def _try(
-        self, hosted: Hosted, items: Sequence[Put], allowance: Allowance | None, outcome: PutOutcome
+        self,
+        hosted: HostedGallery,
+        items: Sequence[NewItem],
+        allowance: Allowance | None,
+        outcome: PutOutcome,
     ) -> bool:
         """Make vectors for the present plan, and store them; False if the plan changed
         meanwhile.
@@ -205,25 +209,25 @@ class ItemWriter:
         return True
 
     def _make(
-        self, plan: Plan, items: Sequence[Put], refusals: list[tuple[str, str]]
+        self, plan: Plan, items: Sequence[NewItem], refusals: list[tuple[str, str]]
     ) -> list[_ReadyPut]:
         ready: list[_ReadyPut] = []
-        images: list[Put] = []
-        texts: list[tuple[Put, str]] = []
+        images: list[NewItem] = []
+        texts: list[tuple[NewItem, str]] = []
 
-        def refuse(put: Put, error: Exception) -> None:
+        def refuse(put: NewItem, error: Exception) -> None:
             refusals.append((put.id[:MAX_ID_CHARACTERS], str(error)))
 
         for put in items:
             try:
                 check_batch([put.id], None, [put.metadata])
                 if isinstance(put.content, bytes):
-                    if plan.query.embedder.file is None:
-                        raise plan.query.no_images_error()
+                    if plan.query_manifest.embedder.file is None:
+                        raise plan.query_manifest.no_images_error()
                     images.append(put)
                 elif isinstance(put.content, str):
-                    if plan.query.text_encoder is None:
-                        raise plan.query.no_texts_error()
+                    if plan.query_manifest.text_encoder is None:
+                        raise plan.query_manifest.no_texts_error()
                     texts.append((put, put.content))
                 else:
                     ready.append(_ReadyPut(put, self._bare(plan, put.content)))
@@ -232,8 +236,10 @@ class ItemWriter:
         ready += self._read(plan, texts, refuse)
         sizes = {manifest.frame for manifest in _image_models(plan)}
         contents = [put.content for put in images if isinstance(put.content, bytes)]
-        decoded: list[tuple[Put, Decoded]] = []
-        for put, pixels in zip(images, self._embedding.decoding.each(contents, sizes), strict=True):
+        decoded: list[tuple[NewItem, Decoded]] = []
+        for put, pixels in zip(
+            images, self._embedding.decoder.decode_each(contents, sizes), strict=True
+        ):
             if isinstance(pixels, InvalidInputError):
                 refuse(put, pixels)
             else:
@@ -243,17 +249,19 @@ class ItemWriter:
                 return ready + self._embed(plan, decoded)
             except UnusableOutputError as error:
                 for row in error.rows:
-                    refuse(decoded[row][0], no_vector_error(plan.query))
+                    refuse(decoded[row][0], no_vector_error(plan.query_manifest))
                 decoded = [one for row, one in enumerate(decoded) if row not in error.rows]
         return ready
 
-    def _embed(self, plan: Plan, images: Sequence[tuple[Put, Decoded]]) -> list[_ReadyPut]:
+    def _embed(self, plan: Plan, images: Sequence[tuple[NewItem, Decoded]]) -> list[_ReadyPut]:
         """Embed images for every release of the plan, with side-information."""
         columns = []
         for manifest in _image_models(plan):
             pixels = [decoded[manifest.frame] for _, decoded in images]
-            embeddings = self._embedding.embed(manifest, pixels)
-            columns.append((manifest.space, embeddings, self._embedding.sides(manifest, pixels)))
+            embeddings = self._embedding.embed_images(manifest, pixels)
+            columns.append(
+                (manifest.space, embeddings, self._embedding.compute_side(manifest, pixels))
+            )
         return [
             _ReadyPut(
                 put,
@@ -268,7 +276,10 @@ class ItemWriter:
         ]
 
     def _read(
-        self, plan: Plan, texts: Sequence[tuple[Put, str]], refuse: Callable[[Put, Exception], None]
+        self,
+        plan: Plan,
+        texts: Sequence[tuple[NewItem, str]],
+        refuse: Callable[[NewItem, Exception], None],
     ) -> Iterator[_ReadyPut]:
         """Embed texts for every release of the plan that reads texts.
 
@@ -276,9 +287,9 @@ class ItemWriter:
         """
         if not texts:
             return
-        manifests = [manifest for manifest in plan.writes if manifest.text_encoder]
+        manifests = [manifest for manifest in plan.written_releases if manifest.text_encoder]
         columns = [
-            self._embedding.text_rows(manifest, [text for _, text in texts], "document")
+            self._embedding.embed_each_text(manifest, [text for _, text in texts], "document")
             for manifest in manifests
         ]
         for (put, _), rows in zip(texts, zip(*columns, strict=True), strict=True):
@@ -295,14 +306,14 @@ class ItemWriter:
                 ),
             )
 
-    def _bare(self, plan: Plan, bare: BareVectors) -> tuple[NewVectors, ...]:
+    def _bare(self, plan: Plan, bare: ExternalVectors) -> tuple[NewVectors, ...]:
         """Check bare vectors, and upgrade them if their space is not searched by default."""
-        manifest = next((m for m in plan.writes if m.space == bare.space), None)
-        if manifest is None or bare.space not in plan.accepts:
+        manifest = next((m for m in plan.written_releases if m.space == bare.space), None)
+        if manifest is None or bare.space not in plan.accepted_spaces:
             raise IncompatibleSpaceError(
-                f"item: expected an embedding in the space of release {plan.query.release}, or an "
-                f"image, got an embedding of space {bare.space[:64]!r}; embed the item with "
-                f"release {plan.query.release}"
+                f"item: expected an embedding in the space of release "
+                f"{plan.query_manifest.release}, or an image, got an embedding of space "
+                f"{bare.space[:64]!r}; embed the item with release {plan.query_manifest.release}"
             )
         spec, encoder = manifest.embedder, manifest.side_encoder
         name = f"embedding of release {manifest.release}"
@@ -320,27 +331,29 @@ class ItemWriter:
         native = NewVectors(bare.space, embedding, side)
         if any(part.space == bare.space for part in plan.parts):
             return (native,)
-        runner = self._runner_of(manifest, plan.query, None if side is None else bare.side_space)
+        runner = self._runner_of(
+            manifest, plan.query_manifest, None if side is None else bare.side_space
+        )
         if runner is None:
             raise IncompatibleSpaceError(
                 f"item: got vectors of release {manifest.release}, but no published upgrade leads "
-                f"from it to release {plan.query.release} with this side-information; send the "
-                "image instead"
+                f"from it to release {plan.query_manifest.release} with this side-information; "
+                "send the image instead"
             )
         upgraded = runner.run(embedding, side)
         return (
-            NewVectors(plan.query.space, upgraded.embedding, upgraded.side, "upgraded"),
+            NewVectors(plan.query_manifest.space, upgraded.embedding, upgraded.side, "upgraded"),
             native,
         )
 
 
 def _image_models(plan: Plan) -> list[Manifest]:
     """Return the releases of a plan that embed images."""
-    return [manifest for manifest in plan.writes if manifest.embedder.file is not None]
+    return [manifest for manifest in plan.written_releases if manifest.embedder.file is not None]
 
 
 def _store(
-    hosted: Hosted, plan: Plan, group: Sequence[_ReadyPut], allowance: Allowance | None
+    hosted: HostedGallery, plan: Plan, group: Sequence[_ReadyPut], allowance: Allowance | None
 ) -> None:
     vectors = [
         NewVectors(
@@ -368,9 +381,9 @@ def _by_spaces(ready: Sequence[_ReadyPut]) -> list[list[_ReadyPut]]:
     return list(groups.values())
 
 
-def _without_repeats(items: Sequence[Put]) -> list[list[Put]]:
+def _without_repeats(items: Sequence[NewItem]) -> list[list[NewItem]]:
     """Cut the items into groups without a repeated id, so that the last item of an id wins."""
-    groups: list[list[Put]] = [[]]
+    groups: list[list[NewItem]] = [[]]
     ids: set[str] = set()
     for put in items:
         if put.id in ids:
@@ -381,18 +394,18 @@ def _without_repeats(items: Sequence[Put]) -> list[list[Put]]:
     return groups
 
 
-def _affordable(items: Sequence[Put], outcome: PutOutcome) -> list[Put]:
+def _affordable(items: Sequence[NewItem], outcome: PutOutcome) -> list[NewItem]:
     """Return the items whose images, together with those before them, may be decoded at once.
 
     The others are refused in `outcome`.
     """
     contents = [put.content if isinstance(put.content, bytes) else b"" for put in items]
     accepted = []
-    for put, is_affordable in zip(items, affordable(contents), strict=True):
+    for put, is_affordable in zip(items, fit_decode_budget(contents), strict=True):
         if is_affordable:
             accepted.append(put)
         else:
-            outcome.refusals.append((put.id[:MAX_ID_CHARACTERS], str(too_expensive())))
+            outcome.refusals.append((put.id[:MAX_ID_CHARACTERS], str(decode_cost_error())))
     return accepted
 
 
@@ -401,7 +414,7 @@ def _affordable(items: Sequence[Put], outcome: PutOutcome) -> list[Put]:
 _COUNT_SECONDS, _SAFE_MARGIN = 1.0, 100_000
 
 
-class Quotas:
+class TokenQuotas:
     """Enforce the item quotas of tokens at one gateway, before each message is stored."""
 
     def __init__(self, galleries: GalleryRegistry) -> None:

@@ -16,12 +16,12 @@ from nobackfill.release.manifest import Manifest, QueryAdapter
 from nobackfill.server.state import RolloutName, State
 
 # A gallery's rollout while a canary may search its complete, but not active, space.
-CANARY = "canary"
+CANARY_KEY = "canary"
 # Key of a gallery's state: the source from which its items are re-embedded.
-SOURCE = "source"
+SOURCE_KEY = "source"
 # Key of a gallery's state: whether the previous model helps to rank migrated items.
-BOTH = "both"
-Filling = RolloutName | Literal["canary"]
+RANK_FUSION_KEY = "both"
+FillMode = RolloutName | Literal["canary"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,20 +31,20 @@ class PlanPart:
     Attributes:
         space: id of the space of the stored vectors.
         release: the release that made these vectors.
-        query: manifest of the release that makes the queries.
+        query_manifest: manifest of the release that makes the queries.
         origin: origin of every hit, direct or old-model; None if each item has its own.
-        curves: by origin of a vector, the calibration from distance to score.
-        scale: how distances of migrated vectors compare with those of native ones; None if they
-            compare as they are.
+        score_curves: by origin of a vector, the calibration from distance to score.
+        distance_scale: how distances of migrated vectors compare with those of native ones; None if
+            they compare as they are.
         adapter: maps the queries to `space`; None if they search it as they are.
     """
 
     space: str
     release: int
-    query: Manifest
+    query_manifest: Manifest
     origin: Origin | None
-    curves: Mapping[Origin, Scorer]
-    scale: Scale | None = None
+    score_curves: Mapping[Origin, Scorer]
+    distance_scale: Scale | None = None
     adapter: QueryAdapter | None = None
 
 
@@ -90,15 +90,16 @@ class Score(NamedTuple):
 
     Attributes:
         value: probability of a match, 0 to 1.
-        beyond: True if the calibration saw no such distance, so that the value is a bound.
+        beyond_calibration: True if the calibration saw no such distance, so that the value is a
+            bound.
     """
 
     value: float
-    beyond: bool
+    beyond_calibration: bool
 
 
-class PlanUsers(Protocol):
-    """Count the calls that use a plan; nobackfill.server.galleries.hosted.Users does."""
+class PlanUseCounter(Protocol):
+    """Count the calls that use a plan; nobackfill.server.galleries.hosted.UseCounter does."""
 
     def enter(self) -> bool:
         """Count one more user, without waiting; False if the plan is closed."""
@@ -114,9 +115,9 @@ class PlanUsers(Protocol):
 
 
 # Query by embedding: little-endian float32 values by space id.
-ByEmbedding = Mapping[str, bytes]
+EmbeddingQuery = Mapping[str, bytes]
 # Query: an encoded image, a text, or embeddings.
-Query = bytes | str | ByEmbedding
+Query = bytes | str | EmbeddingQuery
 # The answer to a query, or the error that refused it.
 QueryAnswer = SearchResult | InvalidInputError
 
@@ -130,18 +131,18 @@ class SearchRequest:
         k: most hits for each query.
         filtered: only items that pass this filter; None means all.
         ef: width of the graph search, as in Index.search; 0 means the index's own.
-        single: the call has one query, which may be batched with those of other calls.
-        background: no caller waits; the query is not batched with others.
-        heal: re-embed first hits if the gallery does so.
+        is_single: the call has one query, which may be batched with those of other calls.
+        is_background: no caller waits; the query is not batched with others.
+        reembed: re-embed first hits if the gallery does so.
     """
 
     queries: tuple[Query, ...]
     k: int
     filtered: Filter | None = None
     ef: int = 0
-    single: bool = False
-    background: bool = False
-    heal: bool = True
+    is_single: bool = False
+    is_background: bool = False
+    reembed: bool = True
 
 
 class Answerer(Protocol):
@@ -166,7 +167,7 @@ class Answerer(Protocol):
             InvalidInputError: the filter is not valid; TooLargeError if the images together are too
                 large.
             NoEncoderError, IncompatibleSpaceError, NeedsImageError, ReleaseRetiredError: a query
-                does not suit the gallery; see Searching.search.
+                does not suit the gallery; see GallerySearcher.search.
             OutdatedPlanError: another gateway has replaced the plan; the caller begins again.
             DeadlineError, CancelledError: the call's time is over, or its caller has gone.
             BusyError, UnavailableError: the store is busy, a server does not answer, or too many
@@ -177,14 +178,14 @@ class Answerer(Protocol):
         """
         ...
 
-    def image_part(self, hosted: Any) -> PlanPart | None:
+    def sole_image_part(self, hosted: Any) -> PlanPart | None:
         """Return the part whose nearest items answer an image; None if more is needed.
 
         It reads memory only.
         """
         ...
 
-    def space_part(self, hosted: Any, space: str) -> PlanPart | None:
+    def sole_space_part(self, hosted: Any, space: str) -> PlanPart | None:
         """Return the part whose nearest items answer an embedding of a space; None if more is
         needed.
 
@@ -194,16 +195,16 @@ class Answerer(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class Both:
+class RankFusion:
     """Hold what rank fusion of both models needs.
 
     Attributes:
         part: the previous model's space.
-        joint: weights of the two models' distances.
+        joint_distance: weights of the two models' distances.
     """
 
     part: PlanPart
-    joint: JointDistance
+    joint_distance: JointDistance
 
 
 @dataclass(frozen=True, eq=False)
@@ -214,52 +215,52 @@ class Plan:
         parts: spaces for images, texts and complete embeddings; the first part that has an item
             answers for it.
         single_parts: by space of the query, the part that answers a query with only that embedding.
-        writes: releases that embed each image that is put, the active one first.
-        accepts: spaces in which bare embeddings may be put.
+        written_releases: releases that embed each image that is put, the active one first.
+        accepted_spaces: spaces in which bare embeddings may be put.
         answerer_of: makes the answerer.
         users: calls that use the plan.
-        canary: the complete space of a canary's release; None without a canary.
+        canary_part: the complete space of a canary's release; None without a canary.
         epoch: counts changes of the gallery in a shared database.
-        heals: the space whose migrated vectors are re-embedded when queries find them; None without
-            a source, and during an upgrade.
-        both: the previous space and its weights; None unless both models rank.
-        query: the release that embeds image and text queries.
+        reembedded_space: the space whose migrated vectors are re-embedded when queries find them;
+            None without a source, and during an upgrade.
+        fusion: the previous space and its weights; None unless both models rank.
+        query_manifest: the release that embeds image and text queries.
         answerer: answers searches in the mode of the plan.
     """
 
     parts: tuple[PlanPart, ...]
     single_parts: Mapping[str, PlanPart]
-    writes: tuple[Manifest, ...]
-    accepts: frozenset[str]
+    written_releases: tuple[Manifest, ...]
+    accepted_spaces: frozenset[str]
     answerer_of: InitVar["AnswererOf"]
-    users: PlanUsers
-    canary: PlanPart | None = None
+    users: PlanUseCounter
+    canary_part: PlanPart | None = None
     epoch: int = 0
-    heals: str | None = None
-    both: Both | None = None
-    query: Manifest = field(init=False)
+    reembedded_space: str | None = None
+    fusion: RankFusion | None = None
+    query_manifest: Manifest = field(init=False)
     answerer: Answerer = field(init=False)
 
     def __post_init__(self, answerer_of: "AnswererOf") -> None:
-        object.__setattr__(self, "query", self.parts[0].query)
+        object.__setattr__(self, "query_manifest", self.parts[0].query_manifest)
         object.__setattr__(self, "answerer", answerer_of(self))
 
     def searched_spaces(self) -> set[str]:
         """Return the ids of all spaces that searches use.
 
         It includes the spaces that only some queries by embedding search, and a canary's. The space
-        of `both` is among the former.
+        of `fusion` is among the former.
         """
-        on_trial = () if self.canary is None else (self.canary,)
+        on_trial = () if self.canary_part is None else (self.canary_part,)
         return {part.space for part in (*self.parts, *self.single_parts.values(), *on_trial)}
 
-    def models(self) -> list[Manifest]:
+    def model_manifests(self) -> list[Manifest]:
         """Return the releases whose models the plan uses, the one that embeds queries first.
 
         A release may be named more than once. A canary's release is among them, because puts embed
         for it.
         """
-        return [*(part.query for part in self.parts), *self.writes]
+        return [*(part.query_manifest for part in self.parts), *self.written_releases]
 
 
 AnswererOf = Callable[[Plan], Answerer]
@@ -306,7 +307,7 @@ def old_model_part(new: Manifest, old: Manifest) -> PlanPart:
 
     The part has no scale. All its hits have the origin old-model.
     """
-    own = own_part(old).curves
+    own = own_part(old).score_curves
     published = find_curve(new, old.space, old.space, "old-model")
     curve = Scorer(published) if published else own.get("native")
     curves: dict[Origin, Scorer] = {"old-model": curve} if curve else {}
@@ -318,12 +319,12 @@ def make_plan(
     state: State,
     manifests: Mapping[int, Manifest],
     answerer_of: AnswererOf,
-    users: PlanUsers,
-    rollout: Filling | None,
+    users: PlanUseCounter,
+    rollout: FillMode | None,
     epoch: int = 0,
     *,
-    source: bool = False,
-    both: bool = False,
+    has_source: bool = False,
+    with_fusion: bool = False,
 ) -> Plan:
     """Make the plan of a gallery.
 
@@ -341,11 +342,11 @@ def make_plan(
         manifests: published releases by number.
         answerer_of: makes the plan's answerer.
         users: counts the calls that use the plan.
-        rollout: rollout of the staging space; CANARY once that is complete; None without one.
+        rollout: rollout of the staging space; CANARY_KEY once that is complete; None without one.
         epoch: the gallery's epoch.
-        source: items can be re-embedded from a source.
-        both: the previous model helps to rank migrated items; it does so only without a source, a
-            canary and a second searched space, and if the release has weights.
+        has_source: items can be re-embedded from a source.
+        with_fusion: the previous model helps to rank migrated items; it does so only without a
+            source, a canary and a second searched space, and if the release has weights.
 
     Raises:
         KeyError: a space belongs to a release that `manifests` lacks.
@@ -363,17 +364,19 @@ def make_plan(
     staged = _staged(spaces, state, manifests)
     if staged is not None:
         available.append(staged)
-        if staged.query.release == state.active and rollout in ("direct", "dual"):
+        if staged.query_manifest.release == state.active and rollout in ("direct", "dual"):
             make = direct_part if rollout == "direct" else old_model_part
-            parts = (staged, make(staged.query, native.query))
+            parts = (staged, make(staged.query_manifest, native.query_manifest))
     single_parts = {part.space: part for part in available if part is not staged}
     accepts = frozenset({*single_parts, parts[0].space})
-    writes = tuple(part.query for part in available)
-    canary = staged if rollout == CANARY and len(parts) == 1 and _on_trial(state, staged) else None
-    is_own_model = native.query.embedder.vectors_of is None
-    heals = native.space if source and is_own_model and staged is None else None
-    uses_both = both and len(parts) == 1 and canary is None and heals is None
-    previous_model = _both(native.query, available[1:]) if uses_both else None
+    writes = tuple(part.query_manifest for part in available)
+    canary = (
+        staged if rollout == CANARY_KEY and len(parts) == 1 and _on_trial(state, staged) else None
+    )
+    is_own_model = native.query_manifest.embedder.vectors_of is None
+    heals = native.space if has_source and is_own_model and staged is None else None
+    uses_both = with_fusion and len(parts) == 1 and canary is None and heals is None
+    previous_model = _both(native.query_manifest, available[1:]) if uses_both else None
     return Plan(
         parts,
         single_parts,
@@ -388,7 +391,7 @@ def make_plan(
     )
 
 
-def _both(new: Manifest, previous: Sequence[PlanPart]) -> Both | None:
+def _both(new: Manifest, previous: Sequence[PlanPart]) -> RankFusion | None:
     """Return the newest previous space for which `new` has weights, by the route with the best
     quality.
     """
@@ -396,7 +399,7 @@ def _both(new: Manifest, previous: Sequence[PlanPart]) -> Both | None:
         routes = [route for route in new.routes if route.releases[0] == part.release]
         for route in sorted(routes, key=lambda route: -route.retention):
             if weights := route.both:
-                return Both(part, JointDistance(weights.new, weights.old, weights.offset))
+                return RankFusion(part, JointDistance(weights.new, weights.old, weights.offset))
     return None
 
 
@@ -404,7 +407,7 @@ def _on_trial(state: State, staged: PlanPart | None) -> bool:
     record = state.activation
     if record is None or record.canary is None or staged is None:
         return False
-    return record.release != state.active and staged.query.release == record.release
+    return record.release != state.active and staged.query_manifest.release == record.release
 
 
 def _staged(

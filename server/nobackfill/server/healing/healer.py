@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from nobackfill.errors import NobackfillError, NoEncoderError, NotFoundError
 from nobackfill.gallery.sqlite_file import StoredItem
 from nobackfill.release.manifest import Manifest
-from nobackfill.server.embedding.embedding import Embedding
-from nobackfill.server.galleries.hosted import Hosted
+from nobackfill.server.embedding.embedding import EmbeddingService
+from nobackfill.server.galleries.hosted import HostedGallery
 from nobackfill.server.healing.ledger import HealingLedger
 from nobackfill.server.healing.registration import HealingSource
 from nobackfill.server.upgrades.backfill import re_embed_images, re_embed_texts
@@ -55,8 +55,8 @@ class Healer(Reembedding[int]):
     backoff: Backoff[int]
 
     def __init__(
-        self, hosted: Hosted, manifest: Manifest, embedding: Embedding, source: HealingSource,
-        items: Items, ledger: HealingLedger,
+        self, hosted: HostedGallery, manifest: Manifest, embedding: EmbeddingService,
+        source: HealingSource, items: Items, ledger: HealingLedger,
     ) -> None:  # fmt: skip
         backoff = Backoff[int](_RETRY_SECONDS, _MAX_RETRY_SECONDS)
         super().__init__(items, source.limits, ledger, backoff)
@@ -262,7 +262,7 @@ class Healer(Reembedding[int]):
         try:
             with self._hosted.use_plan() as plan:
                 # The space may be about to be deleted.
-                return self._write(originals) if plan.heals == self.space else ()
+                return self._write(originals) if plan.reembedded_space == self.space else ()
         finally:
             self._hosted.users.leave()
 
@@ -290,7 +290,7 @@ class Healer(Reembedding[int]):
         if not pairs:
             return []
         batch, images = zip(*pairs, strict=True)
-        with self._embedding.decoding.batch(images):
+        with self._embedding.decoder.admit_batch(images):
             return re_embed_images(
                 self._hosted, self._embedding, self._manifest, batch, images, reasons
             )

@@ -34,20 +34,20 @@ from nobackfill.gallery.spec import space_of
 from nobackfill.gallery.sqlite_file import StoredItem
 from nobackfill.processes import DaemonThreads
 from nobackfill.release.manifest import Manifest
-from nobackfill.server.embedding.embedding import Embedding
+from nobackfill.server.embedding.embedding import EmbeddingService
 from nobackfill.server.galleries.answering import (
+    EmbeddedQuery,
     PlainAnswerer,
-    Question,
     find_nearest,
-    matches_of,
-    rank,
+    matching_items,
+    rank_hits,
     rank_nearest,
-    valid_questions,
+    valid_queries,
 )
-from nobackfill.server.galleries.hosted import Hosted
+from nobackfill.server.galleries.hosted import HostedGallery
 from nobackfill.server.galleries.hosted_file import HostedInFile
 from nobackfill.server.galleries.plan import (
-    SOURCE,
+    SOURCE_KEY,
     PlanPart,
     QueryAnswer,
     RankedHit,
@@ -66,7 +66,7 @@ from nobackfill.serving.reembedding import EmbeddingCost
 from nobackfill.serving.sources import Items
 
 # A question, and the labels of the items that are ranked for it.
-Candidates = tuple[Question, list[int]]
+Candidates = tuple[EmbeddedQuery, list[int]]
 
 # Most candidates that are re-embedded and read at once, except for a single question: a batch may
 # have half a million.
@@ -74,7 +74,7 @@ _MAX_CANDIDATES = 4096
 
 
 def _candidates(
-    healer: Healer, questions: Sequence[Question], matches: Matches | None
+    healer: Healer, questions: Sequence[EmbeddedQuery], matches: Matches | None
 ) -> list[Candidates | InvalidInputError]:
     """Collect the items to rank for each question.
 
@@ -96,7 +96,7 @@ def _candidates(
     ]
 
 
-def _labels(question: Question, nearest: Labels, native: Matches | None) -> list[int]:
+def _labels(question: EmbeddedQuery, nearest: Labels, native: Matches | None) -> list[int]:
     """Choose the candidates of a question: its nearest items, and its nearest native items.
 
     By distance alone, migrated items hide native ones that are truly as near (docs/adr/0024).
@@ -139,7 +139,7 @@ def _answers(healer: Healer, pairs: Sequence[Candidates], end: float) -> Iterato
         healer.reembed_within_limit(migrated, end - time.monotonic())
         ranked = _rank_candidates(pairs)
     for (question, _), hits in zip(pairs, ranked, strict=True):
-        query = question.parts[0].query
+        query = question.parts[0].query_manifest
         yield SearchResult(hits[: question.k], query.release, query.space)
 
 
@@ -168,7 +168,15 @@ def _rank_candidates(pairs: Sequence[Candidates]) -> list[list[RankedHit]]:
         neighbours = Neighbours(stored.labels[rows][order][None], distances[order][None])
         # Ranked by score, as distances to migrated and to native vectors do not compare.
         ranked.append(
-            rank([part], [neighbours], 0, len(order), items, exact=hosted.exact, by_score=True)
+            rank_hits(
+                [part],
+                [neighbours],
+                0,
+                len(order),
+                items,
+                exact_distances=hosted.exact,
+                by_score=True,
+            )
         )
     return ranked
 
@@ -268,7 +276,7 @@ class HealingAnswerer:
         """
         self._healing, self._plain, self._space = healing, plain, space
 
-    def answer(self, hosted: Hosted, request: SearchRequest) -> list[QueryAnswer]:
+    def answer(self, hosted: HostedGallery, request: SearchRequest) -> list[QueryAnswer]:
         """Answer each query of a request, after re-embedding its first migrated hits.
 
         Queries in other spaces, requests without `heal`, and all queries once no migrated item is
@@ -285,7 +293,7 @@ class HealingAnswerer:
             InvalidInputError: the filter is not valid; TooLargeError if the images together are too
                 large.
             NoEncoderError, IncompatibleSpaceError, NeedsImageError, ReleaseRetiredError: a query
-                does not suit the gallery; see Searching.search.
+                does not suit the gallery; see GallerySearcher.search.
             OutdatedPlanError: another gateway has replaced the plan; the caller begins again.
             DeadlineError, CancelledError: the call's time is over, or its caller has gone.
             BusyError, UnavailableError: the store is busy, a server does not answer, or too many
@@ -295,46 +303,46 @@ class HealingAnswerer:
             CannotWriteError: the gallery's file cannot be opened, or the disk fails.
             ConfigurationError: the database refuses the statement, as without rights.
         """
-        questions = self._plain.questions(hosted, request)
-        answers: dict[Question, QueryAnswer] = {}
+        questions = self._plain.embed_queries(hosted, request)
+        answers: dict[EmbeddedQuery, QueryAnswer] = {}
         to_heal = [
             question
-            for question in valid_questions(questions)
-            if request.heal and self._heals(hosted, question)
+            for question in valid_queries(questions)
+            if request.reembed and self._heals(hosted, question)
         ]
         if to_heal:
             with context.part("search"):
-                results = self._healing.find(to_heal, matches_of(hosted, request.filtered))
+                results = self._healing.find(to_heal, matching_items(hosted, request.filtered))
             answers.update(zip(to_heal, results, strict=True))
-        others = [question for question in valid_questions(questions) if question not in answers]
-        answers |= self._plain.find(hosted, others, request)
+        others = [question for question in valid_queries(questions) if question not in answers]
+        answers |= self._plain.search_embedded(hosted, others, request)
         return [
             question if isinstance(question, InvalidInputError) else answers[question]
             for question in questions
         ]
 
-    def image_part(self, hosted: Hosted) -> PlanPart | None:
+    def sole_image_part(self, hosted: HostedGallery) -> PlanPart | None:
         """Return the part that answers an image, once no migrated item is left.
 
         None before that, and if two parts answer. It reads memory only.
         """
-        return self._if_complete(hosted, self._plain.image_part(hosted))
+        return self._if_complete(hosted, self._plain.sole_image_part(hosted))
 
-    def space_part(self, hosted: Hosted, space: str) -> PlanPart | None:
+    def sole_space_part(self, hosted: HostedGallery, space: str) -> PlanPart | None:
         """Return the part that answers an embedding of a space, once no migrated item is left.
 
         None before that in the space to re-embed. An unknown space gives None.
         """
-        return self._if_complete(hosted, self._plain.space_part(hosted, space))
+        return self._if_complete(hosted, self._plain.sole_space_part(hosted, space))
 
-    def _if_complete(self, hosted: Hosted, part: PlanPart | None) -> PlanPart | None:
+    def _if_complete(self, hosted: HostedGallery, part: PlanPart | None) -> PlanPart | None:
         heals = part is not None and part.space == self._space
         return None if heals and not self._healing.is_complete(hosted, self._space) else part
 
-    def _heals(self, hosted: Hosted, question: Question) -> bool:
+    def _heals(self, hosted: HostedGallery, question: EmbeddedQuery) -> bool:
         """Tell whether a question is in the space to re-embed, and hits may be migrated."""
         part = question.parts[0]
-        is_own = len(question.parts) == 1 and part.query.space == part.space == self._space
+        is_own = len(question.parts) == 1 and part.query_manifest.space == part.space == self._space
         return is_own and not self._healing.is_complete(hosted, self._space)
 
 
@@ -343,7 +351,7 @@ class Healing:
     background.
     """
 
-    def __init__(self, embedding: Embedding, settings: Settings, metrics: Metrics) -> None:
+    def __init__(self, embedding: EmbeddingService, settings: Settings, metrics: Metrics) -> None:
         self._embedding, self._metrics = embedding, metrics
         self._places = Places(
             settings.item_folders, settings.item_hosts, columns=settings.item_columns,
@@ -352,21 +360,21 @@ class Healing:
         self._series = HealingSeries(self.all_progress)
         metrics.registry.register(self._series)
         self._lock = threading.Lock()
-        self._healers: WeakKeyDictionary[Hosted, Healer] = WeakKeyDictionary()
+        self._healers: WeakKeyDictionary[HostedGallery, Healer] = WeakKeyDictionary()
         # Held while a gallery's healer is made, which may wait for a network folder.
-        self._locks: WeakKeyDictionary[Hosted, threading.Lock] = WeakKeyDictionary()
-        self._trouble: WeakKeyDictionary[Hosted, float] = WeakKeyDictionary()
+        self._locks: WeakKeyDictionary[HostedGallery, threading.Lock] = WeakKeyDictionary()
+        self._trouble: WeakKeyDictionary[HostedGallery, float] = WeakKeyDictionary()
         # Replaced healers with batches that still run.
         self._replaced: list[Healer] = []
         # Sources that are being opened.
         self._opening: dict[HealingSource, Future[Items]] = {}
         self._past_cost = EmbeddingCost()
         self._stopping = threading.Event()
-        self._galleries: Callable[[], Iterable[Hosted]] = tuple
+        self._galleries: Callable[[], Iterable[HostedGallery]] = tuple
         self._thread = threading.Thread(target=self._run, name="healing", daemon=True)
 
     @contextlib.contextmanager
-    def running(self, galleries: Callable[[], Iterable[Hosted]]) -> Iterator[None]:
+    def running(self, galleries: Callable[[], Iterable[HostedGallery]]) -> Iterator[None]:
         """Re-embed in the background during a block; running batches are finished, unless their
         source hangs.
 
@@ -400,7 +408,7 @@ class Healing:
         """
         return HealingAnswerer(self, plain, space)
 
-    def is_complete(self, hosted: Hosted, space: str) -> bool:
+    def is_complete(self, hosted: HostedGallery, space: str) -> bool:
         """Tell whether a space has no migrated item left, as far as is known; called for each
         query.
 
@@ -409,7 +417,9 @@ class Healing:
         healer = self._healers.get(hosted)
         return healer is not None and healer.space == space and healer.is_complete
 
-    def find(self, questions: Sequence[Question], matches: Matches | None) -> list[QueryAnswer]:
+    def find(
+        self, questions: Sequence[EmbeddedQuery], matches: Matches | None
+    ) -> list[QueryAnswer]:
         """Answer questions in one space that is re-embedded.
 
         The migrated ones among the first hits are re-embedded first. The questions wait for that
@@ -437,7 +447,7 @@ class Healing:
             ConfigurationError: the database refuses the statement, as without rights.
         """
         hosted, part = questions[0].hosted, questions[0].parts[0]
-        healer = self._healer(hosted, part.query)
+        healer = self._healer(hosted, part.query_manifest)
         if healer is None:
             answers = find_nearest(questions, matches)
             return [rank_nearest(q, a) for q, a in zip(questions, answers, strict=True)]
@@ -452,7 +462,7 @@ class Healing:
         iterator = iter(results)
         return [pair if isinstance(pair, InvalidInputError) else next(iterator) for pair in pairs]
 
-    def progress(self, hosted: Hosted) -> HealingProgress | None:
+    def progress(self, hosted: HostedGallery) -> HealingProgress | None:
         """Report on a gallery; None if it has no source, or its healer is not ready.
 
         It may make the healer first, and wait up to two seconds for its source. A source that
@@ -466,9 +476,9 @@ class Healing:
             NotFoundError: the gallery is closed or deleted.
             ConfigurationError: the database refuses the statement, as without rights.
         """
-        if hosted.plan.heals is None:
+        if hosted.plan.reembedded_space is None:
             return None
-        healer = self._healer(hosted, hosted.plan.query)
+        healer = self._healer(hosted, hosted.plan.query_manifest)
         try:
             return None if healer is None else healer.progress()
         except NotFoundError:
@@ -490,9 +500,9 @@ class Healing:
             with contextlib.suppress(NobackfillError):
                 yield healer.progress()
 
-    def _healer(self, hosted: Hosted, manifest: Manifest) -> Healer | None:
+    def _healer(self, hosted: HostedGallery, manifest: Manifest) -> Healer | None:
         """Return the healer for a gallery's present space and source; None if there is none now."""
-        source = hosted.state(SOURCE)
+        source = hosted.state_value(SOURCE_KEY)
         if source is None or hosted.is_closing or time.monotonic() < self._trouble.get(hosted, 0.0):
             return None
         try:
@@ -516,7 +526,9 @@ class Healing:
                 return None
             return self._new(hosted, manifest, present_source)
 
-    def _new(self, hosted: Hosted, manifest: Manifest, source: HealingSource) -> Healer | None:
+    def _new(
+        self, hosted: HostedGallery, manifest: Manifest, source: HealingSource
+    ) -> Healer | None:
         """Make a gallery's healer, which replaces the last one; the caller holds the gallery's
         lock.
         """
@@ -536,7 +548,7 @@ class Healing:
         healer.close(0.0)
         return None
 
-    def _rest(self, hosted: Hosted, error: Exception) -> None:
+    def _rest(self, hosted: HostedGallery, error: Exception) -> None:
         """Log that a gallery's source cannot be used, and leave it alone for a while."""
         log.error(
             "cannot use the source of a gallery, so its items are not re-embedded; tried again "
@@ -589,7 +601,7 @@ class Healing:
                 del self._opening[source]
         return opening.result()
 
-    def _replace(self, hosted: Hosted) -> None:
+    def _replace(self, hosted: HostedGallery) -> None:
         """Retire a gallery's healer; the caller holds the lock."""
         if (healer := self._healers.pop(hosted, None)) is not None:
             self._replaced.append(healer)
@@ -634,9 +646,9 @@ class Healing:
         """Re-embed a few items of each gallery; returns the seconds of work if there may be
         more.
         """
-        seconds, healed = 0.0, set[Hosted]()
+        seconds, healed = 0.0, set[HostedGallery]()
         for hosted in self._galleries():
-            if hosted.plan.heals is None or self._stopping.is_set():
+            if hosted.plan.reembedded_space is None or self._stopping.is_set():
                 continue
             healed.add(hosted)
             began = time.monotonic()
@@ -646,15 +658,17 @@ class Healing:
                     seconds += time.monotonic() - began
         with self._lock:
             for hosted in list(self._healers):
-                if hosted not in healed and (hosted.is_closing or hosted.state(SOURCE) is None):
+                if hosted not in healed and (
+                    hosted.is_closing or hosted.state_value(SOURCE_KEY) is None
+                ):
                     self._replace(hosted)
         self._close_replaced()
         return seconds
 
-    def _heal_some(self, hosted: Hosted) -> bool:
+    def _heal_some(self, hosted: HostedGallery) -> bool:
         """Re-embed a few items of one gallery; tells whether there may be more."""
         with hosted.use_plan() as plan:
-            healer = self._healer(hosted, plan.query) if plan.heals else None
+            healer = self._healer(hosted, plan.query_manifest) if plan.reembedded_space else None
         if healer is None:
             return False
         has_more = False
@@ -665,7 +679,7 @@ class Healing:
         return has_more
 
 
-def _ledger(hosted: Hosted, space: str) -> HealingLedger:
+def _ledger(hosted: HostedGallery, space: str) -> HealingLedger:
     if isinstance(hosted, HostedInFile):
         return FileLedger(hosted.folder, hosted.store, space)
     # These imports need the extra `postgres`.

@@ -26,10 +26,10 @@ from nobackfill.server.embedding.embedding import Models
 from nobackfill.server.galleries.hosted import (
     NOTE,
     ROLLOUT,
-    UNUSABLE,
+    UNUSABLE_GALLERY_ERRORS,
     GalleryRegistry,
-    Hosted,
-    Level,
+    HostedGallery,
+    LockLevel,
     check_lock_order,
     hold_level,
 )
@@ -92,7 +92,7 @@ def roll_back_galleries(galleries: GalleryRegistry, active_release: int) -> dict
     for hosted in galleries.all():
         try:
             _return(hosted, active_release)
-        except UNUSABLE as error:
+        except UNUSABLE_GALLERY_ERRORS as error:
             log.error(
                 "a gallery that is ahead of the active release cannot return to it",
                 gallery=hosted.name,
@@ -102,12 +102,12 @@ def roll_back_galleries(galleries: GalleryRegistry, active_release: int) -> dict
     return errors
 
 
-def _return(hosted: Hosted, active: int) -> None:
+def _return(hosted: HostedGallery, active: int) -> None:
     state = {ROLLOUT: None, NOTE: None}
-    if hosted.spec().release > active:
+    if hosted.active_spec().release > active:
         hosted.store.rollback(leave_behind=True, state=state)
-    elif hosted.spec().release == active and any(map(hosted.state, state)):
-        hosted.remember(state)
+    elif hosted.active_spec().release == active and any(map(hosted.state_value, state)):
+        hosted.store_state(state)
 
 
 @contextmanager
@@ -218,9 +218,9 @@ def lagging_galleries(parts: RolloutParts) -> dict[str, str]:
         ConfigurationError: the database refuses the statement, as without rights.
     """
     return {
-        hosted.name: str(hosted.state(NOTE) or "its upgrade is running")
+        hosted.name: str(hosted.state_value(NOTE) or "its upgrade is running")
         for hosted in parts.galleries.all()
-        if hosted.spec().release != parts.state.current.active
+        if hosted.active_spec().release != parts.state.current.active
     }
 
 
@@ -244,7 +244,7 @@ def end_jobs(parts: RolloutParts, phase: Phase, message: str) -> None:
         ConfigurationError: the database refuses the statement, as without rights.
     """
     for hosted in parts.galleries.all():
-        why = str(hosted.state(NOTE) or "") if phase is Phase.DONE else message
+        why = str(hosted.state_value(NOTE) or "") if phase is Phase.DONE else message
         parts.upgrading.fail_job(hosted.name, why)
 
 
@@ -606,13 +606,16 @@ class Activations:
             CannotWriteError: the publication's verified metadata cannot be stored.
             ConfigurationError: the database refuses the statement, as without rights.
         """
-        check_lock_order(Level.RELEASES)
+        check_lock_order(LockLevel.RELEASES)
         if not self._lock.acquire(timeout=_LOCK_SECONDS):
             raise BusyError(
                 "a release is being activated, rolled back or retired; try again in a few seconds"
             )
         try:
-            with hold_level(Level.RELEASES), self._parts.state.block_other_gateways(_LOCK_SECONDS):
+            with (
+                hold_level(LockLevel.RELEASES),
+                self._parts.state.block_other_gateways(_LOCK_SECONDS),
+            ):
                 self._parts.state.catch_up()
                 yield
         finally:
@@ -859,7 +862,7 @@ class FirstActivation:
         newest = self._catalog.newest_release()
         # Only an operator retries a release that failed.
         attempted = newest if newest in self._state.current.failed else None
-        if newest is not None and attempted is None and self._models.ready():
+        if newest is not None and attempted is None and self._models.is_ready():
             attempted = newest if self._activate(newest) else None
         if self._state.current.active is None:
             threading.Thread(

@@ -10,9 +10,9 @@ from dataclasses import replace
 from nobackfill.errors import PreconditionError
 from nobackfill.release.routes import Route
 from nobackfill.server.catalog import Catalog
-from nobackfill.server.embedding.embedding import Embedding
-from nobackfill.server.galleries.hosted import GalleryRegistry, Hosted
-from nobackfill.server.galleries.plan import BOTH, SOURCE
+from nobackfill.server.embedding.embedding import EmbeddingService
+from nobackfill.server.galleries.hosted import GalleryRegistry, HostedGallery
+from nobackfill.server.galleries.plan import RANK_FUSION_KEY, SOURCE_KEY
 from nobackfill.server.healing.healer import HealingProgress
 from nobackfill.server.healing.healing import Healing
 from nobackfill.server.healing.registration import HealingSource
@@ -44,7 +44,7 @@ class GalleryOperations:
         catalog: Catalog,
         state: GatewayState,
         galleries: GalleryRegistry,
-        embedding: Embedding,
+        embedding: EmbeddingService,
         upgrading: GalleryUpgrades,
         activations: Activations,
         serving: PlanManager,
@@ -202,7 +202,7 @@ class GalleryOperations:
         with self._galleries.use_gallery(name) as hosted:
             self._upgrading.resume(name)
             behind = (
-                hosted.spec().space != active.space
+                hosted.active_spec().space != active.space
                 and self._activations.activating_release() is None
             )
             if not behind and images:
@@ -215,7 +215,7 @@ class GalleryOperations:
             self._activations.start_gallery(name, spare_cores)
         return self.upgrade_job(name)
 
-    def set_source(self, hosted: Hosted, source: HealingSource | None) -> None:
+    def set_source(self, hosted: HostedGallery, source: HealingSource | None) -> None:
         """Set or remove the source from which a gallery's items are re-embedded.
 
         A source is opened first, so that a wrong one changes nothing. Puts wait while the plan is
@@ -242,10 +242,10 @@ class GalleryOperations:
         if source is not None:
             self._healing.open(source, _OPEN_SECONDS)
         with hosted.write_lock.exclusive():
-            hosted.remember({SOURCE: None if source is None else source.to_state()})
+            hosted.store_state({SOURCE_KEY: None if source is None else source.to_state()})
             self._serving.replan_gallery(hosted)
 
-    def set_rank_fusion(self, hosted: Hosted, enabled: bool) -> None:
+    def set_rank_fusion(self, hosted: HostedGallery, enabled: bool) -> None:
         """Set whether the previous model helps to rank migrated items.
 
         It does so only while its space exists and the release has weights for it.
@@ -268,7 +268,7 @@ class GalleryOperations:
             LockOrderError: the thread holds a lock that comes later.
         """
         with hosted.write_lock.exclusive():
-            hosted.remember({BOTH: enabled or None})
+            hosted.store_state({RANK_FUSION_KEY: enabled or None})
             self._serving.replan_gallery(hosted)
 
     def reembedding_progress(self, name: str) -> HealingProgress | None:
@@ -331,13 +331,13 @@ class GalleryOperations:
         with self._galleries.use_gallery(name) as hosted:
             return self._job(hosted)
 
-    def _job(self, hosted: Hosted) -> Job:
+    def _job(self, hosted: HostedGallery) -> Job:
         # Read this first: a job ends before its activation does.
         running = self._activations.activating_release() is not None
         job = self._upgrading.job(hosted.name)
         if job is None:
             # No upgrade has run since the start.
-            release = hosted.spec().release
+            release = hosted.active_spec().release
             job = Job(hosted.name, release, release, JobState.DONE)
         if not job.is_over and not running:
             job = replace(job, state=JobState.FAILED, message="its activation has ended")

@@ -7,7 +7,7 @@ import structlog
 
 from nobackfill.errors import PreconditionError
 from nobackfill.gallery.spec import SpaceInfo
-from nobackfill.server.galleries.hosted import GalleryRegistry, Hosted
+from nobackfill.server.galleries.hosted import GalleryRegistry, HostedGallery
 from nobackfill.server.rollout.activation import Activations, lock_writes, roll_back_galleries
 from nobackfill.server.serving import PlanManager
 from nobackfill.server.state import GatewayState, State
@@ -173,7 +173,9 @@ class Rollbacks:
             state, active = self._state.current, self._state.active_release()
             galleries = self._galleries
             used = {
-                part.query.release for hosted in galleries.all() for part in hosted.plan.parts
+                part.query_manifest.release
+                for hosted in galleries.all()
+                for part in hosted.plan.parts
             } | {active}
             present = {
                 info.spec.release for hosted in galleries.all() for info in hosted.store.spaces()
@@ -259,7 +261,7 @@ def _target(state: State) -> int:
     return state.previous[-1]
 
 
-def _space_of(hosted: Hosted, target: int) -> SpaceInfo | None:
+def _space_of(hosted: HostedGallery, target: int) -> SpaceInfo | None:
     """Return the space that would answer in a gallery; None if the gallery does not change."""
     infos = hosted.store.spaces()
     active = next(info for info in infos if info.state == "active")

@@ -25,8 +25,8 @@ from nobackfill.server.canary.canaries import Canaries
 from nobackfill.server.canary.comparison import CanaryState
 from nobackfill.server.catalog import Catalog
 from nobackfill.server.embedding.embedding import Models
-from nobackfill.server.galleries.hosted import NOTE, ROLLOUT, GalleryRegistry, Hosted
-from nobackfill.server.galleries.plan import CANARY, direct_part, old_model_part, own_part
+from nobackfill.server.galleries.hosted import NOTE, ROLLOUT, GalleryRegistry, HostedGallery
+from nobackfill.server.galleries.plan import CANARY_KEY, direct_part, old_model_part, own_part
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.serving import PlanManager
 from nobackfill.server.state import (
@@ -249,13 +249,13 @@ def check_golden_probes(folder: Path, manifest: Manifest, models: Models) -> Non
     """
 
     def embed(images: Images) -> Vectors:
-        return models.embed(manifest, images)
+        return models.embed_images(manifest, images)
 
     def read(texts: Sequence[str], role: TextRole) -> Vectors:
-        return models.texts(manifest, texts, role)
+        return models.embed_texts(manifest, texts, role)
 
     def side(images: Images) -> Vectors:
-        vectors = models.side(manifest, images)
+        vectors = models.compute_side(manifest, images)
         assert vectors is not None, "only releases with a side encoder get here"
         return vectors
 
@@ -371,7 +371,7 @@ class Rollout:
                 f"previous release ({gate.detail}); activate another release"
             )
         folder = catalog.verify_files(number)
-        sources = {hosted.spec().release for hosted in self._parts.galleries.all()}
+        sources = {hosted.active_spec().release for hosted in self._parts.galleries.all()}
         self._parts.upgrading.trials.try_release_models(
             manifest, sources, self._run.raise_if_cancelled
         )
@@ -383,9 +383,9 @@ class Rollout:
         """
         models = self._parts.models
         self._run.add_event(Phase.LOADING)
-        if not models.ready():
+        if not models.is_ready():
             self._run.add_event(Phase.LOADING, message="waiting for the model server")
-        while not models.ready():
+        while not models.is_ready():
             self._run.cancelled.wait(0.2)
             self._run.raise_if_cancelled()
         models.load(manifest)
@@ -399,7 +399,7 @@ class Rollout:
             # The models did not crash the gateway: a later crash has another cause.
             self._transact(lambda: self._parts.state.revise(resume_count_reset))
 
-    def _upgrade_all(self, manifest: Manifest) -> list[Hosted]:
+    def _upgrade_all(self, manifest: Manifest) -> list[HostedGallery]:
         """Fill the release's space in every gallery that has a route to it.
 
         Returns:
@@ -413,14 +413,14 @@ class Rollout:
         self._run.add_event(Phase.UPGRADING, 0, self._total)
         return [hosted for hosted in movable if self._upgrade_gallery(hosted, manifest)]
 
-    def _sort_galleries(self, manifest: Manifest) -> list[Hosted]:
+    def _sort_galleries(self, manifest: Manifest) -> list[HostedGallery]:
         """Return the galleries that have a route to the release; the others get a note with the
         reason.
         """
         movable = []
         is_direct = self._record.rollout == "direct"
         for hosted in self._parts.galleries.all():
-            spec = hosted.spec()
+            spec = hosted.active_spec()
             if spec.space == manifest.space or self._record.only not in (None, hosted.name):
                 continue
             if (
@@ -433,28 +433,31 @@ class Rollout:
                     f"no upgrade leads from release {spec.release} to {manifest.release} "
                     "with the side-information that the gallery has"
                 )
-                hosted.remember({NOTE: note})
+                hosted.store_state({NOTE: note})
         return movable
 
-    def _stage(self, movable: list[Hosted], manifest: Manifest) -> None:
+    def _stage(self, movable: list[HostedGallery], manifest: Manifest) -> None:
         """Begin the new space in each gallery: from now on puts are embedded for both releases."""
         for hosted in movable:
-            old = self._parts.catalog.manifest(hosted.spec().release)
+            old = self._parts.catalog.manifest(hosted.active_spec().release)
             self._refuse_rollout(manifest, old)
         for hosted in movable:
-            if hosted.plan.query.release == manifest.release or hosted.plan.canary is not None:
+            if (
+                hosted.plan.query_manifest.release == manifest.release
+                or hosted.plan.canary_part is not None
+            ):
                 # An earlier activation has begun this space; continue with it.
                 continue
             present = {info.spec.space for info in hosted.spaces()}
             if self._record.rollout != "cutover" and manifest.space in present:
-                hosted.expect(manifest.space)
+                hosted.prepare_space(manifest.space)
             with hosted.write_lock.exclusive():
                 self._transact(partial(self._begin, hosted, manifest))
                 self._parts.serving.replan_gallery(hosted)
 
-    def _begin(self, hosted: Hosted, manifest: Manifest) -> None:
+    def _begin(self, hosted: HostedGallery, manifest: Manifest) -> None:
         hosted.store.add_staging_space(SpaceSpec.of(manifest))
-        hosted.remember({ROLLOUT: self._record.rollout, NOTE: None})
+        hosted.store_state({ROLLOUT: self._record.rollout, NOTE: None})
 
     def _refuse_rollout(self, new: Manifest, old: Manifest) -> None:
         rollout = self._record.rollout
@@ -475,30 +478,32 @@ class Rollout:
                 f"those of release {old.release}; use --rollout cutover"
             )
 
-    def _upgrade_gallery(self, hosted: Hosted, manifest: Manifest) -> bool:
+    def _upgrade_gallery(self, hosted: HostedGallery, manifest: Manifest) -> bool:
         """Upgrade one gallery's vectors.
 
         Returns:
             True if every item has a vector in the new space; else the gallery gets a note.
         """
         if self._parts.upgrading.best_route(hosted, manifest.release) is None:
-            hosted.remember({NOTE: "searched directly: no upgrade was published for its release"})
+            hosted.store_state(
+                {NOTE: "searched directly: no upgrade was published for its release"}
+            )
             return False
         done = self._done
         missing = self._upgrade(hosted, manifest)
         self._done = done + hosted.store.count() - missing
         if missing:
             note = _missing_note(missing, hosted)
-            hosted.remember({NOTE: note})
+            hosted.store_state({NOTE: note})
             self._parts.upgrading.finish_job(hosted.name, JobState.FAILED, note)
             return False
         self._parts.upgrading.finish_job(hosted.name, JobState.INDEXING)
-        hosted.make_ready(manifest.space, self._run.raise_if_cancelled)
+        hosted.build_first_index(manifest.space, self._run.raise_if_cancelled)
         if self._record.rollout != "cutover":
             self._flip([hosted], manifest, active=False)
         return True
 
-    def _upgrade(self, hosted: Hosted, manifest: Manifest) -> int:
+    def _upgrade(self, hosted: HostedGallery, manifest: Manifest) -> int:
         """Run a gallery's upgrade to its end, over pauses.
 
         Returns:
@@ -528,13 +533,13 @@ class Rollout:
         self._transact(lambda: self._parts.serving.record_activation(manifest, seconds))
         self._parts.serving.replan_all()
 
-    def _start_canary(self, upgraded: list[Hosted], manifest: Manifest) -> None:
+    def _start_canary(self, upgraded: list[HostedGallery], manifest: Manifest) -> None:
         """Start the canary: a share of the queries is answered in the new space of these
         galleries.
         """
         for hosted in upgraded:
             with hosted.write_lock.exclusive():
-                hosted.remember({ROLLOUT: CANARY})
+                hosted.store_state({ROLLOUT: CANARY_KEY})
                 self._parts.serving.replan_gallery(hosted)
             note = f"release {manifest.release} runs as a canary; it is not active yet"
             self._parts.upgrading.finish_job(hosted.name, JobState.DONE, note)
@@ -592,11 +597,11 @@ class Rollout:
                 f"the canary stopped, so the former release answers all callers: {reason}"
             )
 
-    def _switch_galleries(self, upgraded: list[Hosted], manifest: Manifest) -> None:
+    def _switch_galleries(self, upgraded: list[HostedGallery], manifest: Manifest) -> None:
         self._run.add_event(Phase.SWITCHING, self._done, self._total)
         self._flip(upgraded, manifest, active=True)
 
-    def _flip(self, upgraded: list[Hosted], manifest: Manifest, *, active: bool) -> None:
+    def _flip(self, upgraded: list[HostedGallery], manifest: Manifest, *, active: bool) -> None:
         """Make the new space the active one in all of these galleries at once.
 
         Puts wait during the flip. Items that were put only in the old space since the upgrade are
@@ -608,7 +613,7 @@ class Rollout:
             active: also make the release the active one.
         """
 
-        def switch() -> list[Hosted]:
+        def switch() -> list[HostedGallery]:
             flipped = [hosted for hosted in upgraded if self._is_complete(hosted, manifest)]
             for hosted in flipped:
                 hosted.store.flip(manifest.space, state={ROLLOUT: None, NOTE: None})
@@ -628,12 +633,12 @@ class Rollout:
                 self._parts.upgrading.finish_job(hosted.name, JobState.DONE)
         self._parts.serving.retire_plans(old)
 
-    def _is_complete(self, hosted: Hosted, manifest: Manifest) -> bool:
+    def _is_complete(self, hosted: HostedGallery, manifest: Manifest) -> bool:
         """Upgrade a gallery's last items, and tell whether its new space is complete.
 
         The caller holds the write lock. False also if the gallery has flipped already.
         """
-        if hosted.spec().space == manifest.space:
+        if hosted.active_spec().space == manifest.space:
             return False
         # In a shared database this makes the other gateways' puts wait.
         hosted.store.add_staging_space(SpaceSpec.of(manifest))
@@ -646,7 +651,7 @@ class Rollout:
             self._run.raise_if_cancelled()
         missing = hosted.store.count_left_behind(manifest.space)
         if missing:
-            hosted.remember({NOTE: _missing_note(missing, hosted)})
+            hosted.store_state({NOTE: _missing_note(missing, hosted)})
         return not missing
 
     def _transact(self, work: Callable[[], Result]) -> Result:
@@ -656,8 +661,8 @@ class Rollout:
 
 def _can_merge(new: Manifest, old: Manifest) -> bool:
     """Tell whether hits of both spaces can be ranked together: every origin needs a calibration."""
-    return bool(old_model_part(new, old).curves) and {"native", "upgraded"} <= set(
-        own_part(new).curves
+    return bool(old_model_part(new, old).score_curves) and {"native", "upgraded"} <= set(
+        own_part(new).score_curves
     )
 
 
@@ -665,13 +670,13 @@ def _merges_adapted(new: Manifest, old: Manifest) -> bool:
     """Tell whether hits through a query adapter can be ranked with new ones: distances of two
     spaces do not compare, so every origin needs a calibration."""
     origins = {"native", "upgraded"} if new.upgrades else {"native"}
-    return bool(direct_part(new, old).curves) and origins <= set(own_part(new).curves)
+    return bool(direct_part(new, old).score_curves) and origins <= set(own_part(new).score_curves)
 
 
-def _missing_note(items: int, hosted: Hosted) -> str:
+def _missing_note(items: int, hosted: HostedGallery) -> str:
     """Explain why a gallery cannot move: some items lack a vector or side-information."""
     return (
-        f"{items} items have no vector in release {hosted.spec().release} with the "
+        f"{items} items have no vector in release {hosted.active_spec().release} with the "
         "side-information that the upgrade needs, so the gallery stays with that release; put "
         "their images again, or publish an upgrade without side-information (texts have none)"
     )

@@ -306,7 +306,7 @@ class TritonModels:
         self._keep(manifest)
         log.info("loaded in Triton", release=manifest.release)
 
-    def want(self, manifest: Manifest) -> None:
+    def load_when_ready(self, manifest: Manifest) -> None:
         """Load a release now, or as soon as the model server is there; never wait for it to answer.
 
         If Triton answers, this loads the models at once, for at most about 120 s each. A Triton
@@ -377,7 +377,7 @@ class TritonModels:
             with self._lock:
                 self._leftover.discard(name)
 
-    def embed(self, manifest: Manifest, images: Images) -> Vectors:
+    def embed_images(self, manifest: Manifest, images: Images) -> Vectors:
         """Embed images.
 
         It waits at most until the call's deadline. Any thread may call it, and the release need not
@@ -403,7 +403,7 @@ class TritonModels:
         vectors = self._run(embedder_model(manifest.release), {"image": images}, "embedding")
         return _check_output(vectors, spec.dim, unit=spec.unit)
 
-    def texts(self, manifest: Manifest, texts: Sequence[str], role: TextRole) -> Vectors:
+    def embed_texts(self, manifest: Manifest, texts: Sequence[str], role: TextRole) -> Vectors:
         """Embed texts.
 
         Args:
@@ -437,7 +437,7 @@ class TritonModels:
         vectors = self._run(name, reader.tokenize(texts, role), "embedding")
         return _check_output(vectors, spec.dim, unit=spec.unit)
 
-    def side(self, manifest: Manifest, images: Images) -> Vectors | None:
+    def compute_side(self, manifest: Manifest, images: Images) -> Vectors | None:
         """Compute the side-information of images.
 
         It waits at most until the call's deadline.
@@ -461,7 +461,7 @@ class TritonModels:
         vectors = self._run(name, {"image": images}, "side")
         return _check_output(vectors, manifest.side_encoder.dim, unit=False)
 
-    def ready(self) -> bool:
+    def is_ready(self) -> bool:
         """Tell whether images can be embedded now, by the last probe of Triton; does not wait."""
         return self._up.is_set()
 

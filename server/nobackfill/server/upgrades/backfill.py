@@ -9,14 +9,14 @@ import numpy as np
 from nobackfill.errors import InvalidInputError, PreconditionError, join_few
 from nobackfill.gallery.sqlite_file import StoredItem
 from nobackfill.release.manifest import Manifest
-from nobackfill.server.embedding.embedding import LARGEST_BATCH, Embedding
-from nobackfill.server.galleries.hosted import Hosted
+from nobackfill.server.embedding.embedding import LARGEST_BATCH, EmbeddingService
+from nobackfill.server.galleries.hosted import HostedGallery
 from nobackfill.vectors import Vectors
 
 
 def backfill(
-    hosted: Hosted,
-    embedding: Embedding,
+    hosted: HostedGallery,
+    embedding: EmbeddingService,
     images: Mapping[str, bytes],
     budget: int,
     on_batch: Callable[[int], None],
@@ -50,15 +50,15 @@ def backfill(
         ConfigurationError: the database refuses the statement, as without rights.
     """
     with hosted.use_plan() as plan:
-        manifest = plan.parts[-1].query
-        if manifest.space != hosted.spec().space:
+        manifest = plan.parts[-1].query_manifest
+        if manifest.space != hosted.active_spec().space:
             raise PreconditionError(
                 f"gallery {hosted.name!r} is being upgraded, so its items cannot be re-embedded "
                 "now; send the images again when `gateway watch` shows that the upgrade is done"
             )
         items = hosted.store.find_migrated(manifest.space, list(images))[: budget or None]
         reasons = list[str]()
-        with embedding.decoding.batch([images[item.id] for item in items]):
+        with embedding.decoder.admit_batch([images[item.id] for item in items]):
             for start in range(0, len(items), LARGEST_BATCH):
                 batch = items[start : start + LARGEST_BATCH]
                 contents = [images[item.id] for item in batch]
@@ -73,8 +73,8 @@ def backfill(
 
 
 def re_embed_images(
-    hosted: Hosted,
-    embedding: Embedding,
+    hosted: HostedGallery,
+    embedding: EmbeddingService,
     manifest: Manifest,
     items: Sequence[StoredItem],
     images: Sequence[bytes],
@@ -111,13 +111,13 @@ def re_embed_images(
         ConfigurationError: the database refuses the statement, as without rights.
     """
     size, decoded_items = manifest.frame, []
-    for item, decoded in zip(items, embedding.decoding.each(images, [size]), strict=True):
+    for item, decoded in zip(items, embedding.decoder.decode_each(images, [size]), strict=True):
         if isinstance(decoded, InvalidInputError):
             reasons.append(f"{item.id}: {decoded}")
         else:
             decoded_items.append((item, decoded[size]))
     rows_of = []
-    rows = embedding.rows(manifest, [pixels for _, pixels in decoded_items])
+    rows = embedding.embed_each(manifest, [pixels for _, pixels in decoded_items])
     for (item, pixels), row in zip(decoded_items, rows, strict=True):
         if isinstance(row, InvalidInputError):
             reasons.append(f"{item.id}: {row}")
@@ -126,12 +126,12 @@ def re_embed_images(
     if not rows_of:
         return []
     labels, pictures, vectors = zip(*rows_of, strict=True)
-    return _replace(hosted, manifest, labels, vectors, embedding.sides(manifest, pictures))
+    return _replace(hosted, manifest, labels, vectors, embedding.compute_side(manifest, pictures))
 
 
 def re_embed_texts(
-    hosted: Hosted,
-    embedding: Embedding,
+    hosted: HostedGallery,
+    embedding: EmbeddingService,
     manifest: Manifest,
     items: Sequence[StoredItem],
     texts: Sequence[str],
@@ -167,7 +167,7 @@ def re_embed_texts(
         ConfigurationError: the database refuses the statement, as without rights.
     """
     good = []
-    rows = embedding.text_rows(manifest, texts, "document")
+    rows = embedding.embed_each_text(manifest, texts, "document")
     for item, row in zip(items, rows, strict=True):
         if isinstance(row, InvalidInputError):
             reasons.append(f"{item.id}: {row}")
@@ -180,7 +180,7 @@ def re_embed_texts(
 
 
 def _replace(
-    hosted: Hosted, manifest: Manifest, labels: Sequence[int], vectors: Sequence[Vectors],
+    hosted: HostedGallery, manifest: Manifest, labels: Sequence[int], vectors: Sequence[Vectors],
     side: Vectors | None,
 ) -> list[int]:  # fmt: skip
     written = hosted.store.write_vectors(

@@ -10,8 +10,8 @@ import numpy as np
 from nobackfill.errors import InvalidInputError, ReleaseRetiredError
 from nobackfill.gallery.listing import MetadataGroup
 from nobackfill.gallery.spec import MetadataValue
-from nobackfill.server.galleries.answering import Searching
-from nobackfill.server.galleries.hosted import Hosted
+from nobackfill.server.galleries.answering import GallerySearcher
+from nobackfill.server.galleries.hosted import HostedGallery
 from nobackfill.server.galleries.plan import Plan
 
 # Items used as queries, divided evenly among the groups; more groups than this are refused.
@@ -46,7 +46,9 @@ class Subgroup:
 _Query = Mapping[str, bytes]
 
 
-def measure_subgroups(hosted: Hosted, searching: Searching, key: str) -> list[Subgroup]:
+def measure_subgroups(
+    hosted: HostedGallery, searching: GallerySearcher, key: str
+) -> list[Subgroup]:
     """Measure the quality for every value of a key, the worst first.
 
     Probes are stored vectors, about 2000 in total, at equal distances in each group. They are
@@ -73,7 +75,7 @@ def measure_subgroups(hosted: Hosted, searching: Searching, key: str) -> list[Su
         ConfigurationError: the database refuses the statement, as without rights.
     """
     plan = hosted.plan
-    groups = hosted.store.group_by_value(key, plan.query.space)
+    groups = hosted.store.group_by_value(key, plan.query_manifest.space)
     if not 0 < len(groups) <= _MAX_GROUPS:
         raise InvalidInputError(
             f"metadata key {key[:64]!r} has {len(groups)} values in gallery {hosted.name!r}; "
@@ -88,18 +90,18 @@ class _Measurement:
     """Measure one gallery, with at most `most` probes for each group."""
 
     def __init__(
-        self, hosted: Hosted, searching: Searching, key: str, plan: Plan, limit: int
+        self, hosted: HostedGallery, searching: GallerySearcher, key: str, plan: Plan, limit: int
     ) -> None:
         self._hosted = hosted
         self._searching = searching
         self._key = key
         self._limit = limit
-        self._present = {part.query.space for part in plan.parts}
+        self._present = {part.query_manifest.space for part in plan.parts}
         # The newest older release whose space is kept.
         older = {
             part.release: space
             for space, part in plan.single_parts.items()
-            if part.release < plan.query.release
+            if part.release < plan.query_manifest.release
         }
         self._previous = {older[max(older)]} if older else set[str]()
 
@@ -145,7 +147,9 @@ class _Measurement:
         for start in range(0, len(labels), _BATCH):
             batch = slice(start, start + _BATCH)
             try:
-                answers = self._searching.batch(self._hosted, queries[batch], 2, None, heal=False)
+                answers = self._searching.search_batch(
+                    self._hosted, queries[batch], 2, None, reembed=False
+                )
             except ReleaseRetiredError:
                 return None
             for label, answer in zip(labels[batch], answers, strict=True):

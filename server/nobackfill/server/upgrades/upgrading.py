@@ -31,8 +31,8 @@ from nobackfill.release.models import CHUNK
 from nobackfill.release.routes import Route, RouteRunner, open_route, plan_route
 from nobackfill.release.trial import try_release
 from nobackfill.server.catalog import Catalog, ChangeCounter
-from nobackfill.server.galleries.hosted import Hosted
-from nobackfill.server.galleries.hosted_file import SMALL, HostedInFile
+from nobackfill.server.galleries.hosted import HostedGallery
+from nobackfill.server.galleries.hosted_file import SMALL_GALLERY, HostedInFile
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.state import GatewayState
 
@@ -189,7 +189,7 @@ class UpgradeCost:
 
 
 def estimate_cost(
-    hosted: Hosted, open_runner: Callable[[], Runner], target: SpaceSpec, throttle: Throttle
+    hosted: HostedGallery, open_runner: Callable[[], Runner], target: SpaceSpec, throttle: Throttle
 ) -> UpgradeCost:
     """Estimate an upgrade from a few items, on a machine as busy as it is now.
 
@@ -220,13 +220,15 @@ def estimate_cost(
     """
     runner, opening = _timed(open_runner)
     _, measuring = _timed(
-        lambda: neighbours_kept(hosted.store.sample_pairs, hosted.spec(), hosted.spec())
+        lambda: neighbours_kept(
+            hosted.store.sample_pairs, hosted.active_spec(), hosted.active_spec()
+        )
     )
     estimate = hosted.store.estimate_upgrade(runner, target)
     count = hosted.store.count() - estimate.left_behind
     vectors = 4 * target.dim * count
     is_file = isinstance(hosted, HostedInFile)
-    links = _ELEMENT_BYTES * count if is_file and count >= SMALL else 0
+    links = _ELEMENT_BYTES * count if is_file and count >= SMALL_GALLERY else 0
     chunks = math.ceil(estimate.items / CHUNK)
     upgrading = estimate.seconds + measuring * min(chunks, MEASUREMENTS)
     inherited, built = _index_seconds(hosted, target, count)
@@ -242,11 +244,11 @@ def estimate_cost(
     )
 
 
-def _index_seconds(hosted: Hosted, target: SpaceSpec, count: int) -> tuple[float, float]:
+def _index_seconds(hosted: HostedGallery, target: SpaceSpec, count: int) -> tuple[float, float]:
     """Return the seconds until the new space has an index, and then until it has one of its own."""
-    if count < SMALL or not isinstance(hosted, HostedInFile):
+    if count < SMALL_GALLERY or not isinstance(hosted, HostedInFile):
         return 0.0, 0.0
-    spec = hosted.spec()
+    spec = hosted.active_spec()
     labels, vectors, _ = hosted.store.sample_pairs(spec.space, spec.space, _SAMPLE)
     _, seconds = _timed(lambda: hnsw.build_index(spec, labels, vectors))
     # The depth of a graph grows with the logarithm of its size, and each insertion walks down.
@@ -361,7 +363,9 @@ class GalleryUpgrades:
         self.trials = ModelTrials(catalog)
         self.changes = ChangeCounter()
 
-    def best_route(self, hosted: Hosted, target: int, *, is_direct: bool = False) -> Route | None:
+    def best_route(
+        self, hosted: HostedGallery, target: int, *, is_direct: bool = False
+    ) -> Route | None:
         """Return the best route from a gallery's active space to a release; None without one.
 
         A release that is withdrawn is not used, except the source itself. Nothing is opened. The
@@ -379,7 +383,7 @@ class GalleryUpgrades:
             CannotWriteError: the file cannot be opened, or the disk fails.
             ConfigurationError: the database refuses the statement, as without rights.
         """
-        spec = hosted.spec()
+        spec = hosted.active_spec()
         space = spec.space if is_direct else None
         return self._route(spec.release, target, spec.side_space, space)
 
@@ -392,7 +396,7 @@ class GalleryUpgrades:
         return plan_route(usable, source, target, side, directly=is_direct)
 
     def estimate_upgrade(
-        self, hosted: Hosted, target: Manifest, spare_cores: float
+        self, hosted: HostedGallery, target: Manifest, spare_cores: float
     ) -> tuple[UpgradeCost, Route]:
         """Estimate an upgrade from a few items.
 
@@ -435,7 +439,7 @@ class GalleryUpgrades:
 
     def run_upgrade(
         self,
-        hosted: Hosted,
+        hosted: HostedGallery,
         target: Manifest,
         spare_cores: float,
         should_stop: Callable[[], bool],
@@ -479,7 +483,7 @@ class GalleryUpgrades:
             ConfigurationError: the database refuses the statement, as without rights.
         """
         route = self._need_route(hosted, target.release)
-        source, spec = hosted.spec(), SpaceSpec.of(target)
+        source, spec = hosted.active_spec(), SpaceSpec.of(target)
         throttle, workers = Throttle(spare_cores), None if in_this_thread else self._workers
         total = hosted.store.count()
         state = self._first_state(hosted.name)
@@ -670,7 +674,7 @@ class GalleryUpgrades:
             return None if saved is None else job_from_json(saved)
         return self._jobs.get(gallery)
 
-    def expect_upgrade(self, hosted: Hosted, release: int) -> None:
+    def expect_upgrade(self, hosted: HostedGallery, release: int) -> None:
         """Replace a gallery's job, because an activation has begun that will upgrade it.
 
         It does nothing if the gallery's active space is of the release. The job begins as RUNNING,
@@ -683,7 +687,7 @@ class GalleryUpgrades:
             VerificationError: the store is damaged.
             ConfigurationError: the database refuses the statement, as without rights.
         """
-        source = hosted.spec().release
+        source = hosted.active_spec().release
         if source != release:
             self._set(Job(hosted.name, source, release, self._first_state(hosted.name)))
 
@@ -725,7 +729,7 @@ class GalleryUpgrades:
         """
         self._change_state(gallery, JobState.FAILED, message)
 
-    def count_re_embedded(self, hosted: Hosted, count: int) -> None:
+    def count_re_embedded(self, hosted: HostedGallery, count: int) -> None:
         """Count re-embedded items, and measure the kept neighbours again.
 
         The job is saved for other gateways. Without a job, one that is done begins. Calls for one
@@ -746,7 +750,7 @@ class GalleryUpgrades:
             ConfigurationError: the database refuses the statement.
         """
         spec, older = (
-            hosted.spec(),
+            hosted.active_spec(),
             [info for info in hosted.store.spaces() if info.state == "previous"],
         )
         job = self.job(hosted.name) or Job(hosted.name, spec.release, spec.release, JobState.DONE)
@@ -755,23 +759,25 @@ class GalleryUpgrades:
             previous = max(older, key=lambda info: info.activated)
             self._report_neighbours(hosted, previous.spec, spec)
 
-    def _measure(self, hosted: Hosted, source: SpaceSpec, target: SpaceSpec) -> float | None:
+    def _measure(self, hosted: HostedGallery, source: SpaceSpec, target: SpaceSpec) -> float | None:
         share = neighbours_kept(hosted.store.sample_pairs, source, target)
         self._update(hosted.name, neighbours_kept=share)
         return share
 
-    def _report_neighbours(self, hosted: Hosted, source: SpaceSpec, target: SpaceSpec) -> None:
+    def _report_neighbours(
+        self, hosted: HostedGallery, source: SpaceSpec, target: SpaceSpec
+    ) -> None:
         share = self._measure(hosted, source, target)
         if share is not None:
             self._metrics.neighbours_kept.labels(str(target.release)).set(share)
 
-    def _need_route(self, hosted: Hosted, target: int) -> Route:
+    def _need_route(self, hosted: HostedGallery, target: int) -> Route:
         route = self.best_route(hosted, target)
         if route is None:
             raise PreconditionError(
-                f"gallery {hosted.name!r}: no upgrade leads from release {hosted.spec().release} "
-                f"to {target} with the side-information that the gallery has; publish such an "
-                "upgrade, or put the images again"
+                f"gallery {hosted.name!r}: no upgrade leads from release "
+                f"{hosted.active_spec().release} to {target} with the side-information that the "
+                "gallery has; publish such an upgrade, or put the images again"
             )
         return route
 

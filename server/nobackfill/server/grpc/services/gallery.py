@@ -16,10 +16,15 @@ from nobackfill.gallery.edits import Selection
 from nobackfill.gallery.filters import check_filter
 from nobackfill.gallery.listing import ListingPlace
 from nobackfill.gallery.sqlite_file import StoredItem
-from nobackfill.server.galleries.hosted import CREATED, NOTE, GalleryRegistry, Hosted
+from nobackfill.server.galleries.hosted import CREATED_KEY, NOTE, GalleryRegistry, HostedGallery
 from nobackfill.server.galleries.indexing import count_index
-from nobackfill.server.galleries.item_writer import BareVectors, ItemWriter, Put, Quotas
-from nobackfill.server.galleries.plan import BOTH, SOURCE
+from nobackfill.server.galleries.item_writer import (
+    ExternalVectors,
+    ItemWriter,
+    NewItem,
+    TokenQuotas,
+)
+from nobackfill.server.galleries.plan import RANK_FUSION_KEY, SOURCE_KEY
 from nobackfill.server.grpc import context
 from nobackfill.server.grpc.context import Role, current, without_folders
 from nobackfill.server.grpc.rpc import LARGEST_COUNT
@@ -48,7 +53,7 @@ PAGE_BYTES = 1 << 20
 _READ = 50
 
 
-def get(hosted: Hosted, name: str) -> pb.GetItemResponse:
+def get(hosted: HostedGallery, name: str) -> pb.GetItemResponse:
     """Read an item: its metadata, its spaces, and the origin of its vector in the active space.
 
     Without a vector there, origin and uncertainty stay unset.
@@ -72,14 +77,14 @@ def get(hosted: Hosted, name: str) -> pb.GetItemResponse:
             f"gallery {hosted.name!r} has no item with the id {name[:80]!r}; ListItems lists its "
             "items"
         )
-    item = hosted.store.items([entry.label], hosted.spec().space)[0] or entry
+    item = hosted.store.items([entry.label], hosted.active_spec().space)[0] or entry
     response = pb.GetItemResponse(id=item.id, spaces=hosted.spaces_of(item.label))
     to_metadata(item.metadata, None, response.metadata)
     _fill_vector(item, response)
     return response
 
 
-def page(hosted: Hosted, request: pb.ListItemsRequest) -> pb.ListItemsResponse:
+def page(hosted: HostedGallery, request: pb.ListItemsRequest) -> pb.ListItemsResponse:
     """List a page of items, in the order in which they were put, or the least certain first.
 
     A page ends after DEFAULT_PAGE (100) items if the request has no page size, or early once it has
@@ -127,7 +132,7 @@ def page(hosted: Hosted, request: pb.ListItemsRequest) -> pb.ListItemsResponse:
     while remaining > 0:
         context.current().check()
         listed, place = hosted.store.list_page(
-            hosted.spec().space,
+            hosted.active_spec().space,
             min(remaining, _READ),
             start_after=place,
             matches=matches,
@@ -148,7 +153,7 @@ def page(hosted: Hosted, request: pb.ListItemsRequest) -> pb.ListItemsResponse:
     return response
 
 
-def count(hosted: Hosted, filtered: types.Filter) -> int:
+def count(hosted: HostedGallery, filtered: types.Filter) -> int:
     """Count the items that pass a filter; all items without a condition, with or without a vector.
 
     Args:
@@ -168,7 +173,7 @@ def count(hosted: Hosted, filtered: types.Filter) -> int:
     return hosted.store.count() if conditions is None else len(hosted.filtering.passing(conditions))
 
 
-def delete(hosted: Hosted, request: pb.DeleteItemsRequest) -> int:
+def delete(hosted: HostedGallery, request: pb.DeleteItemsRequest) -> int:
     """Delete items by ids or by a filter, durably, in several transactions.
 
     Items that were deleted before an error stay deleted. Unknown ids are skipped; without ids and
@@ -199,7 +204,7 @@ def delete(hosted: Hosted, request: pb.DeleteItemsRequest) -> int:
     )
 
 
-def set_metadata(hosted: Hosted, request: pb.SetMetadataRequest) -> int:
+def set_metadata(hosted: HostedGallery, request: pb.SetMetadataRequest) -> int:
     """Change the metadata of items by ids or by a filter, durably, in several transactions.
 
     Other keys stay as they are. Items that were changed before an error stay changed. Unknown ids
@@ -242,7 +247,7 @@ def set_metadata(hosted: Hosted, request: pb.SetMetadataRequest) -> int:
 
 
 def _select_items(
-    hosted: Hosted, request: pb.DeleteItemsRequest | pb.SetMetadataRequest
+    hosted: HostedGallery, request: pb.DeleteItemsRequest | pb.SetMetadataRequest
 ) -> Selection:
     if not request.HasField("filter"):
         if len(request.ids) > LARGEST_CHANGE:
@@ -354,7 +359,7 @@ class GalleryService(GalleryServiceServicer):
         state: GatewayState,
     ) -> None:
         self._galleries = galleries
-        self._quotas = Quotas(galleries)
+        self._quotas = TokenQuotas(galleries)
         self._item_writer = item_writer
         self._lifecycle = lifecycle
         self._state = state
@@ -381,7 +386,7 @@ class GalleryService(GalleryServiceServicer):
         self._lifecycle.create(request.name)
         with self._galleries.use_gallery(request.name) as hosted:
             if request.exact_distances:
-                hosted.answer_exactly(True)
+                hosted.set_exact_distances(True)
             return pb.CreateGalleryResponse(gallery=self._gallery(hosted))
 
     def UpdateGallery(  # noqa: N802
@@ -405,7 +410,7 @@ class GalleryService(GalleryServiceServicer):
         """
         with self._galleries.use_gallery(request.name) as hosted:
             if request.HasField("exact_distances"):
-                hosted.answer_exactly(request.exact_distances)
+                hosted.set_exact_distances(request.exact_distances)
             if request.HasField("source"):
                 self._lifecycle.set_source(hosted, from_source(request.source))
                 self._audit("register a source of", f"gallery {request.name}")
@@ -460,7 +465,7 @@ class GalleryService(GalleryServiceServicer):
         response = pb.ListGalleriesResponse()
         for name in page:
             current().check()
-            if reason := galleries.set_aside_reasons().get(name):
+            if reason := galleries.quarantine_reasons().get(name):
                 response.galleries.add(name=name, set_aside=without_folders(reason))
                 continue
             try:
@@ -532,7 +537,7 @@ class GalleryService(GalleryServiceServicer):
                     f"{request.gallery[:64]!r}; open another stream for another gallery"
                 )
             # Refuse an unknown gallery before the items are parsed.
-            self._galleries.get(name)
+            self._galleries.peek(name)
             item_writers, errors = _parse_items(request)
             caller, ids = current().principal, [put.id for put in item_writers]
             # The gallery is not held open while the client prepares its next message.
@@ -652,11 +657,11 @@ class GalleryService(GalleryServiceServicer):
     def _audit(self, what: str, of_what: str) -> None:
         self._state.record_audit(current().principal.name, what, of_what)
 
-    def _gallery(self, hosted: Hosted) -> pb.Gallery:
+    def _gallery(self, hosted: HostedGallery) -> pb.Gallery:
         return _gallery(hosted, self._state.current.ends)
 
 
-def _parse_items(request: pb.PutItemsRequest) -> tuple[list[Put], list[pb.ItemError]]:
+def _parse_items(request: pb.PutItemsRequest) -> tuple[list[NewItem], list[pb.ItemError]]:
     """Parse the items of a message.
 
     Returns:
@@ -679,45 +684,49 @@ def _parse_items(request: pb.PutItemsRequest) -> tuple[list[Put], list[pb.ItemEr
     return item_writers, errors
 
 
-def _put(item: pb.PutItem) -> Put:
+def _put(item: pb.PutItem) -> NewItem:
     kind = item.WhichOneof("content")
     # Missing and empty metadata are the same on the wire: neither deletes what the item has.
     metadata = {key: from_value(value, key) for key, value in item.metadata.items()} or None
     if kind == "image":
-        return Put(item.id, item.image, metadata)
+        return NewItem(item.id, item.image, metadata)
     if kind == "text":
-        return Put(item.id, item.text, metadata)
+        return NewItem(item.id, item.text, metadata)
     if kind is None:
         raise InvalidInputError(
             "item: expected an image, a text or vectors as its content, got none of them"
         )
     embedding = item.vectors.embedding
     if not item.vectors.HasField("side_info"):
-        return Put(item.id, BareVectors(embedding.space, embedding.values, None, None), metadata)
+        return NewItem(
+            item.id, ExternalVectors(embedding.space, embedding.values, None, None), metadata
+        )
     side = item.vectors.side_info
-    return Put(
-        item.id, BareVectors(embedding.space, embedding.values, side.space, side.values), metadata
+    return NewItem(
+        item.id,
+        ExternalVectors(embedding.space, embedding.values, side.space, side.values),
+        metadata,
     )
 
 
-def _gallery(hosted: Hosted, ends: Mapping[str, float]) -> pb.Gallery:
-    counts, views = hosted.sizes(), hosted.views()
+def _gallery(hosted: HostedGallery, ends: Mapping[str, float]) -> pb.Gallery:
+    counts, views = hosted.vector_counts(), hosted.views()
     gallery = pb.Gallery(
         name=hosted.name,
         items=hosted.count(),
-        release=hosted.plan.query.release,
-        note=str(hosted.state(NOTE) or ""),
+        release=hosted.plan.query_manifest.release,
+        note=str(hosted.state_value(NOTE) or ""),
         exact_distances=hosted.exact,
-        both_models=bool(hosted.state(BOTH)),
-        both_with=hosted.plan.both.part.release if hosted.plan.both else 0,
+        both_models=bool(hosted.state_value(RANK_FUSION_KEY)),
+        both_with=hosted.plan.fusion.part.release if hosted.plan.fusion else 0,
     )
-    if source := hosted.state(SOURCE):
+    if source := hosted.state_value(SOURCE_KEY):
         is_admin = current().principal.role is Role.ADMIN
         try:
             gallery.source.CopyFrom(to_source(HealingSource.from_state(source), address=is_admin))
         except VerificationError as error:
             gallery.note = "; ".join(filter(None, (gallery.note, str(error))))
-    gallery.created.FromSeconds(int(hosted.state(CREATED) or 0))
+    gallery.created.FromSeconds(int(hosted.state_value(CREATED_KEY) or 0))
     for info in hosted.spaces():
         space = gallery.spaces.add(
             space=info.spec.space,

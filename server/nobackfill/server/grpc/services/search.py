@@ -14,9 +14,9 @@ from nobackfill.server.canary.sessions import FeedbackKind
 from nobackfill.server.galleries.answering import (
     DEFAULT_K,
     MAX_HITS,
-    ImageAnswers,
-    ImmediateAnswers,
-    Searching,
+    DeferredImageSearch,
+    GallerySearcher,
+    ReceiverSearch,
     VectorQuery,
 )
 from nobackfill.server.galleries.hosted import GalleryRegistry
@@ -54,9 +54,9 @@ class SearchService(SearchServiceServicer):
     def __init__(
         self,
         galleries: GalleryRegistry,
-        searching: Searching,
-        immediate: ImmediateAnswers,
-        images: ImageAnswers,
+        searching: GallerySearcher,
+        immediate: ReceiverSearch,
+        images: DeferredImageSearch,
         state: GatewayState,
         canaries: Canaries,
     ) -> None:
@@ -117,9 +117,9 @@ class SearchService(SearchServiceServicer):
             For each, in order, the encoded answer, or what answers it later; None if it needs a
             thread of its own.
         """
-        route_gallery = self._immediate.route_gallery()
+        route_gallery = self._immediate.last_gallery()
         routed_answers = (
-            self._immediate.answer_by_route([message for message, _ in messages])
+            self._immediate.search_by_last_plan([message for message, _ in messages])
             if route_gallery and all(principal.may_use(route_gallery) for _, principal in messages)
             else None
         )
@@ -140,11 +140,13 @@ class SearchService(SearchServiceServicer):
             if not principal.may_use(gallery):
                 continue
             if space is None:
-                answers[number] = self._images.later(gallery, content, k, farthest)
+                answers[number] = self._images.defer_search(gallery, content, k, farthest)
             else:
                 groups.setdefault((gallery, space), []).append((number, (content, k, farthest)))
         for (gallery, space), group in groups.items():
-            group_answers = self._immediate.answer(gallery, space, [query for _, query in group])
+            group_answers = self._immediate.search_encoded(
+                gallery, space, [query for _, query in group]
+            )
             for (number, _), answer in zip(group, group_answers, strict=True):
                 answers[number] = answer
         return answers
@@ -186,7 +188,7 @@ class SearchService(SearchServiceServicer):
             )
         queries = [_query(query) for query in request.queries]
         with self._galleries.use_gallery(request.gallery) as hosted:
-            answers = self._searching.batch(
+            answers = self._searching.search_batch(
                 hosted, queries, _k(request.k), from_filter(request.filter), _ef(request.accuracy)
             )
         return pb.SearchBatchResponse(

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 import grpc
 
 from nobackfill.errors import InvalidInputError
-from nobackfill.server.galleries.answering import Searching
-from nobackfill.server.galleries.hosted import GalleryRegistry, Hosted
+from nobackfill.server.galleries.answering import GallerySearcher
+from nobackfill.server.galleries.hosted import GalleryRegistry, HostedGallery
 from nobackfill.server.grpc.services.gallery import to_healing
 from nobackfill.server.rollout.lifecycle import GalleryOperations
 from nobackfill.server.upgrades.subgroups import Subgroup, measure_subgroups
@@ -28,7 +28,7 @@ class UpgradeService(UpgradeServiceServicer):
     """Implement the calls of protos/nobackfill/v1/upgrade.proto."""
 
     def __init__(
-        self, lifecycle: GalleryOperations, galleries: GalleryRegistry, searching: Searching
+        self, lifecycle: GalleryOperations, galleries: GalleryRegistry, searching: GallerySearcher
     ) -> None:
         self._lifecycle = lifecycle
         self._galleries = galleries
@@ -170,13 +170,13 @@ class UpgradeService(UpgradeServiceServicer):
 class _Report:
     """Measure quality by subgroup, again once the gallery has changed enough."""
 
-    def __init__(self, searching: Searching, key: str) -> None:
+    def __init__(self, searching: GallerySearcher, key: str) -> None:
         self._searching = searching
         self._key = key
         self._stage: tuple[object, ...] = ()
         self._quality = pb.SubgroupQuality()
 
-    def add_to(self, progress: pb.UpgradeProgress, hosted: Hosted) -> None:
+    def add_to(self, progress: pb.UpgradeProgress, hosted: HostedGallery) -> None:
         """Add the quality to a message.
 
         Raises:

@@ -599,7 +599,7 @@ class PostgresqlGalleries:
         self.database = database
 
     def names(self) -> list[str]:
-        """Return the names of all galleries, in order; see Home.names.
+        """Return the names of all galleries, in order; see GalleryStorage.names.
 
         Raises:
             BusyError, UnavailableError: the database is busy, or does not answer, or the caller is
@@ -610,7 +610,7 @@ class PostgresqlGalleries:
         return self.database.read(lambda connection: [name for (name,) in run(connection, query)])
 
     def open(self, name: str) -> PostgresqlGallery:
-        """Open a gallery; see Home.open.
+        """Open a gallery; see GalleryStorage.open.
 
         Whether its tables exist is not checked; see `missing_table`.
 
@@ -630,7 +630,7 @@ class PostgresqlGalleries:
     def create(
         self, name: str, specs: Sequence[SpaceSpec], state: Mapping[str, Any]
     ) -> PostgresqlGallery:
-        """Create a gallery atomically; see Home.create.
+        """Create a gallery atomically; see GalleryStorage.create.
 
         Each space gets a graph, unless it has too many dimensions. Other gateways are notified. The
         name is not checked.
