@@ -29,8 +29,8 @@ from nobackfill.adopt.sources.source import Rows, Target, Window
 from nobackfill.errors import InvalidInputError, NotFoundError
 from nobackfill.vectors import Vectors
 
-# Items that are compared at once.
-_PAGE = 1000
+# Items that are compared at once; a store may read all for each window.
+_PAGE = 10_000
 # The fact of a copy that says how far its flip is, and its values: the name leads to the copy, but
 # items of the original may be missing; it is complete; it is being taken back.
 _FLIP, _BEGUN, _DONE, _BACK = "flip", "begun", "done", "back"
