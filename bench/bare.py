@@ -17,7 +17,7 @@ from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.gallery.sqlite_gallery import SqliteGallery
 from nobackfill.onnx_runtime import onnxruntime
 from nobackfill.release.manifest import embedder_path
-from nobackfill.release.models import CHUNK
+from nobackfill.release.models import CHUNK_ROWS
 
 ADD_BATCH = 32
 
@@ -61,8 +61,10 @@ def upgrade(store: SqliteGallery, pair: Publication, kind: str, threads: int) ->
     old, side = (np.frombuffer(b"".join(b), "<f4").reshape(len(b), -1) for b in (blobs, sides))
     read = time.perf_counter()
     upgraded = [
-        model.run(["upgraded"], {"embedding": old[i : i + CHUNK], "side": side[i : i + CHUNK]})[0]
-        for i in range(0, len(rows), CHUNK)
+        model.run(
+            ["upgraded"], {"embedding": old[i : i + CHUNK_ROWS], "side": side[i : i + CHUNK_ROWS]}
+        )[0]
+        for i in range(0, len(rows), CHUNK_ROWS)
     ]
     transformed = time.perf_counter()
     vectors = [vector.tobytes() for vector in np.concatenate(upgraded)]

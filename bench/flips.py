@@ -32,7 +32,7 @@ def flips(
     """What a flip takes, and what others wait meanwhile. `candidates`: in place of the database's
     graphs."""
     rng, count = np.random.default_rng(0), bench.size(4, 40, 100)
-    rows = [store.load(spec.space)[1][:1] for spec in specs]
+    rows = [store.load_vectors(spec.space)[1][:1] for spec in specs]
     sides = [rng.standard_normal((1, s.side_dim)).astype("<f4") for s in specs]
     new = [NewVectors(*one) for one in zip((s.space for s in specs), rows, sides, strict=True)]
     stopping = threading.Event()

@@ -17,7 +17,7 @@ from bench.published import Publication
 from nobackfill.gallery.spec import SpaceInfo, SpaceSpec
 from nobackfill.gallery.staging import Runner, run_upgrade
 from nobackfill.gallery.store import NewVectors
-from nobackfill.release.models import CHUNK
+from nobackfill.release.models import CHUNK_ROWS
 from nobackfill.release.routes import Route, open_route, plan_route
 from nobackfill.server.stores.postgresql import schema
 from nobackfill.server.stores.postgresql.database import run
@@ -143,8 +143,8 @@ class Upgrading:
         read = time.perf_counter()
         assert side is not None, "all have some"
         carried = [
-            runner.run(old[start : start + CHUNK], side[start : start + CHUNK])
-            for start in range(0, len(labels), CHUNK)
+            runner.run(old[start : start + CHUNK_ROWS], side[start : start + CHUNK_ROWS])
+            for start in range(0, len(labels), CHUNK_ROWS)
         ]
         done = time.perf_counter()
         embedding = np.concatenate([one.embedding for one in carried])

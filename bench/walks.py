@@ -44,7 +44,7 @@ from bench.harness import Table
 from nobackfill.client.device import Device
 from nobackfill.server.gateway import GatewayServer
 from nobackfill.v1 import gallery_pb2, release_pb2, search_pb2, types_pb2
-from nobackfill.wire.values import to_value
+from nobackfill.wire.values import metadata_value_message
 from tests.adopt.made import world, write_parquet
 from tests.server.support import TIMEOUT_S, Client, Stubs, embedding, images, running
 from tests.support import blocks, edge
@@ -251,7 +251,7 @@ def put(testbed: Testbed) -> Iterator[Request]:
     gateway, _ = testbed.shared
     stubs = testbed.stubs(gateway)
     for number, image in enumerate(images(ROUNDS + 1, seed=1)):
-        metadata = {"colour": to_value("red")}
+        metadata = {"colour": metadata_value_message("red")}
         item = gallery_pb2.PutItem(id=f"n{number}", image=blocks.png(image), metadata=metadata)
         send = partial(stubs.put, [item], "first")
         if number:
@@ -273,7 +273,7 @@ def search(testbed: Testbed, kind: str) -> Iterator[Request]:
             query = search_pb2.Query(embeddings=vectors)
         message = search_pb2.SearchRequest(gallery=gallery, query=query, k=1)
         if kind == "filter":
-            red = types_pb2.Condition(key="colour", equals=to_value("red"))
+            red = types_pb2.Condition(key="colour", equals=metadata_value_message("red"))
             message.filter.conditions.append(red)
         return partial(stubs.searches.Search, message, timeout=TIMEOUT_S)
 

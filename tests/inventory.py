@@ -147,7 +147,7 @@ JSON: Mapping[str, tuple[str, ...]] = {
         f"{_TRAINING}.cli.export:_report",
         "nobackfill.release.manifest:GateVerdict",
         "nobackfill.release.manifest:Cell",
-        "nobackfill.release.manifest:Unlabelled",
+        "nobackfill.release.manifest:UnlabelledCell",
         "nobackfill.release.manifest:RouteEvidence",
     ),
 }
@@ -371,7 +371,7 @@ def _sqlite() -> dict[str, Any]:
     from nobackfill.client.vault import queue
     from nobackfill.gallery.sqlite_gallery import SqliteGallery
     from nobackfill.server.healing.ledger import FileLedger
-    from nobackfill.serving.natives import Natives
+    from nobackfill.serving.natives import NativeVectorFile
     from tests.gallery.making import spec
 
     with tempfile.TemporaryDirectory() as name:
@@ -382,7 +382,7 @@ def _sqlite() -> dict[str, Any]:
                 queue._prepare(connection)
             FileLedger(folder, store, spec().space).close()
         (ledger,) = (path for path in folder.iterdir() if path.name.endswith(".sqlite"))
-        Natives(folder / "natives", "fingerprint", 4).close()
+        NativeVectorFile(folder / "natives", "fingerprint", 4).close()
         return {
             "a gallery": _sqlite_names(folder / "gallery"),
             ledger.name: _sqlite_names(ledger),

@@ -30,7 +30,7 @@ _FORKS = {"fork", "forkpty", "popen", "posix_spawn", "posix_spawnp", "system"}
 _EVENTS = {"subprocess.Popen", "os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.system"}
 # What is installed is not read. Releases are tried in the process of the test (tests/conftest.py).
 _INSTALLED = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
-_NOT_READ = (trial.explain_refusal_in_child, trials.forked)
+_NOT_READ = (trial.explain_trial_failure_in_child, trials.forked)
 _STARTER = object()
 _EMPTY = CellType()
 

@@ -63,7 +63,7 @@ def told(parameter: Parameter) -> tuple[str, str | None]:
 
 def applied() -> Mapping[str, object]:
     """Defaults that stand elsewhere in the code than in the option."""
-    proto, keys = proto_defaults(), SigningKeys.of(Path("/MODEL_REPO"))
+    proto, keys = proto_defaults(), SigningKeys.of_publication(Path("/MODEL_REPO"))
     points, declared = OperatingPoints(), Declaration()
     activation = {
         "spare_cores": proto["ActivateReleaseRequest.spare_cores"],

@@ -43,7 +43,7 @@ from nobackfill.errors import AlreadyExistsError, NobackfillError
 from nobackfill.metrics.bootstrap import Difference, paired_bootstrap
 from nobackfill.release.manifest import Converter, PublishedFile
 from nobackfill.release.publishing.publish import publish_converter
-from nobackfill.serving.fusion import Block, Joining, collect_candidates
+from nobackfill.serving.fusion import Block, FittedRankFusion, collect_candidates
 
 FOLDER = Path(__file__).parents[2] / "converters"
 RESULTS = "figures.json"
@@ -110,15 +110,15 @@ def fit(fitted: Iterable[Texts]) -> tuple[Pairs, Verdict]:
         verdict,
         joining=replace(
             joining,
-            old=joining.old[::THINNED],
-            carried=joining.carried[::THINNED],
-            new=joining.new[::THINNED],
-            crowd=joining.crowd[::THINNED],
+            old_anchors=joining.old_anchors[::THINNED],
+            migrated_anchors=joining.migrated_anchors[::THINNED],
+            new_anchors=joining.new_anchors[::THINNED],
+            hub_queries=joining.hub_queries[::THINNED],
         ),
     )
 
 
-def measure(mapping: Map, joining: Joining, texts: Texts) -> dict[str, Any]:
+def measure(mapping: Map, joining: FittedRankFusion, texts: Texts) -> dict[str, Any]:
     """Measure searches in texts that nothing was fitted to.
 
     Args:

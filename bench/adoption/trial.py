@@ -140,7 +140,9 @@ class Trial:
         nobackfill.serve ranks."""
         joining = self.said.joining
         vectors = asked.old, asked.new, gallery.old, gallery.migrated
-        return joining.odds(*vectors, {}), joining.odds(*vectors, dict(enumerate(gallery.new)))
+        return joining.match_log_odds(*vectors, {}), joining.match_log_odds(
+            *vectors, dict(enumerate(gallery.new))
+        )
 
     @property
     def rest(self) -> slice:

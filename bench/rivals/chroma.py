@@ -112,7 +112,7 @@ def collection(address: str, added: list[bytes], ef: int) -> str:
     settings = {
         "space": "l2",
         "ef_construction": hnsw.EF_CONSTRUCTION,
-        "max_neighbors": hnsw.M,
+        "max_neighbors": hnsw.LINKS_PER_ROW,
         "ef_search": ef,
     }
     body = {"name": f"bench-{ef}", "configuration": {"hnsw": settings}}

@@ -46,7 +46,7 @@ class Milvus(Rival):
         index = self._client.prepare_index_params()
         index.add_index(
             "embedding", index_type="HNSW", metric_type="L2",
-            params={"M": hnsw.M, "efConstruction": hnsw.EF_CONSTRUCTION},
+            params={"M": hnsw.LINKS_PER_ROW, "efConstruction": hnsw.EF_CONSTRUCTION},
         )  # fmt: skip
         self._client.create_index(_NAME, index)
         self._until_indexed(len(vectors))

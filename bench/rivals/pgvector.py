@@ -41,7 +41,7 @@ class Pgvector(Rival):
                 copy.set_types(["int8", "vector"])
                 for number, vector in enumerate(vectors):
                     copy.write_row((number, vector))
-            made = f"m = {hnsw.M}, ef_construction = {hnsw.EF_CONSTRUCTION}"
+            made = f"m = {hnsw.LINKS_PER_ROW}, ef_construction = {hnsw.EF_CONSTRUCTION}"
             connection.execute(
                 f"CREATE INDEX ON items USING hnsw (embedding vector_l2_ops) WITH ({made})".encode()
             )

@@ -85,10 +85,10 @@ def _firsts(store: SqliteGallery, filtering: FilterEngine, items: int) -> Table:
         "lists of two texts": OneOf("tags", ("tag 7",)),
     }
     # The labels of all items are read once.
-    filtering.passing(All(()))
+    filtering.find_matches(All(()))
     rows: list[Row] = []
     for name, filtered in asked.items():
-        ask = partial(filtering.passing, filtered)
+        ask = partial(filtering.find_matches, filtered)
         first, again = seconds(ask), seconds(ask)
         store.put(["item-0"], [NewVectors(SPEC.space, data.things(1).new)])
         told = {"first ms": first, "again ms": again, "changed ms": seconds(ask)}
@@ -138,7 +138,7 @@ def _each(queries: Vectors) -> list[Vectors]:
 def _search(
     view: LiveView, filtering: FilterEngine, filtered: Filter | None, query: Vectors
 ) -> Labels:
-    allowed = None if filtered is None else filtering.passing(filtered).mask
+    allowed = None if filtered is None else filtering.find_matches(filtered).mask
     return view.snapshot().search(query, K, allowed).labels
 
 

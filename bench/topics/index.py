@@ -89,7 +89,9 @@ def _growth(batches: Mapping[int, Table]) -> Table:
 def _engines(vectors: Vectors) -> list[Engine]:
     labels = np.arange(1, len(vectors) + 1)
     bare = hnswlib.Index("l2", data.DIM)
-    bare.init_index(len(vectors), M=hnsw.M, ef_construction=hnsw.EF_CONSTRUCTION, random_seed=1)
+    bare.init_index(
+        len(vectors), M=hnsw.LINKS_PER_ROW, ef_construction=hnsw.EF_CONSTRUCTION, random_seed=1
+    )
     bare.add_items(vectors, labels, num_threads=2)
     base = hnsw.build_index(SPEC, labels, vectors, threads=lambda: 2)
     ours = _Ours(base)

@@ -119,7 +119,7 @@ def _upgraded(path: Path, size: int) -> list[Row]:
         _from_here()
         new = LiveView(store, spaces[1], index_opener(path.with_name("2.hnsw"), old))
         inherited = new.snapshot().base.index
-        assert isinstance(inherited, hnsw.HnswIndex) and not inherited.own_links
+        assert isinstance(inherited, hnsw.HnswIndex) and not inherited.links_fit_space
         rows = [_row("upgrade, peak until it serves", "VmHWM", before, size)]
         rows.append(_row("until retired", "VmRSS", before, size))
         del inherited

@@ -119,7 +119,7 @@ def _searches(bench: Bench, made: "Fed", info: SpaceInfo, queries: Vectors, clie
         "strong": lambda row: alone(queries[row % len(queries)], K, EF),
         "store": ours,
     }
-    exact = ExactIndex(info.spec, *made.store.load(info.spec.space))
+    exact = ExactIndex(info.spec, *made.store.load_vectors(info.spec.space))
     truth = exact.search(queries, K).labels.tolist()
     title = f"Searches beside Milvus, clients: {clients}"
     count = clients * bench.size(5, 40, 40)

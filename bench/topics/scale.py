@@ -90,7 +90,7 @@ def _searches(
             ).fetchall()
             return [label for (label,) in rows]
 
-        exact = ExactIndex(info.spec, *store.load(info.spec.space))
+        exact = ExactIndex(info.spec, *store.load_vectors(info.spec.space))
         truth = exact.search(queries[:RECALLED], K).labels.tolist()
         title = f"Searches in PostgreSQL, clients: {clients}"
         ways = {"bare": bare, "store": ours}

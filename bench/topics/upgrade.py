@@ -23,7 +23,7 @@ from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.gallery.sqlite_gallery import SqliteGallery
 from nobackfill.gallery.staging import Runner, RunnerResult, run_upgrade
-from nobackfill.release.models import CHUNK
+from nobackfill.release.models import CHUNK_ROWS
 from nobackfill.release.routes import RouteRunner, open_route, plan_route
 from nobackfill.vectors import Vectors
 
@@ -88,7 +88,7 @@ def run(bench: Bench) -> list[Table]:
     items = data.things(count)
     original = bench.folder / "gallery.sqlite"
     with fill(original, pair.manifests[1], items) as store:
-        labels, vectors = store.load(pair.manifests[1].space)
+        labels, vectors = store.load_vectors(pair.manifests[1].space)
     old = hnsw.build_index(
         SpaceSpec.of(pair.manifests[1]), labels, vectors, threads=lambda: THREADS
     )
@@ -151,7 +151,7 @@ def _ours(work: Work, kind: str) -> Seconds:
         upgraded = seconds(lambda: run_upgrade(store, runner, target))
         flipped = seconds(lambda: staging.flip(store, target.space))
         started = time.perf_counter()
-        labels, vectors = store.load(target.space)
+        labels, vectors = store.load_vectors(target.space)
         loaded = time.perf_counter() - started
 
         def answers(index: HnswIndex) -> None:
@@ -185,8 +185,8 @@ def _indexes(bench: Bench, work: Work, items: data.Vectored) -> list[Table]:
     runner = work.runner("int8")
     upgraded = np.concatenate(
         [
-            runner.run(items.old[i : i + CHUNK], items.side[i : i + CHUNK]).embedding
-            for i in range(0, len(items.old), CHUNK)
+            runner.run(items.old[i : i + CHUNK_ROWS], items.side[i : i + CHUNK_ROWS]).embedding
+            for i in range(0, len(items.old), CHUNK_ROWS)
         ]
     )
     labels = work.old.labels

@@ -21,7 +21,7 @@ from demo.children import Children
 from nobackfill.adopt.embedding import open_embedder
 from nobackfill.adopt.sources import open_searchable
 from nobackfill.errors import InvalidInputError, NobackfillError
-from nobackfill.serve import Dual, Limits, Natives
+from nobackfill.serve import Dual, NativeVectorFile, ReembeddingLimits
 
 # Hits of a query that are compared.
 HITS = 10
@@ -78,7 +78,7 @@ class Adoption:
             dual = Dual.open(
                 source, self._map, self._joining, natives, embedder,
                 items=self._wares.read(source) if healing else None,
-                limits=Limits(seconds=PATIENCE), carried="embedding_new",
+                limits=ReembeddingLimits(seconds=PATIENCE), carried="embedding_new",
             )  # fmt: skip
 
             lists[name] = _searched(dual, by_old, by_new)
@@ -87,7 +87,7 @@ class Adoption:
                     pass
                 self._say(f"{dual.progress().native} of {len(self._wares.rows)} embedded again")
                 # As a search by the new model alone finds them, once the old one has gone.
-                alone = Natives(natives, embedder.fingerprint, len(by_new[0]))
+                alone = NativeVectorFile(natives, embedder.fingerprint, len(by_new[0]))
                 asked = (np.array([one], np.float32) for one in by_new)
                 lists["re-embedded"] = [alone.nearest(one, HITS) for one in asked]
                 alone.close()

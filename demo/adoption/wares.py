@@ -8,7 +8,7 @@ from typing import Protocol
 from demo.adoption import lite, models, pictures
 from demo.adoption.documents import documents
 from nobackfill.adopt.sources import Searchable
-from nobackfill.serve import ColumnItems, FolderItems, Items
+from nobackfill.serve import ColumnItems, FolderItems, ItemSource
 
 # Of a row: its key and its body.
 Row = tuple[int | str, str]
@@ -28,7 +28,7 @@ class Wares(Protocol):
     def again(self, source: str, only: Path) -> Sequence[str | Path]:
         """The same for some ids of the table."""
 
-    def read(self, source: Searchable) -> Items:
+    def read(self, source: Searchable) -> ItemSource:
         """Where they are while searches heal."""
 
 
@@ -48,7 +48,7 @@ class Texts:
     def again(self, source: str, only: Path) -> Sequence[str | Path]:
         return [source, "--column", "body", "--only", only]
 
-    def read(self, source: Searchable) -> Items:
+    def read(self, source: Searchable) -> ItemSource:
         return ColumnItems(source, "body")
 
 
@@ -75,7 +75,7 @@ class Pictures:
     def again(self, source: str, only: Path) -> Sequence[str | Path]:
         return [self._images, "--only", only]
 
-    def read(self, source: Searchable) -> Items:
+    def read(self, source: Searchable) -> ItemSource:
         return FolderItems(self._images)
 
 

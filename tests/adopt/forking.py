@@ -13,13 +13,13 @@ import numpy as np
 from nobackfill.adopt.sources.opening import open_searchable
 from nobackfill.adopt.sources.source import Searchable
 from nobackfill.errors import NobackfillError
-from nobackfill.serving.natives import Natives
+from nobackfill.serving.natives import NativeVectorFile
 from tests.adopt.stores import MADE
 
 SEARCHES, WORKERS = 60, 3
 
 
-def wrong(source: Searchable, natives: Natives, first: int) -> list[str]:
+def wrong(source: Searchable, natives: NativeVectorFile, first: int) -> list[str]:
     """Wrong answers that a process gets."""
     found = []
     for number in range(SEARCHES):
@@ -28,7 +28,7 @@ def wrong(source: Searchable, natives: Natives, first: int) -> list[str]:
             hits = source.nearest(MADE.old[row], 1)
             if hits != [MADE.ids[row]]:
                 found.append(f"asked for {MADE.ids[row]}, got {hits}")
-            natives.keep([MADE.ids[row]], [bytes([first % 256])], MADE.new[row : row + 1])
+            natives.store_vectors([MADE.ids[row]], [bytes([first % 256])], MADE.new[row : row + 1])
         except NobackfillError as error:
             return [f"{type(error).__name__}: {error}"]
     return found
@@ -36,7 +36,7 @@ def wrong(source: Searchable, natives: Natives, first: int) -> list[str]:
 
 def main() -> None:
     address, path = sys.argv[1], Path(sys.argv[2])
-    source, natives = open_searchable(address), Natives(path, "new", 32)
+    source, natives = open_searchable(address), NativeVectorFile(path, "new", 32)
     told = {"before": wrong(source, natives, 0)}
     workers = {}
     for worker in range(WORKERS):
@@ -55,7 +55,7 @@ def main() -> None:
         os.wait()
     # After the workers have let go of what they had.
     told["after"] = wrong(source, natives, 3)
-    assert np.isfinite(natives.get(MADE.ids[:1])[MADE.ids[0]].vector).all()
+    assert np.isfinite(natives.read_vectors(MADE.ids[:1])[MADE.ids[0]].vector).all()
     print(json.dumps(told))
 
 

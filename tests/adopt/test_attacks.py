@@ -40,8 +40,8 @@ from nobackfill.errors import (
     UnavailableError,
     VerificationError,
 )
-from nobackfill.serve import Natives
-from nobackfill.serving.fusion import Joining, OddsLine
+from nobackfill.serve import NativeVectorFile
+from nobackfill.serving.fusion import FittedRankFusion, OddsLine
 from tests.adopt.made import world, write_parquet
 from tests.adopt.models import text_model
 from tests.support.postgres import Server
@@ -298,7 +298,7 @@ def test_maps_and_joinings_of_strangers_are_refused(tmp_path: Path) -> None:
         if array == "weight":
             save_map(good, MAP)
         else:
-            save_joining(good, Joining(0.5, OddsLine(), OddsLine(), *anchors))
+            save_joining(good, FittedRankFusion(0.5, OddsLine(), OddsLine(), *anchors))
         load(good)
         for name, data in crafted(good, array).items():
             path = tmp_path / "bad.npz"
@@ -319,7 +319,7 @@ def test_a_damaged_map_or_joining_is_read_or_refused(data: st.DataObject) -> Non
         else:
             load = load_joining
             anchors = MADE.old[:5], MADE.new[:5], MADE.new[:5]
-            save_joining(path, Joining(0.5, OddsLine(), OddsLine(), *anchors))
+            save_joining(path, FittedRankFusion(0.5, OddsLine(), OddsLine(), *anchors))
         content = bytearray(path.read_bytes())
         for _ in range(data.draw(st.integers(1, 8))):
             content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
@@ -359,13 +359,13 @@ def test_metadata_of_parquet_and_natives_that_are_none_are_refused(tmp_path: Pat
         assert source.reads() and source.facts().model
     for number, blob in enumerate((b"short", "text", 5, np.full(2, np.nan, "<f4").tobytes())):
         path = tmp_path / f"{number}.db"
-        with closing(Natives(path, "model", 2)) as natives:
+        with closing(NativeVectorFile(path, "model", 2)) as natives:
             with closing(sqlite3.connect(path)) as other, other:
                 other.execute(
                     "INSERT INTO native (id, seen, vector) VALUES ('a', x'00', ?)", [blob]
                 )
             with pytest.raises(VerificationError, match="delete"):
-                natives.get(["a"])
+                natives.read_vectors(["a"])
 
 
 @pytest.mark.parametrize("mode", [0o600, 0o640, 0o644])

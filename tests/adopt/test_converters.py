@@ -180,11 +180,11 @@ def test_a_withdrawn_converter_carries_nothing_more(
     # The newest that was not: the first. By number, its publisher's reason.
     assert open_converter("maps").manifest.converter == 1
     assert "withdrawn by its publisher (of another L6)" in no(*CARRY[:-1], "maps#2")
-    assert withdraw(Path("maps"), 1, "too", converter=True)
+    assert withdraw(Path("maps"), 1, "too", is_converter=True)
     assert "converter 2 was withdrawn" in no(*CARRY)
     assert "converter 1 was withdrawn" in no("converter", "improve", "maps#1", *PAIRS)
     with pytest.raises(NotFoundError, match="converter 3 is not published here"):
-        withdraw(Path("maps"), 3, "typo", converter=True)
+        withdraw(Path("maps"), 3, "typo", is_converter=True)
 
 
 def test_an_ordinary_release_is_no_converter(

@@ -11,7 +11,7 @@ import pytest
 from qdrant_client import QdrantClient, models
 
 from nobackfill.errors import ConfigurationError, NobackfillError
-from nobackfill.serving import FunctionItems, LedgerFile, Limits
+from nobackfill.serving import FunctionItems, LedgerFile, ReembeddingLimits
 from tests.adopt.copies import Chroma
 from tests.adopt.stores import MADE, Pgvector
 from tests.serving.test_reembedding import Keeping
@@ -86,7 +86,7 @@ def test_milvus_is_refused_in_a_forked_process(tmp_path: Path) -> None:
 
 def test_what_embeds_again_is_refused_in_a_forked_process(tmp_path: Path) -> None:
     items = FunctionItems(lambda name: name, "text")
-    again = Keeping(items, Limits(), LedgerFile(tmp_path / "ledger.sqlite"))
+    again = Keeping(items, ReembeddingLimits(), LedgerFile(tmp_path / "ledger.sqlite"))
     if not (child := os.fork()):
         refused = False
         try:

@@ -79,11 +79,17 @@ class Shop:
         adapted = self._adapted(verdict, fitted, by_new)
         spaces = ((by_old, self.old), (adapted, self.old), (by_new, carried), (by_new, self.new))
         stay, adapter, migrated, native = (1 - queries @ items.T for queries, items in spaces)
-        sides = ((by_old, joining.old), (by_new, joining.carried), (by_new, joining.new))
+        sides = (
+            (by_old, joining.old_anchors),
+            (by_new, joining.migrated_anchors),
+            (by_new, joining.new_anchors),
+        )
         anchors = [1 - queries @ side.T for queries, side in sides]
-        if len(joining.crowd):
-            near = np.sort(carried @ joining.crowd.T, 1)[:, -10:].mean(1) / 2
-            near_anchors = np.sort(joining.carried @ joining.crowd.T, 1)[:, -10:].mean(1) / 2
+        if len(joining.hub_queries):
+            near = np.sort(carried @ joining.hub_queries.T, 1)[:, -10:].mean(1) / 2
+            near_anchors = (
+                np.sort(joining.migrated_anchors @ joining.hub_queries.T, 1)[:, -10:].mean(1) / 2
+            )
             corrected, anchors[1] = migrated + near, anchors[1] + near_anchors
         else:
             corrected = migrated
@@ -91,7 +97,7 @@ class Shop:
             (side.mean(1)[:, None] - block) / side.std(1)[:, None]
             for block, side in zip((stay, corrected, native), anchors, strict=True)
         )
-        fused = joining.weight * new + (1 - joining.weight) * old
+        fused = joining.new_weight * new + (1 - joining.new_weight) * old
         if rows is not None:
             for block in (stay, adapter, migrated, native):
                 block[np.arange(len(rows)), rows] = np.inf
@@ -100,7 +106,7 @@ class Shop:
             np.put_along_axis(some, np.argpartition(block, 99, 1)[:, :100], True, 1)
         both = np.where(some, -fused, np.inf)
         hits = np.argpartition(both, 99, 1)[:, :100]
-        odds = joining.native.slope * again + joining.native.share * fused
+        odds = joining.native_line.slope * again + joining.native_line.share * fused
         lazily = np.full(stay.shape, np.inf, np.float32)
         np.put_along_axis(lazily, hits, np.take_along_axis(-odds, hits, 1), 1)
         blocks = dict(zip(WAYS, (stay, adapter, migrated, both, lazily, native), strict=True))

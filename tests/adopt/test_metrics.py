@@ -26,8 +26,8 @@ from nobackfill.adopt.verdict import Cost, decide
 from nobackfill.errors import InvalidInputError
 from nobackfill.plugins import qdrant
 from nobackfill.serve.dual import Dual
-from nobackfill.serving.fusion import Joining, OddsLine
-from nobackfill.serving.natives import Natives, digest_vector
+from nobackfill.serving.fusion import FittedRankFusion, OddsLine
+from nobackfill.serving.natives import NativeVectorFile, digest_old_vector
 from nobackfill.vectors import Vectors
 from tests.adopt.command import run_nobackfill
 from tests.adopt.made import world, write_parquet
@@ -306,12 +306,12 @@ def test_fit_and_dual_rank_by_the_stores_metric(
     truth = np.argsort(products, axis=1, kind="stable")[:, 0] == MADE.answers
     told = {way.name: way.figures for way in verdict.ways}["re-embed"]["R@1"]
     assert told == pytest.approx(truth.mean(), abs=0.01)
-    assert not len(verdict.joining.crowd)
+    assert not len(verdict.joining.hub_queries)
     save_joining(tmp_path / "joining.npz", verdict.joining)
     joining = load_joining(tmp_path / "joining.npz")
     assert joining.metric == "inner_product"
-    natives = Natives(tmp_path / "natives.db", "new", 32)
-    natives.keep(ids, [digest_vector(vector) for vector in pairs.old], NEW)
+    natives = NativeVectorFile(tmp_path / "natives.db", "new", 32)
+    natives.store_vectors(ids, [digest_old_vector(vector) for vector in pairs.old], NEW)
     dual = Dual(source, verdict.map, joining, natives)
     best = natives.nearest(MADE.queries_new[:1], 5, "inner_product")
     assert best == nearest("inner_product", MADE.queries_new[0], NEW)
@@ -333,8 +333,8 @@ def test_l1_is_carried_and_not_judged(database: tuple[str, Connection], tmp_path
     source = open_searchable(f"{address}#docs")
     with pytest.raises(InvalidInputError, match="searched by l1, for which there is no verdict"):
         match(source, new)
-    joining = Joining(1.0, OddsLine(), OddsLine(), OLD[:2], NEW[:2], NEW[:2], MAP.digest)
-    natives = Natives(tmp_path / "natives.db", "new", 32)
+    joining = FittedRankFusion(1.0, OddsLine(), OddsLine(), OLD[:2], NEW[:2], NEW[:2], MAP.digest)
+    natives = NativeVectorFile(tmp_path / "natives.db", "new", 32)
     with pytest.raises(InvalidInputError, match="searched by l1"):
         Dual(source, MAP, joining, natives)
     natives.close()

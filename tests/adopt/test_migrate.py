@@ -22,7 +22,7 @@ from nobackfill.adopt.migrating import Migration, MigrationPlan
 from nobackfill.adopt.pairs import sample_with
 from nobackfill.adopt.sources.source import Rows, Window
 from nobackfill.errors import PreconditionError
-from nobackfill.serving.natives import Natives, digest_vector
+from nobackfill.serving.natives import NativeVectorFile, digest_old_vector
 from tests.adopt.command import run_nobackfill
 from tests.adopt.models import image_model, text_model, topical
 from tests.adopt.table_beside import Connection
@@ -632,11 +632,11 @@ def test_what_searches_want_is_embedded_first_and_shown_to_them(
     stored, wanted, late = others[100:110], [others[150], sample[9]], others[160]
     model = open_embedder("new/model.onnx")
     old = vectors(connection)
-    natives = Natives(folder / "natives.db", model.fingerprint, 24)
-    versions = [digest_vector(np.array(old[int(name)], np.float32)) for name in stored]
+    natives = NativeVectorFile(folder / "natives.db", model.fingerprint, 24)
+    versions = [digest_old_vector(np.array(old[int(name)], np.float32)) for name in stored]
     # The first of them belongs to an earlier text.
     made = model.embed([text_of(int(name)) for name in stored])
-    natives.keep(stored, [b"0" * 16, *versions[1:]], made)
+    natives.store_vectors(stored, [b"0" * 16, *versions[1:]], made)
     natives.claim([(name, b"") for name in wanted], "2026-11-27", 0)
     embeddings: list[list[str]] = []
     embed = NativeVectorMaker._embedded
@@ -653,8 +653,8 @@ def test_what_searches_want_is_embedded_first_and_shown_to_them(
     assert run(source, *START, "--yes", "--natives", "natives.db") == 0
     # A vector of the sample is reused; the third is the first window in the order of keys.
     assert embeddings[:2] == [stored[:1], wanted[:1]] and embeddings[3] == [late]
-    assert set(natives.get([*wanted, late])) == {*wanted, late}
-    assert natives.wanted_ids(9) == [] and len(natives) == 13
+    assert set(natives.read_vectors([*wanted, late])) == {*wanted, late}
+    assert natives.requested_ids(9) == [] and len(natives) == 13
     same(vectors(connection), folder / "new", connection)
     natives.close()
 

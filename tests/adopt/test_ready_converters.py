@@ -117,9 +117,11 @@ def test_vectors_of_another_norm_are_refused(
 @pytest.mark.parametrize("name", KEPT)
 def test_a_rank_fusion_is_of_its_map(name: str) -> None:
     joining, row = load_joining(FOLDER / name / "joining.npz"), ROWS[name]
-    assert joining.mark == row["map"]["digest"]
+    assert joining.map_digest == row["map"]["digest"]
     old, new = (unit(7, dim) for dim in row["dims"])
-    odds = joining.odds(old[:2], new[:2], old, load_map(FOLDER / name / "map.npz")(old), {})
+    odds = joining.match_log_odds(
+        old[:2], new[:2], old, load_map(FOLDER / name / "map.npz")(old), {}
+    )
     assert odds.shape == (2, 7)
     assert np.isfinite(odds).all()
 

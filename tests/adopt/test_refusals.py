@@ -19,7 +19,7 @@ from nobackfill.adopt.sources.arrays import ArraySource
 from nobackfill.adopt.sources.opening import open_source
 from nobackfill.adopt.sources.source import Target, Window
 from nobackfill.errors import InvalidInputError
-from nobackfill.serving.fusion import Joining, OddsLine
+from nobackfill.serving.fusion import FittedRankFusion, OddsLine
 from nobackfill.vectors import Vectors
 from tests.adopt.made import world, write_parquet
 from tests.support.documents import run_command
@@ -337,7 +337,7 @@ def test_a_folder_and_another_archive_are_no_map(
     np.save(tmp_path / "ids.npy", np.array(["1"]))
     np.save(tmp_path / "vectors.npy", np.ones((1, 2), np.float32))
     anchors = np.ones((3, 2, 2), np.float32)
-    save_joining(tmp_path / "joining.npz", Joining(0.5, OddsLine(), OddsLine(), *anchors))
+    save_joining(tmp_path / "joining.npz", FittedRankFusion(0.5, OddsLine(), OddsLine(), *anchors))
     for name, code, found in (
         (".", 66, "expected a file, found a folder"),
         ("joining.npz", 65, "found one without 'weight'; name that file"),

@@ -22,7 +22,7 @@ from nobackfill.adopt.verdict import (
     gain_of_doubling,
 )
 from nobackfill.errors import InvalidInputError
-from nobackfill.serving.fusion import Joining, OddsLine
+from nobackfill.serving.fusion import FittedRankFusion, OddsLine
 from nobackfill.vectors import Vectors, normalise
 from tests.adopt.made import World, kinds, world
 
@@ -305,7 +305,7 @@ def test_the_weight_is_not_judged_on_what_it_was_chosen_by() -> None:
     noise = rng.normal(size=made.new.shape).astype(np.float32)
     judged = judge(Gallery(made.old, noise, made.new), made.queries)
     ways = judged.ways
-    assert judged.joining.weight == 0
+    assert judged.joining.new_weight == 0
     assert ways["both"]["MRR"].mean() <= ways["stay"]["MRR"].mean() + 1e-6
 
 
@@ -358,16 +358,19 @@ def test_hubs_are_told_by_other_queries_and_taken_off_where_that_helps(tmp_path:
     assert judged.ways["both"]["R@1"].mean() > judged.ways["map"]["R@1"].mean() + 0.03
     save_joining(tmp_path / "j.npz", judged.joining)
     kept = load_joining(tmp_path / "j.npz")
-    assert len(kept.crowd) == 200
-    assert (kept.migrated, kept.native) == (judged.joining.migrated, judged.joining.native)
+    assert len(kept.hub_queries) == 200
+    assert (kept.migrated_line, kept.native_line) == (
+        judged.joining.migrated_line,
+        judged.joining.native_line,
+    )
     # What an earlier nobackfill wrote is read as it was meant.
     with np.load(tmp_path / "j.npz") as arrays:
         header = json.loads(str(arrays["header"])) | {"format": 2, "native": [2.0, -3.0]}
         np.savez(tmp_path / "two.npz", **(dict(arrays) | {"header": np.array(json.dumps(header))}))
-    assert load_joining(tmp_path / "two.npz").native == OddsLine(2.0, -3.0, 0.0)
+    assert load_joining(tmp_path / "two.npz").native_line == OddsLine(2.0, -3.0, 0.0)
     with_crowd, without = (
-        one.odds(gallery.old[:1], asked[:1], gallery.old, carried, {})[0]
-        for one in (kept, replace(kept, crowd=kept.crowd[:0]))
+        one.match_log_odds(gallery.old[:1], asked[:1], gallery.old, carried, {})[0]
+        for one in (kept, replace(kept, hub_queries=kept.hub_queries[:0]))
     )
     every = kept.migrated_nearness(gallery.old[:9], asked[:9], gallery.old, carried)
     for row in range(9):
@@ -423,7 +426,7 @@ def test_no_valley_where_scores_of_two_origins_compare_badly(seed: int) -> None:
     held = cross_fit(made.pairs, [made.queries], ["affine"])["affine"]
     gallery = Gallery(made.old, held.vectors, made.new)
     judged = judge(gallery, chose)
-    plain = replace(judged.joining, migrated=OddsLine(), native=OddsLine())
+    plain = replace(judged.joining, migrated_line=OddsLine(), native_line=OddsLine())
     assert valley(judged.healing.raw["R@1"]) > 0.01
     assert valley(served(plain, gallery, others)) > 0.03
     curve = served(judged.joining, gallery, others)
@@ -432,12 +435,12 @@ def test_no_valley_where_scores_of_two_origins_compare_badly(seed: int) -> None:
     assert min(curve) >= served(plain, gallery, others)[-1] - 0.01
 
 
-def served(joining: Joining, gallery: Gallery, asked: Queries) -> list[float]:
+def served(joining: FittedRankFusion, gallery: Gallery, asked: Queries) -> list[float]:
     """R@1 while items become native at random, query by query as nobackfill.serve ranks."""
     right, every = np.zeros((3, 11)), dict(enumerate(gallery.new))
     for old, new, answer in zip(asked.old, asked.new, asked.rows, strict=True):
         vectors = old[None], new[None], gallery.old, gallery.migrated
-        carried, native = (joining.odds(*vectors, own)[0] for own in ({}, every))
+        carried, native = (joining.match_log_odds(*vectors, own)[0] for own in ({}, every))
         for seed in range(3):
             turn = np.random.default_rng(seed).random(len(gallery.old))
             for step in range(11):

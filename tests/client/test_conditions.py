@@ -20,13 +20,13 @@ from nobackfill.gallery.filters import (
     Range,
     Scalar,
     TimeRange,
-    parse_microseconds,
+    date_to_microseconds,
 )
 from nobackfill.gallery.spec import MetadataValue
 from nobackfill.gallery.store import NewVectors
 from nobackfill.server.grpc.services.convert import from_filter
 from nobackfill.v1 import types_pb2 as types
-from nobackfill.wire.values import to_expression, to_value
+from nobackfill.wire.values import expression_message, metadata_value_message
 from tests.gallery.test_filters import FILTERS, METADATA, holds
 from tests.support import graphs
 from tests.support.edge import Setting
@@ -44,10 +44,10 @@ TYPED: list[tuple[str, Filter]] = [
     ("n>=-1.5", Range("n", at_least=-1.5)),
     ("n<5", Range("n", less_than=5)),
     ("n<=99999999999999999999", Range("n", at_most=1e20)),
-    ("day>=2026-06-01", TimeRange("day", at_least=parse_microseconds("2026-06-01"))),
+    ("day>=2026-06-01", TimeRange("day", at_least=date_to_microseconds("2026-06-01"))),
     (
         "day<2026-06-01T12:00:00Z",
-        TimeRange("day", less_than=parse_microseconds("2026-06-01T12:00:00Z")),
+        TimeRange("day", less_than=date_to_microseconds("2026-06-01T12:00:00Z")),
     ),
     ("trip exists", Exists("trip")),
     # No numbers of JSON's: a postcode, a telephone number, a name, another script's digits.
@@ -89,7 +89,7 @@ def test_values_are_told_from_text() -> None:
 def test_a_gateway_reads_what_an_app_wrote(
     filtered: Filter, metadata: Mapping[str, MetadataValue]
 ) -> None:
-    message = types.Filter(expression=to_expression(filtered)).SerializeToString()
+    message = types.Filter(expression=expression_message(filtered)).SerializeToString()
     told = from_filter(types.Filter.FromString(message))
     assert told is not None
     assert holds(told, metadata) == holds(filtered, metadata)
@@ -100,7 +100,7 @@ def test_a_gateway_reads_what_an_app_wrote(
     [(True, "flag"), (2**63 - 1, "integer"), (2**63, "number"), (5.0, "number"), ("5", "text")],
 )
 def test_integers_stay_integers(value: Scalar, kind: str) -> None:
-    made = to_value(value)
+    made = metadata_value_message(value)
     assert made.WhichOneof("kind") == kind
     assert getattr(made, kind) == value
 
@@ -127,4 +127,4 @@ def test_a_device_is_searched_by_any_filter(setting: Setting) -> None:
 @pytest.mark.parametrize("value", [None, {"a": "b"}, [1], ["a", None], b"a"])
 def test_metadata_of_another_kind_is_refused(value: object) -> None:
     with pytest.raises(InvalidInputError, match=f"got {type(value).__name__}"):
-        to_value(value)  # type: ignore[arg-type]
+        metadata_value_message(value)  # type: ignore[arg-type]

@@ -141,11 +141,13 @@ def check_rescued(setting: Setting, saved: Path) -> None:
     """What was saved is what was written, item by item; the file itself is whole."""
     with Device(setting.gallery) as old, Device(saved) as new:
         space = old.store.active().spec.space
-        truth = dict(zip(*(part.tolist() for part in old.store.load(space)), strict=True))
+        truth = dict(zip(*(part.tolist() for part in old.store.load_vectors(space)), strict=True))
         items = {item.label: item for item in old.store.list_items(limit=ITEMS * 2)}
         found = new.store.list_items(limit=ITEMS * 2)
         assert [item for item in found if items[item.label].id != item.id] == []
-        assert all(np.allclose(truth[n], v) for n, v in zip(*new.store.load(space), strict=True))
+        assert all(
+            np.allclose(truth[n], v) for n, v in zip(*new.store.load_vectors(space), strict=True)
+        )
         with new.store.read_snapshot() as connection:
             assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
             assert not connection.execute("PRAGMA foreign_key_check").fetchall()

@@ -50,7 +50,7 @@ def elsewhere(setting: Setting) -> dict[str, bytes]:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sync, "SILENCE_SECONDS", 0.2)
+    monkeypatch.setattr(sync, "READ_TIMEOUT_SECONDS", 0.2)
     monkeypatch.setattr(pace, "STALL_SECONDS", 0.25)
     monkeypatch.setattr(trust, "METADATA_SECONDS", 0.4)
 

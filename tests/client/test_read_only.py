@@ -91,7 +91,7 @@ def test_a_read_only_file_system(
             for command in READS:
                 assert here(*words(command, there, item)) == (0, ""), command
             with SqliteGallery.open(there.gallery) as store:
-                assert store.state_get("last") == (1 if left == "killed" else None)
+                assert store.read_state_value("last") == (1 if left == "killed" else None)
             for command in WRITES:
                 code, said = here(*words(command, there, item))
                 assert code == 73 and "read-only" in said.lower(), f"{command}: {code} {said}"

@@ -127,7 +127,7 @@ def stalling() -> Iterator[tuple[Stalling, str]]:
 
 @pytest.fixture(autouse=True)
 def little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nobackfill.client.sync.SILENCE_SECONDS", 0.3)
+    monkeypatch.setattr("nobackfill.client.sync.READ_TIMEOUT_SECONDS", 0.3)
     monkeypatch.setattr("nobackfill.client.vault.transport.STREAM_SECONDS", 0.3)
 
 

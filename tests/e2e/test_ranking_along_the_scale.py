@@ -8,7 +8,7 @@ import numpy as np
 
 from nobackfill.adopt.converters import upgrade_of
 from nobackfill.adopt.maps import fit_maps
-from nobackfill.release.calibration import Scale
+from nobackfill.release.calibration import DistanceScale
 from nobackfill.release.manifest import Manifest
 from tests.adopt.models import expected, topical
 from tests.server.support import Client, running
@@ -53,7 +53,7 @@ def test_what_the_gate_chose_is_served(tmp_path: Path) -> None:
             assert not client.put_texts("g", dict(notes[:CARRIED]))
             (curve,) = [one for one in second(repo, 1.0).calibration if one.scale]
             assert (curve.origin, curve.scale is None) == ("upgraded", False)
-            scale = Scale(*curve.scale or ())
+            scale = DistanceScale(*curve.scale or ())
             client.swap(2)
             assert not client.put_texts("g", dict(notes[CARRIED:ALL]))
             for _, text in notes[CARRIED - 5 : CARRIED + 5]:

@@ -30,7 +30,7 @@ def message(rng: random.Random) -> bytes:
 
 def main() -> None:
     rng = random.Random(1)
-    parse, curves = view.parse, view.compiled_curves({1: ([0, 1, 2], [1, 0.5, 0])})
+    parse, curves = view.parse_search_request, view.compiled_curves({1: ([0, 1, 2], [1, 0.5, 0])})
     snapshot = made(16, "squared_l2", whole=False)
     compiled = snapshot.compiled
     assert parse is not None and curves is not None and compiled is not None
@@ -52,9 +52,18 @@ def main() -> None:
         with contextlib.suppress(TypeError, RuntimeError):
             hits = rng.choice([known, known, odd, {}])
             queries = [(values, k, farthest), (values, 7, np.inf)]
-            found = compiled.answers(queries, number % 2 > 0, hits, curves, b"end")  # type: ignore[arg-type]
+            found = compiled.encode_responses(queries, number % 2 > 0, hits, curves, b"end")  # type: ignore[arg-type]
             answered += found[0] is not None
-            route = compiled.route("g", "sp-1", 10, 64, number % 2 > 0, hits, curves, b"end")  # type: ignore[arg-type]
+            route = compiled.request_handler(
+                "g",
+                "sp-1",
+                10,
+                64,
+                number % 2 > 0,
+                hits,  # type: ignore[arg-type]
+                curves,
+                b"end",
+            )
             routed += sum(one is not None for one in route([message(rng) for _ in range(3)]))
         with contextlib.suppress(ValueError):
             size = rng.choice([len(snapshot.base.index.labels), 3, 0])

@@ -232,7 +232,9 @@ def sweep_operation(kind: str, top: Path, pristine: Path, name: str, stride: int
 
 def main(kinds: list[str], stride: int) -> dict[str, int]:
     # Trials of releases in this process: they write nothing, and a process costs a second.
-    trial.explain_refusal_in_child = lambda request, poll: trial.explain_refusal(request)
+    trial.explain_trial_failure_in_child = lambda request, poll: trial.explain_trial_failure(
+        request
+    )
     FAULT_INJECTOR.arm(None)
     points: dict[str, int] = {}
     with tempfile.TemporaryDirectory() as disk, memory_folder(Path(disk)) as folder:

@@ -27,7 +27,7 @@ from tests.gallery.making import Linear, ids, put, spec, vectors
 folder, action = Path(sys.argv[1]), sys.argv[2]
 largest = max(path.stat().st_size for path in folder.iterdir())
 with SqliteGallery.open(folder / "g.sqlite") as store:
-    labels, content = store.load(spec().space)
+    labels, content = store.load_vectors(spec().space)
     index = hnsw.build_index(spec(), labels, content)
     resource.setrlimit(resource.RLIMIT_FSIZE, (largest + 30_000, -1))
     try:
@@ -36,14 +36,14 @@ with SqliteGallery.open(folder / "g.sqlite") as store:
                 put(store, ids(500, start), seed=start)
                 print("acknowledged", flush=True)
         elif action == "upgrade":
-            run_upgrade(store, Linear(), spec(2), chunk=100)
+            run_upgrade(store, Linear(), spec(2), chunk_items=100)
         else:
             resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, -1))
             index.save(folder / "index")
     except CannotWriteError as error:
         print("refused", flush=True)
         # The same process reads on, and writes once there is room again.
-        assert len(store.load(spec().space)[0]) >= 2000
+        assert len(store.load_vectors(spec().space)[0]) >= 2000
         resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))
         put(store, ["last"], seed=1)
 """
@@ -53,7 +53,7 @@ with SqliteGallery.open(folder / "g.sqlite") as store:
 def test_a_full_disk_is_said_and_nothing_is_half_done(tmp_path: Path, action: str) -> None:
     with filled(tmp_path / "g.sqlite", 2000) as store:
         before = rows(store, spec().space)
-        labels, content = store.load(spec().space)
+        labels, content = store.load_vectors(spec().space)
     hnsw.build_index(spec(), labels, content).save(tmp_path / "index")
     cached = (tmp_path / "index").read_bytes()
     done = subprocess.run(
@@ -68,7 +68,7 @@ def test_a_full_disk_is_said_and_nothing_is_half_done(tmp_path: Path, action: st
         found = rows(store, spec().space)
         assert {label: found[label] for label in before} == before
         assert len(found) == 2001 + 500 * said.count("acknowledged")
-        run_upgrade(store, Linear(), spec(2), chunk=100)
+        run_upgrade(store, Linear(), spec(2), chunk_items=100)
         assert sorted(rows(store, spec(2).space)) == sorted(found)
         with store.read_snapshot() as connection:
             assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)

@@ -47,7 +47,7 @@ def delete_some(store: SqliteGallery, _: Path) -> None:
 
 
 def upgrade(store: SqliteGallery, _: Path) -> None:
-    run_upgrade(store, Linear(), spec(2), chunk=8)
+    run_upgrade(store, Linear(), spec(2), chunk_items=8)
 
 
 def put_both(store: SqliteGallery, _: Path) -> None:
@@ -241,7 +241,7 @@ def test_a_process_goes_on_after_an_error_and_its_views_agree_with_the_file(
                 for space, view in views.items():
                     if store_has(store, space):
                         np.testing.assert_array_equal(
-                            view.snapshot().content()[1], store.load(space)[1]
+                            view.snapshot().live_content()[1], store.load_vectors(space)[1]
                         )
             fired = FAULT_INJECTOR.fired
             FAULT_INJECTOR.arm(None)

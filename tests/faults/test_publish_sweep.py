@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from nobackfill.errors import AlreadyExistsError, CannotWriteError
-from nobackfill.release.publishing.metadata import read_ledger
+from nobackfill.release.publishing.metadata import read_signed_metadata
 from nobackfill.release.publishing.publish import publish
 from nobackfill.release.publishing.renew import resign, rotate, withdraw
 from tests.support.crash import KILLED, count_steps, first_of, run_with_fault, sweep
@@ -84,7 +84,7 @@ def test_a_first_release_is_wholly_there_or_not_at_all(
     for step, outcome in sweep(kind, run, shop.restore, first_of(steps, stride), stride):
         swept = step
         assert outcome.status == expected_status(kind), f"step {step}: {outcome.error}"
-        if read_ledger(shop.repo) is None:
+        if read_signed_metadata(shop.repo) is None:
             publish(shop.repo, first)
         else:
             with pytest.raises(AlreadyExistsError):

@@ -70,7 +70,7 @@ class Bench:
         with Device(self.gallery) as device:
             release = device.store.active().spec.release
             answer = Search(device, {}).by_id("item-7", 1)
-            labels, vectors = device.store.load(device.store.active().spec.space)
+            labels, vectors = device.store.load_vectors(device.store.active().spec.space)
             items = device.store.items(labels)
         assert answer.release == release, f"step {step}"
         expected = {1: self.old, 2: self.new}[release]

@@ -110,7 +110,7 @@ class GalleryModel(RuleBasedStateMachine):
         linear = Linear(seed=release)
         asked = iter(range(1000))
         run_upgrade(
-            self.store, linear, spec(release), source=spec(begun).space, chunk=3,
+            self.store, linear, spec(release), source=spec(begun).space, chunk_items=3,
             should_stop=lambda: next(asked) >= chunks,
         )  # fmt: skip
         todo = sorted(
@@ -223,7 +223,7 @@ class GalleryModel(RuleBasedStateMachine):
             }
             found = {label: row[0] for label, row in rows(self.store, spec(release).space).items()}
             assert found == expected
-            labels, content = self.views[release].snapshot().content()
+            labels, content = self.views[release].snapshot().live_content()
             assert (
                 dict(zip(labels.tolist(), map(bytes, np.asarray(content)), strict=True)) == expected
             )

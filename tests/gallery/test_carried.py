@@ -18,11 +18,11 @@ def truth(store: SqliteGallery) -> set[int]:
 
 
 def seen(carried: MigratedLabels, store: SqliteGallery) -> set[int]:
-    labels = store.load(TWO)[0]
-    mask = carried.native(labels)
+    labels = store.load_vectors(TWO)[0]
+    mask = carried.native_mask(labels)
     # Asked again it is the same mask, until something changes.
-    assert carried.native(labels) is mask
-    assert carried.native(labels[:2]).tolist() == mask[:2].tolist()
+    assert carried.native_mask(labels) is mask
+    assert carried.native_mask(labels[:2]).tolist() == mask[:2].tolist()
     return set(labels[~mask].tolist())
 
 
@@ -30,7 +30,7 @@ def test_every_change_is_followed(tmp_path: Path) -> None:
     with filled(tmp_path / "g.sqlite", 12) as store:
         run_upgrade(store, Linear(), spec(2))
         carried = MigratedLabels(store, TWO)
-        assert not carried.loaded
+        assert not carried.is_loaded
         # What changes before it is read is followed, too.
         store.delete(ids(1))
         carried.load()

@@ -22,7 +22,7 @@ from nobackfill.vectors import Vectors
 from tests.gallery.making import spec as making_spec
 
 pytestmark = pytest.mark.skipif(
-    view.parse is None, reason="nothing was compiled: there is no compiler"
+    view.parse_search_request is None, reason="nothing was compiled: there is no compiler"
 )
 # So many that a graph is cheaper than comparing all; and beside it.
 ROWS, BESIDE = 3000, 40
@@ -81,7 +81,7 @@ def test_the_same_neighbours_byte_for_byte(
     gone = data.draw(st.integers(0, BESIDE))
     if gone:
         snapshot = replace(
-            snapshot, delta=snapshot.delta.without_labels(snapshot.delta.index.labels[:gone])
+            snapshot, delta=snapshot.delta.with_deleted_labels(snapshot.delta.index.labels[:gone])
         )
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
     query = content(rng, 1, case[0], case[2])
@@ -132,8 +132,8 @@ def test_what_passes_is_found_and_nothing_else(
     assert isinstance(base, hnsw.HnswIndex)
     chosen: Mask = of < max(1, share * 40) if clustered else rng.random(6000) < share
     if dead:
-        snapshot = snapshot.remove(1 + np.flatnonzero(~chosen))
-    true = base.exact(queries, 10, chosen)
+        snapshot = snapshot.without_labels(1 + np.flatnonzero(~chosen))
+    true = base.search_exactly(queries, 10, chosen)
     found = [
         snapshot.search(one[None], 10, None if dead else lambda labels: chosen[labels - 1])
         for one in queries
@@ -157,7 +157,9 @@ def test_bad_queries_are_refused_as_in_python() -> None:
     for values in (b"", b"123", np.array([np.nan, 0, 0], "<f4").tobytes(), bytes(16)):
         curves = view.compiled_curves({})
         assert curves is not None
-        assert snapshot.compiled.answers([(values, 3, np.inf)], True, {}, curves, b"") == [None]
+        assert snapshot.compiled.encode_responses([(values, 3, np.inf)], True, {}, curves, b"") == [
+            None
+        ]
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ import pytest
 from nobackfill.digests import sha256_file
 from nobackfill.errors import AlreadyExistsError, BusyError, NotFoundError, VerificationError
 from nobackfill.gallery import sqlite_file, staging
-from nobackfill.gallery.rescue import rescue
+from nobackfill.gallery.rescue import rescue_gallery
 from nobackfill.gallery.sqlite_file import FileAccess, open_connection
 from nobackfill.gallery.sqlite_gallery import SqliteGallery
 from nobackfill.gallery.staging import run_upgrade
@@ -77,7 +77,7 @@ def test_a_writer_waits_for_another_process_and_then_says_busy(
                     write(store)
                 assert time.monotonic() - started >= 0.1
             # Readers are not kept waiting.
-            assert store.count() == 10 and len(store.load(ONE)[0]) == 10
+            assert store.count() == 10 and len(store.load_vectors(ONE)[0]) == 10
         assert (rows(store, ONE), [info.state for info in store.spaces()]) == before
         for write in WRITES.values():
             write(store)
@@ -138,7 +138,7 @@ def test_two_upgrades_at_once_do_the_work_once(tmp_path: Path) -> None:
         outcomes = []
 
         def run(own: SqliteGallery) -> None:
-            outcomes.append(run_upgrade(own, Linear(), spec(2), chunk=8))
+            outcomes.append(run_upgrade(own, Linear(), spec(2), chunk_items=8))
 
         threads = [threading.Thread(target=run, args=(own,)) for own in (store, other)]
         for thread in threads:
@@ -149,7 +149,7 @@ def test_two_upgrades_at_once_do_the_work_once(tmp_path: Path) -> None:
         assert [outcome.left_behind for outcome in outcomes] == [0, 0]
         both = rows(store, TWO)
     with filled(tmp_path / "alone.sqlite", 200) as store:
-        run_upgrade(store, Linear(), spec(2), chunk=8)
+        run_upgrade(store, Linear(), spec(2), chunk_items=8)
         assert sorted(rows(store, TWO)) == sorted(both)
 
 
@@ -229,11 +229,11 @@ def test_a_rescue_reads_the_log_of_a_killed_process_and_changes_nothing(
     if not shared_memory:
         Path(f"{path}-shm").unlink()
     before = sha256_file(path), sha256_file(log)
-    report = rescue(path, saved, {})
+    report = rescue_gallery(path, saved, {})
     assert (sha256_file(path), sha256_file(log)) == before
     assert report.items == 2000 and 0 < report.missing_rows < 500
     with SqliteGallery.open(saved) as store:
-        saved_vectors = dict(zip(*(part.tolist() for part in store.load(ONE)), strict=True))
+        saved_vectors = dict(zip(*(part.tolist() for part in store.load_vectors(ONE)), strict=True))
         items = [store.get(name) for name in ids(20, start=100)]
     logged = [saved_vectors[item.label] for item in items if item is not None]
     assert logged == vectors(20, 3).tolist()
@@ -270,7 +270,7 @@ def test_readers_of_many_threads_have_connections_of_their_own(tmp_path: Path) -
             try:
                 for turn in range(5):
                     put(store, ids(3, start=1000 * seed + 10 * turn), seed=seed)
-                    assert len(store.load(ONE)[0]) >= 50
+                    assert len(store.load_vectors(ONE)[0]) >= 50
                     store.delete([f"item-{1000 * seed + 10 * turn}"])
             except BaseException as error:  # noqa: BLE001 - told in the main thread
                 failures.append(error)

@@ -15,7 +15,8 @@ from nobackfill.vectors import Vectors
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
-        view.parse is None or shutil.which("c++") is None, reason="there is no compiler"
+        view.parse_search_request is None or shutil.which("c++") is None,
+        reason="there is no compiler",
     ),
 ]
 NATIVE = Path(hnsw.__file__).parent / "native"

@@ -76,7 +76,7 @@ def make_exact(spec_: SpaceSpec, labels: Labels, content: Vectors, _: Path) -> I
 def make_grown(spec_: SpaceSpec, labels: Labels, content: Vectors, _: Path) -> Index:
     index = ExactIndex(spec_, labels[:0], content[:0])
     for part in np.array_split(np.arange(len(labels)), 7):
-        index = index.extended(labels[part], content[part])
+        index = index.with_more_rows(labels[part], content[part])
     return index
 
 
@@ -267,7 +267,7 @@ def test_a_small_index_improves_what_a_large_one_found(data: st.DataObject) -> N
     everywhere = np.isin(both.labels, first) | np.isin(both.labels, second[allowed])
     if allowed is None:
         everywhere = np.ones(large + small, np.bool_)
-    found = parts[1].improve(queries, parts[0].search(queries, k), allowed)
+    found = parts[1].merge_nearer_rows(queries, parts[0].search(queries, k), allowed)
     expected = both.search(queries, k, everywhere)
     np.testing.assert_array_equal(found.distances, expected.distances)
     np.testing.assert_array_equal(found.labels, expected.labels)

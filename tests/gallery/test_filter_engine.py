@@ -69,17 +69,17 @@ def test_who_asks_for_another_key_does_not_wait(
     gate = gated(monkeypatch, "a")
     filtering = FilterEngine(store)
     with ThreadPoolExecutor(3) as pool:
-        slow = [pool.submit(filtering.passing, Range("a", at_least=40)) for _ in range(2)]
+        slow = [pool.submit(filtering.find_matches, Range("a", at_least=40)) for _ in range(2)]
         assert gate.reached.wait(WAIT_S)
-        assert len(filtering.passing(Range("b", at_least=45))) == 5
+        assert len(filtering.find_matches(Range("b", at_least=45))) == 5
         put(store, 50, 3)
-        assert len(filtering.passing(Exists("b"))) == 53
+        assert len(filtering.find_matches(Exists("b"))) == 53
         assert not any(one.done() for one in slow)
         gate.go_on.set()
         # As it was when they asked.
         assert [len(one.result(WAIT_S)) for one in slow] == [10, 10]
     assert gate.read.count("a") == 1
-    assert len(filtering.passing(Range("a", at_least=40))) == 13
+    assert len(filtering.find_matches(Range("a", at_least=40))) == 13
     filtering.close()
 
 
@@ -87,7 +87,7 @@ def test_a_reading_that_fails_is_told_and_tried_again(
     store: SqliteGallery, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     filtering = FilterEngine(store)
-    assert len(filtering.passing(Exists("a"))) == 50
+    assert len(filtering.find_matches(Exists("a"))) == 50
 
     def busy(*_: object) -> KeyColumn:
         raise BusyError("try again")
@@ -95,9 +95,9 @@ def test_a_reading_that_fails_is_told_and_tried_again(
     with monkeypatch.context() as patch:
         patch.setattr(filter_engine, "read_column", busy)
         with pytest.raises(BusyError):
-            filtering.passing(Exists("b"))
-        assert len(filtering.passing(Range("a", at_least=49))) == 1
-    assert len(filtering.passing(Exists("b"))) == 50
+            filtering.find_matches(Exists("b"))
+        assert len(filtering.find_matches(Range("a", at_least=49))) == 1
+    assert len(filtering.find_matches(Exists("b"))) == 50
     filtering.close()
 
 
@@ -106,31 +106,31 @@ def test_many_changes_are_read_anew_while_others_are_answered(
 ) -> None:
     """A change costs a filter what changed; many changes one reading of everything, for which
     nobody waits, and which misses nothing that came meanwhile."""
-    monkeypatch.setattr(engine, "LEAST_CHANGED", 10)
+    monkeypatch.setattr(engine, "LEAST_CHANGED_ITEMS", 10)
     gate = gated(monkeypatch, "n")
     gate.go_on.set()
     filtering = FilterEngine(store)
-    assert len(filtering.passing(Exists("n"))) == 50
+    assert len(filtering.find_matches(Exists("n"))) == 50
     put(store, 50, 5)
-    assert len(filtering.passing(Range("n", at_least=40))) == 15
+    assert len(filtering.find_matches(Range("n", at_least=40))) == 15
     assert gate.read == ["n"]
     gate.reached.clear()
     gate.go_on.clear()
     put(store, 60, 25)
-    assert len(filtering.passing(Exists("n"))) == 80
+    assert len(filtering.find_matches(Exists("n"))) == 80
     assert gate.reached.wait(WAIT_S)
     put(store, 100, 100)
     store.delete(ids(10))
-    assert len(filtering.passing(Exists("n"))) == 170
-    assert len(filtering.passing(Range("n", less_than=60))) == 45
+    assert len(filtering.find_matches(Exists("n"))) == 170
+    assert len(filtering.find_matches(Range("n", less_than=60))) == 45
     store.delete(ids(10, 100))
     (work,) = (thread for thread in threading.enumerate() if thread.name == "filters")
     gate.go_on.set()
     work.join(WAIT_S)
     assert gate.read == ["n", "n"]
     for _ in range(2):
-        assert len(filtering.passing(Exists("n"))) == 160
-        assert len(filtering.passing(Range("n", less_than=60))) == 45
+        assert len(filtering.find_matches(Exists("n"))) == 160
+        assert len(filtering.find_matches(Range("n", less_than=60))) == 45
     filtering.close()
 
 
@@ -142,34 +142,34 @@ def test_many_changes_are_read_anew_once_there_is_a_thread(
     def refused(_thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(engine, "LEAST_CHANGED", 10)
+    monkeypatch.setattr(engine, "LEAST_CHANGED_ITEMS", 10)
     gate = gated(monkeypatch, "n")
     gate.go_on.set()
     filtering = FilterEngine(store)
-    assert len(filtering.passing(Exists("n"))) == 50
+    assert len(filtering.find_matches(Exists("n"))) == 50
     put(store, 50, 20)
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", refused)
-        assert len(filtering.passing(Exists("n"))) == 70
+        assert len(filtering.find_matches(Exists("n"))) == 70
     gate.go_on.clear()
     put(store, 70, 1)
-    assert len(filtering.passing(Exists("n"))) == 71
+    assert len(filtering.find_matches(Exists("n"))) == 71
     (work,) = (thread for thread in threading.enumerate() if thread.name == "filters")
     gate.go_on.set()
     work.join(WAIT_S)
     assert gate.read == ["n", "n"]
-    assert len(filtering.passing(Exists("n"))) == 71
+    assert len(filtering.find_matches(Exists("n"))) == 71
     filtering.close()
 
 
 def test_more_changes_than_are_remembered_are_read_with_the_rest(
     store: SqliteGallery, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine, "MOST_STALE", 30)
+    monkeypatch.setattr(engine, "MOST_CHANGED_ITEMS", 30)
     filtering = FilterEngine(store)
-    assert len(filtering.passing(Exists("n"))) == 50
+    assert len(filtering.find_matches(Exists("n"))) == 50
     put(store, 100, 100)
-    assert len(filtering.passing(Exists("n"))) == 150
+    assert len(filtering.find_matches(Exists("n"))) == 150
     filtering.close()
 
 
@@ -177,17 +177,17 @@ def test_an_answer_is_kept_until_something_changes(
     store: SqliteGallery, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     filtering = FilterEngine(store)
-    first = filtering.passing(OneOf("n", (1,)))
-    assert filtering.passing(OneOf("n", (1,))) is first
+    first = filtering.find_matches(OneOf("n", (1,)))
+    assert filtering.find_matches(OneOf("n", (1,))) is first
     # Equal to Python, not here.
     assert len(first) == 1
-    assert not len(filtering.passing(OneOf("n", (True,))))
+    assert not len(filtering.find_matches(OneOf("n", (True,))))
     put(store, 50, 1)
-    assert filtering.passing(OneOf("n", (1,))) is not first
-    size = 1 + engine.KNOWN_INDEXES
-    monkeypatch.setattr(engine, "MOST_ANSWER_BYTES", 3 * size * 50)
+    assert filtering.find_matches(OneOf("n", (1,))) is not first
+    size = 1 + engine.CACHED_INDEXES
+    monkeypatch.setattr(engine, "MATCH_CACHE_BYTES", 3 * size * 50)
     for n in range(10):
-        assert len(filtering.passing(OneOf("n", (n, 1)))) == 1 + (n != 1)
+        assert len(filtering.find_matches(OneOf("n", (n, 1)))) == 1 + (n != 1)
     state = filtering._state
     assert state is not None and len(state.answers) == 3
     filtering.close()
@@ -198,17 +198,17 @@ def test_columns_beyond_the_bound_are_forgotten(store: SqliteGallery) -> None:
     stored = StoredSegment(store, 2 * numbers)
     for _ in range(2):
         for key in ("a", "b", "n"):
-            assert stored.passing(Range(key, at_least=40), [key]).sum() == 10
+            assert stored.passing_mask(Range(key, at_least=40), [key]).sum() == 10
             assert stored_bytes(stored, stored.cached_keys()) <= 2 * numbers
     # The longest unused goes first.
     assert stored.cached_keys() == ["b", "n"]
     every = All((Exists("a"), Exists("b"), Exists("n")))
-    assert stored.passing(every, ["a", "b", "n"]).sum() == 50
+    assert stored.passing_mask(every, ["a", "b", "n"]).sum() == 50
     assert stored_bytes(stored, stored.cached_keys()) <= 2 * numbers
 
 
 def stored_bytes(stored: StoredSegment, keys: list[str]) -> int:
-    return sum(stored.column(key).bytes for key in keys)
+    return sum(stored.load_column(key).memory_bytes for key in keys)
 
 
 @pytest.mark.parametrize("key", ["flag", "whole", "part", "text", "time", "tags"])
@@ -233,12 +233,12 @@ def test_a_column_takes_about_the_memory_it_says(tmp_path: Path, key: str) -> No
         stored = StoredSegment(store, 1 << 30)
         tracemalloc.start()
         try:
-            column = stored.column(key)
+            column = stored.load_column(key)
             # As it may come to.
-            column.rows(TimeRange(key, at_least=0))
+            column.passing_rows(TimeRange(key, at_least=0))
             held = tracemalloc.get_traced_memory()[0]
         finally:
             tracemalloc.stop()
-    assert held <= 1.25 * column.bytes + 10_000
+    assert held <= 1.25 * column.memory_bytes + 10_000
     # It reckons with a time for each text.
-    assert column.bytes <= 4 * held + 10_000
+    assert column.memory_bytes <= 4 * held + 10_000

@@ -22,7 +22,7 @@ def test_filtered_searches_find_what_an_exact_one_does(share: float, far: bool) 
     index = hnsw.build_index(spec(dim=16), np.arange(1, 6001), content)
     # Whole clusters, or rows here and there.
     allowed = of < max(1, share * 40) if far else rng.random(6000) < share
-    true = index.exact(queries, 10, allowed)
+    true = index.search_exactly(queries, 10, allowed)
     for found in (
         index.search(queries, 10, allowed).labels,
         np.concatenate([index.search(query[None], 10, allowed).labels for query in queries]),

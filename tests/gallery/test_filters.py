@@ -19,13 +19,13 @@ from nobackfill.gallery.filters import (
     AnyOf,
     Exists,
     Filter,
+    KeyTest,
     Not,
     OneOf,
     Range,
     Scalar,
-    Test,
     TimeRange,
-    parse_microseconds,
+    date_to_microseconds,
 )
 from nobackfill.gallery.spec import MetadataValue
 from nobackfill.gallery.sqlite_gallery import SqliteGallery
@@ -103,15 +103,15 @@ def within(test: Range | TimeRange, value: Scalar) -> bool:
 
 def holds(
     filtered: Filter, metadata: Mapping[str, MetadataValue],
-    passing: Callable[[Test, Scalar], bool] = passes,
+    passing: Callable[[KeyTest, Scalar], bool] = passes,
 ) -> bool:  # fmt: skip
     """`passing`: whether one value passes a test."""
     if isinstance(filtered, All):
-        return all(holds(part, metadata, passing) for part in filtered.of)
+        return all(holds(part, metadata, passing) for part in filtered.filters)
     if isinstance(filtered, AnyOf):
-        return any(holds(part, metadata, passing) for part in filtered.of)
+        return any(holds(part, metadata, passing) for part in filtered.filters)
     if isinstance(filtered, Not):
-        return not holds(filtered.of, metadata, passing)
+        return not holds(filtered.excluded_filter, metadata, passing)
     value = metadata.get(filtered.key, [])
     if isinstance(value, str | int | float):
         return passing(filtered, value)
@@ -120,7 +120,7 @@ def holds(
 
 def moment(text: str) -> int:
     """Of a text that is a time, in microseconds."""
-    found = parse_microseconds(text)
+    found = date_to_microseconds(text)
     assert found is not None
     return found
 
@@ -147,7 +147,7 @@ def test_filters_let_through_what_the_predicate_does(
         for filtered in asked:
             expected = [label for label, what in there.items() if holds(filtered, what)]
             assert passing_labels(store, filtered).tolist() == expected
-            found = filtering.passing(filtered)
+            found = filtering.find_matches(filtered)
             assert found.labels().tolist() == expected
             assert len(found) == len(expected)
             for index in (np.arange(1, 60), np.arange(1, 60, 7), np.array([*there], np.int64)):
@@ -175,12 +175,12 @@ def test_filters_let_through_what_the_predicate_does(
 
 @pytest.mark.parametrize("text", TIMES)
 def test_times_are_read_as_rfc_3339_says(text: str) -> None:
-    assert parse_microseconds(text) == (TIMES[text] - EPOCH) // timedelta(microseconds=1)
+    assert date_to_microseconds(text) == (TIMES[text] - EPOCH) // timedelta(microseconds=1)
 
 
 @pytest.mark.parametrize("text", [*NO_TIMES, "", "2026-01-02\n", "2026-W01-1", "٢٠٢٦-01-02"])
 def test_other_texts_are_no_times(text: str) -> None:
-    assert parse_microseconds(text) is None
+    assert date_to_microseconds(text) is None
 
 
 def nested(levels: int) -> Filter:
@@ -207,7 +207,7 @@ def nested(levels: int) -> Filter:
 def test_filters_are_bounded(tmp_path: Path, filtered: Filter, why: str) -> None:
     with SqliteGallery.create(tmp_path / "g.sqlite", spec()) as store:
         with pytest.raises(InvalidInputError, match=why):
-            FilterEngine(store).passing(filtered)
+            FilterEngine(store).find_matches(filtered)
         with pytest.raises(InvalidInputError, match=why):
             passing_labels(store, filtered)
         assert not len(passing_labels(store, OneOf("a", (1.0,) * MOST_VALUES)))

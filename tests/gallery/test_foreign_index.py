@@ -63,13 +63,13 @@ def test_it_is_refused(skeleton: GraphSkeleton, tmp_path: Path, number: int) -> 
     links = skeleton.links
     said: Said = dict(links.parameters) | {
         "ground": links.ground, "levels": links.levels, "upper": links.upper,
-        "rows": skeleton.rows, "sums": skeleton.sums,
+        "rows": skeleton.rows, "sums": skeleton.row_hashes,
     }  # fmt: skip
     CHANGES[number](said)
     other = replace(
         skeleton,
         rows=said["rows"],
-        sums=said["sums"],
+        row_hashes=said["sums"],
         links=replace(
             links,
             parameters={name: said[name] for name in links.parameters},

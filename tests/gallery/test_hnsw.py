@@ -57,7 +57,7 @@ def test_a_graph_serves_the_vectors_after_an_upgrade(old: hnsw.HnswIndex, to_dim
     content = rotated(np.asarray(old.vectors), to_dim)
     before = old.search(old.vectors[:20], 5)
     new = hnsw.transfer_index(old, target, LABELS, content)
-    assert not new.own_links and new.spec == target
+    assert not new.links_fit_space and new.spec == target
     np.testing.assert_array_equal(new.vectors, content)
     assert found_share(new, content, LABELS) >= 0.98
     # The old one serves on, unchanged.
@@ -84,7 +84,7 @@ def test_within_a_space_a_replaced_vector_moves(old: hnsw.HnswIndex) -> None:
     content = np.asarray(old.vectors).copy()
     content[100:110] = 30 + vectors(10, 5)
     new = hnsw.transfer_index(old, spec(), LABELS, content)
-    assert new.own_links
+    assert new.links_fit_space
     assert (new.search(content[100:110], 1).labels[:, 0] == LABELS[100:110]).all()
     assert found_share(new, content, LABELS) >= 0.98
 
@@ -103,7 +103,7 @@ def test_an_unrelated_space_is_built_afresh(old: hnsw.HnswIndex) -> None:
     content = rng.standard_normal((COUNT, 64)).astype(np.float32)
     with pytest.raises(VerificationError, match="build a new index"):
         hnsw.transfer_index(old, spec(2, dim=64), LABELS, content)
-    assert hnsw.renew_index(spec(2, dim=64), LABELS, content, old=old).own_links
+    assert hnsw.renew_index(spec(2, dim=64), LABELS, content, old=old).links_fit_space
     with pytest.raises(VerificationError, match="metric"):
         hnsw.transfer_index(old, spec(2, metric="cosine"), LABELS, old.vectors)
 
@@ -115,7 +115,7 @@ def test_renewing_takes_the_cheapest_good_way(old: hnsw.HnswIndex) -> None:
     carried = hnsw.renew_index(spec(), LABELS[50:], old.vectors[50:], old=old)
     assert len(carried.graph) == COUNT and len(carried.labels) == COUNT - 50
     upgraded = hnsw.renew_index(spec(2), LABELS, rotated(np.asarray(old.vectors)), old=old)
-    assert not upgraded.own_links
+    assert not upgraded.links_fit_space
 
 
 def test_a_file_gives_the_same_answers(old: hnsw.HnswIndex, tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_a_file_gives_the_same_answers(old: hnsw.HnswIndex, tmp_path: Path) -> N
         assert not len(rest)
         np.testing.assert_array_equal(loaded.labels, index.labels)
         np.testing.assert_array_equal(loaded.vectors, index.vectors)
-        assert (loaded.own_links, loaded.ef) == (index.own_links, index.ef)
+        assert (loaded.links_fit_space, loaded.ef) == (index.links_fit_space, index.ef)
         queries = vectors(50, 4)
         mask = np.arange(len(index.labels)) % 3 == 0
         for allowed in (None, mask):
@@ -161,7 +161,7 @@ def test_a_file_outlives_churn_and_holds_no_vector(old: hnsw.HnswIndex, tmp_path
     there = np.delete(np.arange(len(labels)), rest)
     np.testing.assert_array_equal(loaded.labels, labels[there])
     np.testing.assert_array_equal(loaded.vectors, now[there])
-    assert loaded.own_links and found_share(loaded, now[there], labels[there]) >= 0.98
+    assert loaded.links_fit_space and found_share(loaded, now[there], labels[there]) >= 0.98
     with pytest.raises(VerificationError, match="changed"):
         hnsw.load_index(path, spec(), labels[::2], now[::2])
 
@@ -178,7 +178,8 @@ def test_vectors_are_held_once_in_the_graphs_memory(metric: Metric, threads: int
     oracle = ExactIndex(target, LABELS, content)
     for allowed in (None, mask):
         np.testing.assert_array_equal(
-            index.exact(queries, 7, allowed).labels, oracle.search(queries, 7, allowed).labels
+            index.search_exactly(queries, 7, allowed).labels,
+            oracle.search(queries, 7, allowed).labels,
         )
     # The memory lives for as long as anybody looks at it.
     want = memory[5].copy()
@@ -271,7 +272,7 @@ def test_making_a_graph_can_be_given_up_within_a_piece(fresh: bool) -> None:
     part = np.flatnonzero(np.arange(COUNT) % 4)
     before = hnsw.build_index(spec(), LABELS[part], content[part])
     new_rows = COUNT if fresh else COUNT - len(part)
-    for allowed in (0, 1, new_rows // hnsw.PIECE):
+    for allowed in (0, 1, new_rows // hnsw.PIECE_ROWS):
         calls = iter(range(allowed))
 
         def between(calls: Iterator[int] = calls) -> None:

@@ -31,4 +31,4 @@ def test_what_is_moved_answers_as_before(advice: int, monkeypatch: pytest.Monkey
     np.testing.assert_array_equal(found.distances, expected.distances)
     np.testing.assert_array_equal(index.vectors[:], content)
     exact = ExactIndex(spec(dim=DIM), labels, content).search(queries, 10)
-    np.testing.assert_array_equal(index.exact(queries, 10).labels, exact.labels)
+    np.testing.assert_array_equal(index.search_exactly(queries, 10).labels, exact.labels)

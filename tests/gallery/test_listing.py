@@ -10,7 +10,7 @@ from nobackfill.errors import InvalidInputError
 from nobackfill.gallery import edits, listing
 from nobackfill.gallery.filter_engine import FilterEngine, passing_labels
 from nobackfill.gallery.filters import Exists, Not, OneOf, Range
-from nobackfill.gallery.listing import ListingPlace
+from nobackfill.gallery.listing import ListingPosition
 from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.sqlite_gallery import SqliteGallery
 from nobackfill.gallery.store import MOST_METADATA_BYTES, Change, NewVectors
@@ -55,7 +55,7 @@ def pages(
         found += [item.label for item, _ in items]
         if last is None:
             return found
-        after = ListingPlace.read(last.token(), least_certain=least_certain)
+        after = ListingPosition.from_token(last.to_token(), least_certain=least_certain)
         assert after == last
 
 
@@ -86,15 +86,15 @@ def test_a_page_without_items_is_refused(
 @pytest.mark.parametrize("token", ["x", "1:", "1:x", "-1", "9" * 20, "\u0661", "1:0.5:2"])
 def test_what_is_no_token_is_refused(token: str) -> None:
     with pytest.raises(InvalidInputError, match="page_token"):
-        ListingPlace.read(token, least_certain=":" in token)
+        ListingPosition.from_token(token, least_certain=":" in token)
     with pytest.raises(InvalidInputError, match="page_token"):
-        ListingPlace.read("5", least_certain=True)
+        ListingPosition.from_token("5", least_certain=True)
     with pytest.raises(InvalidInputError, match="page_token"):
-        ListingPlace.read("5:0.5", least_certain=False)
+        ListingPosition.from_token("5:0.5", least_certain=False)
 
 
 def test_items_are_deleted_by_filter(store: SqliteGallery, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(edits, "PIECE", 4)
+    monkeypatch.setattr(edits, "PIECE_ITEMS", 4)
     filtering = FilterEngine(store)
     chosen = edits.select_matches(filtering, Range("n", at_least=10, less_than=20))
     # What ceases to pass before its turn stays.
@@ -102,12 +102,12 @@ def test_items_are_deleted_by_filter(store: SqliteGallery, monkeypatch: pytest.M
     assert edits.delete_selected(store, chosen) == 9
     left = [n for n in range(COUNT) if not 10 <= n < 20 or n == 12]
     assert passing_labels(store, Exists("n")).tolist() == [n + 1 for n in left]
-    assert filtering.passing(Exists("n")).labels().tolist() == [n + 1 for n in left]
+    assert filtering.find_matches(Exists("n")).labels().tolist() == [n + 1 for n in left]
     assert store.count() == len(left)
 
 
 def test_metadata_is_set_and_removed(store: SqliteGallery, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(edits, "PIECE", 4)
+    monkeypatch.setattr(edits, "PIECE_ITEMS", 4)
     filtering = FilterEngine(store)
     told: list[Change] = []
     store.subscribe(told.append)
@@ -116,12 +116,14 @@ def test_metadata_is_set_and_removed(store: SqliteGallery, monkeypatch: pytest.M
         edits.change_metadata(store, chosen, {"tags": ["a", "b"], "n": 2**60}, ("odd", "none"))
         == 10
     )
-    assert sorted(label for one in told for label in one.described.tolist()) == [*range(1, 11)]
-    assert not any(one.added or len(one.deleted) for one in told)
+    assert sorted(label for one in told for label in one.metadata_labels.tolist()) == [
+        *range(1, 11)
+    ]
+    assert not any(one.added or len(one.deleted_labels) for one in told)
     item = store.get("item-3")
     assert item is not None and item.metadata == {"tags": ["a", "b"], "n": 2**60}
     for filtered in (OneOf("tags", ("b",)), Not(Exists("odd")), OneOf("n", (2**60,))):
-        assert filtering.passing(filtered).labels().tolist() == [*range(1, 11)]
+        assert filtering.find_matches(filtered).labels().tolist() == [*range(1, 11)]
         assert passing_labels(store, filtered).tolist() == [*range(1, 11)]
 
 
@@ -139,7 +141,7 @@ def test_what_would_become_too_large_stays_as_it_is(store: SqliteGallery) -> Non
 def test_giving_up_leaves_whole_pieces(
     store: SqliteGallery, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(edits, "PIECE", 4)
+    monkeypatch.setattr(edits, "PIECE_ITEMS", 4)
 
     def stop() -> None:
         raise TimeoutError

@@ -10,7 +10,7 @@ from nobackfill.gallery.search.exact import ExactIndex
 from nobackfill.gallery.search.index import Labels, Mask, Neighbours
 from nobackfill.gallery.search.view import Snapshot, apply_change, new_snapshot
 from nobackfill.gallery.store import Change
-from nobackfill.release.calibration import Scale
+from nobackfill.release.calibration import DistanceScale
 from tests.gallery.making import spec, vectors
 
 COUNT = 400
@@ -54,10 +54,10 @@ def test_it_is_the_order_of_all_along_the_scale(snapshots: list[Snapshot]) -> No
             def nearest(of: index.LabelFilter, among: Snapshot = snapshot) -> Neighbours:
                 return among.search(query, k, of, 4 * COUNT)
 
-            found = index.search_origins(
+            found = index.search_by_origin(
                 nearest,
                 lambda labels: (chosen(~native, labels), chosen(native, labels)),
-                Scale(slope, offset),
+                DistanceScale(slope, offset),
                 k,
                 (lambda labels: chosen(passing, labels)) if filtered else None,
             )
@@ -83,7 +83,7 @@ def test_what_is_embedded_again_meanwhile_is_found_once() -> None:
         native = np.full(len(labels), asked > 2)
         return ~native, native
 
-    found = index.search_origins(
-        lambda chosen: snapshot.search(CONTENT[:1], 5, chosen), of, Scale(1, 0), 5
+    found = index.search_by_origin(
+        lambda chosen: snapshot.search(CONTENT[:1], 5, chosen), of, DistanceScale(1, 0), 5
     )
     assert len(set(found.labels[0].tolist())) == 5

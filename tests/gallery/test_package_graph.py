@@ -16,7 +16,8 @@ from nobackfill.vectors import Vectors
 from tests.gallery.making import DIM, spec
 
 pytestmark = pytest.mark.skipif(
-    view.parse is None, reason="nothing was compiled: there is nothing to compare with"
+    view.parse_search_request is None,
+    reason="nothing was compiled: there is nothing to compare with",
 )
 COUNT = 2000
 LABELS = np.arange(COUNT) * 2 + 5
@@ -47,10 +48,10 @@ def same(a: hnsw.HnswIndex, b: hnsw.HnswIndex) -> None:
     assert dict(ours.links.parameters) == dict(theirs.links.parameters)
     for name in ("ground", "levels", "upper"):
         np.testing.assert_array_equal(getattr(ours.links, name), getattr(theirs.links, name))
-    np.testing.assert_array_equal(ours.sums, theirs.sums)
+    np.testing.assert_array_equal(ours.row_hashes, theirs.row_hashes)
     np.testing.assert_array_equal(ours.rows, theirs.rows)
     np.testing.assert_array_equal(a.vectors[:], b.vectors[:])
-    assert (a.ef, a.own_links) == (b.ef, b.own_links)
+    assert (a.ef, a.links_fit_space) == (b.ef, b.links_fit_space)
     queries = whole_numbers(20, 7)
     for allowed in (None, np.arange(len(a.labels)) % 3 == 0):
         found, expected = a.search(queries, 10, allowed), b.search(queries, 10, allowed)
@@ -107,7 +108,7 @@ def test_a_process_without_compiled_code_says_so_and_searches() -> None:
         "from tests.gallery.making import spec, vectors\n"
         "content = vectors(3000, 1)\n"
         "snapshot = view.new_snapshot(spec(), hnsw.build_index(spec(), np.arange(3000), content))\n"
-        "assert snapshot.compiled is None and view.parse is None\n"
+        "assert snapshot.compiled is None and view.parse_search_request is None\n"
         "print(snapshot.search(content[:9], 1).labels[:, 0].tolist())\n"
     )
     done = subprocess.run(

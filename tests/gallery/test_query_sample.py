@@ -5,7 +5,7 @@ import pytest
 
 from nobackfill.gallery.search import hnsw
 from nobackfill.gallery.search import view as asked_queries
-from nobackfill.gallery.search.index import EVERY
+from nobackfill.gallery.search.index import EXACT_EF
 from nobackfill.gallery.search.view import QuerySample
 from nobackfill.vectors import Vectors
 from tests.gallery.making import spec
@@ -28,7 +28,7 @@ def foreign() -> tuple[hnsw.HnswIndex, Vectors]:
 
 
 def recall(index: hnsw.HnswIndex, queries: Vectors, ef: int = 0) -> float:
-    true = index.exact(queries, 10).labels
+    true = index.search_exactly(queries, 10).labels
     found = np.concatenate([index.search(query[None], 10, ef=ef).labels for query in queries])
     return float((found[:, :, None] == true[:, None, :]).any(axis=1).mean())
 
@@ -61,8 +61,8 @@ def test_a_search_looks_at_as_many_candidates_as_it_asks_for(
     shares = [recall(index, queries[:50], ef) for ef in (0, 300, 2000)]
     assert shares == sorted(shares) and shares[0] < shares[1] and shares[2] >= 0.99
     half = np.arange(len(index.labels)) % 2 == 0
-    exact = index.exact(queries[:50], 10, half)
-    for ef in (EVERY, len(index.labels)):
+    exact = index.search_exactly(queries[:50], 10, half)
+    for ef in (EXACT_EF, len(index.labels)):
         np.testing.assert_array_equal(
             index.search(queries[:50], 10, half, ef=ef).labels, exact.labels
         )

@@ -14,7 +14,7 @@ import pytest
 from nobackfill.errors import VerificationError
 from nobackfill.gallery import staging
 from nobackfill.gallery.schema import migrations
-from nobackfill.gallery.sqlite_file import FORMAT
+from nobackfill.gallery.sqlite_file import GALLERY_FORMAT
 from nobackfill.gallery.sqlite_gallery import SqliteGallery
 from nobackfill.gallery.staging import run_upgrade
 from nobackfill.gallery.store import NewVectors
@@ -79,8 +79,8 @@ def test_a_file_is_brought_up_to_date_where_it_is_opened(tmp_path: Path) -> None
     make(path)
     applied = "SELECT name FROM _sqlite_migrations WHERE migration_set = 'gallery'"
     assert sql(path, applied) == [[m.name] for m in migrations._migrations]
-    assert len(migrations._migrations) == FORMAT
-    assert sql(path, "PRAGMA user_version") == [[str(FORMAT)]]
+    assert len(migrations._migrations) == GALLERY_FORMAT
+    assert sql(path, "PRAGMA user_version") == [[str(GALLERY_FORMAT)]]
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def test_a_whole_space_is_flipped_with_its_state_in_one_transaction(tmp_path: Pa
         write_all(store, 2)
         staging.flip(store, TWO, state={"floor": 2})
         assert states(store) == {1: "previous", 2: "active"}
-        assert store.state_get("floor") == 2
+        assert store.read_state_value("floor") == 2
         staging.flip(store, TWO)
         assert states(store) == {1: "previous", 2: "active"}
 
@@ -48,7 +48,9 @@ def test_a_space_with_gaps_is_not_flipped_unless_asked(tmp_path: Path) -> None:
         staging.write_vectors(store, TWO, np.array([1, 2, 4]), vectors(3, 1))
         with pytest.raises(PreconditionError, match="2 items have no vector in release 2"):
             staging.flip(store, TWO, state={"floor": 2})
-        assert states(store) == {1: "active", 2: "staging"} and store.state_get("floor") is None
+        assert (
+            states(store) == {1: "active", 2: "staging"} and store.read_state_value("floor") is None
+        )
         assert staging.count_left_behind(store, TWO) == 2
         assert [item.id for item in staging.left_behind_items(store, TWO)] == ["item-2", "item-4"]
         assert [i.id for i in staging.left_behind_items(store, TWO, limit=1)] == ["item-2"]
@@ -67,7 +69,7 @@ def test_rollback_returns_to_what_was_active_before_step_by_step(tmp_path: Path)
         assert states(store) == {1: "previous", 2: "previous", 3: "active"}
         assert staging.rollback(store, state={"why": "worse"}) == TWO
         assert states(store) == {1: "previous", 2: "active", 3: "staging"}
-        assert store.state_get("why") == "worse"
+        assert store.read_state_value("why") == "worse"
         assert staging.rollback(store) == ONE
         # What was left can be flipped to again, as it is.
         staging.flip(store, THREE)
@@ -116,7 +118,7 @@ def test_a_backfill_replaces_what_was_upgraded(tmp_path: Path) -> None:
         staging.add_staging_space(store, spec(2))
         doubt = np.array([1, 9, 3, 5], np.float32)
         staging.write_vectors(store, TWO, np.arange(1, 5), vectors(4, 1), uncertainty=doubt)
-        worst = staging.least_certain(store, TWO, 2)
+        worst = staging.least_certain_items(store, TWO, 2)
         assert [(item.id, item.uncertainty) for item in worst] == [("item-1", 9), ("item-3", 5)]
         better, side = vectors(2, 8), vectors(2, 9, SIDE_DIM)
         labels = np.array([item.label for item in worst])
@@ -126,7 +128,7 @@ def test_a_backfill_replaces_what_was_upgraded(tmp_path: Path) -> None:
         found = rows(store, TWO)
         assert found[2] == (better[0].tobytes(), side[0].tobytes(), "re-embedded")
         assert found[1][2] == "upgraded" and len(found) == 4
-        assert [item.id for item in staging.least_certain(store, TWO)] == ["item-2", "item-0"]
+        assert [item.id for item in staging.least_certain_items(store, TWO)] == ["item-2", "item-0"]
 
 
 def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:
@@ -178,7 +180,7 @@ def test_listeners_hear_of_spaces_and_only_of_what_is_durable(tmp_path: Path) ->
     with filled(tmp_path / "g.sqlite", 2) as store:
         store.subscribe(listener := heard.append)
         staging.add_staging_space(store, spec(2))
-        assert [change.spaces for change in heard] == [True]
+        assert [change.spaces_changed for change in heard] == [True]
         with pytest.raises(PreconditionError):
             staging.flip(store, TWO)
         assert len(heard) == 1

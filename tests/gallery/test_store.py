@@ -39,7 +39,7 @@ def test_what_was_put_is_there_bit_for_bit_after_opening_again(tmp_path: Path) -
         )
         assert result.labels.tolist() == list(range(1, 51)) and result.changed.all()
     with SqliteGallery.open(tmp_path / "g.sqlite") as store:
-        labels, loaded = store.load(SPACE)
+        labels, loaded = store.load_vectors(SPACE)
         np.testing.assert_array_equal(labels, result.labels)
         np.testing.assert_array_equal(loaded, embedding)
         item = store.get("item-7")
@@ -72,14 +72,14 @@ def test_the_same_content_changes_nothing_and_other_content_gets_a_new_label(
         store.subscribe(heard.append)
         again = store.put(["a", "b"], [NewVectors(SPACE, vectors(2, 2))], digests=["x", "y"])
         assert again.labels.tolist() == first.labels.tolist() and not again.changed.any()
-        assert store.load(SPACE)[1].tolist() == vectors(2, 1).tolist()
+        assert store.load_vectors(SPACE)[1].tolist() == vectors(2, 1).tolist()
         third = store.put(["b", "a"], [NewVectors(SPACE, vectors(2, 2))], digests=["y", "z"])
         assert third.changed.tolist() == [False, True] and third.labels.tolist() == [2, 3]
         assert store.items([1, 3])[0] is None
         # Without a digest nobody knows that it is the same.
         for _ in range(2):
             assert store.put(["b"], [NewVectors(SPACE, vectors(1, 2))]).changed.all()
-    assert [change.deleted.tolist() for change in heard] == [[], [1], [2], [4]]
+    assert [change.deleted_labels.tolist() for change in heard] == [[], [1], [2], [4]]
 
 
 def test_labels_are_never_used_twice(tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_a_native_vector_takes_the_place_of_a_carried_one(tmp_path: Path, carrie
         assert [item and item.origin for item in items] == ["native", carried, "re-embedded"]
         assert [item and item.uncertainty for item in items] == [None, 2.0, None]
         expected = np.stack([native[0], vectors(3, 2)[1], vectors(1, 3)[0]])
-        np.testing.assert_array_equal(store.load(two)[1], expected)
+        np.testing.assert_array_equal(store.load_vectors(two)[1], expected)
         assert [change.added[two][0].tolist() for change in told if change.added] == [[1]]
 
 
@@ -228,7 +228,7 @@ def test_a_strided_array_is_stored_as_its_values(tmp_path: Path) -> None:
     wide = vectors(6, 1, 2 * DIM)
     with SqliteGallery.create(tmp_path / "g.sqlite", spec()) as store:
         store.put(ids(3), [NewVectors(SPACE, wide[::2, ::2])])
-        np.testing.assert_array_equal(store.load(SPACE)[1], wide[::2, ::2])
+        np.testing.assert_array_equal(store.load_vectors(SPACE)[1], wide[::2, ::2])
 
 
 def test_items_are_listed_in_pages(tmp_path: Path) -> None:
@@ -245,9 +245,12 @@ def test_items_are_listed_in_pages(tmp_path: Path) -> None:
 def test_state_is_kept_and_removed(tmp_path: Path) -> None:
     with SqliteGallery.create(tmp_path / "g.sqlite", spec()) as store:
         store.update_state({"floor": {"root": 3}, "other": "ü"})
-        assert store.state_get("floor") == {"root": 3} and store.state_get("other") == "ü"
+        assert (
+            store.read_state_value("floor") == {"root": 3}
+            and store.read_state_value("other") == "ü"
+        )
         store.update_state({"floor": None})
-        assert store.state_get("floor") is None
+        assert store.read_state_value("floor") is None
 
 
 def test_files_are_private_and_create_refuses_what_is_there(tmp_path: Path) -> None:

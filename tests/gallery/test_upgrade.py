@@ -11,7 +11,7 @@ import pytest
 from nobackfill.errors import InvalidInputError, UnusableOutputError
 from nobackfill.gallery import staging
 from nobackfill.gallery.sqlite_gallery import SqliteGallery
-from nobackfill.gallery.staging import Order, UpgradeProgress, estimate_upgrade, run_upgrade
+from nobackfill.gallery.staging import UpgradeOrder, UpgradeProgress, estimate_upgrade, run_upgrade
 from nobackfill.vectors import Vectors
 from tests.gallery.making import DIM, SIDE_DIM, Carried, Linear, filled, ids, put, rows, spec
 
@@ -36,7 +36,7 @@ def test_every_item_is_carried_with_its_side_information(tmp_path: Path) -> None
     linear = Linear()
     seen: list[UpgradeProgress] = []
     with filled(tmp_path / "g.sqlite", 25) as store:
-        outcome = run_upgrade(store, linear, spec(2), chunk=10, on_progress=seen.append)
+        outcome = run_upgrade(store, linear, spec(2), chunk_items=10, on_progress=seen.append)
         assert (outcome.writes, outcome.left_behind, outcome.stopped) == (25, 0, False)
         before, after = rows(store, ONE), rows(store, TWO)
         assert sorted(after) == sorted(before)
@@ -58,7 +58,7 @@ def test_another_dimension_is_no_obstacle(tmp_path: Path) -> None:
     wide = spec(2, dim=20)
     with filled(tmp_path / "g.sqlite", 5) as store:
         run_upgrade(store, Linear(to_dim=20), wide)
-        assert store.load(wide.space)[1].shape == (5, 20)
+        assert store.load_vectors(wide.space)[1].shape == (5, 20)
 
 
 def after(chunks: int) -> Callable[[], bool]:
@@ -69,7 +69,7 @@ def after(chunks: int) -> Callable[[], bool]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ["label", "uncertainty"])
-def test_a_stopped_run_goes_on_and_gives_the_same_bits(tmp_path: Path, order: Order) -> None:
+def test_a_stopped_run_goes_on_and_gives_the_same_bits(tmp_path: Path, order: UpgradeOrder) -> None:
     results = []
     for name, stops in (("whole", 0), ("stopped", 4), ("ahead", 0), ("ahead and stopped", 4)):
         with filled(tmp_path / f"{name}.sqlite", 50) as store:
@@ -78,8 +78,9 @@ def test_a_stopped_run_goes_on_and_gives_the_same_bits(tmp_path: Path, order: Or
             second = Linear(seed=3)
             for attempt in range(stops + 1):
                 outcome = run_upgrade(
-                    store, second, spec(3), source=TWO, chunk=8, order=order,
-                    should_stop=after(1 if attempt < stops else 99), ahead="ahead" in name,
+                    store, second, spec(3), source=TWO, chunk_items=8, order=order,
+                    should_stop=after(1 if attempt < stops else 99),
+                    transform_ahead="ahead" in name,
                 )  # fmt: skip
                 assert outcome.stopped == (attempt < stops)
             assert second.calls == 7 and outcome.left_behind == 0
@@ -96,7 +97,7 @@ def test_a_chunk_that_fails_ahead_takes_none_of_those_before_it(tmp_path: Path) 
         written: list[int] = []
         with pytest.raises(UnusableOutputError, match="item-21"):
             run_upgrade(
-                store, Watched(store, fail), spec(2), chunk=10, ahead=True,
+                store, Watched(store, fail), spec(2), chunk_items=10, transform_ahead=True,
                 on_progress=lambda progress: written.append(progress.complete),
             )  # fmt: skip
         assert written == [10, 20] and len(rows(store, TWO)) == 20
@@ -104,7 +105,7 @@ def test_a_chunk_that_fails_ahead_takes_none_of_those_before_it(tmp_path: Path) 
 
 def test_a_stop_asked_for_after_the_last_chunk_changes_nothing(tmp_path: Path) -> None:
     with filled(tmp_path / "g.sqlite", 20) as store:
-        outcome = run_upgrade(store, Linear(), spec(2), chunk=10, should_stop=after(2))
+        outcome = run_upgrade(store, Linear(), spec(2), chunk_items=10, should_stop=after(2))
         assert (outcome.writes, outcome.stopped) == (20, False)
 
 
@@ -148,9 +149,9 @@ def test_memory_does_not_grow_with_the_gallery(tmp_path: Path) -> None:
 def test_the_least_certain_go_first(tmp_path: Path) -> None:
     with filled(tmp_path / "g.sqlite", 40) as store:
         run_upgrade(store, Linear(), spec(2))
-        worst = [item.label for item in staging.least_certain(store, TWO, 10)]
+        worst = [item.label for item in staging.least_certain_items(store, TWO, 10)]
         run_upgrade(
-            store, Linear(seed=3), spec(3), source=TWO, chunk=10,
+            store, Linear(seed=3), spec(3), source=TWO, chunk_items=10,
             order="uncertainty", should_stop=after(1),
         )  # fmt: skip
         assert sorted(rows(store, spec(3).space)) == sorted(worst)
@@ -160,7 +161,7 @@ def test_the_least_certain_go_first(tmp_path: Path) -> None:
 def test_a_chunk_without_items_is_refused(tmp_path: Path, chunk: int) -> None:
     with filled(tmp_path / "g.sqlite", 3) as store:
         with pytest.raises(InvalidInputError, match="expected at least 1 item, got"):
-            run_upgrade(store, Linear(), spec(2), chunk=chunk)
+            run_upgrade(store, Linear(), spec(2), chunk_items=chunk)
         assert len(store.spaces()) == 1
 
 
@@ -173,7 +174,7 @@ def test_puts_and_deletes_meanwhile_are_resolved(tmp_path: Path) -> None:
             put(store, ids(5, start=100), seed=51)
 
     with filled(tmp_path / "g.sqlite", 30) as store:
-        outcome = run_upgrade(store, Watched(store, race), spec(2), chunk=10)
+        outcome = run_upgrade(store, Watched(store, race), spec(2), chunk_items=10)
         assert outcome.left_behind == 0
         source, target = rows(store, ONE), rows(store, TWO)
         # Nothing that was deleted came back, and what was put again is carried from its new self.
@@ -221,7 +222,7 @@ def test_side_information_goes_along_where_there_is_some(tmp_path: Path) -> None
     with filled(tmp_path / "g.sqlite", 5) as store:
         put(store, ["bare-1", "bare-2"], seed=4, side=False)
         put(store, ["item-9"], seed=5)
-        outcome = run_upgrade(store, Carrying(reads_side=False), spec(2), chunk=2)
+        outcome = run_upgrade(store, Carrying(reads_side=False), spec(2), chunk_items=2)
         assert (outcome.writes, outcome.left_behind) == (8, 0)
         before, after = rows(store, ONE), rows(store, TWO)
         assert {label: row[1] for label, row in after.items()} == {
@@ -259,7 +260,7 @@ def test_bad_outputs_are_refused_chunk_by_chunk(tmp_path: Path, kind: str) -> No
     with filled(tmp_path / "g.sqlite", 20) as store:
         source = rows(store, ONE)
         with pytest.raises(InvalidInputError):
-            run_upgrade(store, Broken(kind), spec(2), chunk=8)
+            run_upgrade(store, Broken(kind), spec(2), chunk_items=8)
         assert sorted(rows(store, TWO)) == list(range(1, 9))
         assert store.active().spec.space == ONE and rows(store, ONE) == source
 

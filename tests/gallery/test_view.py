@@ -24,11 +24,11 @@ ONE, TWO = spec(1).space, spec(2).space
 
 def agrees(view: LiveView, store: SqliteGallery, space: str = ONE) -> None:
     """The view answers as exact search over what the file holds."""
-    labels, content = store.load(space)
+    labels, content = store.load_vectors(space)
     snapshot = view.snapshot()
     assert len(snapshot) == len(labels)
     np.testing.assert_array_equal(snapshot.labels(), labels)
-    found_labels, found = snapshot.content()
+    found_labels, found = snapshot.live_content()
     np.testing.assert_array_equal(found_labels, labels)
     np.testing.assert_array_equal(found, content)
     queries = vectors(5, 77)
@@ -163,7 +163,7 @@ def test_a_snapshot_without_what_another_space_answers_for(tmp_path: Path) -> No
         put(store, ["late"], seed=5)
         staging.write_vectors(store, TWO, np.array([2, 4, 21]), vectors(3, 2))
         upgraded = new.snapshot()
-        rest = old.snapshot().remove(upgraded.labels())
+        rest = old.snapshot().without_labels(upgraded.labels())
         assert sorted([*rest.labels(), *upgraded.labels()]) == list(range(1, 22))
         found = rest.search(vectors(1, 1), 30).labels
         assert set(found[found >= 0]) == set(range(1, 21)) - {2, 4}
@@ -202,7 +202,7 @@ def test_one_deletion_costs_the_searches_that_follow_nothing(
     flat = SpaceSpec("sp-x", 1, 2, "squared_l2", False, None, 0)
     content = np.random.default_rng(1).random((count, 2), np.float32)
     whole = new_snapshot(flat, hnsw.build_index(flat, np.arange(count), content))
-    less = whole.remove(np.array([7, 7, count + 5])).remove(np.array([7, 8]))
+    less = whole.without_labels(np.array([7, 7, count + 5])).without_labels(np.array([7, 8]))
     assert (len(whole), len(less), len(less.base)) == (count, count - 2, count - 2)
     took: dict[int, list[float]] = {id(whole): [], id(less): []}
     for row in range(200):

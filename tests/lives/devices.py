@@ -156,7 +156,7 @@ def observed(life: Life) -> Observed:
     """The device's release, the way back, its items, what it holds back. The floor never sinks."""
     with life.world.opened() as device:
         back = device.previous()
-        labels, _ = device.store.load(device.store.active().spec.space)
+        labels, _ = device.store.load_vectors(device.store.active().spec.space)
         items = device.store.items(labels)
         held = frozenset(int(n) for n in device.state("held_back", {}))
         found = frozenset(item.id for item in items if item is not None)

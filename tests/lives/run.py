@@ -128,7 +128,7 @@ def main() -> None:
         print(f"seed {seed}: {asked.operations} operations, {time.monotonic() - began:.0f} s")
         print(told, flush=True)
     if failed:
-        sys.exit(f"wrong: seeds {failed}; live one again with --first SEED --seeds 1")
+        sys.exit(f"wrong: seeds {failed}; live one again with --first REPORT_SEED --seeds 1")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from nobackfill.errors import (
     VerificationError,
 )
 from nobackfill.release.manifest import Manifest
-from nobackfill.release.publishing.metadata import require_ledger
+from nobackfill.release.publishing.metadata import require_signed_metadata
 from nobackfill.v1 import gallery_pb2, types_pb2
 from nobackfill.wire.connection import translate_errors
 from tests.lives.pictures import IMAGES, PICTURES, Pictures
@@ -206,7 +206,7 @@ class World:
 
     def versions(self) -> tuple[int, int, int, int]:
         """Of the metadata that is published: root, timestamp, snapshot, targets."""
-        ledger = require_ledger(self.repo)
+        ledger = require_signed_metadata(self.repo)
         signed = (ledger.root, ledger.timestamp, ledger.snapshot, ledger.targets)
         root, timestamp, snapshot, targets = (part.version for part in signed)
         return root, timestamp, snapshot, targets

@@ -12,7 +12,7 @@ from nobackfill.quality.embedded import EmbeddedListing
 from nobackfill.quality.retrieval import search_and_measure
 from nobackfill.quality.route_evidence import QuerySet, measure_rank_fusion
 from nobackfill.release.calibration import JointDistance
-from nobackfill.release.manifest import BothEvidence
+from nobackfill.release.manifest import RankFusionEvidence
 from nobackfill.release.models import Upgraded
 from nobackfill.vectors import Vectors
 
@@ -56,7 +56,9 @@ def asked(seed: int, *, old: float, carried: float, metrics: Mapping[int, Metric
     return QuerySet(queries, items, relevance)
 
 
-def evidence(old: float, carried: float, metrics: Mapping[int, Metric]) -> BothEvidence | None:
+def evidence(
+    old: float, carried: float, metrics: Mapping[int, Metric]
+) -> RankFusionEvidence | None:
     halves = [asked(seed, old=old, carried=carried, metrics=metrics) for seed in (0, 1)]
     return measure_rank_fusion(CELL, halves[0], halves[1], int8=False)
 

@@ -16,8 +16,8 @@ from nobackfill.quality.route_evidence import (
     fit_distance_line,
     retrieved_pairs,
 )
-from nobackfill.release.calibration import is_beyond_calibration, scores
-from nobackfill.release.manifest import HealingEvidence
+from nobackfill.release.calibration import is_beyond_calibration, match_probabilities
+from nobackfill.release.manifest import LazyReembeddingEvidence
 
 SPACE = "sp-" + "0" * 64
 
@@ -86,7 +86,7 @@ def test_queries_unlike_those_of_the_calibration_are_recognised() -> None:
         return np.asarray(is_beyond_calibration(curve, tens).all(1))
 
     other = 3 + 0.03 * rng.standard_normal((100, 16))
-    told = scores(curve, nearest(other[:50], other[50:]))
+    told = match_probabilities(curve, nearest(other[:50], other[50:]))
     assert (told == max(curve.probabilities)).all()
     assert all_beyond(other[:50], other[50:]).all()
     assert not all_beyond(known(15)[0], known(15)[0]).any()
@@ -113,7 +113,7 @@ def test_a_calibration_is_applied_as_it_was_fitted() -> None:
     relevance = Relevance([np.arange(8)] * 50, [np.array([], int)] * 50)
     curve = fit_calibration(SPACE, SPACE, "native", neighbours, distances, relevance, 30)
     assert curve.items == 30
-    near, far = scores(curve, [0.0, 2.0])
+    near, far = match_probabilities(curve, [0.0, 2.0])
     assert near > 0.8 > 0.2 > far
 
 
@@ -171,15 +171,15 @@ def test_a_line_compares_hits_of_one_query() -> None:
 
 
 def test_a_line_ranks_where_distances_fall_into_a_valley_that_it_closes() -> None:
-    def told(by_distance: float, along: float) -> HealingEvidence:
+    def told(by_distance: float, along: float) -> LazyReembeddingEvidence:
         flat = (0.5, 0.6, 0.7)
-        return HealingEvidence(
+        return LazyReembeddingEvidence(
             map=flat, cmc1=(0.5, by_distance, 0.7), scaled_map=flat, scaled_cmc1=(0.5, along, 0.7)
         )
 
     line = DistanceLine(0.5, 0.1)
-    assert told(0.4, 0.49).valley == pytest.approx(0.1)
-    assert told(0.4, 0.49).scaled_valley == pytest.approx(0.01)
+    assert told(0.4, 0.49).valley_depth == pytest.approx(0.1)
+    assert told(0.4, 0.49).scaled_valley_depth == pytest.approx(0.01)
     sure, chance = Difference(0.02, 0.01, 0.03), Difference(0.02, -0.01, 0.05)
     assert choose_line(told(0.4, 0.49), [chance, sure], line) == line
     # Within a point there is none, and what does not close it is not worth a second search.

@@ -39,7 +39,7 @@ def test_a_manifest_with_an_adapter_survives_json(first: Draft, second: Draft) -
     assert parse_manifest(two.model_dump_json(), 2) == two
     (adapter,) = two.adapters
     assert two.adapter_to(one.space) == adapter and two.adapter_to(two.space) is None
-    assert two.searches(one.space) and two.searches_directly == ()
+    assert two.searches_space_directly(one.space) and two.searches_directly == ()
     assert adapter_path(2, 1) in {file.path for file in two.files()}
     assert adapter_path(2, 1) not in {file.path for file in two.embedding_files()}
     assert 'name: "adapted"' in two.triton_configs()[config_path("adapter_2_to_1")]

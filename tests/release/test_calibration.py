@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nobackfill.release.calibration import find_curve, is_beyond_calibration, scores
+from nobackfill.release.calibration import find_curve, is_beyond_calibration, match_probabilities
 from nobackfill.release.manifest import Calibration
 from tests.support.releases import draft
 
@@ -36,10 +36,10 @@ def test_scores_follow_the_curve(steps: list[tuple[int, int]], at: list[float]) 
         query_space=SPACE, gallery_space=SPACE, origin="native", items=3,
         distances=distances, probabilities=probabilities,
     )  # fmt: skip
-    got = scores(curve, at)
+    got = match_probabilities(curve, at)
     assert got.shape == (len(at),)
     np.testing.assert_allclose(got, [slow(distances, probabilities, x) for x in at], atol=1e-9)
-    assert (np.diff(scores(curve, sorted(at))) <= 1e-12).all()
+    assert (np.diff(match_probabilities(curve, sorted(at))) <= 1e-12).all()
 
 
 def test_distances_outside_of_the_curve_are_flagged() -> None:
@@ -58,7 +58,9 @@ def test_distances_outside_of_the_curve_are_flagged() -> None:
         True,
         False,
     ]
-    np.testing.assert_allclose(scores(curve, at[:-1]), [0.98, 0.98, 0.98, 0.26, 0.02, 0.02])
+    np.testing.assert_allclose(
+        match_probabilities(curve, at[:-1]), [0.98, 0.98, 0.98, 0.26, 0.02, 0.02]
+    )
 
 
 def test_no_number_is_no_match() -> None:
@@ -66,8 +68,8 @@ def test_no_number_is_no_match() -> None:
         query_space=SPACE, gallery_space=SPACE, origin="native", items=3,
         distances=(0, 1), probabilities=(1, 0),
     )  # fmt: skip
-    assert np.isnan(scores(curve, [np.nan])).all()
-    assert scores(curve, [[np.inf]]) == [[0]]
+    assert np.isnan(match_probabilities(curve, [np.nan])).all()
+    assert match_probabilities(curve, [[np.inf]]) == [[0]]
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,9 @@ def test_offline_keys_from_the_beginning(commands: Commands, tmp_path: Path) -> 
     refusal = commands.run("keys", "--model-repo", repo, *away, code=AlreadyExistsError.exit_code)
     assert "rotate" in refusal
     publish(
-        repo, draft(tmp_path / "drafts", 1), SigningKeys.of(repo, {"targets": usb / "targets.pem"})
+        repo,
+        draft(tmp_path / "drafts", 1),
+        SigningKeys.of_publication(repo, {"targets": usb / "targets.pem"}),
     )
     assert commands.json("verify", "--model-repo", repo)["fingerprint"] == made["fingerprint"]
 

@@ -13,9 +13,14 @@ import pytest
 
 from nobackfill.errors import UnavailableError
 from nobackfill.release.publishing.cli import main
-from nobackfill.release.publishing.metadata import ROLES, TERM, SigningKeys, require_ledger
+from nobackfill.release.publishing.metadata import (
+    ROLES,
+    VALIDITY,
+    SigningKeys,
+    require_signed_metadata,
+)
 from nobackfill.release.publishing.publish import publish
-from nobackfill.release.trust.trust import fetcher_for, first_root
+from nobackfill.release.trust.trust import fetch_first_root, fetcher_for
 from tests.support.documents import lines, page, run_command
 from tests.support.releases import draft
 
@@ -30,7 +35,7 @@ def test_every_command_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.Monk
     commands = lines(PAGE, "sh")
     keys_line = next(line for line in commands if line.startswith("publication keys"))
     run(keys_line, monkeypatch)
-    keys = SigningKeys.of(Path("model_repo"), {"targets": Path("offline/targets.pem")})
+    keys = SigningKeys.of_publication(Path("model_repo"), {"targets": Path("offline/targets.pem")})
     first = draft(tmp_path / "drafts", 1)
     publish(Path("model_repo"), first, keys)
     publish(Path("model_repo"), draft(tmp_path / "drafts", 2, [first.manifest]), keys)
@@ -40,7 +45,7 @@ def test_every_command_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.Monk
     for line in others:
         run(line, monkeypatch)
     assert len(others) >= 10
-    target = require_ledger(Path("model_repo")).targets.targets["release-2.json"]
+    target = require_signed_metadata(Path("model_repo")).targets.targets["release-2.json"]
     assert target.custom == {"withdrawn": "confuses cats"}
 
 
@@ -67,7 +72,7 @@ def serve(words: list[str]) -> None:
         deadline = time.monotonic() + 30
         while True:
             try:
-                root = first_root(fetcher, base)
+                root = fetch_first_root(fetcher, base)
                 break
             except UnavailableError:
                 assert time.monotonic() < deadline
@@ -88,7 +93,7 @@ def copy(words: list[str]) -> None:
 
 def test_the_page_tells_the_terms_that_are_signed() -> None:
     for role in ROLES:
-        days = TERM[role].days
+        days = VALIDITY[role].days
         term = "1 year" if days == 365 else f"{days} days"
         assert re.search(rf"^\| {role} \|.*\| {term} \|", PAGE, re.MULTILINE), role
 

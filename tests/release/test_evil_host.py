@@ -9,7 +9,7 @@ from tuf.api.metadata import TargetFile
 from nobackfill import pace
 from nobackfill.errors import NotFoundError, UnavailableError, VerificationError
 from nobackfill.release.trust import trust
-from nobackfill.release.trust.trust import download, fetcher_for, first_root
+from nobackfill.release.trust.trust import download_signed_file, fetch_first_root, fetcher_for
 from tests.support.evil_host import BEHAVIOURS, every_fifth, evil_host
 from tests.support.waiting import wait_until
 
@@ -20,7 +20,7 @@ TARGET = TargetFile.from_data("embedder_1/1/model.onnx", DATA, ["sha256"])
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trust, "SILENCE_SECONDS", 0.3)
+    monkeypatch.setattr(trust, "READ_TIMEOUT_SECONDS", 0.3)
     monkeypatch.setattr(pace, "STALL_SECONDS", 0.4)
     monkeypatch.setattr(trust, "METADATA_SECONDS", 0.6)
 
@@ -31,9 +31,9 @@ def test_no_behaviour_holds_a_reader_or_leaves_anything(name: str, tmp_path: Pat
     with evil_host(BEHAVIOURS[name]) as address:
         fetcher, base = fetcher_for(address)
         with pytest.raises(REFUSED):
-            first_root(fetcher, base)
+            fetch_first_root(fetcher, base)
         with pytest.raises(REFUSED):
-            download(fetcher, base, TARGET, tmp_path / TARGET.path)
+            download_signed_file(fetcher, base, TARGET, tmp_path / TARGET.path)
     here = [path for path in tmp_path.rglob("*") if path.is_file()]
     # What came in time may be the beginning of the file, and is kept for the next try.
     assert all(path.name == "model.onnx.part" for path in here)

@@ -20,8 +20,8 @@ from nobackfill.release.trust.trust import (
     FolderFetcher,
     HttpFetcher,
     Trust,
+    fetch_first_root,
     fetcher_for,
-    first_root,
 )
 from tests.support import hosts
 from tests.support.releases import draft
@@ -106,19 +106,19 @@ def test_nobody_there_is_unavailable(tmp_path: Path) -> None:
         url = f"http://127.0.0.1:{unused.getsockname()[1]}"
     fetcher, base = fetcher_for(url)
     with pytest.raises(UnavailableError):
-        first_root(fetcher, base)
+        fetch_first_root(fetcher, base)
 
 
 def test_an_empty_host_publishes_nothing(host: str) -> None:
     fetcher, base = fetcher_for(host)
     with pytest.raises(NotFoundError):
-        first_root(fetcher, base)
+        fetch_first_root(fetcher, base)
 
 
 @pytest.fixture
 def mute_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, socket.socket]]:
     """A host that accepts and then only says what the test sends."""
-    monkeypatch.setattr(fetchers, "SILENCE_SECONDS", 0.3)
+    monkeypatch.setattr(fetchers, "READ_TIMEOUT_SECONDS", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield f"http://127.0.0.1:{server.getsockname()[1]}/file", server
 
@@ -199,7 +199,7 @@ def test_a_static_host_serves_a_publication_unchanged(
     publish(repo, first)
     publish(repo, draft(tmp_path / "drafts", 2, [first.manifest], int8=True))
     fetcher, base = fetcher_for(f"{host}/repo")
-    trust = Trust(tmp_path / "state", fetcher, base, first_root(fetcher, base))
+    trust = Trust(tmp_path / "state", fetcher, base, fetch_first_root(fetcher, base))
     assert trust.refresh()
     assert trust.newest_release() == 2
     manifest = trust.manifest(2)

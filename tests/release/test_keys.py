@@ -9,7 +9,7 @@ import time_machine
 from tuf.api.metadata import Metadata, Root
 
 from nobackfill.errors import ConfigurationError, NotFoundError, VerificationError
-from nobackfill.release.publishing.metadata import ROLES, Role, SigningKeys, require_ledger
+from nobackfill.release.publishing.metadata import ROLES, Role, SigningKeys, require_signed_metadata
 from nobackfill.release.publishing.publish import publish
 from nobackfill.release.publishing.renew import metadata_expiries, resign, rotate, withdraw
 from nobackfill.release.trust.trust import TrustedFolder
@@ -26,7 +26,7 @@ def repo(tmp_path: Path) -> Path:
 
 
 def keyids(repo: Path) -> dict[Role, list[str]]:
-    root = require_ledger(repo).root
+    root = require_signed_metadata(repo).root
     return {role: list(root.roles[role].keyids) for role in ROLES}
 
 
@@ -34,13 +34,13 @@ def test_each_role_has_a_key_of_its_own(repo: Path) -> None:
     ids = keyids(repo)
     assert all(len(of_role) == 1 for of_role in ids.values())
     assert len({of_role[0] for of_role in ids.values()}) == len(ROLES)
-    assert require_ledger(repo).root.consistent_snapshot
+    assert require_signed_metadata(repo).root.consistent_snapshot
 
 
 def test_terms_are_a_year_offline_and_thirty_days_online(repo: Path) -> None:
     now = datetime.now(UTC)
     days = {role: (when - now) / timedelta(days=1) for role, when in
-            metadata_expiries(require_ledger(repo)).items()}  # fmt: skip
+            metadata_expiries(require_signed_metadata(repo)).items()}  # fmt: skip
     assert days == pytest.approx({"root": 365, "targets": 365, "snapshot": 30, "timestamp": 30},
                                  abs=0.01)  # fmt: skip
 
@@ -48,10 +48,10 @@ def test_terms_are_a_year_offline_and_thirty_days_online(repo: Path) -> None:
 def test_resign_needs_the_online_keys_only(repo: Path, tmp_path: Path) -> None:
     for role in ("root", "targets"):
         (tmp_path / "repo.keys" / f"{role}.pem").unlink()
-    before = require_ledger(repo)
+    before = require_signed_metadata(repo)
     with time_machine.travel(datetime.now(UTC) + timedelta(days=20)):
         assert resign(repo).roles == ("snapshot", "timestamp")
-        after = require_ledger(repo)
+        after = require_signed_metadata(repo)
     assert after.timestamp.expires - before.timestamp.expires > timedelta(days=19)
     assert after.targets == before.targets
     assert after.root == before.root
@@ -70,9 +70,9 @@ def test_resign_renews_root_and_targets_in_the_second_half_of_their_year(
 ) -> None:
     with time_machine.travel(datetime.now(UTC) + timedelta(days=200)):
         assert resign(repo, dry_run=True).roles == ("root", "targets", "snapshot", "timestamp")
-        assert require_ledger(repo).root.version == 1
+        assert require_signed_metadata(repo).root.version == 1
         assert resign(repo).roles == ("root", "targets", "snapshot", "timestamp")
-        assert require_ledger(repo).root.version == 2
+        assert require_signed_metadata(repo).root.version == 2
         assert resign(repo).roles == ("snapshot", "timestamp")
         assert seen(repo, tmp_path / "state") == {1: None}
 
@@ -102,7 +102,7 @@ def test_rotated_keys_replace_the_old_ones(roles: list[Role], repo: Path, tmp_pa
     withdraw(repo, 1, "for the test")
     for role in roles:
         with pytest.raises(ConfigurationError, match=role):
-            SigningKeys(old_keys).require_key(role, require_ledger(repo).root)
+            SigningKeys(old_keys).require_key(role, require_signed_metadata(repo).root)
 
 
 def test_a_lost_key_can_be_replaced_without_it(repo: Path, tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_keys_of_one_name_and_two_endings_get_a_new_one_each(tmp_path: Path) -> 
     rotate(repo, ["targets", "root"], keys)
     ids = keyids(repo)
     assert len({of_role[0] for of_role in ids.values()}) == len(ROLES)
-    root = require_ledger(repo).root
+    root = require_signed_metadata(repo).root
     assert all(keys.find_key(role, root) is not None for role in ROLES)
 
 
@@ -149,7 +149,7 @@ def test_rotation_needs_the_root_key(repo: Path, tmp_path: Path) -> None:
     (tmp_path / "repo.keys" / "root.pem").rename(tmp_path / "root.pem")
     with pytest.raises(ConfigurationError, match="--root-key"):
         rotate(repo, ["timestamp"])
-    away = SigningKeys.of(repo, {"root": tmp_path / "root.pem"})
+    away = SigningKeys.of_publication(repo, {"root": tmp_path / "root.pem"})
     before = keyids(repo)
     assert rotate(repo, ["timestamp"], away, dry_run=True).roles == ("timestamp",)
     assert keyids(repo) == before
@@ -177,7 +177,7 @@ def test_keys_that_cannot_be_looked_for_are_a_wrong_configuration(
     repo: Path, tmp_path: Path
 ) -> None:
     """Such as in a folder of another user; here by a name that no file can have."""
-    keys = SigningKeys.of(repo, {"timestamp": tmp_path / ("k" * 300)})
+    keys = SigningKeys.of_publication(repo, {"timestamp": tmp_path / ("k" * 300)})
     with pytest.raises(ConfigurationError, match=r"this signing key cannot be read \(File name"):
         resign(repo, keys)
     with pytest.raises(ConfigurationError, match="cannot be read"):
@@ -211,8 +211,8 @@ def test_a_publisher_does_not_build_on_damaged_metadata(
 
 def test_a_broken_chain_of_roots_is_refused(repo: Path) -> None:
     rotate(repo, ["root"])
-    newest = require_ledger(repo).root.version
+    newest = require_signed_metadata(repo).root.version
     skipped = Metadata[Root].from_file(str(repo / f"{newest}.root.json"))
     skipped.to_file(str(repo / f"{newest + 1}.root.json"))
     with pytest.raises(VerificationError, match="version"):
-        require_ledger(repo)
+        require_signed_metadata(repo)

@@ -7,7 +7,7 @@ from typing import Any, get_args
 import pytest
 
 from nobackfill.errors import UnfitError, VerificationError
-from nobackfill.release.image_model import KEYS, ImageModel
+from nobackfill.release.image_model import EMBEDDER_KEYS, ImageModel
 from nobackfill.release.manifest import (
     Format,
     PublishedEmbedder,
@@ -51,7 +51,10 @@ def test_what_embeds_an_image_is_read_without_pydantic_as_with_it(fields: dict[s
         one = manifest.model_copy(update={"embedder": embedder})
         assert ImageModel.read(one.model_dump_json().encode()) == ImageModel.of(one)
     # A device that went back to an older program has some that this one cannot know.
-    assert set(PublishedEmbedder.model_fields) == KEYS and get_args(Format)[-1] == NEWEST_FORMAT
+    assert (
+        set(PublishedEmbedder.model_fields) == EMBEDDER_KEYS
+        and get_args(Format)[-1] == NEWEST_FORMAT
+    )
     for newer in (
         fields | {"format": NEWEST_FORMAT + 1},
         fields | {"embedder": fields["embedder"] | {"mean": [1, 2, 3]}},

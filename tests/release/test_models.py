@@ -8,7 +8,12 @@ import pytest
 
 from nobackfill.errors import InvalidInputError, VerificationError
 from nobackfill.release.manifest import Manifest, embedder_path
-from nobackfill.release.models import open_embedder, open_side_encoder, open_upgrade, read_verified
+from nobackfill.release.models import (
+    open_embedder,
+    open_side_encoder,
+    open_upgrade,
+    read_verified_file,
+)
 from nobackfill.release.publishing.draft import Draft
 from tests.support import graphs
 from tests.support.releases import draft, images, published
@@ -135,7 +140,7 @@ def test_a_file_that_is_not_the_published_one_is_refused(
 def test_a_draft_that_lacks_a_file_names_it(life: tuple[Draft, Draft]) -> None:
     first, _ = life
     with pytest.raises(VerificationError, match="no file was given"):
-        read_verified({}, first.manifest.probes.file)
+        read_verified_file({}, first.manifest.probes.file)
 
 
 def with_embedder(first: Draft, folder: Path, weights: graphs.Matrix, unit: bool) -> Manifest:

@@ -11,7 +11,7 @@ from nobackfill.errors import VerificationError
 from nobackfill.release import manifest
 from nobackfill.release.manifest import Tensor
 from nobackfill.release.models import open_embedder
-from nobackfill.release.onnx_rules import RefusedError, check_onnx_file
+from nobackfill.release.onnx_rules import OnnxRuleError, check_onnx_file
 from nobackfill.release.probes import OnnxFile, check_onnx, check_release
 from tests.release.crafted import CRAFTED, good, write_all
 from tests.support import graphs
@@ -39,7 +39,7 @@ def test_crafted_files_are_refused_each_for_its_own_reason(tmp_path: Path) -> No
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     reasons = set()
     for name, path in write_all(tmp_path).items():
-        with pytest.raises(RefusedError) as caught:
+        with pytest.raises(OnnxRuleError) as caught:
             check_onnx_file(path, INPUTS, OUTPUTS)
         print(f"{name}: {caught.value}")
         reasons.add(str(caught.value)[:30])
@@ -62,7 +62,7 @@ def test_a_refusal_names_the_file(tmp_path: Path) -> None:
 def test_what_is_no_model_is_refused(data: bytes, tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     path.write_bytes(data)
-    with pytest.raises(RefusedError):
+    with pytest.raises(OnnxRuleError):
         check_onnx_file(path, INPUTS, OUTPUTS)
 
 
@@ -132,7 +132,7 @@ def test_mutated_files_of_a_thief_who_can_sign_do_not_crash_the_checker(
         path.write_bytes(mutated)
         try:
             check_onnx_file(path, INPUTS, OUTPUTS)
-        except RefusedError:
+        except OnnxRuleError:
             continue
         files[sha256_bytes(mutated)] = OnnxFile(path, INPUTS, OUTPUTS)
     assert len(files) < count / 2
@@ -165,6 +165,6 @@ def test_the_manifest_decides_what_a_model_must_look_like(tmp_path: Path) -> Non
 def test_a_refused_type_is_named_with_what_is_allowed(
     name: str, sentence: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(RefusedError) as caught:
+    with pytest.raises(OnnxRuleError) as caught:
         check_onnx_file(write_all(tmp_path)[name], INPUTS, OUTPUTS)
     assert sentence in str(caught.value)

@@ -20,7 +20,7 @@ import pytest
 from nobackfill.errors import VerificationError
 from nobackfill.release.manifest import Tensor
 from nobackfill.release.models import Session
-from nobackfill.release.onnx_rules import RefusedError, check_onnx_file
+from nobackfill.release.onnx_rules import OnnxRuleError, check_onnx_file
 from tests.support.crash import fork
 from tests.support.fuzzed import DIM, fuzzed
 
@@ -36,7 +36,7 @@ def outcome(seed: int, folder: Path) -> str:
     path.write_bytes(fuzzed(seed).SerializeToString())
     try:
         check_onnx_file(path, INPUTS, OUTPUTS)
-    except RefusedError:
+    except OnnxRuleError:
         return "refused by the rules"
     rows = np.random.default_rng(seed).standard_normal((3, DIM)).astype(np.float32)
     rows[0] = 0

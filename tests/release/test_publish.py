@@ -183,7 +183,7 @@ def test_a_missing_targets_key_is_named_with_its_option(tmp_path: Path) -> None:
     repo, away = tmp_path / "repo", tmp_path / "usb"
     first, second = chain(tmp_path, 2)
     away.mkdir()
-    offline = SigningKeys.of(repo, {"targets": away / "targets.pem"})
+    offline = SigningKeys.of_publication(repo, {"targets": away / "targets.pem"})
     publish(repo, first, offline)
     assert not (tmp_path / "repo.keys" / "targets.pem").exists()
     with pytest.raises(ConfigurationError, match="--targets-key"):

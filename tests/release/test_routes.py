@@ -132,7 +132,7 @@ def test_vectors_stay_as_they_are_only_where_the_target_searches_them_and_no_upg
     measured = declared.model_copy(update={"evidence": tuple(cells)})
 
     def planned_from_1(target: Manifest, space: str | None) -> Route | None:
-        return plan_route({**strange, 3: target}, 1, 3, old.side_space, directly=space)
+        return plan_route({**strange, 3: target}, 1, 3, old.side_space, direct_search_space=space)
 
     assert planned_from_1(strange[3], old.space) is None
     assert planned_from_1(declared, None) is None
@@ -144,7 +144,7 @@ def test_vectors_stay_as_they_are_only_where_the_target_searches_them_and_no_upg
     assert found.retention == pytest.approx(0.75)
     both = life(templates, {(1, 3): 0.1})
     both[3] = both[3].model_copy(update={"searches_directly": (old.space,)})
-    carried = plan_route(both, 1, 3, old.side_space, directly=old.space)
+    carried = plan_route(both, 1, 3, old.side_space, direct_search_space=old.space)
     assert carried == planned(both, 1, 3) != Route((), None, False)
 
 

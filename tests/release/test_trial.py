@@ -17,7 +17,7 @@ from onnx import helper, numpy_helper
 from nobackfill.errors import VerificationError
 from nobackfill.release import manifest, trial
 from nobackfill.release.manifest import release_space_id
-from nobackfill.release.models import CHUNK, open_upgrade
+from nobackfill.release.models import CHUNK_ROWS, open_upgrade
 from nobackfill.release.publishing.draft import Draft, describe_file
 from nobackfill.release.trial import try_release
 from tests.release.crafted import smallest_by_minus_one
@@ -167,10 +167,10 @@ def test_arithmetic_on_denormals_takes_no_longer(tmp_path: Path) -> None:
     (upgrade,) = made.manifest.upgrades
     model = open_upgrade(made.files, made.manifest, upgrade)
     vectors = graphs.into_block(np.eye(graphs.BLOCK, dtype=np.float32), 1)
-    side = np.ones((CHUNK, upgrade.from_side_dim), np.float32)
+    side = np.ones((CHUNK_ROWS, upgrade.from_side_dim), np.float32)
 
     def seconds(least: float) -> float:
-        embedding = np.resize(np.maximum(vectors, np.float32(least)), (CHUNK, graphs.DIM))
+        embedding = np.resize(np.maximum(vectors, np.float32(least)), (CHUNK_ROWS, graphs.DIM))
         began = time.process_time()
         model.run(embedding, side)
         return time.process_time() - began

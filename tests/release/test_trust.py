@@ -17,7 +17,12 @@ from nobackfill.errors import (
     UnfitError,
     VerificationError,
 )
-from nobackfill.release.trust.trust import Trust, VersionFloor, fingerprint, first_root
+from nobackfill.release.trust.trust import (
+    Trust,
+    VersionFloor,
+    fetch_first_root,
+    format_root_fingerprint,
+)
 from tests.support.simulator import BASE, Simulator
 
 TEN_YEARS = timedelta(days=3652)
@@ -209,24 +214,26 @@ def test_a_clock_ten_years_behind_does_not_make_old_metadata_fresh(tmp_path: Pat
 
 def test_the_first_root_is_shown_by_its_fingerprint() -> None:
     repo = Simulator()
-    root = first_root(repo, BASE)
+    root = fetch_first_root(repo, BASE)
     assert root == repo.files["1.root.json"]
-    groups = fingerprint(root).split(" ")
+    groups = format_root_fingerprint(root).split(" ")
     assert [len(group) for group in groups] == [4] * 16
-    assert fingerprint(root) != fingerprint(Simulator().files["1.root.json"])
+    assert format_root_fingerprint(root) != format_root_fingerprint(
+        Simulator().files["1.root.json"]
+    )
 
 
 def test_a_first_root_that_is_none_is_refused() -> None:
     repo = Simulator()
     repo.files["1.root.json"] = repo.files["timestamp.json"]
     with pytest.raises(VerificationError):
-        first_root(repo, BASE)
+        fetch_first_root(repo, BASE)
     del repo.files["1.root.json"]
     with pytest.raises(NotFoundError):
-        first_root(repo, BASE)
+        fetch_first_root(repo, BASE)
     repo.files["1.root.json"] = b"x" * 600_000
     with pytest.raises(VerificationError, match="at most 512000 bytes"):
-        first_root(repo, BASE)
+        fetch_first_root(repo, BASE)
 
 
 def test_a_first_root_that_drips_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,7 +249,7 @@ def test_a_first_root_that_drips_is_given_up(monkeypatch: pytest.MonkeyPatch) ->
 
     repo.tamper["1.root.json"] = drip
     with pytest.raises(UnavailableError, match="too slow"):
-        first_root(repo, BASE)
+        fetch_first_root(repo, BASE)
     assert len(dripped) < 1000
 
 

@@ -13,14 +13,14 @@ from nobackfill.release.manifest import upgrade_int8_path, upgrade_path
 from nobackfill.release.models import ImageEmbedder, open_side_encoder
 from nobackfill.report import page
 from nobackfill.report.comparison import (
-    HITS,
+    SHOWN_HITS,
     Comparison,
     Flips,
     compare,
     find_flips,
     matrix_of_pictures,
     predecessor,
-    quality_kept,
+    retention_percent,
 )
 from nobackfill.report.page import read_folder
 from tests.support.publication import manifests_of
@@ -71,7 +71,7 @@ def test_hits_are_the_nearest_others(comparison: Comparison) -> None:
     new = comparison.new_vectors
     distances = ((new[:, None] - new[None]) ** 2).sum(-1)
     np.fill_diagonal(distances, np.inf)
-    expected = np.argsort(distances, axis=1, kind="stable")[:, :HITS]
+    expected = np.argsort(distances, axis=1, kind="stable")[:, :SHOWN_HITS]
     assert (comparison.cells["new/new"].neighbours == expected).all()
 
 
@@ -81,7 +81,7 @@ def test_a_naive_swap_finds_nothing_and_the_exact_upgrade_everything(
     matrix = matrix_of_pictures(comparison.cells)
     # Orthogonal blocks: every distance is the same, so nothing is near.
     assert matrix["new", "old"].map < 30
-    assert quality_kept(matrix) == pytest.approx(100, abs=0.1)
+    assert retention_percent(matrix) == pytest.approx(100, abs=0.1)
     assert matrix["new", "new"].shade == pytest.approx(1)
     assert comparison.route == (1, 2)
     assert comparison.uncertainty is not None

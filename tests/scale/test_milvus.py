@@ -9,7 +9,7 @@ import pytest
 
 from nobackfill.errors import ConfigurationError
 from nobackfill.gallery.filters import OneOf
-from nobackfill.gallery.search.index import EVERY
+from nobackfill.gallery.search.index import EXACT_EF
 from nobackfill.gallery.staging import run_upgrade
 from nobackfill.gallery.store import NewVectors
 from nobackfill.plugins.milvus import candidates, journal
@@ -60,7 +60,7 @@ def test_acknowledged_is_found_and_deleted_is_not_whatever_milvus_knows(
     engine.feed(store)
     assert engine.collections.count(name) == COUNT + 1
     again = near.search(np.concatenate([fresh, asked]), 10)
-    true = near.search(np.concatenate([fresh, asked]), 10, None, EVERY)
+    true = near.search(np.concatenate([fresh, asked]), 10, None, EXACT_EF)
     assert np.mean([len(set(a) & set(b)) / 10 for a, b in zip(
         again.labels.tolist(), true.labels.tolist(), strict=True)]) > RECALL  # fmt: skip
 
@@ -119,13 +119,13 @@ def test_a_flip_waits_for_measured_recall(engine: MilvusEngine) -> None:
     name = engine.collection(store, TWO)
     # Milvus was told all, and answers with half of it.
     engine.feed(store)
-    engine.collections.delete(name, store.load(TWO)[0][::2])
+    engine.collections.delete(name, store.load_vectors(TWO)[0][::2])
 
     def between() -> None:
         nonlocal looked
         looked += 1
         if looked == 3:
-            labels, content = store.load(TWO)
+            labels, content = store.load_vectors(TWO)
             engine.collections.upsert(name, labels, content, [columns_of({})] * len(labels))
 
     def feed() -> int:
@@ -134,7 +134,7 @@ def test_a_flip_waits_for_measured_recall(engine: MilvusEngine) -> None:
     wait_for_milvus(store, info, engine.candidates, feed, between)
     assert looked >= 3
     probes = vectors(20, 5)
-    true = engine.unfed(store, TWO).search(probes, 10, None, EVERY).labels.tolist()
+    true = engine.unfed(store, TWO).search(probes, 10, None, EXACT_EF).labels.tolist()
     found = [engine.candidates.nearest_labels(store.schema, info, probe, 10) for probe in probes]
     shares = [len(set(a) & set(b or [])) / 10 for a, b in zip(true, found, strict=True)]
     assert np.mean(shares) >= RECALL
@@ -176,7 +176,7 @@ def test_a_collection_of_an_older_layout_is_made_anew(engine: MilvusEngine) -> N
     before = name.rpartition("_")[0]
     engine.collections._client.create_collection(before, dimension=12)
     asked = OneOf("half", (True,))
-    true = engine.unfed(store, ONE).search(vectors(200, 1)[:3], 5, asked, EVERY).labels.tolist()
+    true = engine.unfed(store, ONE).search(vectors(200, 1)[:3], 5, asked, EXACT_EF).labels.tolist()
     assert engine.unfed(store, ONE).search(vectors(200, 1)[:3], 5, asked).labels.tolist() == true
     engine.feeder.start()
     try:

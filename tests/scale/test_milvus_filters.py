@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from nobackfill.gallery import edits
 from nobackfill.gallery.filters import All, AnyOf, Exists, Filter, Not, OneOf, Range, TimeRange
 from nobackfill.gallery.search.exact import ExactIndex
-from nobackfill.gallery.search.index import mask_of
+from nobackfill.gallery.search.index import membership_mask
 from nobackfill.gallery.spec import Metadata, MetadataValue
 from nobackfill.gallery.store import NewVectors
 from nobackfill.plugins.milvus import candidates
@@ -75,7 +75,7 @@ def test_filters_mean_beside_milvus_what_they_mean_elsewhere(engine: MilvusEngin
     def check(filtered: Filter) -> None:
         passing = labels[[holds(filtered, one) for one in metadata]]
         found = asked.search(content[:2], 5, filtered).labels
-        true = exact.search(content[:2], 5, mask_of(labels, passing)).labels
+        true = exact.search(content[:2], 5, membership_mask(labels, passing)).labels
         assert set(found[found >= 0].tolist()) <= set(passing.tolist())
         assert ((found >= 0) == (true >= 0)).all()
         shares.append(float(np.mean([np.isin(a, b) for a, b in zip(true, found, strict=True)])))
@@ -130,7 +130,7 @@ def test_milvus_gives_what_passes_and_nothing_else(engine: MilvusEngine) -> None
     def check() -> None:
         engine.feed(store)
         for filtered in OF_KINDS:
-            passing = filtering.passing(filtered).labels().tolist()
+            passing = filtering.find_matches(filtered).labels().tolist()
             said = expression_of(filtered)
             assert sorted(engine.collections.matching(name, said, COUNT) or []) == passing
             near = engine.collections.search(name, spec(), content[0], 18, 100, said)
@@ -162,9 +162,9 @@ def test_searches_with_filters_find_what_exact_ones_do(engine: MilvusEngine) -> 
     asked = PostgresqlSearcher(store.database, store.schema, store.space(ONE), counted)
     exact, queries = ExactIndex(spec(), labels, content), content[:6]
     for filtered in OF_KINDS:
-        passing = engine.filtering(store).passing(filtered).labels()
+        passing = engine.filtering(store).find_matches(filtered).labels()
         found = asked.search(queries, 10, filtered).labels
-        true = exact.search(queries, 10, mask_of(labels, passing)).labels
+        true = exact.search(queries, 10, membership_mask(labels, passing)).labels
         assert ((found >= 0) == (true >= 0)).all()
         share = np.mean([np.isin(a, b) for a, b in zip(true, found, strict=True)])
         assert share >= RECALL, filtered

@@ -15,8 +15,8 @@ from nobackfill.adopt.maps import Map, fit_maps, save_map
 from nobackfill.adopt.sources.arrays import MemorySource
 from nobackfill.adopt.sources.opening import open_source
 from nobackfill.adopt.sources.source import Searchable
-from nobackfill.serve import Dual, FunctionItems, Limits
-from nobackfill.serving.fusion import Joining
+from nobackfill.serve import Dual, FunctionItems, ReembeddingLimits
+from nobackfill.serving.fusion import FittedRankFusion
 from nobackfill.vectors import InputKind, Vectors
 from tests.adopt.made import world
 
@@ -24,12 +24,12 @@ MADE = world(300)
 HITS = 60
 
 
-def fitted() -> tuple[Map, Joining]:
+def fitted() -> tuple[Map, FittedRankFusion]:
     mapping = fit_maps(MADE.old, MADE.new)["affine"]
     held = cross_fit(MADE.pairs, [MADE.queries], ["affine"])["affine"]
     gallery = Gallery(MADE.old, held.vectors, MADE.new)
     joining = judge(gallery, MADE.queries, held.distances[0]).joining
-    return mapping, replace(joining, mark=mapping.digest)
+    return mapping, replace(joining, map_digest=mapping.digest)
 
 
 MAP, JOINING = fitted()
@@ -62,7 +62,7 @@ class NewModel:
 
 
 def files(
-    folder: Path, mapping: Map = MAP, joining: Joining = JOINING, old: Vectors = MADE.old
+    folder: Path, mapping: Map = MAP, joining: FittedRankFusion = JOINING, old: Vectors = MADE.old
 ) -> Path:
     """`map.npz`, `joining.npz` and a folder of the old vectors."""
     save_map(folder / "map.npz", mapping)
@@ -78,11 +78,14 @@ def loaded(folder: Path) -> MemorySource:
 
 
 def dual(
-    folder: Path, source: Searchable, model: NewModel | None, limits: Limits | None = None
+    folder: Path,
+    source: Searchable,
+    model: NewModel | None,
+    limits: ReembeddingLimits | None = None,
 ) -> Dual:
     """Open it as an application does; without a model no hit is embedded again."""
     items = None if model is None else FunctionItems(lambda name: f"text of {name}", "text")
     return Dual.open(
         source, folder / "map.npz", folder / "joining.npz", folder / "natives.db",
-        model or NewModel(), items=items, limits=limits or Limits(seconds=30),
+        model or NewModel(), items=items, limits=limits or ReembeddingLimits(seconds=30),
     )  # fmt: skip

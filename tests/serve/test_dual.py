@@ -23,7 +23,7 @@ from nobackfill.adopt.sources.arrays import MemorySource
 from nobackfill.adopt.sources.opening import open_searchable, open_source
 from nobackfill.adopt.sources.source import Rows, Searchable, Target
 from nobackfill.errors import DamagedError, IncompatibleSpaceError, InvalidInputError
-from nobackfill.serve import Dual, FunctionItems, Limits, Natives
+from nobackfill.serve import Dual, FunctionItems, NativeVectorFile, ReembeddingLimits
 from nobackfill.serving import reembedding
 from nobackfill.serving.fusion import OddsLine
 from nobackfill.vectors import normalise
@@ -71,7 +71,7 @@ def test_without_items_it_is_the_joined_ranking_and_every_item_comes_once(tmp_pa
         assert answer.native == 0
         assert len({hit.id for hit in answer.hits}) == 50
         assert found.heal(10) == 0
-        if JOINING.weight == 0:
+        if JOINING.new_weight == 0:
             expected = by(MADE.old, MADE.queries_old[3])[:50]
             assert [hit.id for hit in answer.hits] == expected
         with pytest.raises(InvalidInputError, match="expected 1 to 100, got 0"):
@@ -91,7 +91,7 @@ def test_what_fit_predicts_is_what_the_documented_dual_finds(tmp_path: Path) -> 
     asked = Queries(old[rows], new[rows], rows, own=True)
     mapping = fit_maps(old, new)["affine"]
     gallery = Gallery(old, mapping(old), new)
-    joining = replace(judge(gallery, asked).joining, mark=mapping.digest)
+    joining = replace(judge(gallery, asked).joining, map_digest=mapping.digest)
     told = judge_fusion(gallery, asked, joining)
     files(tmp_path, mapping, joining, old)
     source = open_searchable(str(tmp_path / "store"))
@@ -105,7 +105,7 @@ def test_what_fit_predicts_is_what_the_documented_dual_finds(tmp_path: Path) -> 
                 Dual.open(
                     source, tmp_path / "map.npz", tmp_path / "joining.npz",
                     tmp_path / f"{way}-{carried}-{query}.db", NewModel(vectors=new),
-                    items=items if way == "lazily" else None, limits=Limits(seconds=30),
+                    items=items if way == "lazily" else None, limits=ReembeddingLimits(seconds=30),
                     carried=carried,
                 )
             ) as dual:  # fmt: skip
@@ -154,7 +154,12 @@ def test_dual_ranks_the_candidates_that_fit_judges(tmp_path: Path) -> None:
 def test_native_items_keep_a_share_of_what_they_were_carried(tmp_path: Path) -> None:
     """Against the same sums, made here from the anchors that the joining holds."""
     model = NewModel()
-    joining = replace(JOINING, weight=0.5, native=OddsLine(1.0, 0.0, 0.4), crowd=JOINING.crowd[:0])
+    joining = replace(
+        JOINING,
+        new_weight=0.5,
+        native_line=OddsLine(1.0, 0.0, 0.4),
+        hub_queries=JOINING.hub_queries[:0],
+    )
     files(tmp_path)
     save_joining(tmp_path / "joining.npz", joining)
     source = MemorySource(open_source(str(tmp_path / "store")))
@@ -162,16 +167,16 @@ def test_native_items_keep_a_share_of_what_they_were_carried(tmp_path: Path) -> 
     with closing(
         Dual.open(
             source, tmp_path / "map.npz", tmp_path / "joining.npz", tmp_path / "natives.db", model,
-            items=items, limits=Limits(seconds=30),
+            items=items, limits=ReembeddingLimits(seconds=30),
         )
     ) as found:  # fmt: skip
         assert found.heal(1000) == 300
         for query in QUERIES:
             near = []
             for asked, vectors, anchors in (
-                (MADE.queries_new, MADE.new, joining.new),
-                (MADE.queries_old, MADE.old, joining.old),
-                (MADE.queries_new, MAP(MADE.old), joining.carried),
+                (MADE.queries_new, MADE.new, joining.new_anchors),
+                (MADE.queries_old, MADE.old, joining.old_anchors),
+                (MADE.queries_new, MAP(MADE.old), joining.migrated_anchors),
             ):
                 among = anchors @ asked[query]
                 near.append((vectors @ asked[query] - among.mean()) / among.std())
@@ -182,7 +187,7 @@ def test_native_items_keep_a_share_of_what_they_were_carried(tmp_path: Path) -> 
 
 def test_queries_at_once_embed_no_item_twice(tmp_path: Path) -> None:
     model = NewModel(seconds=0.02)
-    limits = Limits(seconds=30, concurrency=2)
+    limits = ReembeddingLimits(seconds=30, concurrency=2)
     with closing(dual(tmp_path, loaded(tmp_path), model, limits)) as found:
         with ThreadPoolExecutor(6) as people:
             list(people.map(lambda q: ask(found, q), [*range(6)] * 2))
@@ -194,7 +199,7 @@ def test_queries_at_once_embed_no_item_twice(tmp_path: Path) -> None:
 
 def test_who_is_late_is_ranked_by_what_there_is_and_kept_all_the_same(tmp_path: Path) -> None:
     model = NewModel(seconds=0.5)
-    limits = Limits(seconds=0.05, concurrency=8, batch=20)
+    limits = ReembeddingLimits(seconds=0.05, concurrency=8, batch=20)
     with closing(dual(tmp_path, loaded(tmp_path), model, limits)) as found:
         begun = time.monotonic()
         answer = found.search(MADE.queries_old[1], MADE.queries_new[1])
@@ -208,12 +213,14 @@ def test_a_day_has_its_budget_and_healing_begins_with_what_was_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = NewModel()
-    with closing(dual(tmp_path, loaded(tmp_path), model, Limits(seconds=30, a_day=7))) as found:
+    with closing(
+        dual(tmp_path, loaded(tmp_path), model, ReembeddingLimits(seconds=30, a_day=7))
+    ) as found:
         ask(found, 2)
         ask(found, 2)
         assert found.progress().native == sum(model.times.values()) == 7
         assert found.heal(50) == 0
-        monkeypatch.setattr(reembedding, "today", lambda: "2031-01-01")
+        monkeypatch.setattr(reembedding, "today_utc", lambda: "2031-01-01")
         wanted = set(by(MADE.old, MADE.queries_old[2])[:100])
         assert found.heal(5) == 5
         assert set(model.times) <= wanted
@@ -245,7 +252,7 @@ def test_one_bad_item_takes_no_other_along(tmp_path: Path) -> None:
     source = loaded(tmp_path)
     found = Dual.open(
         source, tmp_path / "map.npz", tmp_path / "joining.npz", tmp_path / "n.db", model,
-        items=FunctionItems(text, "text"), limits=Limits(seconds=30),
+        items=FunctionItems(text, "text"), limits=ReembeddingLimits(seconds=30),
     )  # fmt: skip
     with closing(found):
         assert len(ask(found, 0)) == 10
@@ -263,12 +270,12 @@ def test_another_model_or_map_is_refused(tmp_path: Path) -> None:
     dual(tmp_path, source, NewModel()).close()
     with pytest.raises(IncompatibleSpaceError, match="another model"):
         dual(tmp_path, source, NewModel(fingerprint="same dimension"))
-    natives = Natives(tmp_path / "n.db", "m", MADE.new.shape[1])
+    natives = NativeVectorFile(tmp_path / "n.db", "m", MADE.new.shape[1])
     (tmp_path / "text.db").write_text(
         "this is no database, and it is long enough to be looked at" * 9
     )
     with pytest.raises(DamagedError):
-        Natives(tmp_path / "text.db", "m", 2)
+        NativeVectorFile(tmp_path / "text.db", "m", 2)
     other = type(MAP)("affine", MAP.weight * 2, MAP.bias, MAP.unit)
     with closing(natives), pytest.raises(IncompatibleSpaceError, match="another map"):
         Dual(source, other, JOINING, natives)
@@ -321,9 +328,9 @@ def test_deletions_are_obeyed_while_a_query_waits_and_later(
         assert third not in [hit.id for hit in answer.hits]
         found.purge()
         assert found.purge() == 0
-    natives = Natives(tmp_path / "natives.db", "the new model", MADE.new.shape[1])
+    natives = NativeVectorFile(tmp_path / "natives.db", "the new model", MADE.new.shape[1])
     with closing(natives):
-        assert not {first, third} & set(natives.get([first, second, third]))
+        assert not {first, third} & set(natives.read_vectors([first, second, third]))
 
 
 def test_a_killed_process_loses_nothing_it_kept_and_blocks_nobody(tmp_path: Path) -> None:
@@ -333,18 +340,18 @@ def test_a_killed_process_loses_nothing_it_kept_and_blocks_nobody(tmp_path: Path
         "import sys, pathlib\nfrom tests.serve.shop import *\n"
         f"folder = pathlib.Path({str(tmp_path)!r})\n"
         "found = dual(folder, loaded(folder), NewModel(seconds=0.2), "
-        "Limits(seconds=30, concurrency=1))\n"
+        "ReembeddingLimits(seconds=30, concurrency=1))\n"
         "print('ready', flush=True)\nfound.search(MADE.queries_old[5], MADE.queries_new[5])\n"
     )
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
-        probe = Natives(tmp_path / "natives.db", "the new model", MADE.new.shape[1])
+        probe = NativeVectorFile(tmp_path / "natives.db", "the new model", MADE.new.shape[1])
         with closing(probe):
             wait_until(lambda: len(probe) > 0, seconds=60, what="the first batch is kept")
             process.send_signal(signal.SIGKILL)
             process.wait()
-            native = {name for name, _ in probe.ids("", 1000)}
+            native = {name for name, _ in probe.page_of_ids("", 1000)}
     assert 0 < len(native) < 100
     model = NewModel()
     with closing(dual(tmp_path, loaded(tmp_path), model)) as found:
@@ -357,7 +364,7 @@ def test_a_killed_process_loses_nothing_it_kept_and_blocks_nobody(tmp_path: Path
 
 def test_a_search_that_cannot_be_opened_leaves_no_file_open(tmp_path: Path) -> None:
     files(tmp_path)
-    save_joining(tmp_path / "joining.npz", replace(JOINING, mark="another map"))
+    save_joining(tmp_path / "joining.npz", replace(JOINING, map_digest="another map"))
     source = MemorySource(open_source(str(tmp_path / "store")))
     with pytest.raises(IncompatibleSpaceError) as caught:
         dual(tmp_path, source, None)

@@ -30,7 +30,9 @@ class Crowd:
         self._manifests = manifests
         # One that searches another's vectors as they are embeds into its block.
         self._blocks = {
-            one.space: next((other for other in manifests if one.searches(other.space)), one)
+            one.space: next(
+                (other for other in manifests if one.searches_space_directly(other.space)), one
+            )
             for one in manifests
         }
         self._over = threading.Event()

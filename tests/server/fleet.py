@@ -40,12 +40,12 @@ class Fleet:
         cls, folder: Path, url: str, first: Path, newest: Path, pictures: Pixels
     ) -> Iterator[tuple["Fleet", Path]]:
         """Three with a gallery of `pictures` by the publication `first`, when `newest` has come,
-        and their repository. Who is killed is by SEED, else by one that is drawn."""
+        and their repository. Who is killed is by REPORT_SEED, else by one that is drawn."""
         repo = folder / "repo"
         shutil.copytree(first, repo)
         seed = int(os.environ.get("SEED", random.randrange(10**6)))
         # Shown where a test fails.
-        print(f"SEED={seed}")
+        print(f"REPORT_SEED={seed}")
         with ExitStack() as closing:
             fleet = cls(folder, repo, url, random.Random(seed))
             closing.callback(fleet.stop)

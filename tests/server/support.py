@@ -31,7 +31,7 @@ from nobackfill.v1.upgrade_pb2_grpc import UpgradeServiceStub
 from nobackfill.v1.vault_pb2_grpc import VaultServiceStub
 from nobackfill.wire.answers import Answer, Hit
 from nobackfill.wire.connection import translate_errors
-from nobackfill.wire.values import to_value
+from nobackfill.wire.values import metadata_value_message
 from tests.support import graphs, releases
 from tests.support.blocks import png
 
@@ -261,7 +261,7 @@ def side_info(manifest: Manifest, image: NDArray[np.uint8]) -> types_pb2.SideInf
 
 def metadata(**values: str | float | bool) -> dict[str, types_pb2.Value]:
     """Metadata as messages."""
-    return {key: to_value(value) for key, value in values.items()}
+    return {key: metadata_value_message(value) for key, value in values.items()}
 
 
 def vectors_of(*embeddings: types_pb2.Embedding) -> dict[str, list[float]]:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from nobackfill.errors import InvalidInputError
 from nobackfill.release.manifest import Manifest
 from nobackfill.v1 import search_pb2
-from nobackfill.wire.values import to_value
+from nobackfill.wire.values import metadata_value_message
 from tests.server.conftest import Stages
 from tests.server.support import Client, ids, images, refused, running, vector
 from tests.support import graphs, trials
@@ -116,7 +116,7 @@ def test_both_models_rank_what_was_carried(
         batches(client, known)
         nobody = search_pb2.SearchRequest(gallery="g", k=5)
         nobody.query.image = png(images(1, seed=9)[0])
-        nobody.filter.conditions.add(key="shelf", equals=to_value("none"))
+        nobody.filter.conditions.add(key="shelf", equals=metadata_value_message("none"))
         assert not client.raw.searches.Search(nobody).hits
 
         # While the next release is carried, too, until its space answers.

@@ -23,13 +23,13 @@ def test_two_galleries_are_built_side_by_side_and_one_on_all_threads(
     """Each of two builds waits for the other, and uses half; alone, a build uses all."""
     build, both, shares = hnsw.build_index, threading.Barrier(2), []
 
-    def together(*args: Any, threads: hnsw.Threads, **options: Any) -> hnsw.HnswIndex:
+    def together(*args: Any, threads: hnsw.CountThreads, **options: Any) -> hnsw.HnswIndex:
         both.wait(WAIT_S)
         shares.append(threads())
         both.wait(WAIT_S)
         return build(*args, threads=threads, **options)
 
-    def alone(*args: Any, threads: hnsw.Threads, **options: Any) -> hnsw.HnswIndex:
+    def alone(*args: Any, threads: hnsw.CountThreads, **options: Any) -> hnsw.HnswIndex:
         shares.append(threads())
         return build(*args, threads=threads, **options)
 
@@ -54,7 +54,7 @@ def test_two_galleries_are_built_side_by_side_and_one_on_all_threads(
         assert shares == [1, 1, 2]
         for hosted in (*hosts, third):
             base = hosted.view(one.space).snapshot().base.index
-            assert isinstance(base, hnsw.HnswIndex) and base.own_links
+            assert isinstance(base, hnsw.HnswIndex) and base.links_fit_space
 
 
 def test_builds_share_what_there_is() -> None:

@@ -28,7 +28,7 @@ def test_a_search_gets_its_own_remainder_while_others_replace_the_cached_one(
     try:
         snapshot = hosted.view(space).snapshot()
         labels = np.sort(snapshot.labels())
-        other = snapshot.remove(labels[:5])
+        other = snapshot.without_labels(labels[:5])
         np.testing.assert_array_equal(
             np.sort(hosted.missing_vectors(snapshot, other).labels()), labels[:5]
         )

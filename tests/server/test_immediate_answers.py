@@ -11,7 +11,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from nobackfill.gallery.search import hnsw
-from nobackfill.gallery.search.view import parse
+from nobackfill.gallery.search.view import parse_search_request
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.galleries import answering, hosted_file
 from nobackfill.server.galleries.answering import ReceiverSearch
@@ -130,7 +130,7 @@ def test_compiled_code_and_python_answer_byte_for_byte(
         assert not client.put_items("large", extra)
         snapshot = view.snapshot()
         beyond = set[bool]()
-        if parse is None:
+        if parse_search_request is None:
             pytest.skip("nothing was compiled: there is no compiler")
         assert snapshot.compiled is not None
 
@@ -187,7 +187,7 @@ def test_requests_are_read_alike(
     more: bytes,
     cut: int,
 ) -> None:
-    if parse is None:
+    if parse_search_request is None:
         pytest.skip("nothing was compiled: there is no compiler")
     embedding = types_pb2.Embedding(space=space, values=values)
     embeddings = search_pb2.Embeddings(embeddings=[embedding])
@@ -200,9 +200,9 @@ def test_requests_are_read_alike(
     for message in (request.SerializeToString(), by_image.SerializeToString()):
         if gallery and space:
             # NaN is not equal to itself.
-            assert repr(parse(message)) == repr(_parse_simple(message))
+            assert repr(parse_search_request(message)) == repr(_parse_simple(message))
         for other in (message + more, message[: len(message) - cut], more + message):
-            found = parse(other)
+            found = parse_search_request(other)
             assert found is None or repr(found) == repr(_parse_simple(other))
 
 

@@ -58,7 +58,7 @@ def swapped(
     hosted = in_file(gateway)
     path, spec = hosted.index_path(two.space), SpaceSpec.of(two)
     wait_until(
-        lambda: path.exists() and graph_file.read_skeleton(path, spec).own_links,
+        lambda: path.exists() and graph_file.read_skeleton(path, spec).links_fit_space,
         "no graph of its own",
     )
     return hosted
@@ -81,7 +81,7 @@ def test_a_release_that_comes_back_brings_its_index(
     index = swapped.view(two.space).snapshot().base.index
     # Built of its own vectors, not inherited once more.
     assert isinstance(index, hnsw.HnswIndex)
-    assert index.own_links
+    assert index.links_fit_space
 
 
 @pytest.mark.usefixtures("uncollected")

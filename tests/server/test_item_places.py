@@ -16,11 +16,11 @@ from nobackfill.errors import (
 )
 from nobackfill.server.healing.registration import HealingSource, Places
 from nobackfill.server.settings import load_settings
-from nobackfill.serving.sources import Items
+from nobackfill.serving.sources import ItemSource
 from tests.support.postgres import Server
 
 
-def opened(address: str, columns: dict[str, str], functions: dict[str, str]) -> Items:
+def opened(address: str, columns: dict[str, str], functions: dict[str, str]) -> ItemSource:
     places = Places(
         [],
         [],

@@ -11,7 +11,7 @@ from nobackfill.gallery.filters import All, AnyOf, Exists, Not, OneOf
 from nobackfill.release.manifest import Manifest
 from nobackfill.v1 import gallery_pb2, search_pb2
 from nobackfill.v1.types_pb2 import Value
-from nobackfill.wire.values import NEWER, to_filter
+from nobackfill.wire.values import OLD_GATEWAY_KEY, filter_message
 from tests.server.support import TIMEOUT_S, Client, embedding, images
 from tests.support.blocks import png
 
@@ -106,18 +106,18 @@ def test_no_field_was_renumbered(files: descriptor_pb2.FileDescriptorSet) -> Non
 def test_an_old_gateway_refuses_what_it_does_not_know(old: dict[str, Any]) -> None:
     """It answered an expression as if there were no filter. A condition without a test is refused
     by every gateway."""
-    asked = to_filter(Not(OneOf("year", (2026,))))
+    asked = filter_message(Not(OneOf("year", (2026,))))
     read = old["Filter"].FromString(asked.SerializeToString())
     assert [one.WhichOneof("test") for one in read.conditions] == [None]
     assert "update it" in read.conditions[0].key
     # And what every gateway knows is asked as ever.
-    plain = old["Filter"].FromString(to_filter({"year": 2026}).SerializeToString())
+    plain = old["Filter"].FromString(filter_message({"year": 2026}).SerializeToString())
     assert [one.WhichOneof("test") for one in plain.conditions] == ["equals"]
 
 
 def test_a_gateway_between_lets_all_pass_by_what_tells_it(shared: Client, filled: str) -> None:
     """One that knows expressions, and takes that mark for a condition."""
-    marked = Not(Exists(NEWER))
+    marked = Not(Exists(OLD_GATEWAY_KEY))
     assert shared.count(filled, where=marked) == shared.count(filled) == COUNT
     none = All((marked, AnyOf(())))
     assert shared.count(filled, where=none) == 0

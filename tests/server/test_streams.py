@@ -17,7 +17,7 @@ import pytest
 
 from nobackfill.server.grpc import rpc
 from nobackfill.v1 import gallery_pb2, release_pb2, vault_pb2
-from nobackfill.wire.connection import WATCH_AGAIN
+from nobackfill.wire.connection import WATCH_AGAIN_TRAILER
 from tests.server.conftest import Stages, publish_stage
 from tests.server.guarded import Guarded, few_watches
 from tests.server.peers import Peer, prefixed
@@ -106,7 +106,7 @@ def test_an_old_watch_ends_and_our_client_watches_again(
         alone = client.raw.releases.WatchReleases(release_pb2.WatchReleasesRequest())
         assert len(list(alone)) == 1
         assert alone.code() is grpc.StatusCode.OK
-        assert WATCH_AGAIN in dict(alone.trailing_metadata())
+        assert WATCH_AGAIN_TRAILER in dict(alone.trailing_metadata())
         guarded = Guarded(gateway.address, gateway.metrics_address)
         handled = 'grpc_server_handled_total{grpc_code="OK",grpc_method="WatchReleases"'
         seen: list[list[int]] = []

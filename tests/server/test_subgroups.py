@@ -13,7 +13,7 @@ from nobackfill.release.manifest import Manifest
 from nobackfill.server.cli.main import main
 from nobackfill.server.gateway import GatewayServer
 from nobackfill.v1 import gallery_pb2, upgrade_pb2
-from nobackfill.wire.values import to_value
+from nobackfill.wire.values import metadata_value_message
 from tests.server.conftest import Stages, publish_stage
 from tests.server.support import Client, images, refused
 from tests.support.blocks import png
@@ -67,7 +67,7 @@ def slow_cmc1(
 def stored_cmc1(gateway: GatewayServer, manifest: Manifest) -> dict[str, float]:
     """The slow loop over what lies in a space; every item that has a kind is a probe."""
     store = gateway.galleries.peek("g").store
-    labels, vectors = store.load(manifest.space)
+    labels, vectors = store.load_vectors(manifest.space)
     items = [item for item in store.items(labels) if item is not None]
     kinds = [str(item.metadata.get("kind", "")) for item in items]
     return slow_cmc1(kinds, vectors, [i for i, kind in enumerate(kinds) if kind])
@@ -112,7 +112,7 @@ def test_a_mixed_gallery_is_reported_as_it_is_served(
     quality = watched(client).quality
     assert [group.items for group in quality.subgroups] == [14] * 3
     # Blocks hold the same projection: the mixed ranking is that of release 1, where all items are.
-    _, vectors = gateway.galleries.peek("g").store.load(one.space)
+    _, vectors = gateway.galleries.peek("g").store.load_vectors(one.space)
     kinds = [KINDS[i % 3] for i in range(every)]
     expected = slow_cmc1(kinds, vectors, range(old, every))
     assert cmc1(quality, 7) == pytest.approx(expected)
@@ -131,7 +131,7 @@ def test_a_key_that_makes_no_groups_is_refused(ready: Client) -> None:
 
 def test_an_item_with_a_list_has_each_of_its_texts(client: Client) -> None:
     client.create_gallery("g")
-    tags = {"tags": to_value(["red", "blue"])}
+    tags = {"tags": metadata_value_message(["red", "blue"])}
     items = [
         gallery_pb2.PutItem(id=f"i{i}", image=png(image), metadata=tags)
         for i, image in enumerate(images(6))

@@ -11,7 +11,7 @@ from nobackfill.errors import InvalidInputError, PreconditionError
 from nobackfill.gallery import staging
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.gallery.sqlite_gallery import SqliteGallery
-from nobackfill.gallery.staging import neighbours_kept
+from nobackfill.gallery.staging import neighbour_overlap
 from nobackfill.gallery.store import Change, NewVectors
 from nobackfill.release.manifest import Manifest
 from nobackfill.release.models import Images
@@ -222,15 +222,15 @@ def test_probes_of_neighbours_are_drawn_from_the_whole_gallery(tmp_path: Path) -
     before = rng.standard_normal((count, dim)).astype(np.float32)
     after = np.concatenate([before[:2000], rng.permutation(before[2000:])])
     with SqliteGallery.create(tmp_path / "g.sqlite", old) as store:
-        assert neighbours_kept(store.sample_pairs, old, old) is None
+        assert neighbour_overlap(store.sample_pairs, old, old) is None
         staging.add_staging_space(store, new)
         names = [f"i{i}" for i in range(count)]
         store.put(names, [NewVectors("sp-old", before), NewVectors("sp-new", after)])
         store.delete(names[::3])
-        figures = {neighbours_kept(store.sample_pairs, old, new) for _ in range(3)}
+        figures = {neighbour_overlap(store.sample_pairs, old, new) for _ in range(3)}
         assert all(figure is not None and 0.01 < figure < 0.3 for figure in figures)
         assert len(figures) > 1
-        assert neighbours_kept(store.sample_pairs, old, old) == 1
+        assert neighbour_overlap(store.sample_pairs, old, old) == 1
 
 
 def test_only_the_active_release_is_upgraded_to(ready: Client) -> None:

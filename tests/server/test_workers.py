@@ -73,8 +73,8 @@ def test_what_a_worker_wrote_before_it_ended_is_told_as_well(
                 carried.store, carried.route, carried.target, lambda _: None, lambda: False
             )
             assert done.left_behind == 0 and done.writes == 25
-            told = {label for change in changed for label in change.described.tolist()}
-            assert told == set(carried.store.load(carried.target.space)[0].tolist())
+            told = {label for change in changed for label in change.metadata_labels.tolist()}
+            assert told == set(carried.store.load_vectors(carried.target.space)[0].tolist())
         finally:
             workers.close()
             carried.database.close()

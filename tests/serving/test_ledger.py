@@ -9,9 +9,9 @@ import pytest
 
 from nobackfill.errors import DamagedError
 from nobackfill.serving import LedgerFile
-from nobackfill.serving.ledger import today
+from nobackfill.serving.ledger import today_utc
 
-DAY = today()
+DAY = today_utc()
 
 
 def test_an_item_is_claimed_once_and_a_day_has_its_budget(tmp_path: Path) -> None:
@@ -19,14 +19,14 @@ def test_an_item_is_claimed_once_and_a_day_has_its_budget(tmp_path: Path) -> Non
     with closing(LedgerFile[str](path)) as one, closing(LedgerFile[str](path)) as two:
         assert one.claim(["a", "b"], DAY, 3) == ["a", "b"]
         assert two.claim(["b", "c", "d"], DAY, 3) == ["c"]
-        assert two.names_wanted(9) == ["b", "d"]
-        assert two.spent(DAY) == 3
-        one.settle(["b"])
-        assert two.names_wanted(9) == ["d"]
+        assert two.requested_keys(9) == ["b", "d"]
+        assert two.count_claimed(DAY) == 3
+        one.finish_claims(["b"])
+        assert two.requested_keys(9) == ["d"]
         # What could not be embedded is paid back once, and is wanted by nobody.
-        one.release(["a"])
-        one.release(["a"])
-        assert (two.spent(DAY), two.names_wanted(9)) == (2, ["d"])
+        one.return_claims(["a"])
+        one.return_claims(["a"])
+        assert (two.count_claimed(DAY), two.requested_keys(9)) == (2, ["d"])
         assert two.claim(["d", "a"], DAY, 3) == ["d"]
         assert two.claim(["a"], "2026-02-27", 3) == ["a"]
 
@@ -43,7 +43,7 @@ def test_claims_of_a_process_that_ended_are_free(tmp_path: Path) -> None:
     with closing(LedgerFile[int](path)) as ledger:
         assert ledger.claim([2, 3], DAY, 9) == [2, 3]
         # Nobody gives back what it cost.
-        assert ledger.spent(DAY) == 4
+        assert ledger.count_claimed(DAY) == 4
 
 
 def test_a_page_that_is_damaged_while_the_file_is_open(tmp_path: Path) -> None:
@@ -54,10 +54,10 @@ def test_a_page_that_is_damaged_while_the_file_is_open(tmp_path: Path) -> None:
     # The schema's page stays, so that the file opens.
     content[8192:] = b"\xff" * (len(content) - 8192)
     with closing(LedgerFile[str](path)) as ledger:
-        assert len(ledger.names_wanted(9)) == 9
+        assert len(ledger.requested_keys(9)) == 9
         ledger.close()
         path.write_bytes(content)
         with pytest.raises(DamagedError):
-            ledger.names_wanted(9)
+            ledger.requested_keys(9)
         with pytest.raises(DamagedError):
             ledger.claim(["a"], DAY, 9)

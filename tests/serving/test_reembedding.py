@@ -8,8 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from nobackfill.serving import Backoff, FunctionItems, Items, LedgerFile, Limits, reembedding
-from nobackfill.serving.ledger import today
+from nobackfill.serving import (
+    Backoff,
+    FunctionItems,
+    ItemSource,
+    LedgerFile,
+    ReembeddingLimits,
+    reembedding,
+)
+from nobackfill.serving.ledger import today_utc
 from nobackfill.serving.reembedding import Reembedding
 from tests.support.waiting import wait_until
 
@@ -20,26 +27,28 @@ class Keeping(Reembedding[str]):
     """Keeps the names of what it is given."""
 
     def __init__(
-        self, items: Items, limits: Limits, ledger: LedgerFile[str],
+        self, items: ItemSource, limits: ReembeddingLimits, ledger: LedgerFile[str],
         backoff: Backoff[str] | None = None,
     ) -> None:  # fmt: skip
         super().__init__(items, limits, ledger, backoff)
         self.kept: set[str] = set()
 
-    def keep(self, found: Mapping[str, str | bytes], gone: Sequence[str]) -> Collection[str]:
-        self.ledger.settle(list(found))
+    def embed_and_store(
+        self, found: Mapping[str, str | bytes], gone: Sequence[str]
+    ) -> Collection[str]:
+        self.ledger.finish_claims(list(found))
         self.kept |= set(found)
         return list(found)
 
     @property
     def spent(self) -> int:
-        return self.ledger.spent(today())
+        return self.ledger.count_claimed(today_utc())
 
     @property
     def wanted(self) -> set[str]:
         """Those that were asked for in vain and have not failed since."""
         assert isinstance(self.ledger, LedgerFile)
-        return set(self.ledger.names_wanted(1000))
+        return set(self.ledger.requested_keys(1000))
 
 
 @pytest.fixture
@@ -58,7 +67,7 @@ def text(name: str) -> str:
 
 def test_what_the_bytes_do_not_reach_is_not_begun(ledger: LedgerFile[str]) -> None:
     """A query's bytes hold 12 items and a half."""
-    limits = Limits(concurrency=1, bytes_a_query=12 * SIZE + 2, bytes_an_item=10 * SIZE)
+    limits = ReembeddingLimits(concurrency=1, bytes_a_query=12 * SIZE + 2, bytes_an_item=10 * SIZE)
     with closing(Keeping(FunctionItems(text, "text"), limits, ledger)) as again:
         for first in (0, 100, 200):
             again.reembed(named(range(first, first + 100)))
@@ -73,7 +82,7 @@ def test_what_the_bytes_do_not_reach_is_not_begun(ledger: LedgerFile[str]) -> No
 
 
 def test_what_fits_in_no_query_fails(ledger: LedgerFile[str]) -> None:
-    limits = Limits(bytes_a_query=3 * SIZE)
+    limits = ReembeddingLimits(bytes_a_query=3 * SIZE)
     large = FunctionItems(lambda name: "x" * 4 * SIZE, "text")
     with closing(Keeping(large, limits, ledger)) as again:
         again.reembed(named(range(1)))
@@ -91,7 +100,9 @@ def test_what_was_not_embedded_costs_the_day_nothing(ledger: LedgerFile[str]) ->
         return None if name == "i2" else text(name)
 
     backoff = Backoff[str](60.0, 3600.0)
-    with closing(Keeping(FunctionItems(source, "text"), Limits(), ledger, backoff)) as again:
+    with closing(
+        Keeping(FunctionItems(source, "text"), ReembeddingLimits(), ledger, backoff)
+    ) as again:
         for times in (1, 2, 3):
             # What is kept is embedded again, as this one knows no better; the others rest.
             again.reembed(named(range(3)))
@@ -107,7 +118,9 @@ def test_what_waits_at_the_end_stays_wanted(ledger: LedgerFile[str]) -> None:
         assert go.wait(60)
         return text(name)
 
-    again = Keeping(FunctionItems(source, "text"), Limits(concurrency=1, batch=2), ledger)
+    again = Keeping(
+        FunctionItems(source, "text"), ReembeddingLimits(concurrency=1, batch=2), ledger
+    )
     again.reembed_within_limit(named(range(6)), seconds=0)
     assert begun.wait(60)
     with ThreadPoolExecutor(1) as other:
@@ -134,14 +147,14 @@ def test_a_crowd_claims_no_more_than_there_is_room_for(
         assert go.wait(60)
         return text(name)
 
-    with closing(Keeping(FunctionItems(source, "text"), Limits(), ledger)) as again:
+    with closing(Keeping(FunctionItems(source, "text"), ReembeddingLimits(), ledger)) as again:
         again.reembed_within_limit(named(range(8)), seconds=0)
         again.reembed_within_limit(named(range(25)), seconds=0)
         assert (again.spent, len(again.wanted)) == (10, 15)
-        assert again.busy(["i9"]) and not again.busy(["i10"])
+        assert again.is_embedding(["i9"]) and not again.is_embedding(["i10"])
         go.set()
         again.reembed(named(range(10)))
-        assert not again.busy(named(range(25)))
+        assert not again.is_embedding(named(range(25)))
 
 
 def test_who_claims_holds_nobody_else_up(ledger: LedgerFile[str]) -> None:
@@ -156,7 +169,7 @@ def test_who_claims_holds_nobody_else_up(ledger: LedgerFile[str]) -> None:
             return super().claim(keys, budget)
 
     with (
-        closing(Waits(FunctionItems(text, "text"), Limits(), ledger)) as again,
+        closing(Waits(FunctionItems(text, "text"), ReembeddingLimits(), ledger)) as again,
         ThreadPoolExecutor(2) as people,
     ):
         first = people.submit(again.reembed, named(range(5)))
@@ -179,12 +192,12 @@ def test_items_that_no_thread_can_take_are_free_again(
     def refused(_thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    limits = Limits(concurrency=1, batch=2)
+    limits = ReembeddingLimits(concurrency=1, batch=2)
     with closing(Keeping(FunctionItems(text, "text"), limits, ledger)) as again:
         with monkeypatch.context() as patched:
             patched.setattr(threading.Thread, "start", refused)
             again.reembed(named(range(5)), seconds=30)
-        assert not again.busy(named(range(5)))
+        assert not again.is_embedding(named(range(5)))
         assert (again.spent, again.wanted) == (0, set(named(range(5))))
         assert "can't start new thread" in again.cost.last_failure
         again.reembed(named(range(5)), seconds=30)
@@ -200,7 +213,7 @@ def test_a_claim_that_fails_leaves_nothing_under_way(ledger: LedgerFile[str]) ->
                 raise RuntimeError("nobody foresaw it")
             return super().claim(keys, budget)
 
-    with closing(Fails(FunctionItems(text, "text"), Limits(), ledger)) as again:
+    with closing(Fails(FunctionItems(text, "text"), ReembeddingLimits(), ledger)) as again:
         with pytest.raises(RuntimeError):
             again.reembed(named(range(5)))
         again.fails = False

@@ -19,7 +19,7 @@ class Clock:
 def rest(of: Backoff[str], clock: Clock, key: str) -> float:
     """How long an item rests from now on, to the second."""
     begun = clock.now
-    while not of.ready([key]):
+    while not of.filter_ready([key]):
         clock.now += 1
     return clock.now - begun
 
@@ -30,7 +30,7 @@ def test_what_fails_again_rests_twice_as_long() -> None:
     lasted = []
     for _ in range(8):
         found.back_off(["bad"])
-        assert found.ready(["good", "bad", "other"]) == ["good", "other"]
+        assert found.filter_ready(["good", "bad", "other"]) == ["good", "other"]
         lasted.append(rest(found, clock, "bad"))
     assert lasted == [60, 120, 240, 480, 960, 1920, 3600, 3600]
     # Asked for again much later.
@@ -56,4 +56,4 @@ def test_a_source_that_lacks_everything_fills_no_memory(monkeypatch: pytest.Monk
         clock.now += 1
         found.back_off([key])
     # Those that rest longest are known still.
-    assert found.ready(range(12)) == list(range(4, 10))
+    assert found.filter_ready(range(12)) == list(range(4, 10))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from nobackfill.errors import NobackfillError
-from nobackfill.serving import FunctionItems, LedgerFile, Limits, UrlItems
+from nobackfill.serving import FunctionItems, LedgerFile, ReembeddingLimits, UrlItems
 from tests.serving.test_reembedding import Keeping
 from tests.support.evil_host import BEHAVIOURS, every_fifth, evil_host
 from tests.support.waiting import wait_until
@@ -37,7 +37,7 @@ def test_an_end_does_not_wait_for_a_source_that_hangs(tmp_path: Path) -> None:
         over.wait()
 
     ledger = LedgerFile[str](tmp_path / "ledger.sqlite")
-    again = Keeping(FunctionItems(hang, "text"), Limits(concurrency=1, batch=1), ledger)
+    again = Keeping(FunctionItems(hang, "text"), ReembeddingLimits(concurrency=1, batch=1), ledger)
     again.reembed_within_limit({"a": "a", "b": "b"}, seconds=0)
     assert hangs.wait(30)
     began = time.monotonic()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from nobackfill.gallery.filter_engine import FilterEngine
-from nobackfill.gallery.filters import Filtering
+from nobackfill.gallery.filters import StoreFilter
 from nobackfill.gallery.gallery_store import GalleryStore, Searcher
 from nobackfill.gallery.search.view import LiveView
 from nobackfill.gallery.spec import SpaceSpec
@@ -49,7 +49,7 @@ class SqliteEngine:
         store.close()
         return self._kept(SqliteGallery.open(store.path))
 
-    def filtering(self, store: GalleryStore) -> Filtering:
+    def filtering(self, store: GalleryStore) -> StoreFilter:
         assert isinstance(store, SqliteGallery)
         return FilterEngine(store)
 
@@ -83,7 +83,7 @@ class PostgresqlEngine:
         assert isinstance(store, PostgresqlGallery)
         return PostgresqlGallery(self._opened(), store.number)
 
-    def filtering(self, store: GalleryStore) -> Filtering:
+    def filtering(self, store: GalleryStore) -> StoreFilter:
         assert isinstance(store, PostgresqlGallery)
         return PostgresqlFiltering(store.database, store.schema)
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from nobackfill.errors import UnavailableError
-from nobackfill.gallery.search.index import EVERY
+from nobackfill.gallery.search.index import EXACT_EF
 from nobackfill.gallery.store import NewVectors
 from nobackfill.plugins.milvus import journal
 from nobackfill.server.stores.postgresql.gallery import PostgresqlGallery
@@ -29,7 +29,7 @@ class Exact:
     """What Candidates and a feeder ask of Collections."""
 
     def __init__(self, store: PostgresqlGallery) -> None:
-        self.labels, self.vectors = store.load(ONE)
+        self.labels, self.vectors = store.load_vectors(ONE)
         self.refusals = 0
         self.told: list[str] = []
 
@@ -71,7 +71,7 @@ def test_what_is_pending_does_not_stand_for_what_milvus_has_to_look_at(
         store.database, store.schema, store.space(ONE), Candidates(known, "d")
     )
     found = near.search(query[None], 10).labels.tolist()
-    assert found == near.search(query[None], 10, None, EVERY).labels.tolist()
+    assert found == near.search(query[None], 10, None, EXACT_EF).labels.tolist()
 
 
 def test_a_switch_waits_for_a_milvus_that_is_restarted_and_not_for_steady_puts(

@@ -20,7 +20,7 @@ from tests.stores.test_items import ONE, TWO, filled
 def test_windows_are_of_one_moment(engine: Engine) -> None:
     """Puts, re-puts and deletions between two windows are not seen by the second."""
     store = filled(engine, 20)
-    labels, embedding = store.load(ONE)
+    labels, embedding = store.load_vectors(ONE)
     windows = store.iterate_snapshot([ONE], 8)
     first = next(windows)
     store.delete(["item-1", "item-12"])
@@ -53,7 +53,7 @@ def test_pairs_are_read_from_an_export(engine: Engine, tmp_path: Path) -> None:
     assert table["metadata"].to_pylist()[3] == '{"n": 3, "odd": true}'
     assert table["digest"].to_pylist()[50:52] == ["d0", "d1"]
     doubt = np.array(table["uncertainty"].to_pylist()[:50])
-    np.testing.assert_allclose(doubt, np.abs(store.load(ONE)[1][:50, 0]), rtol=1e-6)
+    np.testing.assert_allclose(doubt, np.abs(store.load_vectors(ONE)[1][:50, 0]), rtol=1e-6)
     sides = pq.read_table(tmp_path / "all" / "side-1.parquet")
     assert sides["id"].to_pylist() == ids(50)
     np.testing.assert_array_equal(np.array(sides["side"].to_pylist()), vectors(50, 2, SIDE_DIM))

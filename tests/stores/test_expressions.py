@@ -17,13 +17,13 @@ from nobackfill.gallery.filters import (
     AnyOf,
     Exists,
     Filter,
+    KeyTest,
     Not,
     OneOf,
     Range,
     Scalar,
-    Test,
     TimeRange,
-    parse_microseconds,
+    date_to_microseconds,
 )
 from nobackfill.gallery.spec import Metadata
 from nobackfill.plugins.milvus import columns as hashes
@@ -99,11 +99,11 @@ def test_what_floats_can_say_is_asked_for_exactly(filtered: Filter) -> None:
     assert asked == [holds(filtered, metadata, passes_here) for metadata in ITEMS]
 
 
-def passes_here(test: Test, value: Scalar) -> bool:
+def passes_here(test: KeyTest, value: Scalar) -> bool:
     """The predicate knows the times of its own test; here a text is one where the store says so."""
     if not isinstance(test, TimeRange):
         return passes(test, value)
-    time = parse_microseconds(value) if isinstance(value, str) else None
+    time = date_to_microseconds(value) if isinstance(value, str) else None
     return time is not None and within(test, time)
 
 

@@ -116,7 +116,7 @@ def test_any_history_is_counted_as_the_join_counts(database: Database) -> None:
             case 6 | 7:
                 store.look_ahead((ONE, TWO)[rng.integers(0, 2)])
             case 8 | 9:
-                run_upgrade(store, Linear(reads_side=False), spec(2), chunk=3)
+                run_upgrade(store, Linear(reads_side=False), spec(2), chunk_items=3)
             case 10:
                 put(store, name, TWO, digest=f"only in the new one {turn}")
             case _:

@@ -7,7 +7,7 @@ from nobackfill.errors import IncompatibleSpaceError, InvalidInputError
 from nobackfill.gallery import edits
 from nobackfill.gallery.filters import Exists, Matches, Not, OneOf, Range
 from nobackfill.gallery.gallery_store import GalleryStore
-from nobackfill.gallery.listing import ListingPlace
+from nobackfill.gallery.listing import ListingPosition
 from nobackfill.gallery.spec import Metadata
 from nobackfill.gallery.store import Change, NewVectors
 from tests.gallery.making import DIM, SIDE_DIM, ids, spec, vectors
@@ -37,7 +37,7 @@ def test_what_was_put_is_there_bit_for_bit_after_opening_again(engine: Engine) -
     result = store.put(ids(50), [new], digests=[f"d{n}" for n in range(50)], metadata=metadata)
     assert result.changed.all() and len(set(result.labels.tolist())) == 50
     store = engine.open_again(store)
-    labels, loaded = store.load(ONE)
+    labels, loaded = store.load_vectors(ONE)
     np.testing.assert_array_equal(labels, result.labels)
     assert loaded.tobytes() == embedding.tobytes()
     item = store.get("item-7")
@@ -45,7 +45,7 @@ def test_what_was_put_is_there_bit_for_bit_after_opening_again(engine: Engine) -
     assert item.metadata == metadata[7] and isinstance(item.metadata["n"], float)
     vector = store.vector(item.label, ONE)
     assert vector is not None and vector.tobytes() == embedding[7:8].tobytes()
-    _, read, sides = next(store.windows(ONE, spec(2), True).chunks("label", 100))
+    _, read, sides = next(store.remaining_vectors(ONE, spec(2), True).chunks("label", 100))
     assert read.tobytes() == embedding.tobytes()
     assert sides is not None and sides.tobytes() == side.tobytes()
     assert store.vector(10**9, ONE) is None and store.get("nobody") is None
@@ -59,18 +59,18 @@ def test_other_content_gets_a_new_label_and_the_same_changes_nothing(engine: Eng
     store.subscribe(heard.append)
     again = store.put(["a", "b"], [NewVectors(ONE, vectors(2, 2))], digests=["x", "y"])
     assert again.labels.tolist() == first.labels.tolist() and not again.changed.any()
-    assert store.load(ONE)[1].tolist() == vectors(2, 1).tolist()
+    assert store.load_vectors(ONE)[1].tolist() == vectors(2, 1).tolist()
     third = store.put(["b", "a"], [NewVectors(ONE, vectors(2, 2))], digests=["y", "z"])
     assert third.changed.tolist() == [False, True] and third.labels[1] > first.labels.max()
     assert store.items([int(first.labels[0])]) == [None]
     assert store.put(["b"], [NewVectors(ONE, vectors(1, 2))]).changed.all()
     old_a, old_b = first.labels.tolist()
-    assert [change.deleted.tolist() for change in heard] == [[], [old_a], [old_b]]
+    assert [change.deleted_labels.tolist() for change in heard] == [[], [old_a], [old_b]]
 
 
 def test_labels_are_never_used_twice(engine: Engine) -> None:
     store = filled(engine, 5)
-    most = int(store.load(ONE)[0].max())
+    most = int(store.load_vectors(ONE)[0].max())
     assert store.delete([*ids(5), "nobody", "a\0b", "\ud800"]) == 5
     assert store.put(["new"], [NewVectors(ONE, vectors(1, 1))]).labels[0] > most
 
@@ -88,7 +88,7 @@ def test_what_is_refused_leaves_nothing(engine: Engine) -> None:
     with pytest.raises(IncompatibleSpaceError):
         store.put(["a", "b"], [good, NewVectors(TWO, vectors(2, 1))])
     with pytest.raises(IncompatibleSpaceError):
-        store.load(TWO)
+        store.load_vectors(TWO)
     assert store.count() == store.count(ONE) == 3
 
 
@@ -108,7 +108,7 @@ def test_a_native_vector_takes_the_place_of_a_carried_one(engine: Engine) -> Non
     assert [item and item.origin for item in items] == ["native", "upgraded", "re-embedded"]
     assert [item and item.uncertainty for item in items] == [None, 2.0, None]
     expected = np.stack([native[0], vectors(3, 2)[1], vectors(1, 3)[0]])
-    np.testing.assert_array_equal(store.load(TWO)[1], expected)
+    np.testing.assert_array_equal(store.load_vectors(TWO)[1], expected)
     assert [item.id for item in store.find_migrated(TWO, ["a", "b", "nobody"])] == ["b"]
 
 
@@ -124,17 +124,17 @@ def pages(
         found += [item.label for item, _ in items]
         if after is None:
             return found
-        assert after == ListingPlace.read(after.token(), least_certain=least_certain)
+        assert after == ListingPosition.from_token(after.to_token(), least_certain=least_certain)
 
 
 @pytest.mark.parametrize("size", [1, 7, 100])
 def test_pages_bring_every_item_once_in_order(engine: Engine, size: int) -> None:
     store = filled(engine, 30)
-    labels = store.load(ONE)[0]
+    labels = store.load_vectors(ONE)[0]
     doubt = np.array([0.5, 0.25, 0.5, 1e-9, 2.0] * 4, np.float32)
-    content = store.load(ONE)[1][:20]
+    content = store.load_vectors(ONE)[1][:20]
     store.write_vectors(ONE, labels[:20], content, uncertainty=doubt, replace=True)
-    odd = engine.filtering(store).passing(OneOf("odd", (True,)))
+    odd = engine.filtering(store).find_matches(OneOf("odd", (True,)))
     for allowed, step in ((None, slice(None)), (odd, slice(1, None, 2))):
         assert pages(store, size, allowed, least_certain=False) == labels[step].tolist()
         uncertain = dict(zip(labels[:20].tolist(), doubt.tolist(), strict=True))
@@ -146,7 +146,7 @@ def test_pages_bring_every_item_once_in_order(engine: Engine, size: int) -> None
 def test_items_are_described_and_deleted_by_filter(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(edits, "PIECE", 4)
+    monkeypatch.setattr(edits, "PIECE_ITEMS", 4)
     store = filled(engine, 30)
     filtering = engine.filtering(store)
     chosen = edits.select_matches(filtering, Range("n", at_least=10, less_than=20))
@@ -160,12 +160,12 @@ def test_items_are_described_and_deleted_by_filter(
     )
     item = store.get("item-3")
     assert item is not None and item.metadata == {"tags": ["a", "b"], "n": 2**60}
-    changed = store.load(ONE)[0].tolist()[:10]
+    changed = store.load_vectors(ONE)[0].tolist()[:10]
     for filtered in (OneOf("tags", ("b",)), Not(Exists("odd")), OneOf("n", (2**60,))):
-        assert filtering.passing(filtered).labels().tolist() == changed
+        assert filtering.find_matches(filtered).labels().tolist() == changed
     with pytest.raises(InvalidInputError, match="item-0"):
         edits.change_metadata(store, rest_of(engine, store), {"x": "y" * 65_500}, ())
-    assert len(filtering.passing(Exists("x"))) == 0
+    assert len(filtering.find_matches(Exists("x"))) == 0
 
 
 def rest_of(engine: Engine, store: GalleryStore) -> edits.Selection:

@@ -11,7 +11,7 @@ from nobackfill.server.stores.postgresql.database import Database, run
 from nobackfill.server.stores.postgresql.gallery import PostgresqlGalleries
 from nobackfill.server.stores.postgresql.leading import GatewayDatabaseLock
 from nobackfill.server.stores.postgresql.ledger import DatabaseLedger
-from nobackfill.serving.ledger import today
+from nobackfill.serving.ledger import today_utc
 from tests.gallery.making import ids, spec, vectors
 from tests.support.postgres import Server
 from tests.support.waiting import wait_until
@@ -26,12 +26,15 @@ def test_a_day_has_its_budget_and_is_forgotten_after_a_week(postgres: Server) ->
         one, two = (DatabaseLedger(gallery, spec().space) for _ in range(2))
         assert one.claim(labels[:2], "2026-02-27", 3) == labels[:2]
         assert two.claim(labels, "2026-02-27", 3) == [], "two are another's, one is over"
-        one.settle(labels[:2])
-        assert two.claim(labels, "2026-02-27", 3) == labels[:1] and two.spent("2026-02-27") == 3
-        two.release(labels[:1])
+        one.finish_claims(labels[:2])
+        assert (
+            two.claim(labels, "2026-02-27", 3) == labels[:1]
+            and two.count_claimed("2026-02-27") == 3
+        )
+        two.return_claims(labels[:1])
         assert one.claim(labels[:1], "2026-02-28", 3) == labels[:1]
         # A gateway whose clock is behind still counts on the day before.
-        assert two.spent("2026-02-27") == 3
+        assert two.count_claimed("2026-02-27") == 3
         assert two.claim(labels[1:], "2026-03-07", 9) == labels[1:]
         query = f"SELECT day FROM {gallery.schema}.healing_spent ORDER BY day"
         assert database.read(lambda c: run(c, query).fetchall()) == [
@@ -47,12 +50,12 @@ def test_what_was_not_embedded_is_given_back(postgres: Server) -> None:
         database.open(schema.prepare)
         gallery = PostgresqlGalleries(database).create("g", [spec()], {})
         labels = gallery.put(ids(5), [NewVectors(spec().space, vectors(5, 1))]).labels.tolist()
-        ledger, day = DatabaseLedger(gallery, spec().space), today()
+        ledger, day = DatabaseLedger(gallery, spec().space), today_utc()
         assert ledger.claim(labels[:4], day, 4) == labels[:4]
-        ledger.settle(labels[:1])
-        ledger.release(labels[1:3])
-        ledger.release(labels[1:3])
-        assert ledger.spent(day) == 2
+        ledger.finish_claims(labels[:1])
+        ledger.return_claims(labels[1:3])
+        ledger.return_claims(labels[1:3])
+        assert ledger.count_claimed(day) == 2
         assert ledger.requested(9) == []
         # Of the two that are over, one is claimed; the others stay wanted.
         assert ledger.claim(labels[1:], day, 3) == labels[1:2]
@@ -88,7 +91,7 @@ def test_claims_of_a_gateway_that_ended_are_free(postgres: Server) -> None:
         DatabaseLedger(gallery, spec().space).claim(labels[2:], "2026-02-27", 9)
         (ending, one), (_, two) = gateway(), gateway()
         assert one.claim(labels[:2], "2026-02-27", 9) == labels[:2]
-        one.settle(labels[:1])
+        one.finish_claims(labels[:1])
         assert two.claim(labels, "2026-02-27", 9) == labels[:1]
         ending.close()
         # The database hears of the end a moment later.

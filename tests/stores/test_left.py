@@ -53,8 +53,8 @@ def answers(store: PostgresqlGallery, k: int, filtered: Filter | None = None) ->
 
 def check(store: PostgresqlGallery, k: int, filtered: Range | None = None) -> int:
     """Against all vectors; how many are left."""
-    labels, content = store.load(ONE)
-    left = ~np.isin(labels, store.load(TWO)[0])
+    labels, content = store.load_vectors(ONE)
+    left = ~np.isin(labels, store.load_vectors(TWO)[0])
     passing = left.copy()
     if filtered is not None:
         assert filtered.less_than is not None

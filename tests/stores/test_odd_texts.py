@@ -29,8 +29,8 @@ def test_odd_texts_are_nowhere(engine: Engine) -> None:
             OneOf("t", (odd,)), OneOf(odd, ("x",)), Range(odd, 0), TimeRange(odd, 0), Exists(odd),
         ]  # fmt: skip
         for test in tests:
-            assert len(filtering.passing(test)) == 0
-            assert len(filtering.passing(Not(test))) == 3
+            assert len(filtering.find_matches(test)) == 0
+            assert len(filtering.find_matches(Not(test))) == 3
         with pytest.raises(InvalidInputError):
             store.put([odd], [NewVectors(ONE, vectors(1, 3), vectors(1, 4, SIDE_DIM))])
         for metadata in ({odd: 1}, {"t": odd}, {"t": ["x", odd]}):

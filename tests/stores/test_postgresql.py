@@ -77,7 +77,7 @@ def test_a_connection_that_breaks_at_the_commit_leaves_one_put(
     label = put(store, "a")
     assert broken
     assert [(item.id, item.label) for item, _ in store.list_page(ONE, 9)[0]] == [("a", label)]
-    assert store.load(ONE)[0].tolist() == [label]
+    assert store.load_vectors(ONE)[0].tolist() == [label]
 
 
 def test_every_idle_connection_may_break(store: PostgresqlGallery, postgres: Server) -> None:

@@ -42,7 +42,7 @@ def test_puts_of_the_same_ids_keep_one_of_each(engine: Engine) -> None:
     together(*map(putting, range(4)))
     listed = [item for item, _ in store.list_page(ONE, 100)[0]]
     assert len({item.id for item in listed}) == len(listed) == store.count() == store.count(ONE)
-    assert store.load(ONE)[0].tolist() == [item.label for item in listed]
+    assert store.load_vectors(ONE)[0].tolist() == [item.label for item in listed]
     assert len(store.group_by_value("s", ONE)) <= 4
 
 
@@ -54,7 +54,7 @@ def test_an_upgrade_beside_puts_and_deletions_carries_what_is_there(engine: Engi
 
     def carrying() -> None:
         try:
-            run_upgrade(store, linear, spec(2), chunk=16)
+            run_upgrade(store, linear, spec(2), chunk_items=16)
         finally:
             ended.set()
 
@@ -70,8 +70,8 @@ def test_an_upgrade_beside_puts_and_deletions_carries_what_is_there(engine: Engi
 
     together(carrying, writing)
     run_upgrade(store, linear, spec(2))
-    labels, old = store.load(ONE)
-    carried, new = store.load(TWO)
+    labels, old = store.load_vectors(ONE)
+    carried, new = store.load_vectors(TWO)
     assert carried.tolist() == labels.tolist() and store.count() == len(labels)
     np.testing.assert_allclose(new, old @ linear.embedding, rtol=1e-4, atol=1e-4)
 

@@ -16,7 +16,7 @@ def rows_of(content: Vectors) -> list[tuple[int, bytes]]:
     return [(len(content) - n, head + row.astype(">f4").tobytes()) for n, row in enumerate(content)]
 
 
-@pytest.mark.skipif(view.ranked is None, reason="nothing was compiled")
+@pytest.mark.skipif(view.rank_binary_rows is None, reason="nothing was compiled")
 @pytest.mark.parametrize("metric", ["squared_l2", "cosine"])
 @pytest.mark.parametrize("dim", [1, 7, 128])
 def test_compiled_code_ranks_as_python_does(
@@ -25,12 +25,12 @@ def test_compiled_code_ranks_as_python_does(
     content = vectors(40, dim, dim)
     # Equal ones, one without a direction, one of norm 1, one that is far.
     content[5:9], content[9], content[10], content[11] = content[4], 0, 1 / np.sqrt(dim), 1e14
-    compiled = view.ranked
+    compiled = view.rank_binary_rows
     for query in (content[4], content[9], content[11], *vectors(20, 3, dim)):
         for count, k in ((40, 10), (3, 10), (0, 2), (40, 40)):
             found = []
             for ranked in (compiled, None):
-                monkeypatch.setattr(view, "ranked", ranked)
+                monkeypatch.setattr(view, "rank_binary_rows", ranked)
                 rows = rows_of(content[:count])
                 found.append(search.rank_rows(spec(dim=dim, metric=metric), query, rows, k))
             one, other = found
@@ -40,9 +40,9 @@ def test_compiled_code_ranks_as_python_does(
             assert one.labels.dtype == other.labels.dtype
 
 
-@pytest.mark.skipif(view.ranked is None, reason="nothing was compiled")
+@pytest.mark.skipif(view.rank_binary_rows is None, reason="nothing was compiled")
 def test_compiled_code_refuses_what_is_no_row() -> None:
-    query, ranked = np.ones(3, np.float32), view.ranked
+    query, ranked = np.ones(3, np.float32), view.rank_binary_rows
     assert ranked is not None
     for rows in ([(1, b"short")], [(1, b"")], [(1,)], [("a", bytes(16))], [(1, "text")]):
         with pytest.raises((ValueError, TypeError, RuntimeError, IndexError)):

@@ -74,7 +74,7 @@ def test_what_is_nearest_is_found_by_pieces(
 
 def shares_of_searches(store: PostgresqlGallery, info: SpaceInfo, ef: int) -> float:
     """Recall of 40 searches as they are asked in life, by the oracle."""
-    content = store.load(info.spec.space)[1]
+    content = store.load_vectors(info.spec.space)[1]
     queries = content[:: len(content) // 40][:40]
     found = PostgresqlSearcher(store.database, store.schema, info).search(queries, 10, None, ef)
     true = np.sort(all_distances(queries, content, "squared_l2"), axis=1)[:, 9:10]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from nobackfill.errors import InvalidInputError
 from nobackfill.gallery.filters import Exists, Filter, Not, OneOf, Range
 from nobackfill.gallery.search.exact import ExactIndex
-from nobackfill.gallery.search.index import EVERY, mask_of
+from nobackfill.gallery.search.index import EXACT_EF, membership_mask
 from nobackfill.gallery.spec import Metadata, Metric, SpaceSpec
 from nobackfill.gallery.store import NewVectors
 from tests.gallery.making import ids, spec, vectors
@@ -54,10 +54,10 @@ def compare_with_predicate(
             for label, what in zip(labels.tolist(), there, strict=True)
             if holds(filtered, what)
         ]
-        found = filtering.passing(filtered)
+        found = filtering.find_matches(filtered)
         assert found.labels().tolist() == expected and len(found) == len(expected)
         near = searcher.search(content[:2], 5, filtered)
-        allowed = mask_of(labels, np.array(expected, np.int64))
+        allowed = membership_mask(labels, np.array(expected, np.int64))
         assert near.labels.tolist() == exact.search(content[:2], 5, allowed).labels.tolist()
 
 
@@ -80,18 +80,18 @@ def test_exact_searches_are_those_of_the_oracle(engine: Engine, metric: Metric) 
     searcher = engine.searcher(store, ONE)
     queries = np.concatenate([content[[5, 20, 100]], vectors(5, 9)])
     for k in (1, 3, 10, 299, 400):
-        found, true = searcher.search(queries, k, None, EVERY), oracle.search(queries, k)
+        found, true = searcher.search(queries, k, None, EXACT_EF), oracle.search(queries, k)
         assert found.labels.tolist() == true.labels.tolist()
         np.testing.assert_array_equal(found.distances, true.distances)
     for filtered in (Range("n", less_than=7), Not(Exists("n")), OneOf("n", (20, 21, 999))):
-        passing = engine.filtering(store).passing(filtered).labels()
-        true = oracle.search(queries, 10, mask_of(labels, passing))
-        for ef in (0, EVERY):
+        passing = engine.filtering(store).find_matches(filtered).labels()
+        true = oracle.search(queries, 10, membership_mask(labels, passing))
+        for ef in (0, EXACT_EF):
             found = searcher.search(queries, 10, filtered, ef)
             assert found.labels.tolist() == true.labels.tolist()
     store.delete(ids(100))
     rest = ExactIndex(wanted, labels[100:], content[100:])
-    found = searcher.search(queries, 10, None, EVERY)
+    found = searcher.search(queries, 10, None, EXACT_EF)
     assert found.labels.tolist() == rest.search(queries, 10).labels.tolist()
 
 
@@ -140,8 +140,8 @@ def test_texts_that_no_item_can_have_pass_nothing(engine: Engine) -> None:
     store.put(["a"], [NewVectors(ONE, vectors(1, 1))], metadata=[{"k": "v"}])
     filtering = engine.filtering(store)
     for test in (OneOf("k", ("a\0",)), OneOf("a\0", ("v",)), Exists("a\0")):
-        assert len(filtering.passing(test)) == 0
-        assert len(filtering.passing(Not(test))) == 1
+        assert len(filtering.find_matches(test)) == 0
+        assert len(filtering.find_matches(Not(test))) == 1
 
 
 def test_more_dimensions_than_postgresql_holds_are_refused_with_a_way_out(engine: Engine) -> None:

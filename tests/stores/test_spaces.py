@@ -10,7 +10,7 @@ from nobackfill.errors import (
     PreconditionError,
 )
 from nobackfill.gallery.gallery_store import GalleryStore
-from nobackfill.gallery.staging import Order, UpgradeOutcome, run_upgrade
+from nobackfill.gallery.staging import UpgradeOrder, UpgradeOutcome, run_upgrade
 from nobackfill.gallery.store import Change, NewVectors
 from tests.gallery.making import DIM, SIDE_DIM, Linear, ids, spec, vectors
 from tests.stores.conftest import Engine
@@ -26,11 +26,11 @@ def test_a_gallery_is_carried_flipped_and_rolled_back(engine: Engine) -> None:
     heard: list[Change] = []
     store.subscribe(heard.append)
     linear = Linear()
-    outcome = run_upgrade(store, linear, spec(2), chunk=16)
+    outcome = run_upgrade(store, linear, spec(2), chunk_items=16)
     assert outcome == UpgradeOutcome(40, 0, False)
-    labels, content = store.load(ONE)
-    np.testing.assert_array_equal(store.load(TWO)[0], labels)
-    np.testing.assert_allclose(store.load(TWO)[1], content @ linear.embedding, rtol=1e-5)
+    labels, content = store.load_vectors(ONE)
+    np.testing.assert_array_equal(store.load_vectors(TWO)[0], labels)
+    np.testing.assert_allclose(store.load_vectors(TWO)[1], content @ linear.embedding, rtol=1e-5)
     items = store.items(labels, TWO)
     assert {item.origin for item in items if item} == {"upgraded"}
     doubt = np.array([item.uncertainty for item in items if item], np.float64)
@@ -46,7 +46,7 @@ def test_a_gallery_is_carried_flipped_and_rolled_back(engine: Engine) -> None:
     assert states(store) == {1: "active"}
     with pytest.raises(IncompatibleSpaceError):
         store.count(TWO)
-    assert any(change.spaces for change in heard)
+    assert any(change.spaces_changed for change in heard)
 
 
 def test_spaces_refuse_what_would_break_them(engine: Engine) -> None:
@@ -71,14 +71,16 @@ def test_spaces_refuse_what_would_break_them(engine: Engine) -> None:
 def test_a_stopped_upgrade_goes_on_where_it_ended(engine: Engine) -> None:
     store = filled(engine, 40)
     asked = iter(range(100))
-    stopped = run_upgrade(store, Linear(), spec(2), chunk=10, should_stop=lambda: next(asked) >= 2)
+    stopped = run_upgrade(
+        store, Linear(), spec(2), chunk_items=10, should_stop=lambda: next(asked) >= 2
+    )
     assert stopped == UpgradeOutcome(20, 20, True)
     store = engine.open_again(store)
     assert run_upgrade(store, Linear(), spec(2)) == UpgradeOutcome(20, 0, False)
 
 
 @pytest.mark.parametrize("order", ["label", "uncertainty"])
-def test_windows_meet_puts_and_deletions(engine: Engine, order: Order) -> None:
+def test_windows_meet_puts_and_deletions(engine: Engine, order: UpgradeOrder) -> None:
     """What is put while an upgrade runs goes along, what is deleted does not come back."""
     store = filled(engine, 30)
     seen = 0
@@ -92,13 +94,13 @@ def test_windows_meet_puts_and_deletions(engine: Engine, order: Order) -> None:
             store.put([f"new-{seen}", f"item-{20 + seen}"], [new])
             store.delete([f"item-{seen}"])
 
-    run_upgrade(store, Linear(), spec(2), chunk=10, order=order, on_progress=race)
+    run_upgrade(store, Linear(), spec(2), chunk_items=10, order=order, on_progress=race)
     run_upgrade(store, Linear(), spec(2))
     assert store.count_left_behind(TWO) == 0
     names = {item.id for item, _ in store.list_page(ONE, 100)[0]}
     gone, came = {"item-1", "item-2", "item-3"}, {"new-1", "new-2", "new-3"}
     assert names == ({*ids(30)} - gone) | came
-    assert store.load(TWO)[0].tolist() == store.load(ONE)[0].tolist()
+    assert store.load_vectors(TWO)[0].tolist() == store.load_vectors(ONE)[0].tolist()
 
 
 def test_items_without_side_information_stay_behind_where_it_is_read(engine: Engine) -> None:
@@ -110,7 +112,7 @@ def test_items_without_side_information_stay_behind_where_it_is_read(engine: Eng
 
 def test_samples_have_both_vectors(engine: Engine) -> None:
     store = filled(engine, 60)
-    run_upgrade(store, Linear(), spec(2), chunk=20)
+    run_upgrade(store, Linear(), spec(2), chunk_items=20)
     store.delete(ids(30))
     labels, first, second = store.sample_pairs(ONE, TWO, 12)
     assert 0 < len(labels) <= 12 and (np.diff(labels) > 0).all()
@@ -127,7 +129,7 @@ def test_a_sample_is_one_where_labels_have_a_gap(engine: Engine) -> None:
         # Another picture of an item takes a new label: one stays at the first.
         again = NewVectors(ONE, vectors(40, seed), vectors(40, seed, SIDE_DIM))
         store.put(ids(41)[1:], [again], digests=[f"{seed}-{n}" for n in range(40)])
-    assert store.load(ONE)[0].max() > 400
+    assert store.load_vectors(ONE)[0].max() > 400
     assert 10 <= len(store.sample_pairs(ONE, ONE, 20)[0]) <= 20
 
 

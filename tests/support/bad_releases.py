@@ -20,8 +20,12 @@ from tuf.api.metadata import TargetFile
 from nobackfill.digests import sha256_bytes, side_space_id, space_id
 from nobackfill.release import manifest
 from nobackfill.release.paths import manifest_path
-from nobackfill.release.publishing.metadata import SigningKeys, next_metadata, require_ledger
-from nobackfill.release.publishing.publish import put_metadata, signers_of
+from nobackfill.release.publishing.metadata import (
+    SigningKeys,
+    next_metadata,
+    require_signed_metadata,
+)
+from nobackfill.release.publishing.publish import load_signers, put_metadata
 from tests.release.crafted import smallest_by_minus_one
 from tests.support import blocks, graphs, releases
 
@@ -264,12 +268,13 @@ def publish_spoiled(repo: Path, number: int, spoil: Spoil, drafts: Path) -> None
 
 def sign(repo: Path, files: dict[str, bytes]) -> None:
     """Publish any files, as somebody who holds the keys can."""
-    ledger = require_ledger(repo)
+    ledger = require_signed_metadata(repo)
     targets = dict(ledger.targets.targets)
     for path, data in files.items():
         (repo / path).parent.mkdir(parents=True, exist_ok=True)
         (repo / path).write_bytes(data)
         targets[path] = TargetFile.from_data(path, data, ["sha256"])
     put_metadata(
-        repo, next_metadata(ledger, targets, signers_of(SigningKeys.of(repo), ledger.root))
+        repo,
+        next_metadata(ledger, targets, load_signers(SigningKeys.of_publication(repo), ledger.root)),
     )

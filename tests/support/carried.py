@@ -82,8 +82,8 @@ class Carried:
 
     def check(self) -> None:
         """Every item has, once, what its own vector is carried to; nothing else is there."""
-        labels, old = self.store.load(self.source.space)
-        carried, new = self.store.load(self.target.space)
+        labels, old = self.store.load_vectors(self.source.space)
+        carried, new = self.store.load_vectors(self.target.space)
         assert carried.tolist() == labels.tolist() and len(labels) == self.store.count()
         rows = self.store.stored_vectors(labels, self.source.space)
         sides = np.frombuffer(b"".join(side or b"" for side in rows.sides), "<f4")

@@ -119,7 +119,7 @@ def contents(gallery: Path) -> dict[str, tuple[str | None, NDArray[np.float32]]]
     """Path of each item -> (origin, vector) in the active space."""
     with Device(gallery) as device:
         space = device.store.active().spec.space
-        labels, vectors = device.store.load(space)
+        labels, vectors = device.store.load_vectors(space)
         items = device.store.items(labels, space)
     return {
         str(item.metadata["path"]): (item.origin, vector)

@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 from onnx import AttributeProto, TensorProto, defs, helper, numpy_helper
 from onnx.defs import OpSchema
 
-from nobackfill.release.onnx_rules import OPERATORS
+from nobackfill.release.onnx_rules import ALLOWED_OPERATORS
 from tests.support import graphs
 
 DIM = 16
-_NAMES = sorted(OPERATORS)
+_NAMES = sorted(ALLOWED_OPERATORS)
 _OPSETS = (17, 18, 20, 21)
 _TYPES = {
     TensorProto.FLOAT: "tensor(float)", TensorProto.DOUBLE: "tensor(double)",

@@ -16,10 +16,15 @@ from nobackfill.release.publishing.metadata import (
     SigningKeys,
     list_leftovers,
     next_metadata,
-    read_ledger,
-    require_ledger,
+    read_signed_metadata,
+    require_signed_metadata,
 )
-from nobackfill.release.publishing.publish import publish, put_metadata, signers_of, staging_folder
+from nobackfill.release.publishing.publish import (
+    load_signers,
+    publish,
+    put_metadata,
+    staging_folder,
+)
 from nobackfill.release.trust.trust import TrustedFolder
 from tests.support.releases import draft
 
@@ -51,7 +56,9 @@ class Workshop:
         found = [str(path) for path in self.top.rglob(".tmp-*")]
         if staging_folder(self.repo).exists():
             found.append(staging_folder(self.repo).name)
-        return found + [path.name for path in list_leftovers(self.repo, read_ledger(self.repo))]
+        return found + [
+            path.name for path in list_leftovers(self.repo, read_signed_metadata(self.repo))
+        ]
 
     def names(self) -> set[str]:
         """Every file of the publication."""
@@ -104,8 +111,8 @@ def files_of(repo: Path, release: int) -> Callable[[], dict[str, tuple[int, str]
 
 def publish_manifest(repo: Path, number: int, text: bytes) -> None:
     """Sign any bytes as the manifest of a release, as somebody who holds the keys can."""
-    ledger, keys = require_ledger(repo), SigningKeys.of(repo)
+    ledger, keys = require_signed_metadata(repo), SigningKeys.of_publication(repo)
     path = manifest_path(number)
     (repo / path).write_bytes(text)
     targets = {**ledger.targets.targets, path: TargetFile.from_data(path, text, ["sha256"])}
-    put_metadata(repo, next_metadata(ledger, targets, signers_of(keys, ledger.root)))
+    put_metadata(repo, next_metadata(ledger, targets, load_signers(keys, ledger.root)))

@@ -49,7 +49,7 @@ class Scene:
         with Device(self.gallery) as device:
             assert verify(device)["problems"] == []
             active = device.store.active().spec.space
-            labels, vectors = device.store.load(active)
+            labels, vectors = device.store.load_vectors(active)
             items = device.store.items(labels, active)
             held: dict[str, tuple[str, str | None, bytes]] = {
                 item.id: (str(item.metadata["path"]), item.origin, vector.tobytes())

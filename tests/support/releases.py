@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 
 from nobackfill.digests import side_space_id
 from nobackfill.release.manifest import (
-    BothEvidence,
     Calibration,
     GateVerdict,
     Manifest,
@@ -18,6 +17,7 @@ from nobackfill.release.manifest import (
     PublishedFile,
     PublishedSideEncoder,
     QueryAdapter,
+    RankFusionEvidence,
     RouteEvidence,
     Upgrade,
     adapter_path,
@@ -126,11 +126,11 @@ def draft(
     return _with_probes(folder, manifest, files, {s.release: block_of(s) for s in sources})
 
 
-def _both(joint: tuple[float, float, float] | None) -> BothEvidence | None:
+def _both(joint: tuple[float, float, float] | None) -> RankFusionEvidence | None:
     if joint is None:
         return None
     new, old, offset = joint
-    return BothEvidence(
+    return RankFusionEvidence(
         new=new, old=old, offset=offset, map=0.9, cmc1=0.9, map_gain_low=0, cmc1_gain_low=0
     )
 

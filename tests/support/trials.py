@@ -19,7 +19,7 @@ from nobackfill.release import trial
 
 ROOT = Path(__file__).parents[2]
 # As they come.
-_COMMAND, _REFUSAL = trial._COMMAND, trial.explain_refusal_in_child
+_COMMAND, _REFUSAL = trial._COMMAND, trial.explain_trial_failure_in_child
 
 
 @contextmanager
@@ -28,7 +28,9 @@ def near() -> Iterator[None]:
     tests/release and by gateways of their own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            trial, "explain_refusal_in_child", lambda request, _: trial.explain_refusal(request)
+            trial,
+            "explain_trial_failure_in_child",
+            lambda request, _: trial.explain_trial_failure(request),
         )
         yield
 
@@ -37,7 +39,7 @@ def near() -> Iterator[None]:
 def started() -> Iterator[None]:
     """As they come, to the end of the block."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trial, "explain_refusal_in_child", _REFUSAL)
+        patch.setattr(trial, "explain_trial_failure_in_child", _REFUSAL)
         yield
 
 
@@ -47,7 +49,7 @@ def forked() -> Iterator[None]:
     already what they need: trial_forks.py."""
     forks = _Forks()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trial, "explain_refusal_in_child", forks.refusal)
+        patch.setattr(trial, "explain_trial_failure_in_child", forks.refusal)
         try:
             yield
         finally:
@@ -81,7 +83,7 @@ class _Forks:
             self._process.communicate(timeout=60)
 
     def refusal(self, request: trial._Request, meanwhile: Callable[[], None]) -> str | None:
-        """See trial.explain_refusal_in_child."""
+        """See trial.explain_trial_failure_in_child."""
         if trial._COMMAND is not _COMMAND:
             # A test wants another child.
             return _REFUSAL(request, meanwhile)

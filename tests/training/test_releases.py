@@ -287,7 +287,7 @@ def test_a_model_without_its_file_of_weights_is_refused(foreign: Path, tmp_path:
 
 def test_a_key_that_is_not_at_hand_is_named_before_anything_is_measured(tmp_path: Path) -> None:
     repo, usb = tmp_path / "model_repo", tmp_path / "usb" / "targets.pem"
-    begin_publication(repo, SigningKeys.of(repo, {"targets": usb}))
+    begin_publication(repo, SigningKeys.of_publication(repo, {"targets": usb}))
     # No run is there either, but nobody has looked for it yet.
     result = run_export(repo, 1, "--embedder", tmp_path / "run")
     assert result.exit_code == ConfigurationError.exit_code

@@ -111,7 +111,7 @@ def test_the_exports_of_the_page_run(
         monkeypatch.chdir(tmp_path / name)
         if name == "offline":
             keys: dict[Role, Path] = {"targets": Path("offline/targets.pem")}
-            begin_publication(REPO, SigningKeys.of(REPO, keys))
+            begin_publication(REPO, SigningKeys.of_publication(REPO, keys))
         for line in exports:
             result = invoke(export.app, *shlex.split(line))
             assert result.exit_code == 0, f"{line}\n{result.output}"

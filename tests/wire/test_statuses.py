@@ -13,7 +13,7 @@ from nobackfill.v1.search_pb2 import SearchRequest
 from nobackfill.v1.search_pb2_grpc import SearchServiceStub
 from nobackfill.wire.connection import open_channel
 from nobackfill.wire.limits import LARGEST_REQUEST
-from nobackfill.wire.statuses import TABLE, error_of, is_transient, row_of
+from nobackfill.wire.statuses import STATUS_TABLE, error_from_status, find_status_row, is_transient
 from tests.wire.scripted import serving
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -33,7 +33,7 @@ def kinds(root: type[errors.NobackfillError]) -> set[type[errors.NobackfillError
 def test_every_error_arrives_as_it_was_raised() -> None:
     """Over the wire: the class, or its nearest ancestor in the table, and the same exit code."""
     raised = [kind(*_ARGUMENTS.get(kind, ("no",))) for kind in kinds(errors.NobackfillError)]
-    assert {type(error) for error in raised} >= {row.error for row in TABLE}
+    assert {type(error) for error in raised} >= {row.error for row in STATUS_TABLE}
 
     def behave(call: int, context: grpc.ServicerContext) -> None:
         context.abort_with_status(rpc_status.to_status(status_of(raised[call - 1], "r")))
@@ -43,7 +43,7 @@ def test_every_error_arrives_as_it_was_raised() -> None:
         for error in raised:
             with pytest.raises(grpc.RpcError) as refused:
                 SearchServiceStub(channel).Search(SearchRequest(), timeout=30)
-            row, found = row_of(type(error)), error_of(refused.value, "here")
+            row, found = find_status_row(type(error)), error_from_status(refused.value, "here")
             assert row is not None and type(found) is row.error
             assert is_transient(found) is row.transient
             assert found.exit_code == error.exit_code
@@ -51,8 +51,8 @@ def test_every_error_arrives_as_it_was_raised() -> None:
 
 
 def test_rows_are_told_apart() -> None:
-    assert len({(row.code, row.reason) for row in TABLE}) == len(TABLE)
-    assert len({row.error for row in TABLE}) == len(TABLE)
+    assert len({(row.code, row.reason) for row in STATUS_TABLE}) == len(STATUS_TABLE)
+    assert len({row.error for row in STATUS_TABLE}) == len(STATUS_TABLE)
 
 
 def test_a_reason_that_nobody_knows_leaves_the_code() -> None:
@@ -71,7 +71,7 @@ def test_a_reason_that_nobody_knows_leaves_the_code() -> None:
                 SearchServiceStub(channel).Search(SearchRequest(), timeout=30)
             assert refused.value.code() is code
             if code in expected:
-                assert type(error_of(refused.value, "here")) is expected[code]
+                assert type(error_from_status(refused.value, "here")) is expected[code]
 
 
 def test_a_message_above_the_bound_is_too_large_and_not_tried_again() -> None:
@@ -86,7 +86,7 @@ def test_a_message_above_the_bound_is_too_large_and_not_tried_again() -> None:
         for one in (bounded, channel):
             with pytest.raises(grpc.RpcError) as refused:
                 SearchServiceStub(one).Search(request, timeout=30)
-            found = error_of(refused.value, "here")
+            found = error_from_status(refused.value, "here")
             assert type(found) is errors.TooLargeError and not is_transient(found)
 
 
@@ -101,6 +101,6 @@ def test_the_docs_have_the_table(page: str) -> None:
             numbers, names = (cells[0], cells[2]) if cells[0].isdigit() else (cells[2], cells[0])
             for name in re.findall(r"\b[A-Z_]{5,}\b", names):
                 told.setdefault(name, set()).update(map(int, re.findall(r"\b\d+\b", numbers)))
-    for row in TABLE:
+    for row in STATUS_TABLE:
         assert row.error.exit_code in told.get(row.code.name, ()), row
         assert row.reason in ("PRECONDITION", "") or row.reason in text, row.reason

@@ -723,8 +723,10 @@ def withdraw(
     from nobackfill.release.publishing import renew
     from nobackfill.release.publishing.metadata import SigningKeys
 
-    keys = SigningKeys.of(model_repo, None if targets_key is None else {"targets": targets_key})
-    news = renew.withdraw(model_repo, number, reason, keys, dry_run, converter=True)
+    keys = SigningKeys.of_publication(
+        model_repo, None if targets_key is None else {"targets": targets_key}
+    )
+    news = renew.withdraw(model_repo, number, reason, keys, dry_run, is_converter=True)
     answer = {"converter": number, "reason": reason, "news": news, "written": news and not dry_run}
     if news:
         line = f"converter {number} {'would be' if dry_run else 'is'} withdrawn: {reason}"

@@ -41,14 +41,14 @@ from nobackfill.release.publishing.declaration import hash_model_files, weight_f
 from nobackfill.release.publishing.publish import publish_converter
 from nobackfill.release.trust.trust import (
     Trust,
-    converter_file,
     converter_numbers,
+    describe_published_converters,
+    download_converter_file,
+    download_converter_manifest,
+    fetch_first_root,
     fetcher_for,
-    fingerprint,
-    first_root,
-    known_converters,
-    read_converter,
-    refuse_withdrawn,
+    format_root_fingerprint,
+    refuse_withdrawn_converter,
 )
 from nobackfill.vectors import Vectors, check_vectors
 
@@ -416,8 +416,8 @@ def open_converter(
     trust = _trusted(place, root)
     folder = _state(place)
     if number is not None:
-        manifest = read_converter(trust, number, folder)
-        refuse_withdrawn(trust, number)
+        manifest = download_converter_manifest(trust, number, folder)
+        refuse_withdrawn_converter(trust, number)
     else:
         manifest = _fitting(trust, folder, place, old, new)
     name = f"converter {manifest.converter}"
@@ -431,7 +431,7 @@ def open_converter(
     }
     if manifest.old.unit:
         facts[OLD_NORM] = "1"
-    file = converter_file(trust, manifest, folder)
+    file = download_converter_file(trust, manifest, folder)
     mapping = map_of(file.read_bytes(), CONVERTER, facts)
     if mapping.dims != (manifest.old.dim, manifest.new.dim):
         raise IncompatibleSpaceError(
@@ -446,12 +446,12 @@ def _fitting(trust: Trust, folder: Path, place: str, old: str | None, new: str |
     """Find the newest converter between two models, each None if it is not known."""
     seen, gone = [], list[PreconditionError]()
     for number in reversed(converter_numbers(trust)):
-        manifest = read_converter(trust, number, folder)
+        manifest = download_converter_manifest(trust, number, folder)
         if manifest.old.fingerprint == (old or manifest.old.fingerprint) and (
             manifest.new.fingerprint == (new or manifest.new.fingerprint)
         ):
             try:
-                refuse_withdrawn(trust, number)
+                refuse_withdrawn_converter(trust, number)
             except PreconditionError as error:
                 gone.append(error)
                 continue
@@ -461,7 +461,8 @@ def _fitting(trust: Trust, folder: Path, place: str, old: str | None, new: str |
         raise gone[0]
     if not seen:
         raise NotFoundError(
-            f"{place}: expected a publication with converters, found {known_converters(trust)}; "
+            f"{place}: expected a publication with converters, found "
+            f"{describe_published_converters(trust)}; "
             "name another publication, or fit a map to your own vectors by `nobackfill fit`"
         )
     raise IncompatibleSpaceError(
@@ -498,7 +499,7 @@ def _trusted(place: str, root: Path | None) -> Trust:
             )
         given = root.read_bytes()
     elif not (state / "trusted.json").exists():
-        shown = fingerprint(first_root(fetcher, url))
+        shown = format_root_fingerprint(fetch_first_root(fetcher, url))
         raise PreconditionError(
             f"{place}: no root of this publication is trusted yet. Get the file 1.root.json from "
             "its publisher over a channel that you trust, and name it once with --root FILE; the "

@@ -221,7 +221,7 @@ def fit_and_judge(
     answer = asdict(verdict)
     del answer["map"], answer["joining"]
     answer["adapter"] = None if files.adapter is None else str(files.adapter)
-    answer |= {"chosen": verdict.map.kind, "weight": verdict.joining.weight}
+    answer |= {"chosen": verdict.map.kind, "weight": verdict.joining.new_weight}
     answer |= {"map": str(files.out), "without_old": matched.without_old, "steps": steps}
     return FitAnswer(answer, lines)
 

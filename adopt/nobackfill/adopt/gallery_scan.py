@@ -25,9 +25,9 @@ from nobackfill.adopt.sources.source import Source, checked
 from nobackfill.metrics.distances import Metric
 from nobackfill.metrics.ranking import Ints
 from nobackfill.serving.fusion import (
-    HITS,
+    CANDIDATES_PER_SEARCH,
     Block,
-    Joining,
+    FittedRankFusion,
     Mask,
     collect_candidates,
     fuse_nearness,
@@ -83,7 +83,7 @@ class ScanQueries:
 
     queries: Queries
     migrated: Block
-    joinings: tuple[Joining, Joining]
+    joinings: tuple[FittedRankFusion, FittedRankFusion]
     first: Mask
     in_old: Mapping[str, Vectors]
     in_old_distances: Mapping[str, Block]
@@ -472,7 +472,9 @@ class SetScan:
         }  # fmt: skip
         self.places = {name: np.zeros(len(old), np.int64) for name in blocks}
         self._nearest = {
-            name: _Nearest(len(old), HITS if name in ("stay", "map") else NEIGHBOURS, 3)
+            name: _Nearest(
+                len(old), CANDIDATES_PER_SEARCH if name in ("stay", "map") else NEIGHBOURS, 3
+            )
             for name in blocks
         }
         self._counts = np.zeros((len(old), BINS), np.int64)
@@ -486,12 +488,12 @@ class SetScan:
             Zeros where a rank fusion corrects no hubs. Without items [q, 0].
         """
         first, second = (
-            measure_hubs(migrated, joining.crowd)[None] for joining in self._one.joinings
+            measure_hubs(migrated, joining.hub_queries)[None] for joining in self._one.joinings
         )
         return np.where(self._one.first[:, None], first, second)
 
     @property
-    def _halves(self) -> list[tuple[Joining, Mask]]:
+    def _halves(self) -> list[tuple[FittedRankFusion, Mask]]:
         """The rank fusions, each with its queries, bool [q]."""
         first = self._one.first
         return list(zip(self._one.joinings, (first, ~first), strict=True))
@@ -502,7 +504,7 @@ class SetScan:
 
         If False, `hub` gives zeros.
         """
-        return any(len(joining.crowd) for joining in self._one.joinings)
+        return any(len(joining.hub_queries) for joining in self._one.joinings)
 
     def add(self, blocks: Mapping[str, Block], hub: Block, first: int) -> None:
         """Add items outside the sample.
@@ -548,7 +550,7 @@ class SetScan:
             for name, nearest in self._nearest.items()
         }
         lists["both"] = both.first(both.joint, NEIGHBOURS)
-        hits = both.first(both.joint, HITS)
+        hits = both.first(both.joint, CANDIDATES_PER_SEARCH)
         lists |= {"lazily": hits, "candidates": both}
         residuals = model.residuals()
         agreement = self._agreement(residuals, lists)
@@ -583,8 +585,8 @@ class SetScan:
         for joining, half in zip(
             self._one.joinings, (self._one.first, ~self._one.first), strict=True
         ):
-            by_new = corrected if len(joining.crowd) else near_new
-            joint[half] = fuse_nearness(joining.weight, near_old, by_new)[half]
+            by_new = corrected if len(joining.hub_queries) else near_new
+            joint[half] = fuse_nearness(joining.new_weight, near_old, by_new)[half]
         joint = np.where(nearest.numbers < 0, -np.inf, joint)
         return _Items(nearest.numbers, near_old, near_new, joint)
 
@@ -602,7 +604,10 @@ class SetScan:
         mask = np.zeros(everything.numbers.shape, bool)
         for query, numbers in enumerate(everything.numbers):
             place = {number: at for at, number in reversed(list(enumerate(numbers.tolist())))}
-            halves = numbers[:HITS].tolist(), numbers[HITS:].tolist()
+            halves = (
+                numbers[:CANDIDATES_PER_SEARCH].tolist(),
+                numbers[CANDIDATES_PER_SEARCH:].tolist(),
+            )
             found = collect_candidates(*(lambda count, half=half: half[:count] for half in halves))
             mask[query, [place[number] for number in found if number >= 0]] = True
         return _Items(
@@ -663,7 +668,7 @@ class SetScan:
         for joining, half in zip(
             self._one.joinings, (self._one.first, ~self._one.first), strict=True
         ):
-            line = joining.native
+            line = joining.native_line
             odds[:, half] = line.slope * plain[:, half] + line.share * joint[half]
         return odds
 

@@ -15,7 +15,7 @@ import numpy as np
 from nobackfill.adopt.maps import read_arrays, written_by
 from nobackfill.durable import write_file
 from nobackfill.metrics.distances import Metric
-from nobackfill.serving.fusion import Block, Joining, OddsLine
+from nobackfill.serving.fusion import Block, FittedRankFusion, OddsLine
 from nobackfill.vectors import check_vectors
 
 # Formats of the file: 2 has no share in its lines, 4 names a metric other than cosine.
@@ -78,7 +78,7 @@ def fit_line(matches: Block, others: Block, seed: int = 0) -> OddsLine:
     return fitted if fitted.share >= 0 else fit_line(matches[:, :1], others[:, :1], seed)
 
 
-def save_joining(path: Path, joining: Joining) -> None:
+def save_joining(path: Path, joining: FittedRankFusion) -> None:
     """Write a rank fusion as a numpy archive with a JSON header, with mode 0600.
 
     An existing file is replaced in one step.
@@ -87,7 +87,7 @@ def save_joining(path: Path, joining: Joining) -> None:
         CannotWriteError: The file cannot be written. Its folder does not exist.
     """
     lines = {name: [line.slope, line.intercept, line.share] for name, line in _lines(joining)}
-    header = {"format": FORMAT, "weight": joining.weight, "mark": joining.mark, **lines}
+    header = {"format": FORMAT, "weight": joining.new_weight, "mark": joining.map_digest, **lines}
     if joining.metric != "cosine":
         header |= {"format": OTHER_METRIC_FORMAT, "metric": joining.metric}
     buffer = io.BytesIO()
@@ -95,15 +95,15 @@ def save_joining(path: Path, joining: Joining) -> None:
     np.savez(
         buffer,
         header=text,
-        old=joining.old,
-        carried=joining.carried,
-        new=joining.new,
-        crowd=joining.crowd,
+        old=joining.old_anchors,
+        carried=joining.migrated_anchors,
+        new=joining.new_anchors,
+        crowd=joining.hub_queries,
     )
     write_file(path, buffer.getvalue(), 0o600)
 
 
-def load_joining(path: Path) -> Joining:
+def load_joining(path: Path) -> FittedRankFusion:
     """Read a rank fusion that `save_joining` wrote, of this version or an earlier one.
 
     The file may be hostile: nothing in it is run. Without a metric, the file is of cosine.
@@ -138,10 +138,10 @@ def load_joining(path: Path) -> Joining:
         numbers = (weight, *astuple(joined), *astuple(native))
         if metric not in get_args(Metric) or not np.isfinite(numbers).all():
             raise ValueError(f"it has the metric {metric!r} and the weights {numbers}")
-        return Joining(
+        return FittedRankFusion(
             weight, joined, native, old, carried, new, str(header["mark"]), crowd, metric
         )
 
 
-def _lines(joining: Joining) -> list[tuple[str, OddsLine]]:
-    return [("joined", joining.migrated), ("native", joining.native)]
+def _lines(joining: FittedRankFusion) -> list[tuple[str, OddsLine]]:
+    return [("joined", joining.migrated_line), ("native", joining.native_line)]

@@ -18,15 +18,15 @@ from nobackfill.adopt.pairs import Pairs
 from nobackfill.metrics.distances import Metric, distances
 from nobackfill.metrics.ranking import Ints
 from nobackfill.serving.fusion import (
-    HITS,
+    CANDIDATES_PER_SEARCH,
     Block,
-    Joining,
+    FittedRankFusion,
     Mask,
     OddsLine,
     collect_candidates,
     fuse_nearness,
     measure_hubs,
-    standardise,
+    standardise_distances,
 )
 from nobackfill.vectors import Vectors, normalise
 
@@ -387,8 +387,8 @@ class Judgement:
     """
 
     ways: dict[str, Figures]
-    joining: Joining
-    halves: tuple[Joining, Joining]
+    joining: FittedRankFusion
+    halves: tuple[FittedRankFusion, FittedRankFusion]
     healing: HealingCurves
 
 
@@ -417,12 +417,15 @@ def judge(
     figures, truth = measure_figures(native, queries)
     anchors = anchor_rows(gallery, seed)
     halves = np.arange(len(queries.rows)) % 2 == 0
-    near_old, near_new = standardise(stay, anchors), standardise(migrated, anchors)
+    near_old, near_new = (
+        standardise_distances(stay, anchors),
+        standardise_distances(migrated, anchors),
+    )
     # Hubs for either half of the queries are measured by the other half.
     hubness = np.where(
         halves[:, None], *(_hubs(gallery, queries, half) for half in (~halves, halves))
     )
-    near_corrected = standardise(migrated + hubness, anchors)
+    near_corrected = standardise_distances(migrated + hubness, anchors)
 
     def fused(choice: FusionChoice) -> Block:
         weight, corrected = choice
@@ -439,7 +442,7 @@ def judge(
         both[half] = -fused(choice)[half]
     both = candidates_alone(both)
     best = _best(scores, queries.own, np.ones(len(halves), bool))
-    mixed = MixedGallery(fused(best), standardise(native, anchors), truth, queries)
+    mixed = MixedGallery(fused(best), standardise_distances(native, anchors), truth, queries)
     scale = mixed.choose_scale(halves)
     raw = MixedGallery(-migrated, -native, truth, queries).raw()
     ways = {
@@ -454,12 +457,12 @@ def judge(
         for part in (gallery.old, gallery.migrated, gallery.new)
     )
 
-    def joining(choice: FusionChoice, lines: Lines, crowd: Mask) -> Joining:
+    def joining(choice: FusionChoice, lines: Lines, crowd: Mask) -> FittedRankFusion:
         weight, corrected = choice
-        fusion = Joining(weight, *lines, old, mapped, new, metric=queries.metric)
+        fusion = FittedRankFusion(weight, *lines, old, mapped, new, metric=queries.metric)
         if not corrected:
             return fusion
-        return replace(fusion, crowd=normalise(queries.new[crowd][:CROWD]))
+        return replace(fusion, hub_queries=normalise(queries.new[crowd][:CROWD]))
 
     by_way = {name: figures(block) for name, block in ways.items()}
     even, odd = (
@@ -491,7 +494,7 @@ def judge_switch(pairs: Pairs, queries: Queries) -> Figures:
 
 
 def judge_fusion(
-    gallery: Gallery, queries: Queries, joining: Joining, migrated: Block | None = None
+    gallery: Gallery, queries: Queries, joining: FittedRankFusion, migrated: Block | None = None
 ) -> dict[str, Figures]:
     """Measure the figures of all options with a rank fusion that is fitted already.
 
@@ -517,7 +520,7 @@ def judge_fusion(
 def rank_by_way(
     gallery: Gallery,
     queries: Queries,
-    joining: Joining,
+    joining: FittedRankFusion,
     migrated: Block | None = None,
     seed: int = 0,
 ) -> dict[str, Block]:
@@ -541,11 +544,13 @@ def rank_by_way(
     """
     stay, migrated, native = _blocks(gallery, queries, migrated)
     anchors = anchor_rows(gallery, seed)
-    near_new = standardise(migrated + measure_hubs(gallery.migrated, joining.crowd)[None], anchors)
-    near_old = standardise(stay, anchors)
-    near = fuse_nearness(joining.weight, near_old, near_new)
+    near_new = standardise_distances(
+        migrated + measure_hubs(gallery.migrated, joining.hub_queries)[None], anchors
+    )
+    near_old = standardise_distances(stay, anchors)
+    near = fuse_nearness(joining.new_weight, near_old, near_new)
     both = _candidate_filter(stay, migrated)(-near)
-    lazily = _rerank_hits(both, -joining.native(standardise(native, anchors), near))
+    lazily = _rerank_hits(both, -joining.native_line(standardise_distances(native, anchors), near))
     return {"stay": stay, "map": migrated, "both": both, "lazily": lazily, "re-embed": native}
 
 
@@ -599,7 +604,9 @@ def _nearest(row: Block, count: int) -> list[int]:
 def _rerank_hits(both: Block, native: Block) -> Block:
     """Rank the first hits of `both` [q, g] by `native` [q, g]; all other items are infinity."""
     ranking = np.full_like(both, np.inf)
-    hits = np.argpartition(both, min(HITS, both.shape[1]) - 1, axis=1)[:, :HITS]
+    hits = np.argpartition(both, min(CANDIDATES_PER_SEARCH, both.shape[1]) - 1, axis=1)[
+        :, :CANDIDATES_PER_SEARCH
+    ]
     np.put_along_axis(ranking, hits, np.take_along_axis(native, hits, 1), 1)
     return ranking
 

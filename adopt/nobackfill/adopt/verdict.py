@@ -47,7 +47,7 @@ from nobackfill.errors import InvalidInputError
 from nobackfill.metrics.bootstrap import paired_bootstrap
 from nobackfill.metrics.ranking import Ints
 from nobackfill.ridge import Moments, split_into_blocks
-from nobackfill.serving.fusion import HITS, Block, Joining, Mask
+from nobackfill.serving.fusion import CANDIDATES_PER_SEARCH, Block, FittedRankFusion, Mask
 from nobackfill.vectors import Vectors, normalise
 
 
@@ -405,7 +405,7 @@ class Verdict:
     candidates: dict[str, float]
     map: Map
     adapter: Map
-    joining: Joining
+    joining: FittedRankFusion
     curve: list[CurvePoint]
     healing: HealingCurves
     pairs: int
@@ -506,13 +506,13 @@ def decide(
         way = SWITCH
         words = "the new model finds as much in the stored vectors as in its own: one space"
     mapping = choice.fit(pairs, converter)
-    joining = replace(judged.joining, mark=mapping.digest)
+    joining = replace(judged.joining, map_digest=mapping.digest)
     curve = _learning_curve(pairs, judged_queries, choice, judged_by, converter)
     search = "finding that very item" if known_items else "finding similar things"
     recall = float(scans[0].recall.mean()) if scans else None
     notes = _scan_notes(scans, pairs, items, known_items) if scans else []
     notes += _notes(
-        judged_queries, pairs, cost, joining.weight, curve, judged_by, scanned=bool(scans)
+        judged_queries, pairs, cost, joining.new_weight, curve, judged_by, scanned=bool(scans)
     )
     if adapter.choice.fitted_queries is not None:
         notes.append("the query adapter is also fitted on the queries")
@@ -659,7 +659,7 @@ def _way(name: str, figures: Mapping[str, Figures], cost: Cost, judged_by: str) 
     old, new, items = cost.old_seconds, cost.new_seconds, cost.items
     query = new if cost.new_query_seconds is None else cost.new_query_seconds
     both = None if old is None or query is None else old + query
-    hits = None if both is None or new is None else both + HITS * new
+    hits = None if both is None or new is None else both + CANDIDATES_PER_SEARCH * new
     query_seconds = {
         "stay": old, SWITCH: query, ADAPTER: query, "map": query, "both": both, "lazily": hits,
         "re-embed": query,

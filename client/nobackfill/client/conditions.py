@@ -16,7 +16,7 @@ from nobackfill.gallery.filters import (
     Range,
     Scalar,
     TimeRange,
-    parse_microseconds,
+    date_to_microseconds,
 )
 
 _CONDITION = re.compile(r"(.+?)(!=|>=|<=|=|>|<)(.*)", re.DOTALL)
@@ -65,7 +65,7 @@ def _read(text: str) -> Filter:
     if bound is not None:
         return Range(key, **{_BOUNDS[sign]: bound})
     if isinstance(value, str):
-        moment = parse_microseconds(value)
+        moment = date_to_microseconds(value)
         if moment is None:
             raise InvalidInputError(
                 f"expected a number, a date or a time after {sign} in {text!r}, got {value!r}"

@@ -14,9 +14,9 @@ from nobackfill.client.output import Output
 from nobackfill.client.sync import embedding_files
 from nobackfill.errors import AlreadyExistsError, InvalidInputError, NotFoundError
 from nobackfill.gallery.spec import SpaceSpec
-from nobackfill.gallery.sqlite_file import refuse_leftovers
+from nobackfill.gallery.sqlite_file import refuse_leftover_log
 from nobackfill.gallery.sqlite_gallery import SqliteGallery
-from nobackfill.release.trust.trust import Trust, first_root, verify_metadata
+from nobackfill.release.trust.trust import Trust, fetch_first_root, verify_metadata
 
 Confirm = Callable[[bytes], None]
 
@@ -67,7 +67,7 @@ def init(
         ) from error
     if path.exists():
         raise AlreadyExistsError(f"{path}: already exists; name another file with --gallery")
-    refuse_leftovers(path)
+    refuse_leftover_log(path)
     source = sync.normalised_source(source)
     models = sidecar(path, "models")
     draft = path.with_name(f"{durable.TEMPORARY_PREFIX}{path.name}")
@@ -77,7 +77,7 @@ def init(
         for leftover in sorted(path.parent.glob(f"{draft.name}*")):
             durable.remove_tree(leftover)
         if root is None:
-            root = first_root(fetcher, base_url)
+            root = fetch_first_root(fetcher, base_url)
             confirm(root)
         verify_metadata(Root, root, None, "the given root metadata")
         trust = Trust(models, fetcher, base_url, root)

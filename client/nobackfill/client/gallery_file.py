@@ -238,7 +238,7 @@ class GalleryFile:
             CannotWriteError: the file cannot be opened, or the disk fails.
             NotFoundError: the gallery was closed.
         """
-        value = self.store.state_get(key)
+        value = self.store.read_state_value(key)
         if value is not None and key in _KINDS and not _KINDS[key](value):
             raise DamagedError(self.path, f"the state {key} has an unexpected form")
         return default if value is None else value

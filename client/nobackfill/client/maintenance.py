@@ -28,9 +28,9 @@ from nobackfill.errors import (
     join_few,
 )
 from nobackfill.gallery import staging
-from nobackfill.gallery.rescue import rescue as save
+from nobackfill.gallery.rescue import rescue_gallery as save
 from nobackfill.gallery.spec import Metadata, SpaceInfo
-from nobackfill.gallery.sqlite_file import from_blobs, refuse_leftovers, vector_table
+from nobackfill.gallery.sqlite_file import from_blobs, refuse_leftover_log, vector_table
 from nobackfill.vectors import check_vectors
 
 _ROWS = 4096
@@ -355,7 +355,7 @@ def rescue(path: Path, to: Path) -> dict[str, Any]:
         raise NotFoundError(f"{path}: there is no gallery; name the damaged one with --gallery")
     if to.exists():
         raise AlreadyExistsError(f"{to}: already exists; name another file with --to")
-    refuse_leftovers(to)
+    refuse_leftover_log(to)
     durable.make_dir(to.parent, mode=0o700)
     durable.remove_temporary_files(to.parent, to.name)
     draft = to.with_name(f"{durable.TEMPORARY_PREFIX}{to.name}-{uuid.uuid4().hex}")

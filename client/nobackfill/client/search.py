@@ -22,12 +22,12 @@ from nobackfill.errors import (
 )
 from nobackfill.gallery.filter_engine import passing_labels
 from nobackfill.gallery.filters import Filter, Scalar, as_filter
-from nobackfill.gallery.listing import migrated_labels
+from nobackfill.gallery.listing import read_migrated_labels
 from nobackfill.gallery.search import index
 from nobackfill.gallery.search.exact import ExactIndex
-from nobackfill.gallery.search.index import Labels, Mask, Neighbours, mask_of
+from nobackfill.gallery.search.index import Labels, Mask, Neighbours, membership_mask
 from nobackfill.gallery.spec import SpaceSpec
-from nobackfill.release.calibration import Scale, is_beyond_calibration, scores
+from nobackfill.release.calibration import DistanceScale, is_beyond_calibration, match_probabilities
 from nobackfill.vectors import Vectors, check_vectors
 from nobackfill.wire import answers
 from nobackfill.wire.limits import LARGEST_K
@@ -171,7 +171,7 @@ class Search:
     def _filter(self, where: Mapping[str, Scalar] | Filter) -> Mask | None:
         if (condition := as_filter(where)) is None:
             return None
-        return mask_of(self._index.labels, passing_labels(self._device.store, condition))
+        return membership_mask(self._index.labels, passing_labels(self._device.store, condition))
 
     def _migrated_rows(self, labels: Labels) -> Mask | None:
         """Return which vectors were migrated, if they and native vectors are ranked on the
@@ -179,16 +179,18 @@ class Search:
         curve = self._curves.get("upgraded")
         if curve is None or curve.scale is None:
             return None
-        migrated = mask_of(labels, migrated_labels(self._device.store, self.spec.space))
+        migrated = membership_mask(
+            labels, read_migrated_labels(self._device.store, self.spec.space)
+        )
         return None if migrated.all() or not migrated.any() else migrated
 
     def _load(self, spec: SpaceSpec | None) -> tuple[SpaceSpec, Labels, Vectors]:
         if spec is not None:
-            return spec, *self._device.store.load(spec.space)
+            return spec, *self._device.store.load_vectors(spec.space)
         while True:
             spec = self._device.store.active().spec
             with contextlib.suppress(IncompatibleSpaceError):
-                return spec, *self._device.store.load(spec.space)
+                return spec, *self._device.store.load_vectors(spec.space)
             # A sync dropped the space between the two reads: read the new active space.
 
     def by_images(self, images: Sequence[Path | bytes], k: int) -> list[DeviceAnswer]:
@@ -353,7 +355,7 @@ class Search:
         migrated, passing = self._migrated, self._passing
         if migrated is None:
             return self._index.search(queries, k, passing)
-        scale = Scale(*self._curves["upgraded"].scale or ())
+        scale = DistanceScale(*self._curves["upgraded"].scale or ())
         upgraded, others = (
             self._index.search(queries, k, one if passing is None else one & passing)
             for one in (migrated, ~migrated)
@@ -369,7 +371,7 @@ class Search:
             DeviceHit(
                 id=item.id,
                 distance=float(distance),
-                score=None if curve is None else float(scores(curve, distance)),
+                score=None if curve is None else float(match_probabilities(curve, distance)),
                 release=self.spec.release,
                 origin=item.origin or "native",
                 metadata=item.metadata,

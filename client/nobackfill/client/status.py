@@ -40,7 +40,7 @@ def status(device: GalleryFile) -> dict[str, Any]:
     vault: dict[str, int] = {"sealed": 0, "stored": 0, "removing": 0}
     for entry in VaultQueue(device.store).entries():
         vault[entry.state] += 1
-    least = staging.least_certain(device.store, active.spec.space, _LEAST_CERTAIN)
+    least = staging.least_certain_items(device.store, active.spec.space, _LEAST_CERTAIN)
     return {
         "gallery": str(device.path),
         "items": device.store.count(),

@@ -46,10 +46,10 @@ from nobackfill.errors import (
 from nobackfill.gallery import staging
 from nobackfill.gallery.spec import SpaceInfo, SpaceSpec
 from nobackfill.gallery.sqlite_file import StoredItem, vector_table
-from nobackfill.gallery.staging import Runner, neighbours_kept, run_upgrade
+from nobackfill.gallery.staging import Runner, neighbour_overlap, run_upgrade
 from nobackfill.images import Pixels
 from nobackfill.release.manifest import Manifest, PublishedFile
-from nobackfill.release.models import CHUNK, Upgraded, count_cores
+from nobackfill.release.models import CHUNK_ROWS, Upgraded, count_cores
 from nobackfill.release.paths import manifest_path
 from nobackfill.release.probes import check_probes
 from nobackfill.release.routes import (
@@ -60,7 +60,7 @@ from nobackfill.release.routes import (
     retention_by_chain,
 )
 from nobackfill.release.trial import try_release
-from nobackfill.release.trust.trust import SILENCE_SECONDS, Fetcher, Trust, fetcher_for
+from nobackfill.release.trust.trust import READ_TIMEOUT_SECONDS, Fetcher, Trust, fetcher_for
 from nobackfill.vectors import Vectors
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ class GatewayFetcher:
     def fetch_from(self, url: str, offset: int) -> Iterator[bytes]:
         """Yield the bytes of a published file, in pieces.
 
-        Each stream has a deadline of SILENCE_SECONDS. A stream that delivered bytes before its
+        Each stream has a deadline of READ_TIMEOUT_SECONDS. A stream that delivered bytes before its
         deadline is resumed where it ended, so a slow file has no time limit here. An error may
         follow pieces that were yielded.
 
@@ -153,7 +153,7 @@ class GatewayFetcher:
         Raises:
             NotPermittedError: the gateway refuses the call.
             DownloadHTTPError: no such file (404), or `offset` lies past its end (416).
-            SlowRetrievalError: no byte came within SILENCE_SECONDS.
+            SlowRetrievalError: no byte came within READ_TIMEOUT_SECONDS.
             DownloadError: the download failed otherwise, such as a gateway that does not answer or
                 is busy.
             ValueError: the connection to the gateway was closed.
@@ -163,7 +163,7 @@ class GatewayFetcher:
         while True:
             started = position
             try:
-                for chunk in self._gateway.fetch_file(path, position, seconds=SILENCE_SECONDS):
+                for chunk in self._gateway.fetch_file(path, position, seconds=READ_TIMEOUT_SECONDS):
                     position += len(chunk)
                     yield chunk
                 return
@@ -173,7 +173,7 @@ class GatewayFetcher:
             except DeadlineError as error:
                 if position == started:
                     raise SlowRetrievalError(
-                        f"{path}: no bytes arrived for {SILENCE_SECONDS:g} s"
+                        f"{path}: no bytes arrived for {READ_TIMEOUT_SECONDS:g} s"
                     ) from error
             except NobackfillError as error:
                 status = _HTTP.get(type(error))
@@ -293,7 +293,7 @@ def make_plan(device: GalleryFile, trust: Trust, target: int, *, int8: bool) -> 
     from_originals = sum(leg.items for leg in legs)
     legs.append(Leg(active, main.route, max(0, main.items - from_originals)))
     return SyncPlan(
-        manifests[target], tuple(legs), int8 and any(leg.route.quantised for leg in legs)
+        manifests[target], tuple(legs), int8 and any(leg.route.has_int8 for leg in legs)
     )
 
 
@@ -304,7 +304,9 @@ def _leg(
     # A device runs no query adapter: vectors that only an adapter searches cannot stay.
     adapted = target in manifests and manifests[target].adapter_to(spec.space) is not None
     directly = None if adapted else spec.space
-    route = plan_route(manifests, spec.release, target, spec.side_space, directly=directly)
+    route = plan_route(
+        manifests, spec.release, target, spec.side_space, direct_search_space=directly
+    )
     if route is None:
         return None
     return Leg(source, route, device.store.count(spec.space))
@@ -449,7 +451,7 @@ def try_plan(device: GalleryFile, plan: SyncPlan) -> None:
         OSError: a child process cannot be started.
         NotFoundError: the gallery was closed.
     """
-    version_of_trial = f"nobackfill {version('nobackfill')}, {CHUNK} rows"
+    version_of_trial = f"nobackfill {version('nobackfill')}, {CHUNK_ROWS} rows"
     passed_files = set(device.state("tried", {}).get(version_of_trial, []))
     trials: dict[int, tuple[Manifest, set[int]]] = {plan.target.release: (plan.target, set())}
     for leg in plan.legs:
@@ -585,7 +587,7 @@ def re_embed(device: GalleryFile, manifest: Manifest, budget: int, output: Outpu
         return 0
     space = manifest.space
     items = staging.left_behind_items(device.store, space, limit=budget)
-    items += staging.least_certain(device.store, space, limit=budget - len(items))
+    items += staging.least_certain_items(device.store, space, limit=budget - len(items))
     if not items:
         output.note(
             f"release {manifest.release}: no upgraded item has an uncertainty, so none is "
@@ -786,7 +788,7 @@ def _fill(device: GalleryFile, plan: SyncPlan, target: SpaceSpec, output: Output
                     target,
                     source=leg.source.spec.space,
                     origin="upgraded" if leg.route.steps else "direct",
-                    ahead=True,
+                    transform_ahead=True,
                     on_progress=lambda progress: advance(progress.complete, progress.total),
                 )
             except (DamagedError, UnusableOutputError):
@@ -840,7 +842,7 @@ def remember(
     """
     share = None
     if spaces is not None:
-        share = neighbours_kept(partial(staging.sample_pairs, device.store), *spaces)
+        share = neighbour_overlap(partial(staging.sample_pairs, device.store), *spaces)
     device.store.update_state(
         {
             "last_sync": {

@@ -10,14 +10,14 @@ import numpy as np
 
 from nobackfill.errors import InvalidInputError
 from nobackfill.gallery.filter_engine import Segment
-from nobackfill.gallery.filters import Filter, Filtering
+from nobackfill.gallery.filters import Filter, StoreFilter
 from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.spec import Metadata
 from nobackfill.gallery.sqlite_file import items_by_label, set_metadata
-from nobackfill.gallery.store import Change, Store, metadata_text
+from nobackfill.gallery.store import Change, Store, metadata_json
 
 # Items of a transaction; other writers may commit between two.
-PIECE = 1000
+PIECE_ITEMS = 1000
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,12 @@ class Selection:
     condition: Filter | None = None
 
     def pieces(self) -> Sequence["Selection"]:
-        """Split the selection into selections of at most PIECE items; an empty one stays one empty
-        piece."""
-        cuts = range(PIECE, len(self.labels), PIECE)
+        """Split the selection into selections of at most PIECE_ITEMS items; an empty one stays one
+        empty piece."""
+        cuts = range(PIECE_ITEMS, len(self.labels), PIECE_ITEMS)
         return [Selection(labels, self.condition) for labels in np.split(self.labels, cuts)]
 
-    def read(self, connection: Connection) -> dict[int, tuple[str, Metadata]]:
+    def read_metadata(self, connection: Connection) -> dict[int, tuple[str, Metadata]]:
         """Return id and metadata, by label, of the items that exist and pass the filter now.
 
         A label that repeats counts once. Labels of deleted items are skipped. The filter must be
@@ -57,7 +57,7 @@ class Selection:
         items = [item for item in items_by_label(connection, self.labels) if item is not None]
         if self.condition is not None:
             labels = np.array([item.label for item in items], np.int64)
-            mask = Segment(labels, [item.metadata for item in items]).passing(self.condition)
+            mask = Segment(labels, [item.metadata for item in items]).passing_mask(self.condition)
             items = [items[row] for row in np.flatnonzero(mask).tolist()]
         return {item.label: (item.id, item.metadata) for item in items}
 
@@ -76,7 +76,7 @@ class EditableStore(Protocol):
         """
         ...
 
-    def delete_some(self, labels: Labels, condition: Filter | None) -> int:
+    def delete_passing(self, labels: Labels, condition: Filter | None) -> int:
         """Delete items that exist and pass the filter now; others are skipped.
 
         Args:
@@ -104,7 +104,7 @@ class EditableStore(Protocol):
         Args:
             labels: int64 [n], the items; n may be 0.
             condition: The filter; None changes all of `labels`.
-            values: Values to set, by key, as `metadata_text` accepts them.
+            values: Values to set, by key, as `metadata_json` accepts them.
             remove: Keys to remove first; unknown ones are ignored.
 
         Returns:
@@ -136,7 +136,7 @@ def select_ids(store: EditableStore, ids: Sequence[str]) -> Selection:
     return Selection(store.labels_of(ids))
 
 
-def select_matches(filtering: Filtering, condition: Filter) -> Selection:
+def select_matches(filtering: StoreFilter, condition: Filter) -> Selection:
     """Select the items that pass a filter now; a change to them later is checked against it again.
 
     Args:
@@ -151,13 +151,13 @@ def select_matches(filtering: Filtering, condition: Filter) -> Selection:
         BusyError, CannotWriteError, UnavailableError, VerificationError, NotFoundError: The store
             is locked, cannot be opened, does not answer, is damaged, or was closed.
     """
-    return Selection(filtering.passing(condition).labels(), condition)
+    return Selection(filtering.find_matches(condition).labels(), condition)
 
 
 def delete_selected(
     store: EditableStore, selection: Selection, after_piece: Callable[[], None] = lambda: None
 ) -> int:
-    """Delete the selected items, in pieces of PIECE items with a transaction each.
+    """Delete the selected items, in pieces of PIECE_ITEMS items with a transaction each.
 
     After an error, the pieces before it stay deleted. An empty selection is one empty piece. The
     same call then deletes the others.
@@ -182,7 +182,7 @@ def delete_selected(
     """
     count = 0
     for piece in selection.pieces():
-        count += store.delete_some(piece.labels, piece.condition)
+        count += store.delete_passing(piece.labels, piece.condition)
         after_piece()
     return count
 
@@ -194,7 +194,8 @@ def change_metadata(
     remove: Collection[str],
     after_piece: Callable[[], None] = lambda: None,
 ) -> int:
-    """Change the metadata of the selected items, in pieces of PIECE items with a transaction each.
+    """Change the metadata of the selected items, in pieces of PIECE_ITEMS items with a transaction
+    each.
 
     After an error, the pieces before it stay changed. Other keys of an item keep their values.
 
@@ -221,7 +222,7 @@ def change_metadata(
         Exception: An error of a listener of the store, or of `after_piece`; the piece stays
             changed.
     """
-    metadata_text(values)
+    metadata_json(values)
     count = 0
     for piece in selection.pieces():
         count += store.change_some_metadata(piece.labels, piece.condition, values, remove)
@@ -229,7 +230,7 @@ def change_metadata(
     return count
 
 
-def changed_metadata(
+def merge_metadata(
     items: Mapping[int, tuple[str, Metadata]], values: Metadata, remove: Collection[str]
 ) -> list[tuple[int, str]]:
     """Compute the new metadata of items, as pairs of label and JSON text; nothing is written.
@@ -251,7 +252,7 @@ def changed_metadata(
     for label, (name, metadata) in items.items():
         others = {key: value for key, value in metadata.items() if key not in remove}
         try:
-            texts.append((label, metadata_text({**others, **values})))
+            texts.append((label, metadata_json({**others, **values})))
         except InvalidInputError as error:
             raise InvalidInputError(f"item {json.dumps(name)}: {error}") from error
     return texts
@@ -278,7 +279,9 @@ def delete_in_file(store: Store, piece: Selection) -> int:
         Exception: An error of a listener; the change stays committed, and later listeners are not
             called.
     """
-    return store.delete_chosen(lambda connection: np.array([*piece.read(connection)], np.int64))
+    return store.delete_chosen(
+        lambda connection: np.array([*piece.read_metadata(connection)], np.int64)
+    )
 
 
 def change_metadata_in_file(
@@ -308,9 +311,9 @@ def change_metadata_in_file(
         Exception: An error of a listener; the change stays committed, and later listeners are not
             called.
     """
-    with store.changing() as (connection, changes):
-        items = piece.read(connection)
-        set_metadata(connection, changed_metadata(items, values, remove))
+    with store.change_transaction() as (connection, changes):
+        items = piece.read_metadata(connection)
+        set_metadata(connection, merge_metadata(items, values, remove))
         labels = np.array([*items], np.int64)
-        changes.append(Change({}, np.empty(0, np.int64), described=labels))
+        changes.append(Change({}, np.empty(0, np.int64), metadata_labels=labels))
     return len(items)

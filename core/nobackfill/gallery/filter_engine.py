@@ -29,19 +29,19 @@ from nobackfill.gallery.filters import (
     All,
     AnyOf,
     Filter,
+    KeyTest,
     Not,
     OneOf,
     Range,
     Scalar,
-    Test,
     TimeRange,
     check_filter,
-    parse_microseconds,
+    date_to_microseconds,
 )
-from nobackfill.gallery.search.index import Labels, Mask, Rows, rows_of
+from nobackfill.gallery.search.index import Labels, Mask, Rows, find_label_rows
 from nobackfill.gallery.spec import Metadata
 from nobackfill.gallery.sqlite_file import items_by_label
-from nobackfill.gallery.store import Change, Store, is_storable
+from nobackfill.gallery.store import Change, Store, is_storable_text
 
 # Metadata as columns: for each key the sorted values with the rows that have them, in numpy arrays.
 
@@ -87,7 +87,7 @@ class KeyColumn:
         """Return the texts that are dates or times, in microseconds."""
         pairs = [
             (time, row)
-            for i, time in enumerate(map(parse_microseconds, self.texts.values))
+            for i, time in enumerate(map(date_to_microseconds, self.texts.values))
             if time is not None
             for row in self._with_text(i).tolist()
         ]
@@ -95,14 +95,14 @@ class KeyColumn:
         return sort_values(times, np.array([row for _, row in pairs], np.int32))
 
     @cached_property
-    def bytes(self) -> int:
+    def memory_bytes(self) -> int:
         """Estimate the memory of the column, in bytes. It is computed once."""
         arrays = (*self.texts[1:], *self.integers, *self.floats, *self.flags)
         texts = sum(map(sys.getsizeof, self.texts.values)) + 8 * len(self.texts.values)
         # Includes a time for each text, since it may come to that.
         return texts + 12 * len(self.texts.rows) + sum(array.nbytes for array in arrays)
 
-    def rows(self, test: Test) -> Sequence[ColumnRows]:
+    def passing_rows(self, test: KeyTest) -> Sequence[ColumnRows]:
         """Return the rows that pass a test, as int32 arrays; a row may occur twice.
 
         A Range passes only numbers, and a TimeRange only texts that are dates or times. Flags are
@@ -258,19 +258,19 @@ def mask_rows(condition: Filter, column: Callable[[str], KeyColumn], count: int)
         A new array.
     """
     if isinstance(condition, Not):
-        passing = mask_rows(condition.of, column, count)
+        passing = mask_rows(condition.excluded_filter, column, count)
         return np.logical_not(passing, out=passing)
     if isinstance(condition, All):
         passing = np.ones(count, np.bool_)
-        for part in condition.of:
+        for part in condition.filters:
             passing &= mask_rows(part, column, count)
         return passing
     passing = np.zeros(count, np.bool_)
     if isinstance(condition, AnyOf):
-        for part in condition.of:
+        for part in condition.filters:
             passing |= mask_rows(part, column, count)
         return passing
-    for rows in column(condition.key).rows(condition):
+    for rows in column(condition.key).passing_rows(condition):
         passing[rows] = True
     return passing
 
@@ -296,7 +296,7 @@ def read_column(connection: sqlite3.Connection, key: str, labels: Labels) -> Key
 
     Args:
         connection: The gallery's file.
-        key: The key, of storable text (`is_storable`).
+        key: The key, of storable text (`is_storable_text`).
         labels: int64 [n], increasing. Values of items that are not in it are ignored.
 
     Returns:
@@ -408,7 +408,7 @@ class Segment:
         self._metadata = metadata
         self._columns: dict[str, KeyColumn] = {}
 
-    def passing(self, condition: Filter) -> Mask:
+    def passing_mask(self, condition: Filter) -> Mask:
         """Return which of the items pass a filter, bool [n] in the order of `labels`.
 
         The column of each key is built at its first use.
@@ -482,7 +482,7 @@ class StoredSegment:
         with store.read_snapshot() as connection:
             self.labels = stored_labels(connection)
 
-    def passing(self, condition: Filter, keys: Iterable[str]) -> Mask:
+    def passing_mask(self, condition: Filter, keys: Iterable[str]) -> Mask:
         """Return which of the labels pass a checked filter, bool [n].
 
         Args:
@@ -497,7 +497,7 @@ class StoredSegment:
             NotFoundError: The gallery was closed, or its file is gone.
             KeyError: `keys` lacks a key of the filter.
         """
-        columns = {key: self.column(key) for key in sorted(keys)}
+        columns = {key: self.load_column(key) for key in sorted(keys)}
         return mask_rows(condition, columns.__getitem__, len(self.labels))
 
     def cached_keys(self) -> list[str]:
@@ -505,7 +505,7 @@ class StoredSegment:
         with self._lock:
             return [*self._columns]
 
-    def column(self, key: str) -> KeyColumn:
+    def load_column(self, key: str) -> KeyColumn:
         """Return the column of a key; read it from the file if it is not in memory.
 
         If another thread reads it, this one waits for it, and gets its error, too. Other columns
@@ -538,7 +538,7 @@ class StoredSegment:
                 # No item can have a key that cannot be stored, and no statement can contain it.
                 content = (
                     read_column(connection, key, self.labels)
-                    if is_storable(key)
+                    if is_storable_text(key)
                     else build_column(())
                 )
         except BaseException as error:
@@ -550,7 +550,9 @@ class StoredSegment:
             raise
         column.set_result(content)
         with self._lock:
-            sizes = {key: one.result().bytes for key, one in self._columns.items() if one.done()}
+            sizes = {
+                key: one.result().memory_bytes for key, one in self._columns.items() if one.done()
+            }
             total = sum(sizes.values())
             for oldest, size in sizes.items():
                 if total <= self._most:
@@ -560,16 +562,16 @@ class StoredSegment:
 
 
 # Memory of the columns of one gallery.
-MOST_BYTES = 128 << 20
+COLUMN_CACHE_BYTES = 128 << 20
 # The large segment is read again after this many changed items, or this share of all items.
-LEAST_CHANGED = 2000
+LEAST_CHANGED_ITEMS = 2000
 CHANGED_SHARE = 20
 # Changed items that are remembered by label; beyond this many, everything is read again.
-MOST_STALE = 20_000
+MOST_CHANGED_ITEMS = 20_000
 # Memory of cached answers, which are reused while nothing changes.
-MOST_ANSWER_BYTES = 16 << 20
+MATCH_CACHE_BYTES = 16 << 20
 # Number of indexes whose positions in the large segment are cached.
-KNOWN_INDEXES = 4
+CACHED_INDEXES = 4
 
 
 @dataclass(frozen=True)
@@ -597,7 +599,7 @@ class _Base:
             rows, exists = find_rows(self.labels, labels)
             rows_in_base = np.where(exists, rows, len(self.labels)).astype(np.int32)
         self.positions.append((labels, rows_in_base))
-        del self.positions[:-KNOWN_INDEXES]
+        del self.positions[:-CACHED_INDEXES]
         return rows_in_base
 
 
@@ -636,9 +638,9 @@ class MatchesInFile:
                 return mask
         places = self._base.places(labels)
         matches = self._mask.copy() if places is None else np.append(self._mask, False)[places]
-        matches[rows_of(labels, self._changed)] = True
+        matches[find_label_rows(labels, self._changed)] = True
         matches.flags.writeable = False
-        self._masks = [*self._masks, (labels, matches)][-KNOWN_INDEXES:]
+        self._masks = [*self._masks, (labels, matches)][-CACHED_INDEXES:]
         return matches
 
 
@@ -663,13 +665,15 @@ class _State:
     answers: dict[bytes, MatchesInFile] = field(default_factory=dict)
 
     def passing(self, condition: Filter, keys: frozenset[str]) -> MatchesInFile:
-        mask = self.segment.passing(condition, keys)
+        mask = self.segment.passing_mask(condition, keys)
         mask[self.stale_rows] = False
-        return MatchesInFile(self.base, mask, self.recent.labels[self.recent.passing(condition)])
+        return MatchesInFile(
+            self.base, mask, self.recent.labels[self.recent.passing_mask(condition)]
+        )
 
     def most(self) -> int:
         """Return how many changed items are tolerated."""
-        return max(LEAST_CHANGED, len(self.base.labels) // CHANGED_SHARE)
+        return max(LEAST_CHANGED_ITEMS, len(self.base.labels) // CHANGED_SHARE)
 
 
 class FilterEngine:
@@ -693,14 +697,14 @@ class FilterEngine:
     def close(self) -> None:
         """Stop following the store; later answers may be outdated. A second `close` does nothing.
 
-        A later `passing` follows the store again, but misses the changes in between. A thread that
-        reads is not waited for. Do not call it during `passing`.
+        A later `find_matches` follows the store again, but misses the changes in between. A thread
+        that reads is not waited for. Do not call it during `find_matches`.
         """
         if self._subscribed:
             self._subscribed = False
             self._store.unsubscribe(self._on_change)
 
-    def passing(self, condition: Filter) -> MatchesInFile:
+    def find_matches(self, condition: Filter) -> MatchesInFile:
         """Return the items that pass now, including every change acknowledged before the call.
 
         The first call reads the labels of all items, and starts to follow the store. A key is read
@@ -739,8 +743,8 @@ class FilterEngine:
         with self._lock:
             state.answers[name] = matches
             # An answer takes a byte for each item, and as much again for each index that used it.
-            size = (1 + KNOWN_INDEXES) * len(state.base.labels)
-            while len(state.answers) * size > MOST_ANSWER_BYTES:
+            size = (1 + CACHED_INDEXES) * len(state.base.labels)
+            while len(state.answers) * size > MATCH_CACHE_BYTES:
                 del state.answers[next(iter(state.answers))]
         return matches
 
@@ -759,7 +763,7 @@ class FilterEngine:
             metadata = read_metadata(self._store, list(stale))
             changed = state.changed | {label: metadata.get(label) for label in stale}
             recent = {label: what for label, what in changed.items() if what is not None}
-            stale_rows = rows_of(state.base.labels, np.array(sorted(changed), np.int64))
+            stale_rows = find_label_rows(state.base.labels, np.array(sorted(changed), np.int64))
             state = _State(state.segment, state.base, changed, build_segment(recent), stale_rows)
         with self._lock:
             if self._following:
@@ -785,7 +789,7 @@ class FilterEngine:
             with contextlib.suppress(BusyError, NotFoundError):
                 state = _read_state(self._store)
                 for key in keys:
-                    state.segment.column(key)
+                    state.segment.load_column(key)
                 with self._reading, self._lock:
                     if self._renewal is since:
                         self._state = state
@@ -799,18 +803,18 @@ class FilterEngine:
         with self._lock:
             if not self._following:
                 return
-            labels = [*change.deleted.tolist(), *change.described.tolist()]
+            labels = [*change.deleted_labels.tolist(), *change.metadata_labels.tolist()]
             self._stale.update(labels)
             if self._renewal is not None:
                 self._renewal.update(labels)
-            if len(self._stale) > MOST_STALE:
+            if len(self._stale) > MOST_CHANGED_ITEMS:
                 # Too many to read one by one: the next filter reads everything.
                 self._state, self._following = None, False
                 self._stale, self._renewal = set(), None
 
 
 def _read_state(store: Store) -> _State:
-    stored = StoredSegment(store, MOST_BYTES)
+    stored = StoredSegment(store, COLUMN_CACHE_BYTES)
     nothing = np.empty(0, np.intp)
     return _State(stored, _Base(stored.labels, []), {}, build_segment({}), nothing)
 
@@ -834,5 +838,5 @@ def passing_labels(store: Store, condition: Filter) -> Labels:
         NotFoundError: The gallery was closed, or its file is gone.
     """
     keys = check_filter(condition)
-    stored = StoredSegment(store, MOST_BYTES)
-    return stored.labels[stored.passing(condition, keys)]
+    stored = StoredSegment(store, COLUMN_CACHE_BYTES)
+    return stored.labels[stored.passing_mask(condition, keys)]

@@ -59,7 +59,8 @@ class TimeRange:
     """Pass items whose `key` is a text of a date or time within the bounds, in microseconds since
     1970, UTC.
 
-    None leaves a side open. Numbers, and texts that `parse_microseconds` cannot parse, never pass.
+    None leaves a side open. Numbers, and texts that `date_to_microseconds` cannot parse, never
+    pass.
     """
 
     key: str
@@ -80,25 +81,25 @@ class Exists:
 class All:
     """Pass items that pass every part; without parts, all items pass."""
 
-    of: tuple["Filter", ...]
+    filters: tuple["Filter", ...]
 
 
 @dataclass(frozen=True)
 class AnyOf:
     """Pass items that pass at least one part; without parts, no item passes."""
 
-    of: tuple["Filter", ...]
+    filters: tuple["Filter", ...]
 
 
 @dataclass(frozen=True)
 class Not:
-    """Pass items that do not pass `of`."""
+    """Pass items that do not pass `excluded_filter`."""
 
-    of: "Filter"
+    excluded_filter: "Filter"
 
 
-Test = OneOf | Range | TimeRange | Exists
-Filter = Test | All | AnyOf | Not
+KeyTest = OneOf | Range | TimeRange | Exists
+Filter = KeyTest | All | AnyOf | Not
 
 
 def as_filter(where: Mapping[str, Scalar] | Filter) -> Filter | None:
@@ -152,7 +153,7 @@ def check_filter(condition: Filter) -> frozenset[str]:
     return frozenset(test.key for test in tests)
 
 
-def _check_numbers(test: Test) -> None:
+def _check_numbers(test: KeyTest) -> None:
     bounds = (getattr(test, field.name) for field in fields(test) if field.name != "key")
     for number in test.values if isinstance(test, OneOf) else bounds:
         if isinstance(number, float) and math.isnan(number):
@@ -164,22 +165,22 @@ def _check_numbers(test: Test) -> None:
             )
 
 
-def _tests(condition: Filter, depth: int) -> Iterator[Test]:
+def _tests(condition: Filter, depth: int) -> Iterator[KeyTest]:
     if depth > MOST_DEPTH:
         raise InvalidInputError(
             f"filter: expected at most {MOST_DEPTH} levels of nested conditions, got more; use "
             "fewer levels"
         )
     if isinstance(condition, Not):
-        yield from _tests(condition.of, depth + 1)
+        yield from _tests(condition.excluded_filter, depth + 1)
     elif isinstance(condition, All | AnyOf):
-        for part in condition.of:
+        for part in condition.filters:
             yield from _tests(part, depth + 1)
     else:
         yield condition
 
 
-def parse_microseconds(text: str) -> int | None:
+def date_to_microseconds(text: str) -> int | None:
     """Parse a date (at midnight), or a date and time; UTC without an offset.
 
     The date and the time are separated by T or a space. Digits beyond microseconds are cut off.
@@ -228,10 +229,10 @@ class Matches(Protocol):
         ...
 
 
-class Filtering(Protocol):
+class StoreFilter(Protocol):
     """A filter engine for one store."""
 
-    def passing(self, condition: Filter) -> Matches:
+    def find_matches(self, condition: Filter) -> Matches:
         """Return the items that pass now.
 
         Returns:

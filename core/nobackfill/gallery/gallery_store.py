@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from nobackfill.gallery.edits import EditableStore
 from nobackfill.gallery.filters import Filter, Matches
-from nobackfill.gallery.listing import ListingPlace, MetadataGroup
+from nobackfill.gallery.listing import ListingPosition, MetadataGroup
 from nobackfill.gallery.search.index import Labels, Neighbours
 from nobackfill.gallery.spec import Metadata, SpaceInfo, SpaceSpec
 from nobackfill.gallery.sqlite_file import StoredItem, StoredVectors, StoredWindow
@@ -32,8 +32,8 @@ class Searcher(Protocol):
             queries: float32 [q, dim].
             k: Number of items for each query, at least 1.
             condition: Only items that pass this filter; None for all.
-            ef: Minimum number of candidates of a graph, 0 for its default; index.EVERY for an exact
-                search.
+            ef: Minimum number of candidates of a graph, 0 for its default; index.EXACT_EF for an
+                exact search.
 
         Returns:
             Neighbours [q, k], nearest first, equal distances by label; padded with label -1 and
@@ -172,10 +172,10 @@ class GalleryStore(UpgradableStore, EditableStore, Protocol):
         space: str,
         limit: int,
         *,
-        start_after: ListingPlace | None = None,
+        start_after: ListingPosition | None = None,
         matches: Matches | None = None,
         least_certain: bool = False,
-    ) -> tuple[list[tuple[StoredItem, ListingPlace]], ListingPlace | None]:
+    ) -> tuple[list[tuple[StoredItem, ListingPosition]], ListingPosition | None]:
         """Return a page of items.
 
         Args:
@@ -198,7 +198,7 @@ class GalleryStore(UpgradableStore, EditableStore, Protocol):
         """
         ...
 
-    def load(self, space: str) -> tuple[Labels, Vectors]:
+    def load_vectors(self, space: str) -> tuple[Labels, Vectors]:
         """Return all vectors of a space in one snapshot: labels int64 [n], increasing, and float32
         [n, dim].
 

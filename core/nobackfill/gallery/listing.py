@@ -12,32 +12,32 @@ from numpy.typing import NDArray
 from nobackfill.errors import InvalidInputError
 from nobackfill.gallery.search.index import Labels, Mask
 from nobackfill.gallery.spec import MetadataValue, Origin
-from nobackfill.gallery.sqlite_file import StoredItem, find_space, label_column, vector_table
-from nobackfill.gallery.store import Change, Store, is_storable
+from nobackfill.gallery.sqlite_file import StoredItem, find_space, rows_to_labels, vector_table
+from nobackfill.gallery.store import Change, Store, is_storable_text
 
 # Rows that are compared with the labels of a filter at a time.
 _ROWS = 1000
 
 
 @dataclass(frozen=True)
-class ListingPlace:
+class ListingPosition:
     """An item's position in a listing; `uncertainty` is None in the order of labels."""
 
     label: int
     uncertainty: float | None = None
 
-    def token(self) -> str:
-        """Return the position as a text that `read` parses exactly: `LABEL`, or
+    def to_token(self) -> str:
+        """Return the position as a text that `from_token` parses exactly: `LABEL`, or
         `LABEL:UNCERTAINTY`."""
         return f"{self.label}" if self.uncertainty is None else f"{self.label}:{self.uncertainty!r}"
 
     @classmethod
-    def read(cls, token: str, *, least_certain: bool) -> Self:
-        """Parse a text of `token`.
+    def from_token(cls, token: str, *, least_certain: bool) -> Self:
+        """Parse a text of `to_token`.
 
         Args:
-            token: The text. A label from 0 to 2^63 - 1 is accepted, whether it exists or not. Any
-                uncertainty is accepted, even nan.
+            to_token: The text. A label from 0 to 2^63 - 1 is accepted, whether it exists or not.
+                Any uncertainty is accepted, even nan.
             least_certain: Whether the listing is ordered by uncertainty.
 
         Raises:
@@ -64,10 +64,10 @@ def read_items_page(
     space: str,
     limit: int,
     *,
-    start_after: ListingPlace | None = None,
+    start_after: ListingPosition | None = None,
     matches: Labels | None = None,
     least_certain: bool = False,
-) -> tuple[list[tuple[StoredItem, ListingPlace]], ListingPlace | None]:
+) -> tuple[list[tuple[StoredItem, ListingPosition]], ListingPosition | None]:
     """Return a page of a gallery's items, by increasing label or by falling uncertainty.
 
     Each page is read as the gallery is then, and items are read after their labels: an item that is
@@ -111,25 +111,29 @@ def read_items_page(
 
 def _by_label(
     store: Store, limit: int, start_after: int, matches: Labels | None
-) -> list[ListingPlace]:
+) -> list[ListingPosition]:
     if matches is not None:
         start = int(np.searchsorted(matches, start_after, "right"))
         labels = matches[start : start + limit]
     else:
         with store.read_snapshot() as connection:
-            labels = label_column(
+            labels = rows_to_labels(
                 connection.execute(
                     "SELECT label FROM items WHERE label > ? ORDER BY label LIMIT ?",
                     (start_after, limit),
                 )
             )
-    return [ListingPlace(label) for label in labels.tolist()]
+    return [ListingPosition(label) for label in labels.tolist()]
 
 
 def _least_certain(
-    store: Store, space: str, limit: int, start_after: ListingPlace | None, matches: Labels | None
-) -> list[ListingPlace]:
-    places: list[ListingPlace] = []
+    store: Store,
+    space: str,
+    limit: int,
+    start_after: ListingPosition | None,
+    matches: Labels | None,
+) -> list[ListingPosition]:
+    places: list[ListingPosition] = []
     # Without a filter the first ones are enough: SQLite then keeps no more while it sorts.
     most = limit if matches is None else -1
     for labels, uncertainties in _uncertain(store, space, start_after, most):
@@ -138,16 +142,16 @@ def _least_certain(
         else:
             passing = np.isin(np.array(labels, np.int64), matches, assume_unique=True)
         for row in np.flatnonzero(passing).tolist():
-            places.append(ListingPlace(labels[row], uncertainties[row]))
+            places.append(ListingPosition(labels[row], uncertainties[row]))
             if len(places) == limit:
                 return places
     return places
 
 
 def _uncertain(
-    store: Store, space: str, start_after: ListingPlace | None, most: int
+    store: Store, space: str, start_after: ListingPosition | None, most: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[float, ...]]]:
-    last = ListingPlace(0, float("inf")) if start_after is None else start_after
+    last = ListingPosition(0, float("inf")) if start_after is None else start_after
     with store.read_snapshot() as connection:
         table = vector_table(find_space(connection, space).number)
         rows = connection.execute(
@@ -178,7 +182,7 @@ class MetadataGroup:
     re_embedded: int
 
 
-def groups_by_value(store: Store, key: str, space: str) -> list[MetadataGroup]:
+def group_items_by_value(store: Store, key: str, space: str) -> list[MetadataGroup]:
     """Group the items by the value of a metadata key.
 
     An item whose value is a list is in the group of each of its texts. 1 and 1.0 are one value;
@@ -203,7 +207,7 @@ def groups_by_value(store: Store, key: str, space: str) -> list[MetadataGroup]:
     """
     with store.read_snapshot() as connection:
         table = vector_table(find_space(connection, space).number)
-        if not is_storable(key):
+        if not is_storable_text(key):
             # No item can have such a key, and no statement can contain it.
             return []
         rows = connection.execute(
@@ -212,25 +216,25 @@ def groups_by_value(store: Store, key: str, space: str) -> list[MetadataGroup]:
             (key,),
         ).fetchall()
     return [
-        build_group(kind, value, [row[2:] for row in members])
+        build_metadata_group(kind, value, [row[2:] for row in members])
         for (kind, value), members in groupby(rows, key=lambda row: row[:2])
     ]
 
 
-def build_group(
-    kind: str, value: Any, members: list[tuple[int | None, Origin | None]]
+def build_metadata_group(
+    value_type: str, value: Any, members: list[tuple[int | None, Origin | None]]
 ) -> MetadataGroup:
     """Build a group of the items that share a metadata value.
 
     Args:
-        kind: text, number or flag, as in the table of attributes.
+        value_type: text, number or flag, as in the table of attributes.
         value: The value; 0 or 1 for a flag.
         members: Label and origin of each item's vector in the space; None where it has none. Labels
             increase; without members, the group is empty.
     """
     labels = [label for label, _ in members if label is not None]
     re_embedded = sum(origin == "re-embedded" for _, origin in members)
-    value = bool(value) if kind == "flag" else value
+    value = bool(value) if value_type == "flag" else value
     return MetadataGroup(value, len(members), np.array(labels, np.int64), re_embedded)
 
 
@@ -238,7 +242,7 @@ def build_group(
 # the space's own model.
 
 
-def migrated_labels(store: Store, space: str) -> Labels:
+def read_migrated_labels(store: Store, space: str) -> Labels:
     """Return the labels of the migrated vectors of a space, int64, increasing.
 
     Native, direct and re-embedded vectors are not migrated.
@@ -256,7 +260,7 @@ def migrated_labels(store: Store, space: str) -> Labels:
         rows = connection.execute(
             f"SELECT label FROM {table} WHERE origin = 'upgraded' ORDER BY label"
         )
-        return label_column(rows)
+        return rows_to_labels(rows)
 
 
 class MigratedLabels:
@@ -280,7 +284,7 @@ class MigratedLabels:
         store.subscribe(self._on_change)
 
     @property
-    def loaded(self) -> bool:
+    def is_loaded(self) -> bool:
         """Tell whether `load` has finished. Before that, no item counts as migrated."""
         return self._pending is None
 
@@ -301,7 +305,7 @@ class MigratedLabels:
             NotFoundError: The gallery was closed, or its file is gone.
             CannotWriteError: The file cannot be opened, or the disk fails.
         """
-        labels = migrated_labels(self._store, self._space)
+        labels = read_migrated_labels(self._store, self._space)
         with self._lock:
             carried = np.zeros(int(labels.max(initial=-1)) + 1, np.bool_)
             carried[labels] = True
@@ -310,7 +314,7 @@ class MigratedLabels:
             for labels_of_change, is_carried in pending:
                 self._mark(labels_of_change, carried=is_carried)
 
-    def native(self, labels: Labels) -> Mask:
+    def native_mask(self, labels: Labels) -> Mask:
         """Return which items are not migrated.
 
         Do not write to the mask, and do not change `labels` later: both are cached.
@@ -321,9 +325,9 @@ class MigratedLabels:
         Returns:
             bool [n]; before `load`, all are True. An unknown label counts as not migrated.
         """
-        return self.origins(labels)[1]
+        return self.origin_masks(labels)[1]
 
-    def origins(self, labels: Labels) -> tuple[Mask, Mask]:
+    def origin_masks(self, labels: Labels) -> tuple[Mask, Mask]:
         """Return which items are migrated, and which are not.
 
         Do not write to the masks, and do not change `labels` later: they are cached.
@@ -356,7 +360,7 @@ class MigratedLabels:
         self._store.unsubscribe(self._on_change)
 
     def _on_change(self, change: Change) -> None:
-        changes = [(change.deleted, False)]
+        changes = [(change.deleted_labels, False)]
         if self._space in change.added:
             changes.append((change.added[self._space][0], self._space in change.migrated_spaces))
         with self._lock:

@@ -73,7 +73,7 @@ class RescueReport:
         return sum(self.unreadable.values()) + sum(self.invalid.values())
 
 
-def rescue(source: Path, target: Path, others: Mapping[str, str]) -> RescueReport:
+def rescue_gallery(source: Path, target: Path, other_tables: Mapping[str, str]) -> RescueReport:
     """Write all valid rows of a gallery into a new file, in transactions of 1024 rows.
 
     Rows that cannot be read or are invalid are counted and left out; of items with the same id, the
@@ -85,9 +85,9 @@ def rescue(source: Path, target: Path, others: Mapping[str, str]) -> RescueRepor
             a killed process left; the log's rows are saved, too. A lock file, which is held during
             the rescue, and SQLite's -shm may be created next to it.
         target: The new file; it must not exist.
-        others: Further tables by name, with the statement that creates each; may be empty. A row is
-            copied if the item named by its column `item` was saved. A table that `source` lacks is
-            skipped.
+        other_tables: Further tables by name, with the statement that creates each; may be empty. A
+            row is copied if the item named by its column `item` was saved. A table that `source`
+            lacks is skipped.
 
     Raises:
         DamagedError: The tables that describe the gallery cannot be read, or differ from a
@@ -95,7 +95,7 @@ def rescue(source: Path, target: Path, others: Mapping[str, str]) -> RescueRepor
         BusyError: Another process still has the gallery open after 5 s.
         CannotWriteError: `source` cannot be read, or its log only in another folder; `target`
             exists or cannot be written; or its disk is full.
-        ValueError: A table of `others` has no column `item`.
+        ValueError: A table of `other_tables` has no column `item`.
     """
     with _source(source) as old:
         check_tables(old, source)
@@ -113,7 +113,7 @@ def rescue(source: Path, target: Path, others: Mapping[str, str]) -> RescueRepor
             ) from error
         create_in_place(target, None)
         with contextlib.closing(open_connection(target)) as new:
-            return _Rescue(old, new, spaces).run(state, others)
+            return _Rescue(old, new, spaces).run(state, other_tables)
 
 
 @contextlib.contextmanager

@@ -28,9 +28,9 @@ __all__ = [
     "SpaceInfo",
     "SpaceSpec",
     "State",
-    "missing_space",
-    "side_passes",
-    "space_of",
+    "missing_space_error",
+    "plan_side_passes",
+    "select_space",
 ]
 
 
@@ -90,7 +90,7 @@ class SpaceInfo:
     activated: int
 
 
-def space_of(spaces: Collection[SpaceInfo], space: str) -> SpaceInfo:
+def select_space(spaces: Collection[SpaceInfo], space: str) -> SpaceInfo:
     """Return one of a gallery's spaces by its id.
 
     Raises:
@@ -99,10 +99,10 @@ def space_of(spaces: Collection[SpaceInfo], space: str) -> SpaceInfo:
     for info in spaces:
         if info.spec.space == space:
             return info
-    raise missing_space(spaces, space)
+    raise missing_space_error(spaces, space)
 
 
-def missing_space(spaces: Collection[SpaceInfo], space: str) -> IncompatibleSpaceError:
+def missing_space_error(spaces: Collection[SpaceInfo], space: str) -> IncompatibleSpaceError:
     """Return, without raising it, the error for a space that a gallery does not have.
 
     Args:
@@ -116,7 +116,7 @@ def missing_space(spaces: Collection[SpaceInfo], space: str) -> IncompatibleSpac
     )
 
 
-def side_passes(
+def plan_side_passes(
     source: SpaceSpec, target: SpaceSpec, *, needs_side: bool
 ) -> tuple[bool | None, ...]:
     """Return the passes of an upgrade through its source.

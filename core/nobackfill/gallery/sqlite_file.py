@@ -35,7 +35,14 @@ from nobackfill.errors import (
     describe_writer,
 )
 from nobackfill.gallery.search.index import Labels
-from nobackfill.gallery.spec import Metadata, Origin, SpaceInfo, SpaceSpec, State, missing_space
+from nobackfill.gallery.spec import (
+    Metadata,
+    Origin,
+    SpaceInfo,
+    SpaceSpec,
+    State,
+    missing_space_error,
+)
 from nobackfill.vectors import Metric, Vectors
 
 VECTOR_TABLE = (
@@ -128,7 +135,7 @@ def find_space(connection: sqlite3.Connection, space: str) -> SpaceInfo:
     for info in spaces:
         if info.spec.space == space:
             return info
-    raise missing_space(spaces, space)
+    raise missing_space_error(spaces, space)
 
 
 def commit_count(connection: sqlite3.Connection) -> int:
@@ -182,7 +189,7 @@ def from_blobs(blobs: Sequence[bytes], dim: int) -> Vectors:
     return np.frombuffer(joined, "<f4").reshape(len(blobs), dim)
 
 
-def label_column(rows: Iterable[tuple[int]]) -> Labels:
+def rows_to_labels(rows: Iterable[tuple[int]]) -> Labels:
     """Return rows of one integer each as an array, int64 [n]; all rows are read."""
     return np.fromiter(chain.from_iterable(rows), np.int64)
 
@@ -222,7 +229,7 @@ def joined_blobs(
     Args:
         connection: The file.
         table: Name of the table.
-        condition: A condition of `labels_condition`.
+        condition: A condition of `labels_sql_condition`.
         parameters: Its parameters.
         count: Number of the rows that must pass it.
         size: Bytes of each embedding.
@@ -248,7 +255,7 @@ def joined_blobs(
     return joined if right else None
 
 
-def labels_condition(labels: Labels) -> tuple[str, tuple[int | str, ...]]:
+def labels_sql_condition(labels: Labels) -> tuple[str, tuple[int | str, ...]]:
     """Return an SQL condition that is true for all of `labels`, with its parameters.
 
     For labels that lie close together it is a range, which is much cheaper. A range may be true for
@@ -282,20 +289,20 @@ def live_labels(
     Raises:
         sqlite3.Error: SQLite fails, or the table is missing; `Store.read_snapshot` translates it.
     """
-    condition, parameters = labels_condition(labels)
+    condition, parameters = labels_sql_condition(labels)
     rows = connection.execute(
         f"SELECT label FROM {table} WHERE {condition} AND {where}", parameters
     )
-    return np.intersect1d(label_column(rows), labels)
+    return np.intersect1d(rows_to_labels(rows), labels)
 
 
 # application_id of the file: "nobf".
 APPLICATION = 0x6E6F6266
 # Format of the tables: PRAGMA user_version of every gallery file. schema.py migrates to it.
-FORMAT = 1
+GALLERY_FORMAT = 1
 # A set in the table of migrations. Its names are the versions that created the file or changed its
 # format, the latest last.
-WRITERS = "nobackfill"
+WRITERS_TABLE = "nobackfill"
 
 
 def read_format(connection: sqlite3.Connection, path: Path) -> int:
@@ -311,9 +318,10 @@ def read_format(connection: sqlite3.Connection, path: Path) -> int:
     if connection.execute("PRAGMA application_id").fetchone()[0] != APPLICATION:
         raise not_a_gallery(path, "a database of another program")
     version: int = connection.execute("PRAGMA user_version").fetchone()[0]
-    if version > FORMAT:
+    if version > GALLERY_FORMAT:
         raise VerificationError(
-            f"{path}: expected a gallery of format {FORMAT} or older, got format {version}; use "
+            f"{path}: expected a gallery of format {GALLERY_FORMAT} or older, got format "
+            f"{version}; use "
             f"{describe_writer(_writer(connection))}"
         )
     return version
@@ -323,7 +331,7 @@ def _writer(connection: sqlite3.Connection) -> object:
     """Return the version that wrote the present format; None if it is not recorded."""
     query = "SELECT name FROM _sqlite_migrations WHERE migration_set = ? ORDER BY id DESC LIMIT 1"
     try:
-        row = connection.execute(query, [WRITERS]).fetchone()
+        row = connection.execute(query, [WRITERS_TABLE]).fetchone()
     except sqlite3.DatabaseError:
         return None
     return None if row is None else row[0]
@@ -462,7 +470,7 @@ def set_metadata(connection: sqlite3.Connection, texts: list[tuple[int, str]]) -
 
     Args:
         connection: In a transaction.
-        texts: Label of an existing item, and JSON text as `metadata_text` returns it; not checked
+        texts: Label of an existing item, and JSON text as `metadata_json` returns it; not checked
             here.
 
     Raises:
@@ -561,8 +569,8 @@ class StoredWindow:
 def draw_labels(
     bounds: tuple[int | None, int | None],
     count: int,
-    following: Callable[[list[int]], Labels],
-    shuffled: Callable[[], Labels],
+    labels_from: Callable[[list[int]], Labels],
+    draw_from_all: Callable[[], Labels],
 ) -> Labels:
     """Draw about `count` labels at random, without reading a whole table.
 
@@ -571,10 +579,10 @@ def draw_labels(
     Args:
         bounds: The smallest and the largest label; None if there is none, which gives no labels.
         count: The largest number of labels; 0 gives none.
-        following: Returns for each number the first label from it on: int64, each label once,
+        labels_from: Returns for each number the first label from it on: int64, each label once,
             increasing.
-        shuffled: Draws `count` labels, int64, by reading all of them; used where gaps would bias
-            the draw.
+        draw_from_all: Draws `count` labels, int64, by reading all of them; used where gaps would
+            bias the draw.
 
     Returns:
         int64, increasing: at least half of `count`, if there are that many.
@@ -584,10 +592,10 @@ def draw_labels(
         return np.empty(0, np.int64)
     dense, generator = last - first < 2 * count, np.random.default_rng()
     numbers = np.arange(first, last + 1) if dense else generator.integers(first, last + 1, count)
-    labels = following(numbers.tolist())
+    labels = labels_from(numbers.tolist())
     if not dense and len(labels) < count // 2:
         # Most numbers fell into one gap, so that a few labels would stand for all.
-        return np.sort(shuffled())
+        return np.sort(draw_from_all())
     return (
         labels if len(labels) <= count else np.sort(generator.choice(labels, count, replace=False))
     )
@@ -782,7 +790,7 @@ class VectorsOnDisk:
         return vectors
 
     def _some(self, requested: Labels) -> Vectors:
-        condition, parameters = labels_condition(requested)
+        condition, parameters = labels_sql_condition(requested)
         if (requested[1:] > requested[:-1]).all():
             joined = joined_blobs(
                 self._connection, self._table, condition, parameters, len(requested),
@@ -838,7 +846,7 @@ def random_labels(connection: sqlite3.Connection, info: SpaceInfo, count: int) -
     table = vector_table(info.number)
 
     def following(numbers: list[int]) -> Labels:
-        return label_column(
+        return rows_to_labels(
             connection.execute(
                 f"SELECT DISTINCT (SELECT label FROM {table} WHERE label >= drawn.value"
                 " ORDER BY label LIMIT 1) AS label FROM json_each(?) drawn ORDER BY label",
@@ -848,7 +856,7 @@ def random_labels(connection: sqlite3.Connection, info: SpaceInfo, count: int) -
 
     def shuffled() -> Labels:
         query = f"SELECT label FROM {table} ORDER BY random() LIMIT ?"
-        return label_column(connection.execute(query, (count,)))
+        return rows_to_labels(connection.execute(query, (count,)))
 
     bounds = connection.execute(f"SELECT min(label), max(label) FROM {table}").fetchone()
     return draw_labels(bounds, count, following, shuffled)
@@ -936,7 +944,7 @@ def set_state_values(connection: sqlite3.Connection, values: Mapping[str, Any]) 
 
 # SQLite maps 32 KiB next to the gallery before it reads a row. Where blocks are smaller than its
 # pages, a lack of space ends the process by SIGBUS. The rest is for the first pages of the log.
-LEAST_ROOM = 256 << 10
+LEAST_FREE_BYTES = 256 << 10
 # How long a writer waits for another process before BusyError, in milliseconds.
 BUSY_TIMEOUT_MS = 5000
 _SUFFIXES = ("-wal", "-shm", ".lock")
@@ -948,16 +956,16 @@ class FileAccess:
     """A way to open a file.
 
     Attributes:
-        query: Query of the URI for SQLite.
-        sole: Whether one connection has the file to itself.
-        refusal: Why nothing can be written; None if it can.
-        unlocked: Size and time of a file that no lock protects.
+        uri_query: Query of the URI for SQLite.
+        is_exclusive: Whether one connection has the file to itself.
+        write_refusal: Why nothing can be written; None if it can.
+        unlocked_file_stat: Size and time of a file that no lock protects.
     """
 
-    query: str = ""
-    sole: bool = False
-    refusal: str | None = None
-    unlocked: tuple[int, int] | None = None
+    uri_query: str = ""
+    is_exclusive: bool = False
+    write_refusal: str | None = None
+    unlocked_file_stat: tuple[int, int] | None = None
 
     def connect(self, path: Path) -> sqlite3.Connection:
         """Open a connection without the settings of `open_connection`; the caller closes it.
@@ -972,10 +980,10 @@ class FileAccess:
             sqlite3.Error: It cannot be opened.
         """
         connection = sqlite3.connect(
-            f"{path.absolute().as_uri()}?{self.query}", uri=True, isolation_level=None,
+            f"{path.absolute().as_uri()}?{self.uri_query}", uri=True, isolation_level=None,
             check_same_thread=False, cached_statements=256,
         )  # fmt: skip
-        if self.sole:
+        if self.is_exclusive:
             connection.execute("PRAGMA locking_mode = EXCLUSIVE")
         return connection
 
@@ -988,7 +996,7 @@ class FileAccess:
             BusyError: Its size or time of modification changed.
             NotFoundError: The file is gone.
         """
-        if self.unlocked is None:
+        if self.unlocked_file_stat is None:
             return
         try:
             stamp = _stamp(path)
@@ -997,7 +1005,7 @@ class FileAccess:
                 f"{path}: the gallery is gone since it was opened ({error.strerror}); check the "
                 "path, and open it again"
             ) from error
-        if stamp != self.unlocked:
+        if stamp != self.unlocked_file_stat:
             raise BusyError(f"{path}: the file changed while it was read without a lock; try again")
 
     def check_writable(self) -> None:
@@ -1006,8 +1014,8 @@ class FileAccess:
         Raises:
             CannotWriteError: It cannot; the message has the reason.
         """
-        if self.refusal is not None:
-            raise CannotWriteError(self.refusal)
+        if self.write_refusal is not None:
+            raise CannotWriteError(self.write_refusal)
 
 
 SHARED_ACCESS = FileAccess()
@@ -1060,7 +1068,7 @@ def possible_accesses(path: Path, exclusive: bool) -> Iterator[FileAccess]:
         if not exclusive or has_free_bytes(path.parent):
             yield SHARED_ACCESS
         if exclusive:
-            yield FileAccess(sole=True)
+            yield FileAccess(is_exclusive=True)
         refusal = f"{path}: cannot be written, the disk is full; free some space"
     yield reading_access(path, refusal)
 
@@ -1086,13 +1094,13 @@ def reading_access(path: Path, refusal: str) -> FileAccess:
         )
     log, shared = (path.with_name(path.name + end) for end in ("-wal", "-shm"))
     if log.exists() and shared.exists():
-        return FileAccess("mode=ro&readonly_shm=1", refusal=refusal)
+        return FileAccess("mode=ro&readonly_shm=1", write_refusal=refusal)
     if log.exists() and log.stat().st_size:
         raise CannotWriteError(
             f"{path}: {log.name} holds the gallery's last changes, and reading it needs a writable "
             "folder; copy both files to a folder that you can write to"
         )
-    return FileAccess("mode=ro&immutable=1", refusal=refusal, unlocked=_stamp(path))
+    return FileAccess("mode=ro&immutable=1", write_refusal=refusal, unlocked_file_stat=_stamp(path))
 
 
 def explain_unwritable(path: Path) -> str | None:
@@ -1125,7 +1133,7 @@ def explain_unwritable(path: Path) -> str | None:
     return None
 
 
-def has_free_bytes(folder: Path, least: int = LEAST_ROOM) -> bool:
+def has_free_bytes(folder: Path, least: int = LEAST_FREE_BYTES) -> bool:
     """Tell whether the file system of a folder has at least `least` bytes free for this user.
 
     Blocks that are reserved for root count only for root.
@@ -1225,7 +1233,7 @@ def lock_gallery(handle: int, path: Path, timeout_s: float) -> bool:
 class Suspendable(Protocol):
     """Something that can be closed for a while, such as FileConnections."""
 
-    recent: bool
+    recently_used: bool
 
     def suspend(self) -> bool:
         """Close the resident until it is needed; return False if it is in use. Never waits."""
@@ -1233,10 +1241,10 @@ class Suspendable(Protocol):
 
 
 class SuspendablePool:
-    """Keep about `most` residents open, and close those that are unused for longest."""
+    """Keep about `most_open` residents open, and close those that are unused for longest."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, most_open: int) -> None:
+        self._most = most_open
         self._lock = threading.Lock()
         self._open: deque[Suspendable] = deque()
 
@@ -1256,8 +1264,8 @@ class SuspendablePool:
                 if len(self._open) <= self._most:
                     return
                 oldest = self._open.popleft()
-                if oldest.recent or not oldest.suspend():
-                    oldest.recent = False
+                if oldest.recently_used or not oldest.suspend():
+                    oldest.recently_used = False
                     self._open.append(oldest)
 
 
@@ -1279,10 +1287,10 @@ class FileConnections:
 
     Attributes:
         path: The file.
-        recent: Set whenever a connection is used.
+        recently_used: Set whenever a connection is used.
     """
 
-    def __init__(self, path: Path, residents: SuspendablePool | None = None) -> None:
+    def __init__(self, path: Path, pool: SuspendablePool | None = None) -> None:
         """Open the file's connections; after an unclean end, check its pages first.
 
         A file of an older format is migrated. A lock file is created next to it. Waits up to 5 s
@@ -1290,7 +1298,7 @@ class FileConnections:
 
         Args:
             path: The file.
-            residents: May close the connections while no thread uses them; they are opened again on
+            pool: May close the connections while no thread uses them; they are opened again on
                 demand. None keeps them open.
 
         Raises:
@@ -1305,8 +1313,8 @@ class FileConnections:
         self._users = threading.Condition()
         self._using = 0
         self._closed = False
-        self.recent = True
-        self._residents = residents
+        self.recently_used = True
+        self._residents = pool
         self._idle: deque[sqlite3.Connection] = deque()
         self._all: list[sqlite3.Connection] = []
         self._writer: sqlite3.Connection | None = None
@@ -1344,7 +1352,7 @@ class FileConnections:
                     "its files; free some space"
                 )
             # A sole process locks others out: they would need the shared memory.
-            if self._lock >= 0 and not self._access.sole:
+            if self._lock >= 0 and not self._access.is_exclusive:
                 fcntl.flock(self._lock, fcntl.LOCK_SH)
             undo.pop_all()
 
@@ -1359,7 +1367,7 @@ class FileConnections:
             if unclean and self._access is not SHARED_ACCESS:
                 check_pages(connection, self.path)
             version = read_format(connection, self.path)
-            if version < FORMAT:
+            if version < GALLERY_FORMAT:
                 self._access.check_writable()
                 migrate_file(connection)
             check_tables(connection, self.path)
@@ -1406,7 +1414,7 @@ class FileConnections:
             if opens:
                 self._open()
             self._using += 1
-        self.recent = True
+        self.recently_used = True
         try:
             if opens and self._residents is not None:
                 self._residents.register(self)
@@ -1478,7 +1486,7 @@ class FileConnections:
             NotFoundError: The connections were closed for good, or the file is gone.
         """
         with self.hold_open():
-            if self._access.sole:
+            if self._access.is_exclusive:
                 # A sole process has no other connection.
                 with self.writer() as connection, _snapshot(connection):
                     yield connection
@@ -1671,7 +1679,7 @@ def create_file(path: Path, spec: SpaceSpec) -> None:
             raise AlreadyExistsError(
                 f"{path}: this file exists already; choose another name, or open the gallery"
             )
-        refuse_leftovers(path)
+        refuse_leftover_log(path)
         for stale in path.parent.glob(f"{durable.TEMPORARY_PREFIX}{path.name}-*"):
             durable.remove_tree(stale)
         temporary = path.parent / f"{durable.TEMPORARY_PREFIX}{path.name}-{uuid.uuid4().hex}"
@@ -1682,7 +1690,7 @@ def create_file(path: Path, spec: SpaceSpec) -> None:
             temporary.unlink(missing_ok=True)
 
 
-def refuse_leftovers(path: Path) -> None:
+def refuse_leftover_log(path: Path) -> None:
     """Refuse a path for a new gallery if the log of an earlier one of the same name lies there.
 
     SQLite would write the earlier gallery's last changes into the new file. The log is the path
@@ -1701,10 +1709,10 @@ def refuse_leftovers(path: Path) -> None:
 
 
 def migrate_file(connection: sqlite3.Connection) -> None:
-    """Migrate a file to FORMAT, and record the version of this program.
+    """Migrate a file to GALLERY_FORMAT, and record the version of this program.
 
-    Each step is a transaction of its own; steps before an error stay. A file of FORMAT only gets
-    the record.
+    Each step is a transaction of its own; steps before an error stay. A file of GALLERY_FORMAT
+    only gets the record.
 
     Args:
         connection: The file, outside of a transaction.
@@ -1723,11 +1731,13 @@ def migrate_file(connection: sqlite3.Connection) -> None:
     connection.execute(
         "INSERT OR REPLACE INTO _sqlite_migrations (migration_set, name, applied_at) "
         "VALUES (?, ?, datetime())",
-        [WRITERS, version("nobackfill")],
+        [WRITERS_TABLE, version("nobackfill")],
     )
     result = connection.execute("PRAGMA user_version").fetchone()[0]
-    if result != FORMAT:
-        raise sqlite3.DatabaseError(f"the migrations lead to format {result}, expected {FORMAT}")
+    if result != GALLERY_FORMAT:
+        raise sqlite3.DatabaseError(
+            f"the migrations lead to format {result}, expected {GALLERY_FORMAT}"
+        )
 
 
 def create_in_place(path: Path, spec: SpaceSpec | None) -> None:
@@ -1752,7 +1762,8 @@ def create_in_place(path: Path, spec: SpaceSpec | None) -> None:
         ) from error
     if not has_free_bytes(path.parent):
         raise CannotWriteError(
-            f"{path.parent}: no room for a gallery, which needs {LEAST_ROOM >> 10} KiB to begin "
+            f"{path.parent}: no room for a gallery, which needs {LEAST_FREE_BYTES >> 10} KiB to "
+            "begin "
             "with; free some space"
         )
     with translate_sqlite_errors(path), contextlib.closing(open_connection(path)) as connection:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from nobackfill.gallery.filters import Filter, Filtering
+from nobackfill.gallery.filters import Filter, StoreFilter
 from nobackfill.gallery.search.index import Labels, Neighbours
 from nobackfill.gallery.spec import Metadata, Origin, SpaceSpec
 from nobackfill.gallery.sqlite_file import (
@@ -22,7 +22,7 @@ from nobackfill.vectors import Vectors
 
 if TYPE_CHECKING:
     from nobackfill.gallery.filters import Matches
-    from nobackfill.gallery.listing import ListingPlace, MetadataGroup
+    from nobackfill.gallery.listing import ListingPosition, MetadataGroup
     from nobackfill.gallery.search.view import LiveView
     from nobackfill.gallery.staging import Estimate, RemainingVectors, Runner
 
@@ -46,7 +46,7 @@ class SqliteGallery(Store):
         with self.read_snapshot() as connection:
             return labels_of(connection, ids)
 
-    def delete_some(self, labels: Labels, condition: Filter | None) -> int:
+    def delete_passing(self, labels: Labels, condition: Filter | None) -> int:
         """Delete items that exist and pass the filter now, in one transaction; others are skipped.
 
         Their bytes are removed from file and log; if a reader prevents that, the next change tries
@@ -100,9 +100,9 @@ class SqliteGallery(Store):
         )
 
     def list_page(
-        self, space: str, limit: int, *, start_after: "ListingPlace | None" = None,
+        self, space: str, limit: int, *, start_after: "ListingPosition | None" = None,
         matches: "Matches | None" = None, least_certain: bool = False,
-    ) -> "tuple[list[tuple[StoredItem, ListingPlace]], ListingPlace | None]":  # fmt: skip
+    ) -> "tuple[list[tuple[StoredItem, ListingPosition]], ListingPosition | None]":  # fmt: skip
         """Return a page of items with their positions, by label or the least certain first.
 
         Each page is read as the gallery is then.
@@ -194,9 +194,9 @@ class SqliteGallery(Store):
             BusyError, CannotWriteError, VerificationError, NotFoundError: The file is locked,
                 cannot be opened or written, is damaged, or the gallery was closed.
         """
-        from nobackfill.gallery.listing import groups_by_value
+        from nobackfill.gallery.listing import group_items_by_value
 
-        return groups_by_value(self, key, space)
+        return group_items_by_value(self, key, space)
 
     def add_staging_space(self, spec: SpaceSpec) -> None:
         """Add a staging space, unless the gallery has it already, in any state.
@@ -213,7 +213,9 @@ class SqliteGallery(Store):
 
         staging.add_staging_space(self, spec)
 
-    def windows(self, source: str, target: SpaceSpec, needs_side: bool) -> "RemainingVectors":
+    def remaining_vectors(
+        self, source: str, target: SpaceSpec, needs_side: bool
+    ) -> "RemainingVectors":
         """Return the vectors that `source` has and `target` lacks, to be read in chunks.
 
         Nothing is read but the list of spaces. If the target is added later, nothing counts as
@@ -442,7 +444,7 @@ class SqliteGallery(Store):
 class SqliteSearcher:
     """A search in one space of a gallery file, with filters; it implements Searcher."""
 
-    def __init__(self, view: "LiveView", filtering: Filtering) -> None:
+    def __init__(self, view: "LiveView", filtering: StoreFilter) -> None:
         self._view = view
         self._filtering = filtering
 
@@ -455,8 +457,8 @@ class SqliteSearcher:
             queries: float32 [q, dim].
             k: Number of items for each query, at least 1.
             condition: Only items that pass this filter; None for all.
-            ef: Minimum number of candidates of a graph, 0 for its default; index.EVERY for an exact
-                search.
+            ef: Minimum number of candidates of a graph, 0 for its default; index.EXACT_EF for an
+                exact search.
 
         Returns:
             Neighbours [q, k], nearest first, equal distances by label; padded with label -1 and
@@ -473,5 +475,5 @@ class SqliteSearcher:
             NotFoundError: The gallery was closed, or its file is gone. Without a filter, the file
                 is not read, and none of these four is raised.
         """
-        label_filter = None if condition is None else self._filtering.passing(condition).mask
+        label_filter = None if condition is None else self._filtering.find_matches(condition).mask
         return self._view.snapshot().search(queries, k, label_filter, ef)

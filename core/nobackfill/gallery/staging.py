@@ -31,8 +31,8 @@ from nobackfill.errors import (
     join_few,
 )
 from nobackfill.gallery.search.exact import ExactIndex
-from nobackfill.gallery.search.index import Labels, rows_of
-from nobackfill.gallery.spec import Origin, SpaceInfo, SpaceSpec, side_passes
+from nobackfill.gallery.search.index import Labels, find_label_rows
+from nobackfill.gallery.spec import Origin, SpaceInfo, SpaceSpec, plan_side_passes
 from nobackfill.gallery.sqlite_file import (
     PAGE_BYTES,
     VECTOR_TABLE,
@@ -43,13 +43,13 @@ from nobackfill.gallery.sqlite_file import (
     from_blobs,
     item_from_row,
     items_page,
-    label_column,
-    labels_condition,
+    labels_sql_condition,
     live_labels,
     open_connection,
     random_labels,
     read_spaces,
     read_vectors,
+    rows_to_labels,
     set_state_values,
     vector_table,
 )
@@ -61,12 +61,12 @@ from nobackfill.gallery.store import (
     check_new_vectors,
     insert_vectors,
 )
-from nobackfill.release.models import CHUNK
+from nobackfill.release.models import CHUNK_ROWS
 from nobackfill.vectors import Vectors, check_vectors
 
 # label: in the order in which items were stored. uncertainty: the items of which the source's own
 # upgrade was least certain come first.
-Order = Literal["label", "uncertainty"]
+UpgradeOrder = Literal["label", "uncertainty"]
 # Labels, embeddings and side-information of some items.
 Chunk = tuple[Labels, Vectors, Vectors | None]
 
@@ -121,7 +121,7 @@ class Runner(Protocol):
 class VectorWindows(Protocol):
     """The vectors that a source space has and a target lacks."""
 
-    def chunks(self, order: Order, size: int) -> Iterator[Chunk]:
+    def chunks(self, order: UpgradeOrder, size: int) -> Iterator[Chunk]:
         """Yield chunks of at most `size` items until none is left; all or none of a chunk have
         side-information.
 
@@ -193,7 +193,7 @@ class UpgradableStore(Protocol):
         """
         ...
 
-    def windows(self, source: str, target: SpaceSpec, needs_side: bool) -> VectorWindows:
+    def remaining_vectors(self, source: str, target: SpaceSpec, needs_side: bool) -> VectorWindows:
         """Return the vectors that `source` has and `target` lacks.
 
         Args:
@@ -287,9 +287,9 @@ def run_upgrade(
     *,
     source: str | None = None,
     origin: Origin = "upgraded",
-    chunk: int = CHUNK,
-    order: Order = "label",
-    ahead: bool = False,
+    chunk_items: int = CHUNK_ROWS,
+    order: UpgradeOrder = "label",
+    transform_ahead: bool = False,
     on_progress: Callable[[UpgradeProgress], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
 ) -> UpgradeOutcome:
@@ -307,12 +307,13 @@ def run_upgrade(
         target: The space to write.
         source: Id of the space to read; None or "" for the active one.
         origin: Recorded with the new vectors; "direct" for a runner that leaves vectors unchanged.
-        chunk: Items of a transaction, at least 1.
+        chunk_items: Items of a transaction, at least 1.
         order: label: as the items were stored. uncertainty: those whose present vector is least
             certain come first.
-        ahead: Transform a chunk in a thread while the previous one is written. It takes a quarter
-            less time with int8 files and a sixth with others, but leaves less room for searches.
-            The thread ends with this call, which after an error waits for the chunk in it.
+        transform_ahead: Transform a chunk in a thread while the previous one is written. It takes
+            a quarter less time with int8 files and a sixth with others, but leaves less room for
+            searches. The thread ends with this call, which after an error waits for the chunk in
+            it.
         on_progress: Called after each durable chunk; it may sleep to leave room for searches. None
             for no reports.
         should_stop: Called before each chunk; True ends the run. None runs to the end.
@@ -334,10 +335,12 @@ def run_upgrade(
             stay.
         KeyError, ValueError: `order` is unknown.
     """
-    if chunk < 1:
-        raise InvalidInputError(f"chunk of an upgrade: expected at least 1 item, got {chunk}")
+    if chunk_items < 1:
+        raise InvalidInputError(f"chunk of an upgrade: expected at least 1 item, got {chunk_items}")
     store.add_staging_space(target)
-    windows = store.windows(source or store.active().spec.space, target, runner.reads_side)
+    windows = store.remaining_vectors(
+        source or store.active().spec.space, target, runner.reads_side
+    )
     started = time.monotonic()
     total = store.count()
     done_before = total - store.count_left_behind(target.space)
@@ -346,13 +349,13 @@ def run_upgrade(
 
     def until_stopped() -> Iterator[Chunk]:
         nonlocal stopped
-        for one in windows.chunks(order, chunk):
+        for one in windows.chunks(order, chunk_items):
             if should_stop is not None and should_stop():
                 stopped = True
                 return
             yield one
 
-    transformed = _in_thread if ahead else _in_turn
+    transformed = _in_thread if transform_ahead else _in_turn
     with closing(transformed(runner, until_stopped())) as results:
         for labels, result in results:
             written += len(_write(store, target, labels, result, origin))
@@ -447,7 +450,7 @@ def _with_ids(
 DROP_ROWS = 4096
 
 _NONE = np.empty(0, np.int64)
-_SPACES_CHANGED = Change({}, _NONE, spaces=True)
+_SPACES_CHANGED = Change({}, _NONE, spaces_changed=True)
 
 
 def add_staging_space(store: Store, spec: SpaceSpec) -> None:
@@ -465,7 +468,7 @@ def add_staging_space(store: Store, spec: SpaceSpec) -> None:
         Exception: An error of a listener; the change stays committed, and later listeners are not
             called.
     """
-    with store.changing() as (connection, changes):
+    with store.change_transaction() as (connection, changes):
         for info in read_spaces(connection):
             if info.spec.space == spec.space:
                 check_same_space(info.spec, spec)
@@ -540,13 +543,13 @@ def write_vectors(
     )
     order = np.argsort(labels)
     doubt = check_uncertainty(uncertainty, len(labels))
-    with store.changing() as (connection, changes):
+    with store.change_transaction() as (connection, changes):
         info = find_space(connection, space)
         good = live_labels(connection, "items", labels)
         if not replace:
             existing = live_labels(connection, vector_table(info.number), labels)
             good = np.setdiff1d(good, existing, assume_unique=True)
-        rows = order[rows_of(labels[order], good)]
+        rows = order[find_label_rows(labels[order], good)]
         selected = checked.select(rows)
         insert_vectors(
             connection, selected, good, None if doubt is None else doubt[rows], replace=replace
@@ -624,8 +627,8 @@ def left_behind_items(store: Store, space: str, limit: int = 1000) -> list[Store
     """
     with store.read_snapshot() as connection:
         table = vector_table(find_space(connection, space).number)
-        lacking = f"NOT EXISTS (SELECT 1 FROM {table} v WHERE v.label = i.label)"
-        return items_page(connection, 0, limit, lacking)
+        missing_count = f"NOT EXISTS (SELECT 1 FROM {table} v WHERE v.label = i.label)"
+        return items_page(connection, 0, limit, missing_count)
 
 
 def flip(
@@ -655,7 +658,7 @@ def flip(
         Exception: An error of a listener; the change stays committed, and later listeners are not
             called.
     """
-    with store.changing() as (connection, changes):
+    with store.change_transaction() as (connection, changes):
         target = find_space(connection, space)
         if target.state != "active":
             _activate(connection, target, "previous", leave_behind)
@@ -691,7 +694,7 @@ def rollback(
         Exception: An error of a listener; the change stays committed, and later listeners are not
             called.
     """
-    with store.changing() as (connection, changes):
+    with store.change_transaction() as (connection, changes):
         previous = [info for info in read_spaces(connection) if info.state == "previous"]
         if not previous:
             raise NotFoundError(
@@ -718,21 +721,21 @@ def _activate(
     )
 
 
-def ensure_complete(lacking: int, target: SpaceInfo) -> None:
+def ensure_complete(missing_count: int, target: SpaceInfo) -> None:
     """Check that all items have a vector in a space.
 
     Args:
-        lacking: Number of items without a vector, 0 or more.
+        missing_count: Number of items without a vector, 0 or more.
         target: The space.
 
     Raises:
         PreconditionError: Some items have none.
     """
-    if lacking:
+    if missing_count:
         raise PreconditionError(
-            f"{lacking} items have no vector in release {target.spec.release}'s space, so that "
-            "searches there would not find them; finish the upgrade, embed these items, or pass "
-            "leave_behind=True"
+            f"{missing_count} items have no vector in release {target.spec.release}'s space, so "
+            "that searches there would not find them; finish the upgrade, embed these items, or "
+            "pass leave_behind=True"
         )
 
 
@@ -769,7 +772,7 @@ def drop_space(store: Store, space: str) -> None:
         Exception: An error of a listener; the space stays removed, but its bytes are scrubbed only
             by `Store.scrub`, or by a later change that deletes.
     """
-    with store.changing() as (connection, changes):
+    with store.change_transaction() as (connection, changes):
         info = find_space(connection, space)
         ensure_not_active(info)
         table = vector_table(info.number)
@@ -782,7 +785,7 @@ def drop_space(store: Store, space: str) -> None:
     store.scrub()
 
 
-def least_certain(store: Store, space: str, limit: int = 100) -> list[StoredItem]:
+def least_certain_items(store: Store, space: str, limit: int = 100) -> list[StoredItem]:
     """Return migrated items of a space, the largest uncertainty first, then by label.
 
     Args:
@@ -904,9 +907,11 @@ class RemainingVectors:
         self.source = store.space(source)
         spaces = {info.spec.space: info for info in store.spaces()}
         self.target = spaces.get(target.space)
-        self._passes = side_passes(self.source.spec, target, needs_side=needs_side)
+        self._passes = plan_side_passes(self.source.spec, target, needs_side=needs_side)
 
-    def chunks(self, order: Order, size: int) -> Iterator[tuple[Labels, Vectors, Vectors | None]]:
+    def chunks(
+        self, order: UpgradeOrder, size: int
+    ) -> Iterator[tuple[Labels, Vectors, Vectors | None]]:
         """Yield labels int64 [n], embeddings float32 [n, dim] and side-information float32 [n,
         side_dim] or None, in chunks of at most `size` items, until none is left.
 
@@ -933,7 +938,7 @@ class RemainingVectors:
         while more:
             more = False
             for with_side in self._passes:
-                todo = self.labels(order, with_side, last[with_side])
+                todo = self.missing_labels(order, with_side, last[with_side])
                 if len(todo):
                     more = True
                     last[with_side] = int(todo.max())
@@ -953,9 +958,13 @@ class RemainingVectors:
             CannotWriteError: The file cannot be opened, or the disk fails.
             NotFoundError: The gallery was closed, or its file is gone.
         """
-        return np.concatenate([self.labels("label", with_side) for with_side in self._passes])
+        return np.concatenate(
+            [self.missing_labels("label", with_side) for with_side in self._passes]
+        )
 
-    def labels(self, order: Order, with_side: bool | None, start_after: int = 0) -> Labels:
+    def missing_labels(
+        self, order: UpgradeOrder, with_side: bool | None, start_after: int = 0
+    ) -> Labels:
         """Return the labels above `start_after` that the target lacks, in the order of the work.
 
         Args:
@@ -986,7 +995,7 @@ class RemainingVectors:
                 f" WHERE s.label > ? AND {where} ORDER BY {by}",
                 (start_after,),
             )
-            return label_column(rows)
+            return rows_to_labels(rows)
 
     def read(self, labels: Labels, with_side: bool) -> tuple[Labels, Vectors, Vectors | None]:
         """Read embeddings and side-information of the items that still exist, by increasing label.
@@ -1007,7 +1016,7 @@ class RemainingVectors:
             CannotWriteError: The file cannot be opened, or the disk fails.
             NotFoundError: The gallery was closed, or its file is gone.
         """
-        condition, parameters = labels_condition(labels)
+        condition, parameters = labels_sql_condition(labels)
         with self.store.read_snapshot() as connection:
             rows = connection.execute(
                 f"SELECT label, embedding, {'side' if with_side else 'NULL'}"
@@ -1032,10 +1041,10 @@ NEIGHBOURS = 10
 
 # Draws items of a gallery that have a vector in both of two spaces: labels [n] and their vectors
 # [n, dim] in each.
-Sample = Callable[[str, str, int], tuple[Labels, Vectors, Vectors]]
+SamplePairs = Callable[[str, str, int], tuple[Labels, Vectors, Vectors]]
 
 
-def neighbours_kept(sample: Sample, old: SpaceSpec, new: SpaceSpec) -> float | None:
+def neighbour_overlap(sample: SamplePairs, old: SpaceSpec, new: SpaceSpec) -> float | None:
     """Measure the share of nearest neighbours that an upgrade preserves.
 
     Probes are items that have a vector in both spaces, drawn at random at each call. For each
@@ -1140,7 +1149,7 @@ def estimate_upgrade(
     if not len(todo):
         return Estimate(0, 0.0, 0, left_behind)
     # Items from all parts of the gallery.
-    most = _CHUNKS * CHUNK
+    most = _CHUNKS * CHUNK_ROWS
     probe = todo[:: max(1, len(todo) // most)][:most]
     runner.run(*remaining.read(probe[:_FIRST_ROWS], runner.reads_side)[1:])
     probe_table = _ProbeTable(target)
@@ -1149,8 +1158,8 @@ def estimate_upgrade(
         prefix=f"{durable.TEMPORARY_PREFIX}estimate-", dir=scratch
     )
     with temporary as folder, probe_table.open(Path(folder) / "probe.sqlite") as connection:
-        for start in range(0, len(probe), CHUNK):
-            rows = probe[start : start + CHUNK]
+        for start in range(0, len(probe), CHUNK_ROWS):
+            rows = probe[start : start + CHUNK_ROWS]
             labels, embedding, side = remaining.read(rows, runner.reads_side)
             upgraded = runner.run(embedding, side)
             new = NewVectors(target.space, upgraded.embedding, upgraded.side)

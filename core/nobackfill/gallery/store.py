@@ -41,12 +41,12 @@ from nobackfill.gallery.sqlite_file import (
     index_metadata,
     items_by_label,
     items_page,
-    label_column,
     live_labels,
     read_spaces,
     read_state_value,
     read_state_values,
     read_vector,
+    rows_to_labels,
     set_metadata,
     set_state_values,
     to_blobs,
@@ -62,16 +62,16 @@ class Change:
 
     Attributes:
         added: New or replaced vectors: labels and embeddings by space id.
-        deleted: Labels that were removed from every space, before the others were added.
-        spaces: Whether a space was added or removed, or changed its state.
-        described: Labels that are new, or whose metadata may have changed.
+        deleted_labels: Labels that were removed from every space, before the others were added.
+        spaces_changed: Whether a space was added or removed, or changed its state.
+        metadata_labels: Labels that are new, or whose metadata may have changed.
         migrated_spaces: The spaces of `added` whose vectors were migrated.
     """
 
     added: Mapping[str, tuple[Labels, Vectors]]
-    deleted: Labels
-    spaces: bool = False
-    described: Labels = field(default_factory=lambda: np.empty(0, np.int64))
+    deleted_labels: Labels
+    spaces_changed: bool = False
+    metadata_labels: Labels = field(default_factory=lambda: np.empty(0, np.int64))
     migrated_spaces: Collection[str] = ()
 
 
@@ -158,7 +158,7 @@ def check_batch(
             )
     lengths = [len(item_id) for item_id in ids]
     if ids and not (
-        1 <= min(lengths) <= max(lengths) <= MAX_ID_CHARACTERS and is_storable("".join(ids))
+        1 <= min(lengths) <= max(lengths) <= MAX_ID_CHARACTERS and is_storable_text("".join(ids))
     ):
         raise InvalidInputError(
             f"item ids: expected 1 to {MAX_ID_CHARACTERS} characters of valid text in each, got "
@@ -172,11 +172,11 @@ def check_batch(
     return Batch(
         ids,
         digests or [None] * len(ids),
-        [None if m is None else metadata_text(m) for m in metadata or [None] * len(ids)],
+        [None if m is None else metadata_json(m) for m in metadata or [None] * len(ids)],
     )
 
 
-def is_storable(text: str) -> bool:
+def is_storable_text(text: str) -> bool:
     """Tell whether SQLite stores a text and its JSON functions read it back unchanged.
 
     Returns:
@@ -188,7 +188,7 @@ def is_storable(text: str) -> bool:
         return False
 
 
-def metadata_text(metadata: Metadata) -> str:
+def metadata_json(metadata: Metadata) -> str:
     """Return an item's metadata as it is stored: JSON with sorted keys; {} for none.
 
     Keys, texts and lists may be empty.
@@ -200,7 +200,7 @@ def metadata_text(metadata: Metadata) -> str:
         AttributeError: A key is no text.
     """
     for key, value in metadata.items():
-        if not (is_storable(key) and _is_value(value)):
+        if not (is_storable_text(key) and _is_value(value)):
             raise InvalidInputError(
                 f"metadata {key[:64]!r}: expected text, a finite number (an integer of 64 bits), a "
                 "flag or a list of texts, got something else; leave it out"
@@ -216,13 +216,13 @@ def metadata_text(metadata: Metadata) -> str:
 
 def _is_value(value: MetadataValue) -> bool:
     if isinstance(value, str):
-        return is_storable(value)
+        return is_storable_text(value)
     if isinstance(value, int):
         return LEAST_INTEGER <= value <= LARGEST_INTEGER
     if isinstance(value, float):
         return math.isfinite(value)
     return isinstance(value, list | tuple) and all(
-        isinstance(text, str) and is_storable(text) for text in value
+        isinstance(text, str) and is_storable_text(text) for text in value
     )
 
 
@@ -236,7 +236,7 @@ class CheckedVectors:
     origin: Origin
 
     @property
-    def keep_condition(self) -> str:
+    def unchanged_sql_condition(self) -> str:
         """Return an SQL condition for rows of unchanged content that these vectors do not replace.
 
         A vector that a model made from the content is better than a migrated one.
@@ -379,7 +379,9 @@ def insert_batch(
         missing = np.ones(len(labels), np.bool_)
         selected = checked
         if unchanged.any():
-            existing = live_labels(connection, table, labels[unchanged], checked.keep_condition)
+            existing = live_labels(
+                connection, table, labels[unchanged], checked.unchanged_sql_condition
+            )
             missing = ~np.isin(labels, existing)
             selected = checked.select(missing)
         insert_vectors(connection, selected, labels[missing], replace=True)
@@ -387,7 +389,7 @@ def insert_batch(
     return PutResult(labels, new), replaced, rows_written
 
 
-def put_change(
+def change_after_put(
     vectors: Sequence[CheckedVectors],
     result: PutResult,
     replaced: Labels,
@@ -414,7 +416,7 @@ def put_change(
     }
     described = result.labels if with_metadata else result.labels[result.changed]
     migrated_spaces = tuple(one.info.spec.space for one in vectors if one.origin == "upgraded")
-    return Change(added, replaced, described=described, migrated_spaces=migrated_spaces)
+    return Change(added, replaced, metadata_labels=described, migrated_spaces=migrated_spaces)
 
 
 def _match_stored(
@@ -424,10 +426,10 @@ def _match_stored(
         "SELECT id, label, digest FROM items WHERE id IN (SELECT value FROM json_each(?))",
         (json.dumps(list(batch.ids)),),
     )
-    return match_items(batch, {item_id: stored for item_id, *stored in rows})
+    return compare_with_stored(batch, {item_id: stored for item_id, *stored in rows})
 
 
-def match_items(
+def compare_with_stored(
     batch: Batch, existing: Mapping[str, Sequence[Any]]
 ) -> tuple[Labels, NDArray[np.bool_], Labels]:
     """Find the items of a batch that are unchanged, and those to replace.
@@ -480,7 +482,7 @@ def labels_of(connection: sqlite3.Connection, ids: Sequence[str]) -> Labels:
         "SELECT label FROM items WHERE id IN (SELECT value FROM json_each(?)) ORDER BY label",
         (json.dumps(list(ids)),),
     )
-    return label_column(rows)
+    return rows_to_labels(rows)
 
 
 class Store:
@@ -490,7 +492,7 @@ class Store:
     statement.
     """
 
-    def __init__(self, path: Path, residents: SuspendablePool | None = None) -> None:
+    def __init__(self, path: Path, pool: SuspendablePool | None = None) -> None:
         """Open a gallery; migrate a file of an older format, and after an unclean end, check its
         pages first.
 
@@ -499,7 +501,7 @@ class Store:
 
         Args:
             path: The file.
-            residents: May close the file's connections while no thread uses them; they are opened
+            pool: May close the file's connections while no thread uses them; they are opened
                 again on demand. None keeps them open.
 
         Raises:
@@ -510,7 +512,7 @@ class Store:
                 has no room for SQLite's files.
         """
         self.path = path
-        self._connections = FileConnections(path, residents)
+        self._connections = FileConnections(path, pool)
         self._listeners: list[Callable[[Change], None]] = []
         # Held from before a commit until its listeners have run, so that they see commits in order.
         self._reporting = threading.RLock()
@@ -539,12 +541,12 @@ class Store:
         return cls(path)
 
     @classmethod
-    def open(cls, path: Path, residents: SuspendablePool | None = None) -> Self:
+    def open(cls, path: Path, pool: SuspendablePool | None = None) -> Self:
         """Open a gallery; the same as the constructor.
 
         Args:
             path: The file.
-            residents: May close the file's connections while no thread uses them; they are opened
+            pool: May close the file's connections while no thread uses them; they are opened
                 again on demand. None keeps them open.
 
         Returns:
@@ -557,7 +559,7 @@ class Store:
             CannotWriteError: The file cannot be read, has an old format and cannot be written, or
                 has no room for SQLite's files.
         """
-        return cls(path, residents)
+        return cls(path, pool)
 
     def close(self) -> None:
         """Close every connection, once no thread reads or writes; a second call does nothing.
@@ -627,7 +629,7 @@ class Store:
         return self._connections.transaction()
 
     @contextlib.contextmanager
-    def changing(self) -> Iterator[tuple[Connection, list[Change]]]:
+    def change_transaction(self) -> Iterator[tuple[Connection, list[Change]]]:
         """Run a transaction that changes vectors or spaces; for this package only.
 
         Append each change to the yielded list: listeners get it once it is durable.
@@ -819,13 +821,13 @@ class Store:
         """
         batch = check_batch(ids, digests, metadata)
         checked = [check_new_vectors(self.space(new.space), new, len(ids)) for new in vectors]
-        with self.changing() as (connection, changes):
+        with self.change_transaction() as (connection, changes):
             for new in vectors:
                 find_space(connection, new.space)
             result, replaced, written = insert_batch(connection, batch, checked)
             with_metadata = metadata is not None
             changes.append(
-                put_change(checked, result, replaced, written, with_metadata=with_metadata)
+                change_after_put(checked, result, replaced, written, with_metadata=with_metadata)
             )
         return result
 
@@ -869,7 +871,7 @@ class Store:
             Exception: An error of a listener; the items stay deleted, and later listeners are not
                 called.
         """
-        with self.changing() as (connection, changes):
+        with self.change_transaction() as (connection, changes):
             labels = choose(connection)
             delete_labels(connection, labels)
             changes.append(Change({}, labels))
@@ -951,7 +953,7 @@ class Store:
         with self.read_snapshot() as connection:
             return count_rows(connection, space)
 
-    def load(self, space: str) -> tuple[Labels, Vectors]:
+    def load_vectors(self, space: str) -> tuple[Labels, Vectors]:
         """Return all vectors of a space in one snapshot.
 
         All vectors are in memory at once.
@@ -1002,7 +1004,7 @@ class Store:
         with self.read_snapshot() as connection:
             check_pages(connection, self.path)
 
-    def state_get(self, key: str) -> Any:
+    def read_state_value(self, key: str) -> Any:
         """Return a JSON value that is stored with the gallery; None if there is none.
 
         Raises:

@@ -106,7 +106,7 @@ def served_cells(
     for number, old in sorted(manifests.items()):
         if number >= new.release:
             continue
-        if new.searches(old.space):
+        if new.searches_space_directly(old.space):
             yield CellName(new.release, (number,))
         routes = iterate_routes(usable | {number: old}, number, new.release, old.side_space)
         for route in itertools.islice(routes, MOST_ROUTES):

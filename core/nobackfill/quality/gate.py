@@ -59,7 +59,7 @@ from nobackfill.release.manifest import (
     GateVerdict,
     Manifest,
     RouteEvidence,
-    Unlabelled,
+    UnlabelledCell,
 )
 from nobackfill.release.models import Files
 from nobackfill.release.routes import plan_route, route_along
@@ -201,7 +201,7 @@ def decide_gate(
     published: Publication,
     rows: Sequence[GainRow],
     new: Manifest,
-    unlabelled: Sequence[Unlabelled] = (),
+    unlabelled: Sequence[UnlabelledCell] = (),
 ) -> GateVerdict:
     """Decide whether a release passes the gate, by all rows, and describe for what the verdict
     holds.
@@ -261,7 +261,7 @@ def _of_these_classes(rows: Sequence[GainRow]) -> str:
 def _texts_left_behind(published: Publication, newest: int, new: Manifest) -> bool:
     """Tell whether an upgrade migrates images, but not texts of the same galleries."""
     old = published.manifests[newest]
-    if old.text_encoder is None or new.searches(old.space):
+    if old.text_encoder is None or new.searches_space_directly(old.space):
         return False
     usable = {n: one for n, one in published.manifests.items() if n not in published.withdrawn}
     usable[new.release] = new
@@ -279,7 +279,7 @@ def _why(row: GainRow) -> str:
     return " at known-item search (lazy re-embedding or a backfill does)"
 
 
-def _holds_beside(cells: Sequence[Unlabelled]) -> str:
+def _holds_beside(cells: Sequence[UnlabelledCell]) -> str:
     """Describe for which kinds of search a verdict by classes holds; the worst way counts."""
     if not cells:
         return ""
@@ -320,7 +320,7 @@ _LIGHT = (0.8, 1.2)
 
 def measure_unlabelled(
     items: PublishedListing, served: Sequence[CellName]
-) -> tuple[Unlabelled, ...]:
+) -> tuple[UnlabelledCell, ...]:
     """Measure served cells without labels, by exact search.
 
     Images get a second view, which is written to a temporary folder. Texts are cut into a query and
@@ -407,7 +407,7 @@ def _sample_rows(listing: ImageListing) -> Rows:
 
 def _measure_views(
     views: ImageListing, items: PublishedListing, served: Sequence[CellName], classes: Ints
-) -> tuple[Unlabelled, ...]:
+) -> tuple[UnlabelledCell, ...]:
     own = items.listing
     relevance = relevance_by_class(
         views, ImageListing(own.root, own.paths, own.paths, np.arange(len(own)))
@@ -430,7 +430,7 @@ def _measure_views(
             name, old, migrated, stayed, new, classes=classes, exact=False, by_text=False
         )
         cells.append(
-            Unlabelled(
+            UnlabelledCell(
                 query=str(name.query), gallery=name.gallery_name, queries=len(views),
                 items=len(own), agreement=mean_of_answerable(agreement_with_own(migrated, new)),
                 stayed_agreement=mean_of_answerable(agreement_with_own(stayed, new)),
@@ -453,7 +453,7 @@ class ReleaseEvidence:
     verdict: GateVerdict
     rows: tuple[GainRow, ...]
     cells_by_text: tuple[Cell, ...] = ()
-    unlabelled: tuple[Unlabelled, ...] = ()
+    unlabelled: tuple[UnlabelledCell, ...] = ()
 
 
 class CellMeasurer:
@@ -493,7 +493,7 @@ class CellMeasurer:
         Raises:
             NotFoundError: An upgrade of the route does not exist.
         """
-        return route_along(self.embedded.manifests, name.gallery).quantised
+        return route_along(self.embedded.manifests, name.gallery).has_int8
 
     def cell(self, name: CellName, *, exact: bool = False) -> CellFigures:
         """Measure a cell through an HNSW graph, as a gateway serves it; a cell is measured once.
@@ -646,7 +646,7 @@ def measure_release(
     )
 
 
-def _unlabelled(gate: CellMeasurer, rows: tuple[GainRow, ...]) -> tuple[Unlabelled, ...]:
+def _unlabelled(gate: CellMeasurer, rows: tuple[GainRow, ...]) -> tuple[UnlabelledCell, ...]:
     """Measure the rows without labels, if classes decided the gate."""
     if gate.of_items:
         return ()

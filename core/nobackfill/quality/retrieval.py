@@ -27,7 +27,7 @@ from nobackfill.metrics.retrieval import (
 from nobackfill.metrics.verification import tar_at_far
 from nobackfill.quality.cells import CellName
 from nobackfill.quality.embedded import EmbeddedListing, PublishedListing, cell_vectors
-from nobackfill.release.calibration import Curve, scores
+from nobackfill.release.calibration import Curve, match_probabilities
 from nobackfill.vectors import Vectors
 
 # Hits that are requested from the index for mAP; relevant items beyond count as not found.
@@ -260,7 +260,11 @@ def rank_mixture(
     labels = np.concatenate([cell.neighbours for cell in cells], axis=1)
     distances = np.concatenate([cell.distances for cell in cells], axis=1)
     values = np.concatenate(
-        [scores(curve, cell.distances) for cell, curve in zip(cells, curves, strict=True)], axis=1
+        [
+            match_probabilities(curve, cell.distances)
+            for cell, curve in zip(cells, curves, strict=True)
+        ],
+        axis=1,
     )
     is_second = np.arange(labels.shape[1]) >= cells[0].neighbours.shape[1]
     served = (labels >= 0) & (replaced[labels] == is_second)

@@ -36,7 +36,7 @@ from nobackfill.quality.embedded import (
 )
 from nobackfill.quality.retrieval import CellFigures, search_and_measure
 from nobackfill.release.calibration import JointDistance, find_curve
-from nobackfill.release.manifest import BothEvidence, Calibration, HealingEvidence
+from nobackfill.release.manifest import Calibration, LazyReembeddingEvidence, RankFusionEvidence
 from nobackfill.vectors import Origin, Vectors
 
 # Retrieved pairs of each query that are used.
@@ -303,7 +303,7 @@ class _Space:
 
 def measure_rank_fusion(
     cell: CellName, fitting: QuerySet, judging: QuerySet, *, int8: bool
-) -> BothEvidence | None:
+) -> RankFusionEvidence | None:
     """Measure rank fusion by both models on a migrated gallery.
 
     The weights that find most (CMC-1 + mAP) are fitted on one half and judged on the other. Random
@@ -349,7 +349,7 @@ def measure_rank_fusion(
     if all(gain.low <= 0 for gain in gains["carried"]):
         return None
     of_map, of_cmc1 = gains["stayed"]
-    return BothEvidence(
+    return RankFusionEvidence(
         **joint._asdict(),
         map=mean_of_answerable(fused.map),
         cmc1=mean_of_answerable(fused.cmc1),
@@ -512,7 +512,7 @@ def served_line(cell: CellName, queries: EmbeddedListing) -> DistanceLine:
 
 
 def choose_line(
-    healing: HealingEvidence, gains: Sequence[Difference], line: DistanceLine
+    healing: LazyReembeddingEvidence, gains: Sequence[Difference], line: DistanceLine
 ) -> DistanceLine:
     """Choose the line by which a release ranks migrated vectors.
 
@@ -525,14 +525,16 @@ def choose_line(
         `line` if distances alone have a valley of more than a point that it reduces, and one of the
         gains is significant. Otherwise IDENTITY_LINE, which needs no second search.
     """
-    closes = healing.valley > MOST_BELOW and healing.scaled_valley < healing.valley
+    closes = (
+        healing.valley_depth > MOST_BELOW and healing.scaled_valley_depth < healing.valley_depth
+    )
     # A few queries may fall by more than a point without any valley.
     return line if closes and any(gain.low > 0 for gain in gains) else IDENTITY_LINE
 
 
 def measure_lazy_reembedding(
     cell: CellName, half: QuerySet, line: DistanceLine, *, int8: bool
-) -> tuple[HealingEvidence, DistanceLine]:
+) -> tuple[LazyReembeddingEvidence, DistanceLine]:
     """Measure quality during lazy re-embedding, in random order, with and without a line.
 
     Random numbers have a fixed seed, so the same data give the same result.
@@ -564,7 +566,7 @@ def measure_lazy_reembedding(
         )["random"]
         for one in (IDENTITY_LINE, line)
     )
-    evidence = HealingEvidence(
+    evidence = LazyReembeddingEvidence(
         map=tuple(raw.map.tolist()),
         cmc1=tuple(raw.cmc1.tolist()),
         scaled_map=tuple(scaled.map.tolist()),

@@ -6,7 +6,7 @@ publication.
 >>> from nobackfill.release import open_route, plan_route
 >>> from nobackfill.release.trust import read_publication
 >>> manifests = read_publication(model_repo).manifests
->>> route = plan_route(manifests, 1, 2, side=manifests[1].side_space)
+>>> route = plan_route(manifests, 1, 2, side_space=manifests[1].side_space)
 >>> route.releases
 (1, 2)
 >>> upgraded = open_route(model_repo, route).run(embedding, side)
@@ -19,7 +19,10 @@ from typing import TYPE_CHECKING
 from nobackfill.faces import export_lazily
 
 if TYPE_CHECKING:
-    from nobackfill.release.calibration import Scorer as Scorer, scores as scores
+    from nobackfill.release.calibration import (
+        Scorer as Scorer,
+        match_probabilities as match_probabilities,
+    )
     from nobackfill.release.manifest import (
         Calibration as Calibration,
         Manifest as Manifest,
@@ -52,7 +55,7 @@ else:
     __getattr__ = export_lazily(
         __name__,
         {
-            "calibration": "Scorer scores",
+            "calibration": "Scorer match_probabilities",
             "manifest": "Calibration Manifest Upgrade parse_manifest",
             "models": "ImageEmbedder SideEncoder UpgradeModel "
             "Upgraded open_embedder open_side_encoder open_upgrade",

@@ -3,7 +3,7 @@
 Training fits one curve for each (query space, gallery space, origin) and stores it in the manifest.
 Between breakpoints the curve is linear. Beyond the first and the last, where the calibration hardly
 saw a pair, it keeps the end values, and the hit is flagged. Where migrated and native vectors are
-ranked together, a `Scale` converts the distances of migrated ones (docs/adr/0024).
+ranked together, a `DistanceScale` converts the distances of migrated ones (docs/adr/0024).
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ class Curve(Protocol):
         ...
 
 
-class Scale(NamedTuple):
+class DistanceScale(NamedTuple):
     """Convert a migrated vector's distance to that of a native vector that is as likely a match.
 
     The result is slope * distance + offset.
@@ -96,7 +96,7 @@ class Scorer:
         self._distances = np.array(calibration.distances)
         self._probabilities = np.array(calibration.probabilities)
 
-    def points(self) -> tuple[list[float], list[float]]:
+    def breakpoints(self) -> tuple[list[float], list[float]]:
         """Return the breakpoints: their distances, increasing, and the probabilities there. The
         lists are copies."""
         return self._distances.tolist(), self._probabilities.tolist()
@@ -116,7 +116,7 @@ class Scorer:
         values = np.asarray(distances, dtype=np.float64)
         return np.asarray(np.interp(values, self._distances, self._probabilities), dtype=np.float64)
 
-    def beyond(self, distances: ArrayLike) -> NDArray[np.bool_]:
+    def is_beyond(self, distances: ArrayLike) -> NDArray[np.bool_]:
         """Return which distances lie outside of those that the calibration saw; their scores are
         its end values. The first and the last breakpoint count as inside.
 
@@ -131,7 +131,7 @@ class Scorer:
         return np.asarray(nearer | farther, dtype=np.bool_)
 
 
-def scores(calibration: Curve, distances: ArrayLike) -> NDArray[np.float64]:
+def match_probabilities(calibration: Curve, distances: ArrayLike) -> NDArray[np.float64]:
     """Return the probability of a match for each distance.
 
     Between breakpoints the score is linear, and beyond them it is that of the nearest end. It
@@ -161,7 +161,7 @@ def is_beyond_calibration(calibration: Curve, distances: ArrayLike) -> NDArray[n
     Returns:
         bool, of the same shape. The first and the last breakpoint are inside.
     """
-    return Scorer(calibration).beyond(distances)
+    return Scorer(calibration).is_beyond(distances)
 
 
 def find_curve(

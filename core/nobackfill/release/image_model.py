@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 # Keys of an embedder that this program knows; an unknown key may change the pixels.
-KEYS = frozenset(
+EMBEDDER_KEYS = frozenset(
     (
         "file", "height", "width", "dim", "metric", "unit", "fit", "shortest", "interpolation",
         "vectors_of",
@@ -110,7 +110,7 @@ class ImageModel:
             not all(type(number) is int for number in numbers)
             or type(spec["unit"]) is not bool
             or manifest.get("format", 1) not in range(1, NEWEST_FORMAT + 1)
-            or not spec.keys() <= KEYS
+            or not spec.keys() <= EMBEDDER_KEYS
         ):
             # The release embeds no images, is newer than this program, or writes a number in a way
             # that only pydantic reads.

@@ -342,7 +342,7 @@ def _space_fields(
         yield "document_prefix", sha256_bytes(text.document_prefix.encode())
 
 
-class HealingEvidence(ManifestPart):
+class LazyReembeddingEvidence(ManifestPart):
     """Quality while 0, 10 ... 100 % of the items are re-embedded, in random order.
 
     Attributes:
@@ -358,13 +358,13 @@ class HealingEvidence(ManifestPart):
     scaled_cmc1: tuple[float, ...] = Field(min_length=2)
 
     @property
-    def valley(self) -> float:
+    def valley_depth(self) -> float:
         """Return how far mAP or CMC-1 by distance falls below the lower of its ends, at most; 0 if
         it never does."""
         return max(_depth(self.map), _depth(self.cmc1))
 
     @property
-    def scaled_valley(self) -> float:
+    def scaled_valley_depth(self) -> float:
         """Return how far mAP or CMC-1 by converted distances falls below the lower of its ends, at
         most; 0 if it never does."""
         return max(_depth(self.scaled_map), _depth(self.scaled_cmc1))
@@ -374,7 +374,7 @@ def _depth(curve: tuple[float, ...]) -> float:
     return max(0.0, min(curve[0], curve[-1]) - min(curve))
 
 
-class BothEvidence(ManifestPart):
+class RankFusionEvidence(ManifestPart):
     """Quality of rank fusion, where both models rank what a route has migrated.
 
     The weights of `nobackfill.release.calibration.JointDistance` are fitted on one half of the
@@ -418,11 +418,13 @@ class RouteEvidence(ManifestPart):
     cmc1: float = Field(ge=0, le=1)
     int8_map: float | None = None
     retention: float = Field(alias="kept", ge=0)
-    healing: HealingEvidence | None = Field(None, exclude_if=lambda healing: healing is None)
-    both: BothEvidence | None = Field(None, exclude_if=lambda both: both is None)
+    healing: LazyReembeddingEvidence | None = Field(
+        None, exclude_if=lambda healing: healing is None
+    )
+    both: RankFusionEvidence | None = Field(None, exclude_if=lambda both: both is None)
 
 
-class Unlabelled(ManifestPart):
+class UnlabelledCell(ManifestPart):
     """A cell of the compatibility matrix, measured without labels, and the figures of staying with
     the old model.
 
@@ -547,8 +549,8 @@ class Calibration(ManifestPart):
         distances: Strictly increasing.
         probabilities: Strictly decreasing: a smaller distance is a likelier match.
         items: Size of the gallery that it was fitted on.
-        scale: Slope and offset of `nobackfill.release.calibration.Scale`; None: vectors of this
-            origin are ranked by their distances among native ones.
+        scale: Slope and offset of `nobackfill.release.calibration.DistanceScale`; None: vectors of
+            this origin are ranked by their distances among native ones.
     """
 
     query_space: SpaceId
@@ -649,7 +651,7 @@ class Manifest(ManifestPart):
     # Evidence for text queries on images, if the release embeds both.
     evidence_by_text: tuple[Cell, ...] = Field((), exclude_if=lambda cells: not cells)
     # Evidence without labels, where `evidence` has classes.
-    unlabelled: tuple[Unlabelled, ...] = Field((), exclude_if=lambda cells: not cells)
+    unlabelled: tuple[UnlabelledCell, ...] = Field((), exclude_if=lambda cells: not cells)
     calibration: tuple[Calibration, ...] = ()
     gate: GateVerdict
     probes: Probes
@@ -806,7 +808,7 @@ class Manifest(ManifestPart):
         """Return the upgrade from an older release into this one, or None if it publishes none."""
         return next((u for u in self.upgrades if u.from_release == release), None)
 
-    def searches(self, space: SpaceId) -> bool:
+    def searches_space_directly(self, space: SpaceId) -> bool:
         """Tell whether queries of this release can search vectors of an older space as they are.
 
         The queries are used unchanged, or pass a query adapter (`adapter_to`). The manifest
@@ -946,12 +948,13 @@ def _refusal(name: str, error: ValidationError) -> str:
             f"know, {join_few(keys)}"
         )
     return (
-        f"{name}: its manifest cannot be used ({join_problems(error)}); its publisher must publish "
+        f"{name}: its manifest cannot be used ({join_validation_problems(error)}); its publisher "
+        "must publish "
         "a new release"
     )
 
 
-def join_problems(error: ValidationError) -> str:
+def join_validation_problems(error: ValidationError) -> str:
     """Join up to three problems of a validation in one line, each behind the path of its key.
 
     If a key has several problems, the last counts. Longer lists end with the number of the others.
@@ -1061,7 +1064,7 @@ def converter_manifest_path(number: int) -> str:
     return f"converter-{number}.json"
 
 
-def number_of_converter(path: str) -> int | None:
+def converter_of_manifest(path: str) -> int | None:
     """Return N of `converter-N.json`, None for every other path. Zero, leading zeros and more than
     seven digits give None."""
     match = _MANIFEST.fullmatch(path)
@@ -1083,7 +1086,8 @@ def parse_converter(text: str | bytes, number: int) -> Converter:
         manifest = Converter.model_validate_json(text)
     except ValidationError as error:
         raise UnfitError(
-            f"converter {number}: its manifest cannot be used ({join_problems(error)}); it may "
+            f"converter {number}: its manifest cannot be used "
+            f"({join_validation_problems(error)}); it may "
             "need a newer nobackfill"
         ) from error
     if manifest.converter != number:

@@ -30,7 +30,7 @@ Files = Path | Mapping[str, Path]
 Images = NDArray[np.uint8]
 
 # Rows of one call of an upgrade, on a device, in a gateway and in a trial.
-CHUNK = 1024
+CHUNK_ROWS = 1024
 
 
 @dataclass(frozen=True)
@@ -348,7 +348,7 @@ def locate_file(files: Files, path: str) -> Path:
     return files[path]
 
 
-def read_verified(files: Files, file: File) -> bytes:
+def read_verified_file(files: Files, file: File) -> bytes:
     """Read a published file and check its length and digest.
 
     Reads at most one byte more than the entry's length.
@@ -452,7 +452,7 @@ def open_session(files: Files, file: File, threads: int) -> Session:
     """
     # From bytes: the file cannot be replaced between check and load, and a model that refers to
     # other files has no folder to find them in.
-    return Session(file.path, read_verified(files, file), threads)
+    return Session(file.path, read_verified_file(files, file), threads)
 
 
 def _check_images(images: Images, frame: Frame) -> Images:

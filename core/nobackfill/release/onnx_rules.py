@@ -47,7 +47,7 @@ SpaceToDepth Split Squeeze Tile Transpose Trilu Unsqueeze
 ConvInteger DequantizeLinear DynamicQuantizeLinear MatMulInteger QLinearConv QLinearMatMul
 QuantizeLinear
 """
-OPERATORS = frozenset(_OPERATORS.split())
+ALLOWED_OPERATORS = frozenset(_OPERATORS.split())
 
 _BYTES: dict[int, int] = {
     TensorProto.FLOAT: 4, TensorProto.DOUBLE: 8, TensorProto.FLOAT16: 2, TensorProto.INT8: 1,
@@ -56,7 +56,7 @@ _BYTES: dict[int, int] = {
 _TYPES = {"uint8": TensorProto.UINT8, "int64": TensorProto.INT64, "float32": TensorProto.FLOAT}
 
 
-class RefusedError(Exception):
+class OnnxRuleError(Exception):
     """The file breaks a rule; the message names the rule."""
 
 
@@ -75,7 +75,7 @@ def check_onnx_file(
             axis.
 
     Raises:
-        RefusedError: The first broken rule. Examples are a folder, a file above 512 MiB, an
+        OnnxRuleError: The first broken rule. Examples are a folder, a file above 512 MiB, an
             operator that is not listed, data outside of the file, and other inputs or outputs.
         OSError: The file is missing or cannot be read.
         MemoryError, RecursionError: The file is too large or too deep for this process. A crafted
@@ -83,27 +83,27 @@ def check_onnx_file(
     """
     size = path.stat().st_size
     if not path.is_file() or size > LARGEST_FILE:
-        raise RefusedError(f"it has {size} bytes, expected at most {LARGEST_FILE}")
+        raise OnnxRuleError(f"it has {size} bytes, expected at most {LARGEST_FILE}")
     try:
         # onnx.load would choose another format by the file's name.
         model = ModelProto.FromString(path.read_bytes())
     except (DecodeError, ValueError) as error:
-        raise RefusedError(f"it is no ONNX file ({error})") from error
+        raise OnnxRuleError(f"it is no ONNX file ({error})") from error
     _check_frame(model)
     graph = model.graph
     _check_tensors([*graph.initializer, *_constants(graph)])
     for node in graph.node:
         _check_mode(node)
-        if node.domain not in ("", "ai.onnx") or node.op_type not in OPERATORS:
+        if node.domain not in ("", "ai.onnx") or node.op_type not in ALLOWED_OPERATORS:
             name = f"{node.domain}::{node.op_type}" if node.domain else node.op_type
-            raise RefusedError(
+            raise OnnxRuleError(
                 f"it uses the operator {name}, which is not on the list of allowed operators"
             )
         _check_node(node, model.opset_import[0].version)
     _check_ends("input", graph.input, inputs)
     _check_ends("output", graph.output, outputs)
     if {i.name for i in graph.input} & {t.name for t in graph.initializer}:
-        raise RefusedError("it has an initializer for an input; remove it from the graph's inputs")
+        raise OnnxRuleError("it has an initializer for an input; remove it from the graph's inputs")
     try:
         onnx.checker.check_model(model, full_check=True)
         inferred = _check_values(model, tokens)
@@ -115,24 +115,24 @@ def check_onnx_file(
         ValueError,
         RuntimeError,
     ) as error:
-        raise RefusedError(f"it does not pass onnx's checker ({error})") from error
+        raise OnnxRuleError(f"it does not pass onnx's checker ({error})") from error
 
 
 def _check_frame(model: ModelProto) -> None:
     if model.ir_version not in IR_VERSIONS:
-        raise RefusedError(f"it has IR version {model.ir_version}, expected {_span(IR_VERSIONS)}")
+        raise OnnxRuleError(f"it has IR version {model.ir_version}, expected {_span(IR_VERSIONS)}")
     domains = [opset.domain for opset in model.opset_import]
     if len(domains) != 1 or domains[0] not in ("", "ai.onnx"):
-        raise RefusedError(f"it imports operator sets {domains}, expected the default one only")
+        raise OnnxRuleError(f"it imports operator sets {domains}, expected the default one only")
     version = model.opset_import[0].version
     if version not in OPSETS:
-        raise RefusedError(f"it has opset {version}, expected {_span(OPSETS)}")
+        raise OnnxRuleError(f"it has opset {version}, expected {_span(OPSETS)}")
     if model.functions:
-        raise RefusedError("it defines functions; inline them")
+        raise OnnxRuleError("it defines functions; inline them")
     if model.training_info:
-        raise RefusedError("it contains training information; export the model for inference")
+        raise OnnxRuleError("it contains training information; export the model for inference")
     if model.graph.sparse_initializer:
-        raise RefusedError("it has sparse initializers; export dense ones")
+        raise OnnxRuleError("it has sparse initializers; export dense ones")
 
 
 def _constants(graph: GraphProto) -> Iterator[TensorProto]:
@@ -144,12 +144,12 @@ def _constants(graph: GraphProto) -> Iterator[TensorProto]:
                 AttributeProto.SPARSE_TENSORS, AttributeProto.TYPE_PROTO,
                 AttributeProto.TYPE_PROTOS,
             ):  # fmt: skip
-                raise RefusedError(
+                raise OnnxRuleError(
                     f"its {node.op_type} has a subgraph, a sparse tensor or a reference; export "
                     "the model without control flow and functions"
                 )
             if attribute.HasField("g") or attribute.graphs or attribute.HasField("sparse_tensor"):
-                raise RefusedError(
+                raise OnnxRuleError(
                     f"its {node.op_type} has an attribute with a subgraph or a sparse tensor, "
                     "although its type is another; export the model without them"
                 )
@@ -162,22 +162,22 @@ def _check_tensors(tensors: list[TensorProto]) -> None:
     total = 0
     for tensor in tensors:
         if tensor.data_location == TensorProto.EXTERNAL or tensor.external_data:
-            raise RefusedError(
+            raise OnnxRuleError(
                 f"its tensor {tensor.name!r} lies in another file; export the model as one file"
             )
         if tensor.data_type not in _BYTES:
-            raise RefusedError(
+            raise OnnxRuleError(
                 f"its tensor {tensor.name!r} has the type {_type_name(tensor.data_type)}, expected "
                 f"one of {', '.join(map(_type_name, _BYTES))}"
             )
         if tensor.HasField("segment") or any(size < 0 for size in tensor.dims):
-            raise RefusedError(f"its tensor {tensor.name!r} has an impossible shape")
+            raise OnnxRuleError(f"its tensor {tensor.name!r} has an impossible shape")
         size = math.prod(tensor.dims) * _BYTES[tensor.data_type]
         total += size
         if total > LARGEST_FILE:
-            raise RefusedError(f"its tensors declare more than {LARGEST_FILE} bytes")
+            raise OnnxRuleError(f"its tensors declare more than {LARGEST_FILE} bytes")
         if tensor.HasField("raw_data") and len(tensor.raw_data) != size:
-            raise RefusedError(
+            raise OnnxRuleError(
                 f"its tensor {tensor.name!r} declares {size} bytes, but has {len(tensor.raw_data)}"
             )
 
@@ -194,17 +194,17 @@ def _check_ends(what: str, values: Iterable[ValueInfoProto], declared: tuple[Ten
     names = [value.name for value in values]
     declared_names = [name for name, _, _ in declared]
     if sorted(names) != sorted(declared_names):
-        raise RefusedError(f"it has {what}s {names}, but the manifest declares {declared_names}")
+        raise OnnxRuleError(f"it has {what}s {names}, but the manifest declares {declared_names}")
     for name, dtype, declared_shape in declared:
         value = next(value for value in values if value.name == name)
         kind = value.type.tensor_type
         if not value.type.HasField("tensor_type") or kind.elem_type != _TYPES[dtype]:
             is_tensor = value.type.HasField("tensor_type")
             found = _type_name(kind.elem_type) if is_tensor else "no tensor"
-            raise RefusedError(f"its {what} {name!r} is {found}, expected {dtype}")
+            raise OnnxRuleError(f"its {what} {name!r} is {found}, expected {dtype}")
         shape = [d.dim_value if d.HasField("dim_value") else None for d in kind.shape.dim]
         if shape != [None, *declared_shape]:
-            raise RefusedError(
+            raise OnnxRuleError(
                 f"its {what} {name!r} has the shape {shape}, expected "
                 f"{[None, *declared_shape]} (None: any number of items)"
             )
@@ -224,7 +224,7 @@ def _check_values(model: ModelProto, tokens: int) -> GraphProto:
     for value in inferred.graph.value_info:
         sizes = [d.dim_value for d in value.type.tensor_type.shape.dim if d.HasField("dim_value")]
         if math.prod(sizes) > LARGEST_VALUE:
-            raise RefusedError(
+            raise OnnxRuleError(
                 f"its value {value.name!r} has {math.prod(sizes)} elements for one item, expected "
                 f"at most {LARGEST_VALUE}"
             )
@@ -241,15 +241,15 @@ def _check_node(node: NodeProto, opset: int) -> None:
         optional_input = place < len(formal) and formal[place].option == optional
         # onnxruntime reads a bias that is omitted by an empty name.
         if not name and (not optional_input or node.op_type == "LayerNormalization"):
-            raise RefusedError(f"it omits input {place} of a {node.op_type}, which needs it")
+            raise OnnxRuleError(f"it omits input {place} of a {node.op_type}, which needs it")
     for attribute in node.attribute:
         if attribute.name == "axis" and abs(attribute.i) > _MOST_AXES:
-            raise RefusedError(
+            raise OnnxRuleError(
                 f"it has a {node.op_type} along axis {attribute.i}, expected an axis from "
                 f"-{_MOST_AXES} to {_MOST_AXES}"
             )
         if attribute.name == "num_outputs" and attribute.i != len(node.output):
-            raise RefusedError(
+            raise OnnxRuleError(
                 f"it has a {node.op_type} with num_outputs {attribute.i}, but {len(node.output)} "
                 "outputs"
             )
@@ -259,10 +259,10 @@ def _check_mode(node: NodeProto) -> None:
     """Refuse training modes: Dropout would be random, BatchNormalization would return
     statistics."""
     if node.op_type == "Dropout" and len([name for name in node.input if name]) > 2:
-        raise RefusedError("it has a Dropout with a training mode; export the model for inference")
+        raise OnnxRuleError("it has a Dropout with a training mode; export the model for inference")
     training = (a.i for a in node.attribute if a.name == "training_mode")
     if any(training) or (node.op_type == "BatchNormalization" and len(node.output) > 1):
-        raise RefusedError(f"it has a {node.op_type} in training mode; export it for inference")
+        raise OnnxRuleError(f"it has a {node.op_type} in training mode; export it for inference")
 
 
 def _check_arithmetic(graph: GraphProto) -> None:
@@ -285,7 +285,7 @@ def _check_arithmetic(graph: GraphProto) -> None:
             constant |= set(node.output)
             folded += sum(_elements(values.get(name)) for name in node.output if name)
     if folded > LARGEST_VALUE:
-        raise RefusedError(f"it computes {folded} elements from constants; fold them at export")
+        raise OnnxRuleError(f"it computes {folded} elements from constants; fold them at export")
 
 
 def _elements(kind: TypeProto.Tensor | None) -> int:
@@ -309,7 +309,7 @@ def _check_division(
     if kind in (TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16):
         return
     if divisor not in tensors or not (numpy_helper.to_array(tensors[divisor]) > 0).all():
-        raise RefusedError(
+        raise OnnxRuleError(
             f"it has a {node.op_type} of integers by {divisor!r}, which is not known to be above 0"
         )
 

@@ -43,7 +43,7 @@ from nobackfill.release.models import (
     open_embedder,
     open_side_encoder,
     open_upgrade,
-    read_verified,
+    read_verified_file,
 )
 from nobackfill.release.text_models import TextModel, open_text_encoder
 from nobackfill.text import LARGEST_TEXT_BYTES as _LARGEST_TEXT
@@ -51,11 +51,11 @@ from nobackfill.text import check_text
 from nobackfill.vectors import Vectors
 
 # Unpacked size of a file of probes.
-LARGEST_BYTES = 256 * 2**20
+LARGEST_PROBE_BYTES = 256 * 2**20
 
 Arrays = dict[str, NDArray[Any]]
 # Embed images uint8 [n,H,W,3] of the release's size to float32 [n,d].
-Encode = Callable[[Images], Vectors]
+EncodeImages = Callable[[Images], Vectors]
 # Embed texts, as queries or as documents, to float32 [n,d].
 EncodeTexts = Callable[[Sequence[str], TextRole], Vectors]
 # Largest number of texts in the probes.
@@ -118,7 +118,7 @@ def check_probes(
         _check_tokenizer(model)
         read = model.run
     check_encoders(files, manifest, embed, side, read)
-    probes = _load(read_verified(files, manifest.probes.file), manifest.probes.file.path)
+    probes = _load(read_verified_file(files, manifest.probes.file), manifest.probes.file.path)
     for upgrade in manifest.upgrades:
         if upgrades is None or upgrade.from_release in upgrades:
             _check_upgrade(files, manifest, upgrade, probes, threads, rows)
@@ -127,8 +127,9 @@ def check_probes(
 
 
 def check_encoders(
-    files: Files, manifest: Manifest, embed: Encode | None, side: Encode | None,
-    read: EncodeTexts | None,
+    files: Files, manifest: Manifest,
+    embed_images: EncodeImages | None, encode_side: EncodeImages | None,
+    embed_texts: EncodeTexts | None,
 ) -> None:  # fmt: skip
     """Compare the outputs of encoders, wherever they run, with the golden probes.
 
@@ -137,28 +138,28 @@ def check_encoders(
     Args:
         files: The publication folder or the draft's files; only the probes are read.
         manifest: The release.
-        embed: Embeds images; None skips this check.
-        side: Computes side-information of images; None skips this check.
-        read: Embeds texts; called once for each role. None skips this check.
+        embed_images: Embeds images; None skips this check.
+        encode_side: Computes side-information of images; None skips this check.
+        embed_texts: Embeds texts; called once for each role. None skips this check.
 
     Raises:
         VerificationError: An output differs or has another shape, or an encoder raises
             InvalidInputError for a probe. Or the file of probes is missing, damaged, larger than
             256 MiB or another one, or lacks an array. The message names it.
-        Exception: Any other error of `embed`, `side` and `read`.
+        Exception: Any other error of `embed_images`, `encode_side` and `embed_texts`.
     """
-    probes = _load(read_verified(files, manifest.probes.file), manifest.probes.file.path)
-    for name, encode in (("embedding", embed), ("side", side)):
+    probes = _load(read_verified_file(files, manifest.probes.file), manifest.probes.file.path)
+    for name, encode in (("embedding", embed_images), ("side", encode_side)):
         if encode is not None:
             image = _array(probes, "image")
             with _refuse_probes(name):
                 output = encode(image)
             _agree(name, _array(probes, name), output, manifest.probes.tolerance)
-    if read is not None:
+    if embed_texts is not None:
         texts = _texts(_array(probes, "text"))
         for role in TEXT_ROLES:
             with _refuse_probes(f"text/{role}"):
-                output = read(texts, role)
+                output = embed_texts(texts, role)
             _agree(
                 f"text/{role}", _array(probes, f"text/{role}"), output, manifest.probes.tolerance
             )
@@ -173,21 +174,21 @@ def _refuse_probes(name: str) -> Iterator[None]:
         raise VerificationError(f"golden probe {name}: {error}") from error
 
 
-def make_text_probes(texts: Sequence[str], read: EncodeTexts) -> Arrays:
+def make_text_probes(texts: Sequence[str], embed_texts: EncodeTexts) -> Arrays:
     """Make the golden probes of a text encoder: test texts with the vectors that it gives.
 
     Nothing is written.
 
     Args:
         texts: p inputs, 1 to 64; this is checked when they are read.
-        read: The encoder; called once for each role. Its error is raised.
+        embed_texts: The encoder; called once for each role. Its error is raised.
 
     Returns:
         The arrays `text` (uint8, the texts as JSON), `text/query` and `text/document` (each float32
         [p, dim]).
     """
     data = np.frombuffer(json.dumps(list(texts)).encode(), np.uint8)
-    return {"text": data, **{f"text/{role}": read(texts, role) for role in TEXT_ROLES}}
+    return {"text": data, **{f"text/{role}": embed_texts(texts, role) for role in TEXT_ROLES}}
 
 
 def _texts(data: NDArray[Any]) -> list[str]:
@@ -289,9 +290,9 @@ def _load(data: bytes, path: str) -> Arrays:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             members = archive.infolist()
             # The unpacked size may be a thousand times the download.
-            if sum(member.file_size for member in members) > LARGEST_BYTES:
+            if sum(member.file_size for member in members) > LARGEST_PROBE_BYTES:
                 raise VerificationError(
-                    f"{path}: expected golden probes of at most {LARGEST_BYTES >> 20} MiB, "
+                    f"{path}: expected golden probes of at most {LARGEST_PROBE_BYTES >> 20} MiB, "
                     "unpacked, got more; publish the release again with fewer"
                 )
             return {m.filename.removesuffix(".npy"): _read(archive, m) for m in members}
@@ -358,13 +359,13 @@ class OnnxFile:
         path: The file.
         inputs: The inputs that it must have.
         outputs: The outputs that it must have.
-        longest: Length in tokens of the longest text, 1 without texts.
+        longest_tokens: Length in tokens of the longest text, 1 without texts.
     """
 
     path: Path
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
-    longest: int = 1
+    longest_tokens: int = 1
 
 
 def check_onnx(files: Mapping[str, OnnxFile]) -> None:
@@ -380,12 +381,12 @@ def check_onnx(files: Mapping[str, OnnxFile]) -> None:
             too large or too deep for this process.
     """
     # Importing onnx is slow, and most users of this module check no file.
-    from nobackfill.release.onnx_rules import RefusedError, check_onnx_file
+    from nobackfill.release.onnx_rules import OnnxRuleError, check_onnx_file
 
     for name, file in files.items():
         try:
-            check_onnx_file(file.path, file.inputs, file.outputs, file.longest)
-        except RefusedError as error:
+            check_onnx_file(file.path, file.inputs, file.outputs, file.longest_tokens)
+        except OnnxRuleError as error:
             raise VerificationError(
                 f"{name}: the ONNX file is refused: {error}. Its publisher must export it again"
             ) from error

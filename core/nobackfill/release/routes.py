@@ -58,7 +58,7 @@ class Route:
         return False
 
     @property
-    def quantised(self) -> bool:
+    def has_int8(self) -> bool:
         """Tell whether a step of the route has an int8 twin; False for an empty route."""
         return any(upgrade.int8_file is not None for _, upgrade in self.steps)
 
@@ -67,12 +67,12 @@ class Route:
 _STAY = Route((), 1.0, True)
 
 
-def route_along(manifests: Mapping[int, Manifest], releases: Chain) -> Route:
+def route_along(manifests: Mapping[int, Manifest], chain: Chain) -> Route:
     """Return the route through given releases.
 
     Args:
         manifests: The releases that may be used.
-        releases: Source first. One release or none gives an empty route with retention 1, without a
+        chain: Source first. One release or none gives an empty route with retention 1, without a
             look at `manifests`. Whether the spaces of the steps fit is not checked. Whether items
             have the side-information that it reads is not checked.
 
@@ -81,7 +81,7 @@ def route_along(manifests: Mapping[int, Manifest], releases: Chain) -> Route:
             the manifests.
     """
     steps = []
-    for source, target in itertools.pairwise(releases):
+    for source, target in itertools.pairwise(chain):
         manifest = manifests.get(target)
         upgrade = None if manifest is None else manifest.upgrade_from(source)
         if manifest is None or upgrade is None:
@@ -97,9 +97,9 @@ def plan_route(
     manifests: Mapping[int, Manifest],
     from_release: int,
     to_release: int,
-    side: str | None,
+    side_space: str | None,
     *,
-    directly: SpaceId | None = None,
+    direct_search_space: SpaceId | None = None,
 ) -> Route | None:
     """Find the best route from one release to another.
 
@@ -112,9 +112,9 @@ def plan_route(
             then, whatever their space. An upgrade from a source of another space is passed over.
         from_release: The source.
         to_release: The target.
-        side: Space of the stored side-information; None without any.
-        directly: Space of the stored vectors, if they may stay: without upgrades, the route is
-            empty if the target can search this space directly. None: they may not stay.
+        side_space: Space of the stored side-information; None without any.
+        direct_search_space: Space of the stored vectors, if they may stay: without upgrades, the
+            route is empty if the target can search this space directly. None: they may not stay.
 
     Returns:
         None if there is no route, also to an older release. The same release twice gives an empty
@@ -131,16 +131,22 @@ def plan_route(
     if from_release == to_release:
         return _STAY
     search = _Search(manifests, from_release, to_release)
-    route = search.best(side, by_retention=True) or search.best(side, by_retention=False)
+    route = search.best(side_space, by_retention=True) or search.best(
+        side_space, by_retention=False
+    )
     target = manifests[to_release]
-    if route is None and directly is not None and target.searches(directly):
+    if (
+        route is None
+        and direct_search_space is not None
+        and target.searches_space_directly(direct_search_space)
+    ):
         retention = target.direct_retention(from_release)
         return Route((), retention, retention is not None)
     return route
 
 
 def iterate_routes(
-    manifests: Mapping[int, Manifest], from_release: int, to_release: int, side: str | None
+    manifests: Mapping[int, Manifest], from_release: int, to_release: int, side_space: str | None
 ) -> Iterator[Route]:
     """Yield all routes whose upgrades have the side-information that they read, the shortest first.
 
@@ -152,13 +158,13 @@ def iterate_routes(
         manifests: The releases that may be used; the source may be missing.
         from_release: The source.
         to_release: The target.
-        side: Space of the stored side-information; None without any.
+        side_space: Space of the stored side-information; None without any.
 
     Yields:
         Routes with at least one step, each once; none if `to_release` is unknown or not newer.
     """
     retention = retention_by_chain(manifests)
-    queue: deque[tuple[int, Steps, str | None]] = deque([(from_release, (), side)])
+    queue: deque[tuple[int, Steps, str | None]] = deque([(from_release, (), side_space)])
     while queue:
         release, steps, side_space = queue.popleft()
         for step, next_side in _steps(manifests, release, to_release, side_space):

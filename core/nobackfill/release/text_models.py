@@ -7,7 +7,7 @@ import numpy as np
 
 from nobackfill.errors import InvalidInputError, VerificationError
 from nobackfill.release.manifest import Manifest, TextRole
-from nobackfill.release.models import Files, Session, check_output, open_session, read_verified
+from nobackfill.release.models import Files, Session, check_output, open_session, read_verified_file
 from nobackfill.text import BatchTokenizer, Tokens
 from nobackfill.vectors import Vectors
 
@@ -28,7 +28,7 @@ class TextReader:
         path = self._spec.tokenizer.path
         try:
             self._tokenizing = BatchTokenizer(
-                read_verified(files, self._spec.tokenizer), self._spec.length, path
+                read_verified_file(files, self._spec.tokenizer), self._spec.length, path
             )
         except InvalidInputError as error:
             raise VerificationError(

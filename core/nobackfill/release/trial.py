@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict
 
 from nobackfill.errors import ConfigurationError, VerificationError
 from nobackfill.release.manifest import Manifest
-from nobackfill.release.models import CHUNK, Files
+from nobackfill.release.models import CHUNK_ROWS, Files
 
 MEMORY_BYTES = 4 * 2**30
 CPU_SECONDS = 240
@@ -91,13 +91,13 @@ def try_release(
         memory_bytes=MEMORY_BYTES,
         cpu_seconds=CPU_SECONDS,
     )
-    reason = explain_refusal_in_child(request, poll)
+    reason = explain_trial_failure_in_child(request, poll)
     if reason is not None:
         raise VerificationError(reason)
 
 
-def explain_refusal_in_child(request: _Request, poll: Callable[[], None]) -> str | None:
-    """Run `explain_refusal` in a child with limits; if the child dies, return the cause.
+def explain_trial_failure_in_child(request: _Request, poll: Callable[[], None]) -> str | None:
+    """Run `explain_trial_failure` in a child with limits; if the child dies, return the cause.
 
     Blocks until the child ends; it never outlives the call.
 
@@ -156,7 +156,7 @@ def _cause(status: int) -> str:
     return f"exit status {status}, within {MEMORY_BYTES >> 30} GiB of memory"
 
 
-def explain_refusal(request: _Request) -> str | None:
+def explain_trial_failure(request: _Request) -> str | None:
     """Run the models of a release in this process, and explain why the release is refused.
 
     A model that crashes ends the process. `request` decides which upgrades are probed; its limits
@@ -175,7 +175,7 @@ def explain_refusal(request: _Request) -> str | None:
             request.manifest,
             upgrades=request.upgrades,
             threads=request.threads,
-            rows=CHUNK,
+            rows=CHUNK_ROWS,
         )
     except (VerificationError, ConfigurationError) as error:
         # ConfigurationError: the library for its tokenizer is not installed here.
@@ -206,7 +206,7 @@ def main() -> None:
     """
     request = _Request.model_validate_json(sys.stdin.read())
     _limit(request.memory_bytes, request.cpu_seconds)
-    print(json.dumps({"refused": explain_refusal(request)}))
+    print(json.dumps({"refused": explain_trial_failure(request)}))
 
 
 if __name__ == "__main__":

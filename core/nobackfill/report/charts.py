@@ -28,7 +28,7 @@ ORDERS = {
     "gain": "most expected gain first",
 }
 # Width in inches. A phone shows a chart about this wide, so that its text keeps its size.
-WIDTH = 4.6
+CHART_INCHES = 4.6
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def backfill_chart(comparison: Comparison) -> str:
     Raises:
         ValueError: No picture shares its class with another one.
     """
-    figure = Figure(figsize=(WIDTH, 3.2), layout="constrained")
+    figure = Figure(figsize=(CHART_INCHES, 3.2), layout="constrained")
     axes = figure.add_subplot()
     for (order, curve), colour in zip(comparison.curves.items(), COLOURS, strict=False):
         area = 100 * curve.area_under(curve.map)
@@ -105,7 +105,7 @@ def gallery_map(comparison: Comparison) -> GalleryMap:
 
 
 def _scatter(points: NDArray[np.float64], colours: NDArray[np.str_]) -> str:
-    figure = Figure(figsize=(WIDTH, WIDTH), layout="constrained")
+    figure = Figure(figsize=(CHART_INCHES, CHART_INCHES), layout="constrained")
     axes = figure.add_subplot()
     # Grey points are drawn first.
     order = np.argsort(colours != GREY, kind="stable")

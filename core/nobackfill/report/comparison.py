@@ -25,7 +25,7 @@ from nobackfill.release.manifest import Manifest
 from nobackfill.release.routes import Route, plan_route
 from nobackfill.vectors import Vectors
 
-HITS = 5
+SHOWN_HITS = 5
 # Orders of a backfill that a reader could follow.
 ORDERS = ("random", "uncertainty", "gain")
 
@@ -114,7 +114,7 @@ def predecessor(manifests: Mapping[int, Manifest], release: int) -> int | None:
     """
     for number in sorted((n for n in manifests if n < release), reverse=True):
         old = manifests[number]
-        if plan_route(manifests, number, release, old.side_space, directly=old.space):
+        if plan_route(manifests, number, release, old.side_space, direct_search_space=old.space):
             return number
     return None
 
@@ -160,7 +160,7 @@ def compare(
         "new/new": True,
     }
     cells = {
-        name: measure_cell(cell, images, images, relevance, neighbours=HITS, int8=True)
+        name: measure_cell(cell, images, images, relevance, neighbours=SHOWN_HITS, int8=True)
         for name, cell in names.items()
         if comparable[name]
     }
@@ -301,7 +301,7 @@ def _shade(figures: Mapping[str, tuple[float, float, float]]) -> Matrix:
     return cells
 
 
-def quality_kept(matrix: Matrix) -> float | None:
+def retention_percent(matrix: Matrix) -> float | None:
     """Return mAP of new/served as a percentage of new/new.
 
     Returns:

@@ -20,7 +20,7 @@ from nobackfill.errors import InvalidInputError, NotFoundError, join_few
 from nobackfill.images import decode_file
 from nobackfill.metrics.backfill import uncertainty_order
 from nobackfill.pages.templates import template_environment
-from nobackfill.release.manifest import Manifest, PublishedFile, Unlabelled
+from nobackfill.release.manifest import Manifest, PublishedFile, UnlabelledCell
 from nobackfill.release.routes import route_along
 from nobackfill.release.trust.trust import TrustedFolder
 from nobackfill.report.charts import backfill_chart, gallery_map
@@ -36,7 +36,7 @@ from nobackfill.report.comparison import (
     matrix_of_evidence,
     matrix_of_pictures,
     predecessor,
-    quality_kept,
+    retention_percent,
 )
 
 
@@ -205,7 +205,7 @@ def manifest_facts(manifest: Manifest) -> list[tuple[str, str]]:
     return [(name, value) for name, value in rows if value]
 
 
-def _unlabelled(cell: Unlabelled) -> str:
+def _unlabelled(cell: UnlabelledCell) -> str:
     figures = {
         "agreement@10 with new / new": (cell.agreement, cell.stayed_agreement),
         "R@1 of the very item": (cell.recall1, cell.stayed_recall1),
@@ -238,12 +238,16 @@ def software_versions() -> str:
     return f"{versions}, Python {platform.python_version()}"
 
 
-TITLES = {"old": "stored by the old model", "served": "after the upgrade", "new": "embedded again"}
+CELL_TITLES = {
+    "old": "stored by the old model",
+    "served": "after the upgrade",
+    "new": "embedded again",
+}
 # Names of some cells for readers.
-BOUNDS = {("old", "old"): "lower bound", ("new", "new"): "upper bound"}
-MARKS = BOUNDS | {("new", "old"): "naive swap", ("new", "served"): "what you get"}
+BOUND_LABELS = {("old", "old"): "lower bound", ("new", "new"): "upper bound"}
+CELL_LABELS = BOUND_LABELS | {("new", "old"): "naive swap", ("new", "served"): "what you get"}
 # Rows of the picture grid, with the cell of each.
-ROWS = {
+GRID_ROWS = {
     "before": "old/old",
     "naive swap": "new/old",
     "upgraded": "new/served",
@@ -285,7 +289,7 @@ class HitRow:
 
 @dataclass(frozen=True)
 class QueryHits:
-    """A query with its first hits, by the rows of ROWS."""
+    """A query with its first hits, by the rows of GRID_ROWS."""
 
     picture: str
     label: str
@@ -352,10 +356,10 @@ def render_page(
             matrix=matrix,
             queries=QUERIES,
             galleries=GALLERIES,
-            titles=TITLES,
-            bounds=BOUNDS,
-            marks=MARKS,
-            kept=quality_kept(matrix),
+            titles=CELL_TITLES,
+            bounds=BOUND_LABELS,
+            marks=CELL_LABELS,
+            kept=retention_percent(matrix),
             basis=basis or basis_of_evidence(new, route),
             downloads={} if old is None else download_sizes(manifests, old, release, route),
             cost=comparison.cost if comparison else None,
@@ -399,7 +403,7 @@ def _query_hits(comparison: Comparison, query: int) -> QueryHits:
     cells = comparison.cells
     rows = [
         HitRow(title, [_tile(comparison, hit) for hit in cells[name].neighbours[query].tolist()])
-        for title, name in ROWS.items()
+        for title, name in GRID_ROWS.items()
         if name in cells
     ]
     tile = _tile(comparison, query)
@@ -429,7 +433,7 @@ def _bytes(value: int) -> str:
 
 
 # Seed of the drawn pictures and of the random order of the backfill curve.
-SEED = 0
+REPORT_SEED = 0
 
 
 def upgrade_page(
@@ -478,7 +482,7 @@ def upgrade_page(
         old = predecessor(manifests, release)
         comparison = basis = None
         if images is not None and old is not None:
-            pictures, total = read_folder(images, SEED)
+            pictures, total = read_folder(images, REPORT_SEED)
             for number in {old, *range(old + 1, release + 1)} & set(manifests):
                 trusted.verify_files(number)
             comparison = compare(model_repo, manifests, old, release, pictures)
@@ -487,4 +491,4 @@ def upgrade_page(
                 "is a query, all others are the gallery. Upgraded as gateways and devices do, by "
                 "int8 transforms where they are published."
             )
-        return render_page(manifests, release, old, comparison, basis, SEED, links)
+        return render_page(manifests, release, old, comparison, basis, REPORT_SEED, links)

@@ -18,7 +18,7 @@ import grpc
 
 from nobackfill.errors import ConfigurationError
 from nobackfill.wire.limits import LARGEST_ANSWER, LARGEST_REQUEST
-from nobackfill.wire.statuses import error_of, is_transient
+from nobackfill.wire.statuses import error_from_status, is_transient
 
 T = TypeVar("T")
 
@@ -31,15 +31,15 @@ def translate_errors(server: str) -> Iterator[None]:
         server: The server or call, for the message.
 
     Raises:
-        NobackfillError: The class follows from the gRPC code and its reason, by `statuses.TABLE`:
-            CANCELLED gives CancelledError, and a connection that broke UnavailableError. Only a
-            code that the table lacks, as of an error inside the gateway, gives NobackfillError
-            itself. Other errors of the block pass unchanged.
+        NobackfillError: The class follows from the gRPC code and its reason, by
+            `statuses.STATUS_TABLE`: CANCELLED gives CancelledError, and a connection that broke
+            UnavailableError. Only a code that the table lacks, as of an error inside the gateway,
+            gives NobackfillError itself. Other errors of the block pass unchanged.
     """
     try:
         yield
     except grpc.RpcError as error:
-        raise error_of(error, server) from error
+        raise error_from_status(error, server) from error
 
 
 def call_until_success(
@@ -47,7 +47,7 @@ def call_until_success(
     server: str,
     *,
     seconds: float = 30.0,
-    each: float = 10.0,
+    attempt_seconds: float = 10.0,
     gateways: int = 1,
 ) -> T:
     """Call a function until it succeeds; for idempotent calls only.
@@ -64,7 +64,7 @@ def call_until_success(
         server: The server or call, for the message.
         seconds: Longest time of all attempts together; at least one attempt is made, also with 0 or
             less.
-        each: Longest time of one attempt, above 0.
+        attempt_seconds: Longest time of one attempt, above 0.
         gateways: How many gateways the attempts go to in turn, at least 1.
 
     Returns:
@@ -79,10 +79,10 @@ def call_until_success(
     failures = 0
     while True:
         try:
-            return attempt(min(each, max(0.001, deadline - time.monotonic())))
+            return attempt(min(attempt_seconds, max(0.001, deadline - time.monotonic())))
         except grpc.RpcError as error:
             wait = pause * random.uniform(0.5, 1.5)  # noqa: S311
-            failure = error_of(error, server)
+            failure = error_from_status(error, server)
             if not (is_transient(failure) or _cut(error)) or time.monotonic() + wait >= deadline:
                 raise failure from error
         time.sleep(wait)
@@ -311,7 +311,7 @@ def _read(variable: str) -> bytes | None:
 # The base of every service's calls.
 
 # Trailer of a watch that the gateway ended because of its age: the client watches again.
-WATCH_AGAIN = "x-watch-again"
+WATCH_AGAIN_TRAILER = "x-watch-again"
 
 
 class Connection:
@@ -362,7 +362,7 @@ class Connection:
             attempt,
             self.address,
             seconds=self.seconds,
-            each=each,
+            attempt_seconds=each,
             gateways=self.address.count(",") + 1,
         )
 
@@ -390,7 +390,7 @@ class Connection:
         while True:
             for last in self._read_stream(stream, first):
                 yield last
-            if WATCH_AGAIN not in dict(stream.trailing_metadata()):
+            if WATCH_AGAIN_TRAILER not in dict(stream.trailing_metadata()):
                 return
             # Retry: another watcher may have taken the free place at the gateway.
             stream, first = self._retry(lambda _seconds: _begin(begin()))

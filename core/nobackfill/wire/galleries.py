@@ -16,7 +16,7 @@ from nobackfill.v1.gallery_pb2_grpc import GalleryServiceStub
 from nobackfill.v1.search_pb2_grpc import SearchServiceStub
 from nobackfill.wire.answers import Answer, Hit, Image, Item, Status
 from nobackfill.wire.connection import Connection
-from nobackfill.wire.values import fill_metadata, from_metadata, origin_name, to_filter
+from nobackfill.wire.values import fill_metadata, filter_message, origin_name, read_metadata
 
 Where = Mapping[str, Scalar] | Filter
 # Vectors by the id of their space.
@@ -93,7 +93,7 @@ class SearchCalls(Connection):
             gallery=gallery,
             query=_query(image, text, embeddings),
             k=k,
-            filter=to_filter(where),
+            filter=filter_message(where),
             accuracy=_accuracy(ef, exact),
         )
         metadata = None if session is None else (("x-session", session),)
@@ -185,7 +185,7 @@ class SearchCalls(Connection):
                 *(_query(None, None, vectors) for vectors in embeddings),
             ],
             k=k,
-            filter=to_filter(where),
+            filter=filter_message(where),
             accuracy=_accuracy(ef, exact),
         )
         answer = self._retry(lambda t: self._searches.SearchBatch(request, timeout=t))
@@ -256,7 +256,7 @@ def _answer(response: search_pb2.SearchResponse) -> Answer[Hit]:
             score=hit.score if hit.HasField("score") else None,
             release=hit.release,
             origin=origin_name(hit.origin) or "",
-            metadata=from_metadata(hit.metadata),
+            metadata=read_metadata(hit.metadata),
             beyond_calibration=hit.beyond_calibration,
         )
         for hit in response.hits
@@ -610,7 +610,7 @@ class GalleryCalls(Connection):
             ValueError: The connection was closed.
         """
         request = gallery_pb2.ListItemsRequest(
-            gallery=gallery, filter=to_filter(where), page_size=_PAGE
+            gallery=gallery, filter=filter_message(where), page_size=_PAGE
         )
         if least_certain:
             request.order = gallery_pb2.ITEM_ORDER_LEAST_CERTAIN
@@ -640,7 +640,7 @@ class GalleryCalls(Connection):
                 time is over), OverloadedError, NotPermittedError (token or role).
             ValueError: The connection was closed.
         """
-        request = gallery_pb2.CountItemsRequest(gallery=gallery, filter=to_filter(where))
+        request = gallery_pb2.CountItemsRequest(gallery=gallery, filter=filter_message(where))
         return int(self._retry(lambda t: self._galleries.CountItems(request, timeout=t)).items)
 
     def set_metadata(
@@ -684,7 +684,7 @@ class GalleryCalls(Connection):
         """
         request = gallery_pb2.SetMetadataRequest(gallery=gallery, ids=ids, remove=remove)
         if where is not None:
-            request.filter.CopyFrom(to_filter(where))
+            request.filter.CopyFrom(filter_message(where))
         fill_metadata(values, request.set)
         return int(self._retry(lambda t: self._galleries.SetMetadata(request, timeout=t)).items)
 
@@ -718,7 +718,7 @@ class GalleryCalls(Connection):
         """
         request = gallery_pb2.DeleteItemsRequest(gallery=gallery, ids=ids)
         if where is not None:
-            request.filter.CopyFrom(to_filter(where))
+            request.filter.CopyFrom(filter_message(where))
         return int(
             self._call_once(lambda t: self._galleries.DeleteItems(request, timeout=t)).deleted
         )
@@ -753,7 +753,7 @@ def _pieces(items: Iterable[gallery_pb2.PutItem]) -> Iterator[Sequence[gallery_p
 def _read(item: gallery_pb2.GetItemResponse | gallery_pb2.ListedItem) -> Item:
     return Item(
         item.id,
-        from_metadata(item.metadata),
+        read_metadata(item.metadata),
         origin_name(item.origin),
         item.uncertainty if item.HasField("uncertainty") else None,
     )

@@ -32,7 +32,7 @@ class StatusRow:
     transient: bool = False
 
 
-TABLE = (
+STATUS_TABLE = (
     StatusRow(errors.InvalidInputError, StatusCode.INVALID_ARGUMENT),
     StatusRow(errors.OutOfRangeError, StatusCode.OUT_OF_RANGE),
     StatusRow(errors.NotFoundError, StatusCode.NOT_FOUND),
@@ -64,10 +64,10 @@ TABLE = (
     StatusRow(errors.DeadlineError, StatusCode.DEADLINE_EXCEEDED, transient=True),
     StatusRow(errors.CancelledError, StatusCode.CANCELLED),
 )
-_BY_ERROR = {row.error: row for row in TABLE}
-_BY_STATUS = {(row.code, row.reason): row for row in TABLE}
+_BY_ERROR = {row.error: row for row in STATUS_TABLE}
+_BY_STATUS = {(row.code, row.reason): row for row in STATUS_TABLE}
 # For an unknown or missing reason: the first row of the code.
-_BY_CODE = {row.code: row for row in reversed(TABLE)}
+_BY_CODE = {row.code: row for row in reversed(STATUS_TABLE)}
 # Message of grpc's core, at both ends, for a message above the size limit.
 _ABOVE_BOUND = "message larger than max"
 # Beginnings of its details for a connection that was never made, and what each cause means.
@@ -112,7 +112,7 @@ _CONNECTING = (
 )
 
 
-def row_of(error: type[BaseException]) -> StatusRow | None:
+def find_status_row(error: type[BaseException]) -> StatusRow | None:
     """Return the row of the nearest ancestor of an error class; None if no ancestor has one.
 
     Args:
@@ -129,11 +129,11 @@ def is_transient(error: errors.NobackfillError) -> bool:
     Args:
         error: The error. OverloadedError is a BusyError, and DeadlineError an UnavailableError.
     """
-    row = row_of(type(error))
+    row = find_status_row(type(error))
     return row is not None and row.transient
 
 
-def error_of(error: grpc.RpcError, server: str) -> errors.NobackfillError:
+def error_from_status(error: grpc.RpcError, server: str) -> errors.NobackfillError:
     """Return the error of this project for a gRPC status.
 
     The message begins with the server and holds what `explain_failure` returns.

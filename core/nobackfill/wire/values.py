@@ -36,14 +36,14 @@ _NAMES = {origin: name for name, origin in ORIGINS.items()}
 Values = MessageMap[str, types.Value]
 
 
-def fill_value(value: MetadataValue, into: types.Value) -> None:
+def fill_value(value: MetadataValue, message: types.Value) -> None:
     """Write a metadata value into a message.
 
     An integer of 64 bits stays exact; a larger one becomes the nearest float.
 
     Args:
         value: The value. NaN and infinity are written without an error; an empty list stays a list.
-        into: The message; what it held before is replaced, but a list is appended to a list.
+        message: The message; what it held before is replaced, but a list is appended to a list.
 
     Raises:
         InvalidInputError: A value of another kind, such as None, a mapping, a set, a date or an
@@ -51,7 +51,7 @@ def fill_value(value: MetadataValue, into: types.Value) -> None:
             a text with half a surrogate pair.
     """
     try:
-        _fill(value, into)
+        _fill(value, message)
     except OverflowError as error:
         raise InvalidInputError(
             "metadata: expected an integer of 64 bits, got one beyond the largest float; store it "
@@ -82,12 +82,12 @@ def _fill(value: MetadataValue, into: types.Value) -> None:
         )
 
 
-def fill_metadata(metadata: Mapping[str, MetadataValue], into: Values) -> None:
+def fill_metadata(metadata: Mapping[str, MetadataValue], message: Values) -> None:
     """Write metadata into a message, each value as `fill_value` does.
 
     Args:
         metadata: The values by key.
-        into: The message; other keys that it holds stay.
+        message: The message; other keys that it holds stay.
 
     Raises:
         InvalidInputError: A key is no text or has half a surrogate pair, or `fill_value` refuses a
@@ -95,7 +95,7 @@ def fill_metadata(metadata: Mapping[str, MetadataValue], into: Values) -> None:
     """
     for key, value in metadata.items():
         try:
-            entry = into[key]
+            entry = message[key]
         except (TypeError, ValueError) as error:
             raise InvalidInputError(
                 f"metadata: expected keys of valid Unicode text, got {key!r:.64}; leave it out"
@@ -103,7 +103,7 @@ def fill_metadata(metadata: Mapping[str, MetadataValue], into: Values) -> None:
         fill_value(value, entry)
 
 
-def to_value(value: MetadataValue) -> types.Value:
+def metadata_value_message(value: MetadataValue) -> types.Value:
     """Return a metadata value as a new message.
 
     An integer of 64 bits stays exact; a larger one becomes the nearest float.
@@ -121,7 +121,7 @@ def to_value(value: MetadataValue) -> types.Value:
     return message
 
 
-def from_value(value: types.Value, key: str) -> MetadataValue:
+def read_metadata_value(value: types.Value, key: str) -> MetadataValue:
     """Return a message as a metadata value.
 
     Args:
@@ -134,10 +134,10 @@ def from_value(value: types.Value, key: str) -> MetadataValue:
     Raises:
         InvalidInputError: The message is empty, or a number that is not finite.
     """
-    return list(value.texts.texts) if value.HasField("texts") else from_scalar(value, key)
+    return list(value.texts.texts) if value.HasField("texts") else read_scalar(value, key)
 
 
-def from_scalar(value: types.Value, key: str) -> Scalar:
+def read_scalar(value: types.Value, key: str) -> Scalar:
     """Return a message as a single value, no list.
 
     Args:
@@ -162,7 +162,7 @@ def from_scalar(value: types.Value, key: str) -> Scalar:
     )
 
 
-def from_metadata(values: Values) -> Metadata:
+def read_metadata(values: Values) -> Metadata:
     """Return metadata from the messages of a gateway.
 
     Args:
@@ -171,7 +171,7 @@ def from_metadata(values: Values) -> Metadata:
     Raises:
         InvalidInputError: A value is empty, or a number that is not finite.
     """
-    return {key: from_value(value, key) for key, value in values.items()}
+    return {key: read_metadata_value(value, key) for key, value in values.items()}
 
 
 def origin_name(origin: types.Origin) -> Origin | None:
@@ -181,11 +181,11 @@ def origin_name(origin: types.Origin) -> Origin | None:
 
 # No item has this key, so that its absence is true for all. A gateway that does not know
 # expressions does not know this test either, and refuses the call instead of ignoring the filter.
-NEWER = "\0 this gateway is older than filter expressions: update it"
+OLD_GATEWAY_KEY = "\0 this gateway is older than filter expressions: update it"
 _BOUNDS = ("at_least", "less_than", "greater_than", "at_most")
 
 
-def to_filter(where: Mapping[str, Scalar] | Filter | None) -> types.Filter:
+def filter_message(where: Mapping[str, Scalar] | Filter | None) -> types.Filter:
     """Return values that metadata must equal, or a filter, as a message; None gives an empty one.
 
     An empty message passes every item, and so does an empty mapping. A gateway that is older than
@@ -208,11 +208,11 @@ def to_filter(where: Mapping[str, Scalar] | Filter | None) -> types.Filter:
         if isinstance(where, Mapping):
             # Gateways before expressions understand conditions, but would ignore an expression.
             for key, value in where.items():
-                message.conditions.add(key=key, equals=to_value(value))
+                message.conditions.add(key=key, equals=metadata_value_message(value))
         elif where is not None:
             check_filter(where)
-            message.expression.CopyFrom(to_expression(where))
-            message.conditions.add(key=NEWER, exists=False)
+            message.expression.CopyFrom(expression_message(where))
+            message.conditions.add(key=OLD_GATEWAY_KEY, exists=False)
     except ValueError as error:
         raise InvalidInputError(
             "filter: expected texts of valid Unicode, and times of the years 1 to 9999, found "
@@ -221,7 +221,7 @@ def to_filter(where: Mapping[str, Scalar] | Filter | None) -> types.Filter:
     return message
 
 
-def to_expression(condition: Filter) -> types.Expression:
+def expression_message(condition: Filter) -> types.Expression:
     """Return a filter as a message; the filter is not checked against the limits.
 
     Args:
@@ -236,17 +236,17 @@ def to_expression(condition: Filter) -> types.Expression:
     if isinstance(condition, All | AnyOf):
         group = message.all if isinstance(condition, All) else message.any
         group.SetInParent()
-        group.of.extend(map(to_expression, condition.of))
+        group.of.extend(map(expression_message, condition.filters))
     elif isinstance(condition, Not):
         # `not` is a keyword of Python.
-        getattr(message, "not").CopyFrom(to_expression(condition.of))
+        getattr(message, "not").CopyFrom(expression_message(condition.excluded_filter))
     elif isinstance(condition, Range):
         message.all.CopyFrom(_ranges(condition))
     else:
         message.condition.key = condition.key
         if isinstance(condition, OneOf):
             message.condition.one_of.SetInParent()
-            message.condition.one_of.values.extend(map(to_value, condition.values))
+            message.condition.one_of.values.extend(map(metadata_value_message, condition.values))
         elif isinstance(condition, Exists):
             message.condition.exists = True
         else:

@@ -487,7 +487,7 @@ def _read_once(
     """
     try:
         access = reading_access(path, "")
-        if access.unlocked is None and explain_unwritable(path) is None:
+        if access.unlocked_file_stat is None and explain_unwritable(path) is None:
             # The gateway has it open: this process can read by SQLite's shared memory as well.
             access = FileAccess("mode=ro")
     except CannotWriteError as error:

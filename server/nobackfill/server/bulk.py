@@ -32,7 +32,7 @@ from nobackfill.picture_files import (
     is_picture,
 )
 from nobackfill.release.manifest import Manifest, parse_manifest
-from nobackfill.release.models import no_vector_error, read_verified
+from nobackfill.release.models import no_vector_error, read_verified_file
 from nobackfill.server.embedding.embedding import EmbeddingService, InProcessModels
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.upgrades.workers.cache import OpenCache, write_files
@@ -327,7 +327,7 @@ def read_model_files(folder: Path, manifest: Manifest) -> dict[str, bytes]:
     Raises:
         VerificationError: a file is missing, cannot be read, or does not match its signed digest.
     """
-    return {file.path: read_verified(folder, file) for file in manifest.embedding_files()}
+    return {file.path: read_verified_file(folder, file) for file in manifest.embedding_files()}
 
 
 def credentials_of(environment: Mapping[str, str]) -> dict[str, bytes]:

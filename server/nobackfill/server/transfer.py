@@ -22,7 +22,7 @@ from nobackfill.errors import (
     join_few,
 )
 from nobackfill.gallery.gallery_store import GalleryStore
-from nobackfill.gallery.listing import ListingPlace
+from nobackfill.gallery.listing import ListingPosition
 from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.gallery.sqlite_file import StoredItem, StoredVectors
@@ -126,7 +126,7 @@ def _copy_spaces(source: GalleryStore, target: GalleryStore) -> None:
 
 
 def _pages(store: GalleryStore, space: str) -> Iterator[list[StoredItem]]:
-    place: ListingPlace | None = None
+    place: ListingPosition | None = None
     while True:
         entries, place = store.list_page(space, _PAGE, start_after=place)
         if entries:

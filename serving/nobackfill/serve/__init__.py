@@ -5,9 +5,9 @@ again, bounded in time, in bytes and by a daily budget. `AdapterSearch` maps que
 model to the space of the old vectors.
 
 >>> import numpy as np
->>> from nobackfill.serve import Natives
->>> natives = Natives(folder / "natives.db", "the new model's fingerprint", 2)
->>> natives.keep(["a"], [b"digest of a's old vector"], np.eye(2, dtype=np.float32)[:1])
+>>> from nobackfill.serve import NativeVectorFile
+>>> natives = NativeVectorFile(folder / "natives.db", "the new model's fingerprint", 2)
+>>> natives.store_vectors(["a"], [b"digest of a's old vector"], np.eye(2, dtype=np.float32)[:1])
 >>> natives.nearest(np.ones((1, 2), np.float32), 5)
 ['a']
 >>> natives.close()
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
         DualHit as DualHit,
         ReembeddingProgress as ReembeddingProgress,
     )
-    from nobackfill.serving.natives import Natives as Natives
+    from nobackfill.serving.natives import NativeVectorFile as NativeVectorFile
     from nobackfill.serve.reembedding import (
         ColumnItems as ColumnItems,
         SourceReembedding as SourceReembedding,
     )
-    from nobackfill.serving.reembedding import Limits as Limits
+    from nobackfill.serving.reembedding import ReembeddingLimits as ReembeddingLimits
     from nobackfill.serving.sources import (
         FolderItems as FolderItems,
         FunctionItems as FunctionItems,
-        Items as Items,
+        ItemSource as ItemSource,
         UrlItems as UrlItems,
     )
 else:
@@ -42,9 +42,9 @@ else:
         "nobackfill",
         {
             "serve.dual": "AdapterSearch Dual DualAnswer DualHit ReembeddingProgress",
-            "serving.natives": "Natives",
+            "serving.natives": "NativeVectorFile",
             "serve.reembedding": "ColumnItems SourceReembedding",
-            "serving.reembedding": "Limits",
-            "serving.sources": "FolderItems FunctionItems Items UrlItems",
+            "serving.reembedding": "ReembeddingLimits",
+            "serving.sources": "FolderItems FunctionItems ItemSource UrlItems",
         },
     )

@@ -23,11 +23,16 @@ from nobackfill.adopt.pairs import judged_by
 from nobackfill.adopt.sources.source import QUERIES, Rows, Searchable, same_model
 from nobackfill.errors import IncompatibleSpaceError, InvalidInputError
 from nobackfill.serve.reembedding import SourceReembedding, item_versions
-from nobackfill.serving.fusion import HITS, Block, Joining, collect_candidates
-from nobackfill.serving.ledger import today
-from nobackfill.serving.natives import Natives, digest_vector
-from nobackfill.serving.reembedding import EmbeddingCost, Limits
-from nobackfill.serving.sources import Items
+from nobackfill.serving.fusion import (
+    CANDIDATES_PER_SEARCH,
+    Block,
+    FittedRankFusion,
+    collect_candidates,
+)
+from nobackfill.serving.ledger import today_utc
+from nobackfill.serving.natives import NativeVectorFile, digest_old_vector
+from nobackfill.serving.reembedding import EmbeddingCost, ReembeddingLimits
+from nobackfill.serving.sources import ItemSource
 from nobackfill.vectors import Vectors, check_vectors
 
 _WINDOW = 1000
@@ -95,8 +100,8 @@ class Dual:
         self,
         source: Searchable,
         mapping: Map,
-        joining: Joining,
-        natives: Natives,
+        joining: FittedRankFusion,
+        natives: NativeVectorFile,
         *,
         reembedder: SourceReembedding | None = None,
         carried: str | None = None,
@@ -121,7 +126,7 @@ class Dual:
             BusyError: others hold the store, or its server has too many requests.
         """
         judged_by(source.facts())
-        if joining.mark != mapping.digest:
+        if joining.map_digest != mapping.digest:
             raise IncompatibleSpaceError(
                 "the rank fusion (the file of --joining) was fitted for another map; use the files "
                 "that one run of `nobackfill fit` wrote with --out and --joining"
@@ -139,8 +144,8 @@ class Dual:
         natives: Path,
         embedder: Embedder,
         *,
-        items: Items | None = None,
-        limits: Limits | None = None,
+        items: ItemSource | None = None,
+        limits: ReembeddingLimits | None = None,
         carried: str | None = None,
     ) -> "Dual":
         """Open a search from the files that `nobackfill fit` wrote.
@@ -152,7 +157,7 @@ class Dual:
             natives: the file of native vectors; made if it is missing.
             embedder: the new model, for items.
             items: where to read items; None: hits are never re-embedded, and `limits` is ignored.
-            limits: bounds of re-embedding; None: the defaults of Limits.
+            limits: bounds of re-embedding; None: the defaults of ReembeddingLimits.
             carried: the name after `nobackfill carry --to`; its vectors add candidates. It is not
                 checked here: with an unknown name, each search raises NotFoundError.
 
@@ -179,12 +184,12 @@ class Dual:
             )
         fusion = load_joining(joining)
         with ExitStack() as undo:
-            native_file = Natives(natives, embedder.fingerprint, new_map.dims[1])
+            native_file = NativeVectorFile(natives, embedder.fingerprint, new_map.dims[1])
             undo.callback(native_file.close)
             reembedder = None
             if items is not None:
                 reembedder = SourceReembedding(
-                    source, items, embedder, native_file, limits or Limits()
+                    source, items, embedder, native_file, limits or ReembeddingLimits()
                 )
             search = cls(
                 source, new_map, fusion, native_file, reembedder=reembedder, carried=carried
@@ -229,8 +234,10 @@ class Dual:
             NotFoundError: the store has no new vectors of the name `carried`.
             ValueError: a query has more than one row; an empty store gives no hits instead.
         """
-        if not 1 <= k <= HITS:
-            raise InvalidInputError(f"k, the number of hits: expected 1 to {HITS}, got {k}")
+        if not 1 <= k <= CANDIDATES_PER_SEARCH:
+            raise InvalidInputError(
+                f"k, the number of hits: expected 1 to {CANDIDATES_PER_SEARCH}, got {k}"
+            )
         dims = self._mapping.dims
         by_old = check_vectors(np.atleast_2d(old), dims[0], error_name="query by the old model")
         by_new = check_vectors(np.atleast_2d(new), dims[1], error_name="query by the new model")
@@ -256,7 +263,7 @@ class Dual:
             # The product of a query and a migrated vector is that of the query mapped back and the
             # old vector. The norm of the migrated vector is lost.
             searches.append(partial(self._source.nearest, by_new[0] @ self._mapping.weight))
-        nearest_native = self._natives.nearest(by_new, HITS, self._joining.metric)
+        nearest_native = self._natives.nearest(by_new, CANDIDATES_PER_SEARCH, self._joining.metric)
         rows = self._source.lookup(
             collect_candidates(*searches, lambda count: nearest_native[:count])
         )
@@ -269,20 +276,20 @@ class Dual:
         """Return the best of `rows`, their log-odds, and the ids of native ones."""
         if not len(rows):
             return rows, np.empty(0, np.float32), set()
-        native_vectors = self._natives.get(rows.ids)
+        native_vectors = self._natives.read_vectors(rows.ids)
         row_of = {name: row for row, name in enumerate(rows.ids)}
         stale = {
             name: one.old_digest
             for name, one in native_vectors.items()
-            if one.old_digest != digest_vector(rows.vectors[row_of[name]])
+            if one.old_digest != digest_old_vector(rows.vectors[row_of[name]])
         }
         self._natives.delete_outdated(stale)
         native = {
             row_of[name]: one.vector for name, one in native_vectors.items() if name not in stale
         }
         carried = self._mapping(rows.vectors)
-        (odds,) = self._joining.odds(by_old, by_new, rows.vectors, carried, native)
-        best = np.argsort(-odds, kind="stable")[:HITS]
+        (odds,) = self._joining.match_log_odds(by_old, by_new, rows.vectors, carried, native)
+        best = np.argsort(-odds, kind="stable")[:CANDIDATES_PER_SEARCH]
         ids = {row: rows.ids[row] for row in best.tolist()}
         new_ids = {name for row, name in ids.items() if row in native}
         return Rows(list(ids.values()), rows.vectors[best]), odds[best], new_ids
@@ -314,13 +321,16 @@ class Dual:
             part = slice(count - count_new)
             self._reembedder.reembed(item_versions(Rows(rows.ids[part], rows.vectors[part])))
             count_new = len(self._natives) - count_before
-            if count_new >= count or self._natives.spent(today()) >= self._reembedder.limits.a_day:
+            if (
+                count_new >= count
+                or self._natives.count_claimed(today_utc()) >= self._reembedder.limits.a_day
+            ):
                 break
         return max(0, count_new)
 
     def _without_native(self) -> Iterator[Rows]:
         """Yield items without a native vector, in batches: requested ones first, then by key."""
-        queue = self._natives.wanted_ids(100_000)
+        queue = self._natives.requested_ids(100_000)
         for first in range(0, len(queue), _BATCH):
             ids = queue[first : first + _BATCH]
             rows = self._source.lookup(ids)
@@ -331,7 +341,7 @@ class Dual:
         earlier = set(queue)
         for window in self._source.windows(_BATCH):
             rows = self._source.read(window)
-            others = exclude_rows(rows, set(self._natives.get(rows.ids)) | earlier)
+            others = exclude_rows(rows, set(self._natives.read_vectors(rows.ids)) | earlier)
             if len(others):
                 yield others
 
@@ -361,7 +371,7 @@ class Dual:
             BusyError, CannotWriteError, DamagedError: the file of native vectors cannot be used.
         """
         removed, last_id = 0, ""
-        while page := self._natives.ids(last_id, _WINDOW):
+        while page := self._natives.page_of_ids(last_id, _WINDOW):
             current = item_versions(self._source.lookup([name for name, _ in page]))
             outdated = dict(one for one in page if one not in current)
             self._natives.delete_outdated(outdated)
@@ -383,7 +393,7 @@ class Dual:
         return ReembeddingProgress(
             self._source.count(),
             len(self._natives),
-            self._natives.spent(today()),
+            self._natives.count_claimed(today_utc()),
             None if reembedder is None else reembedder.limits.a_day,
             EmbeddingCost() if reembedder is None else reembedder.cost,
         )

@@ -7,9 +7,9 @@ import numpy as np
 from nobackfill.adopt.embedding.embedder import Embedder
 from nobackfill.adopt.sources.source import Rows, Searchable
 from nobackfill.errors import BusyError, InvalidInputError, NotPermittedError, UnavailableError
-from nobackfill.serving.natives import ItemVersion, Natives, digest_vector
-from nobackfill.serving.reembedding import Limits, Reembedding
-from nobackfill.serving.sources import Items, check_item_size
+from nobackfill.serving.natives import ItemVersion, NativeVectorFile, digest_old_vector
+from nobackfill.serving.reembedding import Reembedding, ReembeddingLimits
+from nobackfill.serving.sources import ItemSource, check_item_size
 from nobackfill.vectors import InputKind, Vectors
 
 
@@ -65,10 +65,10 @@ class SourceReembedding(Reembedding[ItemVersion]):
     def __init__(
         self,
         source: Searchable,
-        items: Items,
+        items: ItemSource,
         embedder: Embedder,
-        natives: Natives,
-        limits: Limits,
+        natives: NativeVectorFile,
+        limits: ReembeddingLimits,
     ) -> None:
         if embedder.kind not in (None, items.kind):
             raise InvalidInputError(
@@ -78,7 +78,7 @@ class SourceReembedding(Reembedding[ItemVersion]):
         super().__init__(items, limits, natives)
         self._source, self._embedder, self._natives = source, embedder, natives
 
-    def keep(
+    def embed_and_store(
         self, contents: Mapping[ItemVersion, str | bytes], missing: Sequence[ItemVersion]
     ) -> Collection[ItemVersion]:
         """Embed items and store their native vectors durably; settle their claims.
@@ -103,7 +103,7 @@ class SourceReembedding(Reembedding[ItemVersion]):
         vectors = self._embed(contents)
         if vectors:
             ids, digests = zip(*vectors, strict=True)
-            self._natives.keep(ids, digests, np.stack(list(vectors.values())))
+            self._natives.store_vectors(ids, digests, np.stack(list(vectors.values())))
             current = item_versions(self._source.lookup(ids))
             self._natives.delete_outdated(dict(one for one in vectors if one not in current))
         self._natives.forget([name for name, _ in missing])
@@ -139,4 +139,4 @@ def item_versions(rows: Rows) -> dict[ItemVersion, str]:
     Returns:
         The id, by (id, digest of the old vector); empty without rows.
     """
-    return {(name, digest_vector(rows.vectors[row])): name for row, name in enumerate(rows.ids)}
+    return {(name, digest_old_vector(rows.vectors[row])): name for row, name in enumerate(rows.ids)}

@@ -11,7 +11,7 @@ and `nobackfill fit` to predict what a search finds.
 >>> ledger = LedgerFile(folder / "ledger.sqlite")
 >>> ledger.claim(["a", "b", "c"], day="2026-11-26", budget=2)
 ['a', 'b']
->>> ledger.names_wanted(10)
+>>> ledger.requested_keys(10)
 ['c']
 >>> ledger.close()
 """
@@ -22,21 +22,21 @@ from nobackfill.faces import export_lazily
 
 if TYPE_CHECKING:
     from nobackfill.serving.fusion import (
-        Joining as Joining,
+        FittedRankFusion as FittedRankFusion,
         OddsLine as OddsLine,
         collect_candidates as collect_candidates,
     )
     from nobackfill.serving.ledger import Ledger as Ledger, LedgerFile as LedgerFile
     from nobackfill.serving.reembedding import (
         EmbeddingCost as EmbeddingCost,
-        Limits as Limits,
+        ReembeddingLimits as ReembeddingLimits,
         Reembedding as Reembedding,
         Backoff as Backoff,
     )
     from nobackfill.serving.sources import (
         FolderItems as FolderItems,
         FunctionItems as FunctionItems,
-        Items as Items,
+        ItemSource as ItemSource,
         LineItems as LineItems,
         UrlItems as UrlItems,
     )
@@ -44,9 +44,9 @@ else:
     __getattr__ = export_lazily(
         __name__,
         {
-            "fusion": "Joining OddsLine collect_candidates",
+            "fusion": "FittedRankFusion OddsLine collect_candidates",
             "ledger": "Ledger LedgerFile",
-            "reembedding": "Backoff EmbeddingCost Limits Reembedding",
-            "sources": "FolderItems FunctionItems Items LineItems UrlItems",
+            "reembedding": "Backoff EmbeddingCost Reembedding ReembeddingLimits",
+            "sources": "FolderItems FunctionItems ItemSource LineItems UrlItems",
         },
     )

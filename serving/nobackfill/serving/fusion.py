@@ -19,9 +19,9 @@ from nobackfill.metrics.distances import Metric, distances
 from nobackfill.vectors import Vectors, normalise
 
 # Candidates that each search contributes to a query; the same number may be re-embedded.
-HITS = 100
+CANDIDATES_PER_SEARCH = 100
 # How many nearest queries of the crowd measure whether an item is a hub.
-NEAREST = 10
+HUB_NEAREST = 10
 
 Block = NDArray[np.float32]
 Mask = NDArray[np.bool_]
@@ -48,43 +48,44 @@ class OddsLine:
 
 
 @dataclass(frozen=True)
-class Joining:
+class FittedRankFusion:
     """A fitted rank fusion.
 
     Attributes:
-        weight: the new model's share in the score of a migrated item, 0 to 1; 0 uses the old model
-            alone.
-        migrated: the line of migrated items.
-        native: the line of native items.
-        old: the m anchor items by the old model, float32 [m, a]; norm 1 if `metric` is cosine.
-        carried: the same items migrated, float32 [m, b].
-        new: the same items by the new model, float32 [m, b].
-        mark: the digest of the map that migrates.
-        crowd: queries by the new model, float32 [q, b], that correct hubs among migrated items;
-            empty: no correction.
+        new_weight: the new model's share in the score of a migrated item, 0 to 1; 0 uses the old
+            model alone.
+        migrated_line: the line of migrated items.
+        native_line: the line of native items.
+        old_anchors: the m anchor items by the old model, float32 [m, a]; norm 1 if `metric` is
+            cosine.
+        migrated_anchors: the same items migrated, float32 [m, b].
+        new_anchors: the same items by the new model, float32 [m, b].
+        map_digest: the digest of the map that migrates.
+        hub_queries: queries by the new model, float32 [q, b], that correct hubs among migrated
+            items; empty: no correction.
         metric: the metric of the store.
     """
 
-    weight: float
-    migrated: OddsLine
-    native: OddsLine
-    old: Vectors
-    carried: Vectors
-    new: Vectors
-    mark: str = ""
-    crowd: Vectors = field(default_factory=lambda: np.empty((0, 0), np.float32))
+    new_weight: float
+    migrated_line: OddsLine
+    native_line: OddsLine
+    old_anchors: Vectors
+    migrated_anchors: Vectors
+    new_anchors: Vectors
+    map_digest: str = ""
+    hub_queries: Vectors = field(default_factory=lambda: np.empty((0, 0), np.float32))
     metric: Metric = "cosine"
 
     def migrated_nearness(
-        self, by_old: Vectors, by_new: Vectors, old: Vectors, carried: Vectors
+        self, old_queries: Vectors, new_queries: Vectors, old: Vectors, carried: Vectors
     ) -> Block:
         """Return how near migrated items are to queries, by both models together.
 
         Hubs among the anchors are measured at the first call, and cached.
 
         Args:
-            by_old: queries by the old model, float32 [q, a].
-            by_new: the same queries by the new model, float32 [q, b].
+            old_queries: queries by the old model, float32 [q, a].
+            new_queries: the same queries by the new model, float32 [q, b].
             old: items by the old model, float32 [n, a], of any norm; n may be 0.
             carried: the same items migrated, float32 [n, b].
 
@@ -94,47 +95,53 @@ class Joining:
         Raises:
             ValueError: the dimensions differ, or with l2 or inner_product a value is not finite.
         """
-        near_old = nearness(by_old, old, self.old, metric=self.metric)
-        less = (measure_hubs(carried, self.crowd), self._hubs)
-        near_new = nearness(by_new, carried, self.carried, less, self.metric)
-        return fuse_nearness(self.weight, near_old, near_new)
+        near_old = standardised_nearness(old_queries, old, self.old_anchors, metric=self.metric)
+        less = (measure_hubs(carried, self.hub_queries), self._hubs)
+        near_new = standardised_nearness(
+            new_queries, carried, self.migrated_anchors, less, self.metric
+        )
+        return fuse_nearness(self.new_weight, near_old, near_new)
 
-    def odds(
-        self, by_old: Vectors, by_new: Vectors, old: Vectors, carried: Vectors,
+    def match_log_odds(
+        self, old_queries: Vectors, new_queries: Vectors, old: Vectors, carried: Vectors,
         native: Mapping[int, Vectors],
     ) -> Block:  # fmt: skip
         """Return the log-odds that items match queries, on one scale for both origins.
 
         Args:
-            by_old: queries by the old model, float32 [q, a]; q may be 0.
-            by_new: the same queries by the new model, float32 [q, b].
+            old_queries: queries by the old model, float32 [q, a]; q may be 0.
+            new_queries: the same queries by the new model, float32 [q, b].
             old: items by the old model, float32 [n, a], of any norm; n may be 0.
             carried: the same items migrated, float32 [n, b].
             native: native vectors, float32 [b] each, by row 0 to n-1 of the items that have one;
-                may be empty. `old` and `carried` of these rows count, too, with the share of the
-                line of native items.
+                may be empty. `old_anchors` and `migrated_anchors` of these rows count, too, with
+                the share of the line of native items.
 
         Returns:
             float32 [q, n]; larger is more probable. 0 is even odds.
 
         Raises:
             ValueError: the dimensions differ, or with l2 or inner_product a value is not finite.
-            IndexError: `native` names a row that does not exist.
+            IndexError: `native_line` names a row that does not exist.
         """
-        migrated = self.migrated_nearness(by_old, by_new, old, carried)
-        log_odds = self.migrated(migrated, migrated)
+        migrated = self.migrated_nearness(old_queries, new_queries, old, carried)
+        log_odds = self.migrated_line(migrated, migrated)
         if native:
             rows, new = list(native), np.stack(list(native.values()))
-            near_native = nearness(by_new, new, self.new, metric=self.metric)
-            log_odds[:, rows] = self.native(near_native, migrated[:, rows])
+            near_native = standardised_nearness(
+                new_queries, new, self.new_anchors, metric=self.metric
+            )
+            log_odds[:, rows] = self.native_line(near_native, migrated[:, rows])
         return log_odds
 
     @cached_property
     def _hubs(self) -> Block:
-        return measure_hubs(self.carried, self.crowd)
+        return measure_hubs(self.migrated_anchors, self.hub_queries)
 
 
-def collect_candidates(*searches: Callable[[int], Iterable[Key]], count: int = HITS) -> list[Key]:
+def collect_candidates(
+    *searches: Callable[[int], Iterable[Key]], count: int = CANDIDATES_PER_SEARCH
+) -> list[Key]:
     """Collect the candidates of a query, each once: the `count` nearest of each search.
 
     `nobackfill.serve.Dual`, the gateway and `fit` all use this rule, so `fit` predicts what
@@ -151,21 +158,21 @@ def collect_candidates(*searches: Callable[[int], Iterable[Key]], count: int = H
     return list(dict.fromkeys(key for search in searches for key in search(count)))
 
 
-def fuse_nearness(weight: float, near_old: Block, near_new: Block) -> Block:
+def fuse_nearness(new_weight: float, near_old: Block, near_new: Block) -> Block:
     """Return the weighted mean of both models' nearness.
 
     Args:
-        weight: the new model's share, 0 to 1; not checked.
+        new_weight: the new model's share, 0 to 1; not checked.
         near_old: nearness by the old model, float32 [q, n].
         near_new: nearness by the new model, float32 [q, n].
 
     Returns:
         float32 [q, n].
     """
-    return np.asarray(weight * near_new + (1 - weight) * near_old, np.float32)
+    return np.asarray(new_weight * near_new + (1 - new_weight) * near_old, np.float32)
 
 
-def measure_hubs(vectors: Vectors, crowd: Vectors) -> Block:
+def measure_hubs(vectors: Vectors, queries: Vectors) -> Block:
     """Measure how near each vector is to queries: half the mean cosine to its 10 nearest ones.
 
     Subtracting this from a cosine removes the advantage of hubs (CSLS: Conneau et al. 2018, Eq. 3,
@@ -173,22 +180,22 @@ def measure_hubs(vectors: Vectors, crowd: Vectors) -> Block:
 
     Args:
         vectors: float32 [n, d], of any norm; a zero vector gives 0.
-        crowd: queries, float32 [q, d], of norm 1. With fewer than 10, all of them count.
+        queries: queries, float32 [q, d], of norm 1. With fewer than 10, all of them count.
 
     Returns:
-        float32 [n], -0.5 to 0.5; zeros if `crowd` is empty.
+        float32 [n], -0.5 to 0.5; zeros if `queries` is empty.
 
     Raises:
         ValueError: the dimensions differ.
     """
-    if not len(crowd):
+    if not len(queries):
         return np.zeros(len(vectors), np.float32)
-    cosines = normalise(vectors) @ crowd.T
-    count = min(NEAREST, len(crowd))
+    cosines = normalise(vectors) @ queries.T
+    count = min(HUB_NEAREST, len(queries))
     return np.asarray(np.partition(cosines, -count, axis=1)[:, -count:].mean(1) / 2, np.float32)
 
 
-def nearness(
+def standardised_nearness(
     queries: Vectors,
     vectors: Vectors,
     anchors: Vectors,
@@ -221,11 +228,11 @@ def nearness(
     if less is not None:
         block -= np.concatenate(less)
     columns = np.arange(len(vectors), block.shape[1])
-    standard: Block = standardise(-block, columns)[:, : len(vectors)]
+    standard: Block = standardise_distances(-block, columns)[:, : len(vectors)]
     return standard
 
 
-def standardise(block: Block, anchors: NDArray[np.int64]) -> Block:
+def standardise_distances(block: Block, anchors: NDArray[np.int64]) -> Block:
     """Convert distances to standard deviations below the mean distance of anchors, per query.
 
     Args:

@@ -23,7 +23,7 @@ CLAIM_SECONDS = 600.0
 Key = TypeVar("Key", bound=Hashable)
 
 
-def today() -> str:
+def today_utc() -> str:
     """Return the present day (UTC), YYYY-MM-DD, as a key of the budget."""
     return datetime.now(UTC).date().isoformat()
 
@@ -54,7 +54,7 @@ class Ledger(Protocol[Key]):
         """
         ...
 
-    def settle(self, keys: Collection[Key]) -> None:
+    def finish_claims(self, keys: Collection[Key]) -> None:
         """End claims of items that are embedded or deleted, and remove their requests.
 
         Items without a claim or request are ignored. Their cost stays in the budget.
@@ -65,7 +65,7 @@ class Ledger(Protocol[Key]):
         """
         ...
 
-    def release(self, keys: Collection[Key]) -> None:
+    def return_claims(self, keys: Collection[Key]) -> None:
         """Give up claims of items that failed, and return their cost to the budget.
 
         The items stay queued, but come last until a query requests them again. Keys must be
@@ -78,7 +78,7 @@ class Ledger(Protocol[Key]):
         """
         ...
 
-    def spent(self, day: str) -> int:
+    def count_claimed(self, day: str) -> int:
         """Return how many items were claimed on a day, without those that were given up.
 
         Args:
@@ -155,7 +155,7 @@ CREATE TABLE IF NOT EXISTS spent (day TEXT PRIMARY KEY, items INTEGER NOT NULL) 
             )
             return claims
 
-    def settle(self, keys: Collection[Key]) -> None:
+    def finish_claims(self, keys: Collection[Key]) -> None:
         """End claims of items that are embedded or deleted, and remove them from the queue.
 
         Claims of other processes on these items end, too. Items without a claim are ignored. Their
@@ -173,7 +173,7 @@ CREATE TABLE IF NOT EXISTS spent (day TEXT PRIMARY KEY, items INTEGER NOT NULL) 
         connection.executemany("DELETE FROM claim WHERE id = ?", rows)
         connection.executemany("DELETE FROM wanted WHERE id = ?", rows)
 
-    def release(self, keys: Collection[Key]) -> None:
+    def return_claims(self, keys: Collection[Key]) -> None:
         """Give up claims of items that failed, and return their cost to the day's budget.
 
         The items stay queued, but come last until a query requests them again; an item without a
@@ -198,7 +198,7 @@ CREATE TABLE IF NOT EXISTS spent (day TEXT PRIMARY KEY, items INTEGER NOT NULL) 
                 "INSERT INTO wanted VALUES (?, 0) ON CONFLICT (id) DO UPDATE SET times = 0", rows
             )
 
-    def names_wanted(self, count: int, where: str = "times > 0") -> list[str]:
+    def requested_keys(self, count: int, where: str = "times > 0") -> list[str]:
         """Return the names of queued items, the most requested first.
 
         Queued items that a process has claimed are among them.
@@ -223,7 +223,7 @@ CREATE TABLE IF NOT EXISTS spent (day TEXT PRIMARY KEY, items INTEGER NOT NULL) 
             )
             return [name for (name,) in rows]
 
-    def spent(self, day: str) -> int:
+    def count_claimed(self, day: str) -> int:
         """Return how many items were claimed on a day, YYYY-MM-DD, without those given up.
 
         Args:

@@ -23,7 +23,7 @@ _ROOM = 1024
 ItemVersion = tuple[str, bytes]
 
 
-def digest_vector(vector: Vectors) -> bytes:
+def digest_old_vector(vector: Vectors) -> bytes:
     """Return the digest of an old vector; another digest later means that the item has changed.
 
     Args:
@@ -36,14 +36,14 @@ def digest_vector(vector: Vectors) -> bytes:
 
 
 @dataclass(frozen=True)
-class Native:
+class NativeVector:
     """A native vector, float32 [dim], and the digest of the old vector that the item had then."""
 
     old_digest: bytes
     vector: Vectors
 
 
-class Natives(LedgerFile[ItemVersion]):
+class NativeVectorFile(LedgerFile[ItemVersion]):
     """The native vectors of one model, in an SQLite file; threads may share it.
 
     A copy of the vectors in memory, made at the first search, follows what other processes store
@@ -87,7 +87,7 @@ CREATE TABLE IF NOT EXISTS native (
         self._matrix: Vectors = np.zeros((_ROOM, dim), np.float32)
         self._norms: Vectors = np.zeros(_ROOM, np.float32)
         self._ids: list[str | None] = []
-        self._rows_by_id: dict[str, tuple[int, Native]] = {}
+        self._rows_by_id: dict[str, tuple[int, NativeVector]] = {}
         self._newest = 0
         # The connection and its PRAGMA data_version when the copy last had what the file has.
         self._state: tuple[sqlite3.Connection, int] | None = None
@@ -115,7 +115,7 @@ CREATE TABLE IF NOT EXISTS native (
         with self._reading() as connection:
             return int(connection.execute("SELECT count(*) FROM native").fetchone()[0])
 
-    def get(self, ids: Sequence[str]) -> dict[str, Native]:
+    def read_vectors(self, ids: Sequence[str]) -> dict[str, NativeVector]:
         """Return the native vectors of items, by id; items without one are absent.
 
         Whether an item has changed since is not checked; compare `old_digest`.
@@ -164,14 +164,16 @@ CREATE TABLE IF NOT EXISTS native (
             listing = [name for row in ordered if (name := self._ids[row]) is not None]
             return listing[:count]
 
-    def keep(self, ids: Sequence[str], old_digest: Sequence[bytes], vectors: Vectors) -> None:
+    def store_vectors(
+        self, ids: Sequence[str], old_digest: Sequence[bytes], vectors: Vectors
+    ) -> None:
         """Store native vectors durably, and settle the claims and requests of their items.
 
         It waits up to 30 s for another process that writes, then raises BusyError.
 
         Args:
             ids: n ids; existing vectors are replaced. If an id occurs twice, its last vector stays.
-            old_digest: the n digests of the old vectors, as `digest_vector` returns them.
+            old_digest: the n digests of the old vectors, as `digest_old_vector` returns them.
             vectors: float32 [n, dim]; n may be 0.
 
         Raises:
@@ -235,7 +237,7 @@ CREATE TABLE IF NOT EXISTS native (
                 if name in self._rows_by_id and self._rows_by_id[name][1].old_digest == digest_:
                     self._drop(name)
 
-    def wanted_ids(self, count: int) -> list[str]:
+    def requested_ids(self, count: int) -> list[str]:
         """Return ids that queries requested or that failed, and that have no native vector, most
         requested first.
 
@@ -245,9 +247,9 @@ CREATE TABLE IF NOT EXISTS native (
         Raises:
             BusyError, CannotWriteError, DamagedError: the file cannot be read or made.
         """
-        return self.names_wanted(count, "id NOT IN (SELECT id FROM native)")
+        return self.requested_keys(count, "id NOT IN (SELECT id FROM native)")
 
-    def ids(self, last_id: str, count: int) -> list[ItemVersion]:
+    def page_of_ids(self, last_id: str, count: int) -> list[ItemVersion]:
         """Return a page of ids with native vectors, each with its digest, ordered by id.
 
         Args:
@@ -304,7 +306,7 @@ CREATE TABLE IF NOT EXISTS native (
                     "re-embedding fills it again"
                 ) from error
             self._drop(name)
-            self._add(name, Native(old_digest, vector))
+            self._add(name, NativeVector(old_digest, vector))
             self._newest = number
 
     def _drop_deleted(self, connection: sqlite3.Connection) -> None:
@@ -325,7 +327,7 @@ CREATE TABLE IF NOT EXISTS native (
             for name, native in natives:
                 self._add(name, native)
 
-    def _add(self, name: str, native: Native) -> None:
+    def _add(self, name: str, native: NativeVector) -> None:
         row = len(self._ids)
         if row == len(self._matrix):
             self._matrix = np.concatenate([self._matrix, np.zeros_like(self._matrix)])

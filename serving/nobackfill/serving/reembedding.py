@@ -18,8 +18,8 @@ from typing import Generic, NamedTuple
 
 from nobackfill.errors import BusyError, CannotWriteError, ConfigurationError, TooLargeError
 from nobackfill.processes import DaemonThreads
-from nobackfill.serving.ledger import Key, Ledger, today
-from nobackfill.serving.sources import Items
+from nobackfill.serving.ledger import Key, Ledger, today_utc
+from nobackfill.serving.sources import ItemSource
 
 _DAY_S = 86_400.0
 # The most items whose back-off is remembered; beyond it, those with the longest back-off stay.
@@ -54,7 +54,7 @@ class Backoff(Generic[Key]):
         self._lock = threading.Lock()
         self._pauses: dict[Key, _Pause] = {}
 
-    def ready(self, keys: Sequence[Key]) -> list[Key]:
+    def filter_ready(self, keys: Sequence[Key]) -> list[Key]:
         """Return those of the given items that need not wait now, in the same order; an unknown
         item need not."""
         moment = self._clock()
@@ -114,7 +114,7 @@ _CLOSE_S = 30.0
 
 
 @dataclass(frozen=True)
-class Limits:
+class ReembeddingLimits:
     """Limits of re-embedding.
 
     Attributes:
@@ -187,8 +187,8 @@ class Reembedding(ABC, Generic[Key]):
 
     def __init__(
         self,
-        items: Items,
-        limits: Limits,
+        items: ItemSource,
+        limits: ReembeddingLimits,
         ledger: Ledger[Key],
         backoff: Backoff[Key] | None = None,
     ) -> None:
@@ -213,7 +213,9 @@ class Reembedding(ABC, Generic[Key]):
         self.cost = EmbeddingCost()
 
     @abstractmethod
-    def keep(self, contents: Mapping[Key, str | bytes], missing: Sequence[Key]) -> Collection[Key]:
+    def embed_and_store(
+        self, contents: Mapping[Key, str | bytes], missing: Sequence[Key]
+    ) -> Collection[Key]:
         """Embed items, store their vectors durably, and settle them in the ledger.
 
         Runs on a thread of this object, several calls at once.
@@ -246,7 +248,7 @@ class Reembedding(ABC, Generic[Key]):
             DamagedError: the ledger's file is damaged.
             UnavailableError: the ledger's database does not answer.
         """
-        return self.ledger.claim(keys, today(), budget)
+        return self.ledger.claim(keys, today_utc(), budget)
 
     def close(self, seconds: float = _CLOSE_S) -> bool:
         """Finish the batches that have started, drop those that wait, and refuse later work.
@@ -312,7 +314,7 @@ class Reembedding(ABC, Generic[Key]):
         """
         wait(self._begin(names), timeout=seconds)
 
-    def busy(self, keys: Collection[Key]) -> bool:
+    def is_embedding(self, keys: Collection[Key]) -> bool:
         """Return whether this process embeds any of these items, or has one wait for a thread;
         False for no items."""
         with self._lock:
@@ -336,7 +338,7 @@ class Reembedding(ABC, Generic[Key]):
             shared = [future for key in names if (future := self._under_way.get(key))]
             idle = [key for key in names if key not in self._under_way]
             if self.backoff is not None:
-                idle = self.backoff.ready(idle)
+                idle = self.backoff.filter_ready(idle)
             # Items beyond the limit are only queued in the ledger, so that memory stays bounded.
             room = max(0, _MOST_WAITING - len(self._under_way))
             idle, beyond = idle[:room], idle[room:]
@@ -401,7 +403,7 @@ class Reembedding(ABC, Generic[Key]):
     def _postpone(self, keys: Sequence[Key]) -> None:
         """Give up claims of items that were not started; they stay queued and cost nothing."""
         try:
-            self.ledger.release(keys)
+            self.ledger.return_claims(keys)
             self.claim(keys, 0)
         except Exception as error:  # noqa: BLE001 - claims also expire
             self.record_failure(error)
@@ -412,7 +414,7 @@ class Reembedding(ABC, Generic[Key]):
         finished: Collection[Key] = ()
         try:
             read = self._read(names, bytes_)
-            finished = self.keep(read.contents, read.missing)
+            finished = self.embed_and_store(read.contents, read.missing)
         except Exception as error:  # noqa: BLE001 - claims are freed after any error
             self.record_failure(error)
         finally:
@@ -427,7 +429,7 @@ class Reembedding(ABC, Generic[Key]):
             if read.unread:
                 self._postpone(read.unread)
             if failures:
-                self.ledger.release(failures)
+                self.ledger.return_claims(failures)
 
     def _read(self, names: Mapping[Key, str], bytes_: _Bytes) -> _BatchRead[Key]:
         """Read items until the query's bytes are used up."""

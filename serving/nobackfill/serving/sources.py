@@ -31,18 +31,18 @@ _PIECE = 1 << 16
 _TROUBLE = (urllib3.exceptions.HTTPError, http.client.HTTPException, ValueError, OSError)
 
 
-class Items(Protocol):
+class ItemSource(Protocol):
     """A source of items by id; threads may share it."""
 
     @property
     def kind(self) -> InputKind | None:
         """Return the kind of all its items, image or text; None if it may return either kind."""
 
-    def read(self, name: str, most_bytes: int) -> str | bytes | None:
+    def read(self, item_id: str, most_bytes: int) -> str | bytes | None:
         """Read the content of one item.
 
         Args:
-            name: the item's id.
+            item_id: the item's id.
             most_bytes: the largest size to accept, 0 or more; of a text, in UTF-8.
 
         Returns:

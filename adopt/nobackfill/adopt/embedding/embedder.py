@@ -130,7 +130,7 @@ def _open_folder(folder: Path, *, queries: bool) -> Embedder:
     if is_model2vec(folder):
         return open_model2vec(folder, queries=queries)
     model = TextFolder(folder)
-    if (graph := model.own_graph) is not None:
+    if (graph := model.shipped_onnx_file) is not None:
         return OnnxModel(graph, queries=queries)
     files = model.files
     role: TextRole = "query" if queries else "document"

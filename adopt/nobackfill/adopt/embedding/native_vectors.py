@@ -31,7 +31,7 @@ from nobackfill.adopt.sources.source import (
     same_model,
 )
 from nobackfill.errors import InvalidInputError, join_few
-from nobackfill.serving.natives import Natives, digest_vector
+from nobackfill.serving.natives import NativeVectorFile, digest_old_vector
 from nobackfill.vectors import InputKind, Vectors, normalise
 
 # Rows of one step: a kill loses the model's work on so many at most.
@@ -308,7 +308,7 @@ class NativeVectorMaker:
         *,
         embedder: Embedder | None = None,
         folder: VectorFolder | None = None,
-        natives: Natives | None = None,
+        natives: NativeVectorFile | None = None,
         directions: bool = False,
         batch: int = 32,
         pause: Callable[[], None] | None = None,
@@ -408,11 +408,11 @@ class NativeVectorMaker:
         if self._natives is None:
             return []
         if self._after is not None:
-            ids = [name for name, _ in self._natives.ids(self._after, WINDOW)]
+            ids = [name for name, _ in self._natives.page_of_ids(self._after, WINDOW)]
             self._after = ids[-1] if ids else None
             if ids:
                 return ids
-        wanted = self._natives.wanted_ids(WINDOW + len(self._wanted))
+        wanted = self._natives.requested_ids(WINDOW + len(self._wanted))
         ids = [name for name in wanted if name not in self._wanted][:WINDOW]
         self._wanted.update(ids)
         return ids
@@ -483,18 +483,18 @@ class NativeVectorMaker:
         wanted = self._wanted & vectors.keys()
         places = [row for row, name in enumerate(rows.ids) if name in wanted]
         if self._natives is not None and places:
-            self._natives.keep(
+            self._natives.store_vectors(
                 [rows.ids[row] for row in places],
-                [digest_vector(rows.vectors[row]) for row in places],
+                [digest_old_vector(rows.vectors[row]) for row in places],
                 np.stack([vectors[rows.ids[row]] for row in places]).astype(np.float32),
             )
 
     def _reused(self, rows: Rows, values: dict[str, str | Path]) -> dict[str, Vectors]:
         vectors: dict[str, Vectors] = {}
         if self._natives is not None:
-            known = self._natives.get(rows.ids)
+            known = self._natives.read_vectors(rows.ids)
             for row, name in enumerate(rows.ids):
-                if name in known and known[name].old_digest == digest_vector(rows.vectors[row]):
+                if name in known and known[name].old_digest == digest_old_vector(rows.vectors[row]):
                     vectors[name] = known[name].vector
         if self._folder is not None:
             digests = {name: content_digest(value) for name, value in values.items()}
@@ -577,7 +577,7 @@ def open_native_vectors(
         dim = _dimension(source, contents, embedder)
     known = None
     if natives is not None and fingerprint is not None:
-        known = Natives(natives, fingerprint, dim)
+        known = NativeVectorFile(natives, fingerprint, dim)
     return NativeVectorMaker(
         contents,
         dim,

@@ -217,7 +217,7 @@ class OnnxModel:
         else:
             files = files or self._text_files(weights, pixels or {})
             own = files["query" if queries else "document"]
-            self._declared = own.declared
+            self._declared = own.settings
             self._tokenizer = self._tokenizing(own.tokenizer)
             self.fingerprint, self.reads = mark_vectors(files, queries=queries)
         self._layers = [layer.open() for layer in self._declared.layers]

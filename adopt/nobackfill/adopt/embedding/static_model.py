@@ -55,7 +55,7 @@ class StaticModel:
         self, files: RoleFiles, *, queries: bool, model2vec: Model2vecConfig | None = None
     ) -> None:
         own = files["query" if queries else "document"]
-        self._declared = own.declared
+        self._declared = own.settings
         self._table_file = own.weights[0]
         self._table = read_table(self._table_file)
         data = read_weights(own.tokenizer)

@@ -97,10 +97,10 @@ def init(arguments: Namespace) -> None:
 
 
 def _confirm(root: bytes) -> None:
-    from nobackfill.release.trust.trust import fingerprint
+    from nobackfill.release.trust.trust import format_root_fingerprint
 
     print(
-        f"The publication's root metadata has the fingerprint\n{fingerprint(root)}\n"
+        f"The publication's root metadata has the fingerprint\n{format_root_fingerprint(root)}\n"
         "Is this the fingerprint that its publisher gave you? [y/N]: ",
         end="", file=sys.stderr, flush=True,
     )  # fmt: skip

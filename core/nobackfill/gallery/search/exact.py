@@ -25,11 +25,11 @@ SPARE_CANDIDATES = 8
 # With more improving rows than this times k for each query, a full search is cheaper.
 MOST_IMPROVING = 4
 # A filter that passes less than one row in this many is answered from these rows alone.
-PICKED_SHARE = 3
+FEW_ROWS_SHARE = 3
 # Elements of such rows that are gathered at a time: 128 KiB fit into the processor's cache.
 PICKED_ELEMENTS = 1 << 15
 # Smallest spare capacity, in rows, of an index that grows.
-LEAST_ROOM = 256
+LEAST_SPARE_ROWS = 256
 # Rows that are converted to float64 at a time.
 WIDE_ROWS = 1 << 10
 
@@ -61,8 +61,8 @@ class ExactIndex:
         self._spare: _Spare | None = None
 
     @classmethod
-    def of_prepared(
-        cls, spec: SpaceSpec, labels: Labels, prepared: Vectors, offsets_: NDArray[np.float32]
+    def from_prepared(
+        cls, spec: SpaceSpec, labels: Labels, vectors: Vectors, offsets: NDArray[np.float32]
     ) -> "ExactIndex":
         """Build an index from prepared vectors and their offsets, without computing anything.
 
@@ -71,14 +71,14 @@ class ExactIndex:
         Args:
             spec: The space.
             labels: int64 [n]. They need not increase if the index is only searched.
-            prepared: float32 [n, dim], as `prepare_vectors` returns them.
-            offsets_: float32 [n], as `distance_offsets` returns them.
+            vectors: float32 [n, dim], as `prepare_vectors` returns them.
+            offsets: float32 [n], as `distance_offsets` returns them.
         """
         index = cls.__new__(cls)
-        index._set(spec, labels, prepared, offsets_)
+        index._set(spec, labels, vectors, offsets)
         return index
 
-    def extended(self, labels: Labels, vectors: Vectors) -> "ExactIndex":
+    def with_more_rows(self, labels: Labels, vectors: Vectors) -> "ExactIndex":
         """Return an index with more rows; this index stays as it is.
 
         New rows go into spare capacity of the same arrays, which no older index reads. Only the
@@ -96,12 +96,12 @@ class ExactIndex:
         old, count = len(self.labels), len(self.labels) + len(labels)
         spare = self._spare
         if spare is None or spare.used != old or count > len(spare.labels):
-            spare = _Spare(self, room=count + max(count, LEAST_ROOM))
+            spare = _Spare(self, room=count + max(count, LEAST_SPARE_ROWS))
         spare.labels[old:count] = labels
         spare.vectors[old:count] = prepared
         spare.offsets[old:count] = distance_offsets(self.spec, prepared)
         spare.used = count
-        index = self.of_prepared(
+        index = self.from_prepared(
             self.spec, spare.labels[:count], spare.vectors[:count], spare.offsets[:count]
         )
         index._spare = spare
@@ -112,20 +112,20 @@ class ExactIndex:
         queries: Vectors,
         k: int,
         mask: Mask | None = None,
-        passing: int | None = None,
+        passing_count: int | None = None,
         ef: int = 0,
     ) -> Neighbours:
         """Return the k nearest rows to each query, with distances in float64 that are rounded once.
 
-        Threads may call it at the same time, also beside `extended`, which leaves this index as it
-        is; no lock is needed.
+        Threads may call it at the same time, also beside `with_more_rows`, which leaves this index
+        as it is; no lock is needed.
 
         Args:
             queries: float32 [q, dim], checked; q may be 0.
             k: At least 1; it may be above n.
             mask: bool [n], the rows that may be found; None for all. Another length is not always
                 noticed.
-            passing: Ignored.
+            passing_count: Ignored.
             ef: Ignored: every row is compared.
 
         Returns:
@@ -135,7 +135,7 @@ class ExactIndex:
         if mask is None:
             return self._search(queries, k, None, None)
         rows = np.flatnonzero(mask)
-        if len(rows) * PICKED_SHARE > len(mask):
+        if len(rows) * FEW_ROWS_SHARE > len(mask):
             return self._search(queries, k, ~mask, None)
         return self._search(queries, k, None, rows)
 
@@ -170,7 +170,9 @@ class ExactIndex:
             np.concatenate([part.distances for part in parts]),
         )
 
-    def improve(self, queries: Vectors, hits: Neighbours, mask: Mask | None = None) -> Neighbours:
+    def merge_nearer_rows(
+        self, queries: Vectors, hits: Neighbours, mask: Mask | None = None
+    ) -> Neighbours:
         """Add the rows of this index that are nearer than the last hits of another index.
 
         This is much cheaper than `search` if few rows are: for a small index next to a large one.

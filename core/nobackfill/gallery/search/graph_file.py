@@ -336,8 +336,8 @@ def _place_deleted(ground: Bytes, vectors: Vectors, deleted: Mask) -> None:
 
 
 # The version of the headers in native/hnswlib; other versions of the package read the same links.
-VERSION = "0.8.0"
-ENGINE = f"hnswlib {VERSION}, links"
+HNSWLIB_VERSION = "0.8.0"
+ENGINE = f"hnswlib {HNSWLIB_VERSION}, links"
 # Vectors that are read at a time.
 _READ_ROWS = 512
 
@@ -353,8 +353,8 @@ class GraphSkeleton:
         labels: Labels of the rows, increasing.
         rows: Row in `labels` of each element's vector; -1 for none.
         links: The links.
-        sums: Sum of each element's vector; None if not needed.
-        own_links: Whether the links were built for vectors of this space.
+        row_hashes: Sum of each element's vector; None if not needed.
+        links_fit_space: Whether the links were built for vectors of this space.
         ef: Candidates with which enough neighbours were found; 0 if unknown.
     """
 
@@ -362,12 +362,12 @@ class GraphSkeleton:
     labels: Labels
     rows: Rows
     links: GraphLinks
-    sums: Sums | None
-    own_links: bool
+    row_hashes: Sums | None
+    links_fit_space: bool
     ef: int
 
     def write(self, path: Path) -> None:
-        """Write the index file; `sums` must be set, which is asserted.
+        """Write the index file; `row_hashes` must be set, which is asserted.
 
         The file gets mode 0600. Only one process may write a path at a time.
 
@@ -377,12 +377,12 @@ class GraphSkeleton:
         Raises:
             CannotWriteError: The file cannot be written; an earlier file stays.
         """
-        assert self.sums is not None, "a file shows what was replaced"
+        assert self.row_hashes is not None, "a file shows what was replaced"
         arrays: Arrays = {
-            "labels": self.labels, "rows": self.rows.astype(np.int64), "sums": self.sums,
+            "labels": self.labels, "rows": self.rows.astype(np.int64), "sums": self.row_hashes,
             "ground": self.links.ground, "levels": self.links.levels, "upper": self.links.upper,
         }  # fmt: skip
-        parameters = dict(self.links.parameters) | {"fresh": self.own_links, "ef": self.ef}
+        parameters = dict(self.links.parameters) | {"fresh": self.links_fit_space, "ef": self.ef}
         write_index(path, self.spec, ENGINE, parameters, arrays)
 
 
@@ -416,7 +416,7 @@ def read_skeleton(path: Path, spec: SpaceSpec) -> GraphSkeleton:
     )
 
 
-def hash_rows(vectors: Content) -> Sums:
+def hash_vector_rows(vectors: Content) -> Sums:
     """Return a sum of each row's bits, uint64 [n]; different vectors have the same with probability
     2^-64.
 
@@ -469,7 +469,7 @@ def rebuild_graph(
     rows = _rows_in(skeleton, labels)
     element = np.full(len(labels), -1, np.int64)
     element[rows[rows >= 0]] = np.flatnonzero(rows >= 0)
-    sums = skeleton.sums if skeleton.spec.space == spec.space else None
+    sums = skeleton.row_hashes if skeleton.spec.space == spec.space else None
 
     def fill(memory: Vectors) -> Mask:
         for start in range(0, len(labels), _READ_ROWS):
@@ -479,7 +479,7 @@ def rebuild_graph(
             memory[places] = piece
             if sums is not None:
                 # A replaced vector has other neighbours: it cannot stay there.
-                rows[places[hash_rows(piece) != sums[places]]] = -1
+                rows[places[hash_vector_rows(piece) != sums[places]]] = -1
             after_piece()
         no_row: Mask = rows < 0
         return no_row

@@ -14,12 +14,12 @@ import numpy as np
 
 from nobackfill.errors import VerificationError
 from nobackfill.gallery.search import graph_file, view
-from nobackfill.gallery.search.exact import PICKED_SHARE, ExactIndex, distance_offsets
+from nobackfill.gallery.search.exact import FEW_ROWS_SHARE, ExactIndex, distance_offsets
 from nobackfill.gallery.search.graph_file import (
     GraphSkeleton,
     Hnsw,
     RecordLayout,
-    hash_rows,
+    hash_vector_rows,
     read_skeleton,
     rebuild_graph,
 )
@@ -59,7 +59,7 @@ class HnswIndex:
         graph: Hnsw,
         rows: Rows | None = None,
         *,
-        own_links: bool = True,
+        links_fit_space: bool = True,
     ) -> None:
         """Wrap a graph; no other code may change it.
 
@@ -71,10 +71,10 @@ class HnswIndex:
             graph: The graph.
             rows: int [names], row in `labels` of each name in the graph; -1 for none, which must be
                 marked deleted. None: the name is the row.
-            own_links: Whether the links were built for these vectors. Otherwise they were built for
-                another space's vectors.
+            links_fit_space: Whether the links were built for these vectors. Otherwise they were
+                built for another space's vectors.
         """
-        self.own_links = own_links
+        self.links_fit_space = links_fit_space
         self._least = 0
         self.spec = spec
         self.labels = labels
@@ -94,7 +94,7 @@ class HnswIndex:
             self.vectors = SelectedRows(memory, self._elements)
             element_labels = np.append(labels, -1)[self._held]
         _move_to_large_pages(graph)
-        self._exact = ExactIndex.of_prepared(
+        self._exact = ExactIndex.from_prepared(
             spec, element_labels, memory, distance_offsets(spec, memory)
         )
         self.compiled = view.compiled_graph(graph, self._held, labels, self._elements)
@@ -104,7 +104,7 @@ class HnswIndex:
         """Return the least number of candidates of a search."""
         return max(self._least, self.graph.ef)
 
-    def exact(self, queries: Vectors, k: int, mask: Mask | None = None) -> Neighbours:
+    def search_exactly(self, queries: Vectors, k: int, mask: Mask | None = None) -> Neighbours:
         """Search by comparing every row, as ExactIndex.search does.
 
         Args:
@@ -120,7 +120,7 @@ class HnswIndex:
             return self._exact.search(queries, k, mask)
         if mask is not None:
             rows = np.flatnonzero(mask)
-            if len(rows) * PICKED_SHARE <= len(mask):
+            if len(rows) * FEW_ROWS_SHARE <= len(mask):
                 return self._exact.search_rows(queries, k, self._elements[rows])
         elements = np.zeros(len(self._held), np.bool_)
         elements[self._elements if mask is None else self._elements[mask]] = True
@@ -148,7 +148,7 @@ class HnswIndex:
         queries: Vectors,
         k: int,
         mask: Mask | None = None,
-        passing: int | None = None,
+        passing_count: int | None = None,
         ef: int = 0,
     ) -> Neighbours:
         """Return the k nearest rows to each query by a walk of the graph; a few may be missed.
@@ -160,10 +160,10 @@ class HnswIndex:
             queries: float32 [q, dim], checked; q may be 0.
             k: At least 1; it may be above n.
             mask: bool [n], the rows that may be found; None for all.
-            passing: Number of these rows; None to count them, which takes longer than a search. It
-                is not checked; without a mask it is ignored.
-            ef: Minimum number of candidates; 0 for the index's own number, EVERY or at least n for
-                an exact search.
+            passing_count: Number of these rows; None to count them, which takes longer than a
+                search. It is not checked; without a mask it is ignored.
+            ef: Minimum number of candidates; 0 for the index's own number, EXACT_EF or at least n
+                for an exact search.
 
         Returns:
             Neighbours [q, k], nearest first, equal distances by label; padded with label -1 and
@@ -171,27 +171,27 @@ class HnswIndex:
         """
         candidates = self._candidates(k, ef)
         if candidates is None:
-            return self.exact(queries, k, mask)
+            return self.search_exactly(queries, k, mask)
         if mask is None:
             near_rows = None
             if not _exact_is_cheaper(len(self.labels), len(queries), candidates):
                 near_rows = self._near(prepare_vectors(self.spec.metric, queries), candidates)
             if near_rows is None:
-                return self.exact(queries, k)
+                return self.search_exactly(queries, k)
             return _answer(self.labels[near_rows[0][:, :k]], near_rows[1][:, :k], k)
-        if passing is None:
-            passing = int(np.count_nonzero(mask))
+        if passing_count is None:
+            passing_count = int(np.count_nonzero(mask))
         answer = Neighbours(
             np.full((len(queries), k), -1, np.int64), np.full((len(queries), k), np.inf, np.float32)
         )
         wide = candidates if candidates > max(k, self.graph.ef) else 0
-        unanswered = self._filtered(queries, k, mask, passing, wide, answer)
+        unanswered = self._filtered(queries, k, mask, passing_count, wide, answer)
         if len(unanswered):
-            exact = self.exact(queries[unanswered], k, mask)
+            exact = self.search_exactly(queries[unanswered], k, mask)
             answer.labels[unanswered], answer.distances[unanswered] = exact.labels, exact.distances
         return answer
 
-    def walk_size(self, k: int, ef: int) -> int | None:
+    def walk_candidates(self, k: int, ef: int) -> int | None:
         """Return the number of candidates of a walk for one query; None if every row is compared
         instead.
 
@@ -271,21 +271,21 @@ class HnswIndex:
         np.maximum(distances, 0, out=distances)
         return rows, distances
 
-    def skeleton(self, *, sums: bool = True) -> GraphSkeleton:
+    def skeleton(self, *, row_hashes: bool = True) -> GraphSkeleton:
         """Return a copy of the graph without its vectors.
 
         The links are copied; the labels and rows are this index's own arrays. No other thread may
         change the graph during the call.
 
         Args:
-            sums: Compute a sum of each vector, which an index file needs; it reads every vector.
-                Without, the skeleton's `sums` is None.
+            row_hashes: Compute a sum of each vector, which an index file needs; it reads every
+                vector. Without, the skeleton's `row_hashes` is None.
         """
         links = graph_file.copy_links(self.graph)
-        vector_sums = hash_rows(graph_file.graph_vectors(self.graph)) if sums else None
+        vector_sums = hash_vector_rows(graph_file.graph_vectors(self.graph)) if row_hashes else None
         ef = self.graph.ef
         return GraphSkeleton(
-            self.spec, self.labels, self._held, links, vector_sums, self.own_links, ef
+            self.spec, self.labels, self._held, links, vector_sums, self.links_fit_space, ef
         )
 
     def save(self, path: Path) -> None:
@@ -343,9 +343,9 @@ def _answer(labels: Labels, distances: Vectors, k: int) -> Neighbours:
 
 
 # Rows that are added at a time; a build can be cancelled between two pieces.
-PIECE = 500
+PIECE_ROWS = 500
 # Links of a row (Malkov and Yashunin's M), and candidates while building.
-M = 16
+LINKS_PER_ROW = 16
 EF_CONSTRUCTION = 100
 # Candidates that are tried for searches: the first that finds LEAST_RECALL of the 10 nearest of a
 # probe is used.
@@ -355,12 +355,12 @@ WIDEST_EF = (*TRIED_EF, 2048, 4096)
 LEAST_RECALL = 0.99
 # Number of probes, and how many are searched exactly at a time; neighbours of each.
 PROBES, PROBES_AT_ONCE = 64, 4
-K = 10
+RECALL_NEIGHBOURS = 10
 # A graph is transferred rather than built if at most this share of the rows was added or removed.
-LARGEST_CHANGE = 0.3
+LARGEST_TRANSFER_CHANGE = 0.3
 
 # Returns how many threads may be used now.
-Threads = Callable[[], int]
+CountThreads = Callable[[], int]
 
 
 def one_thread() -> int:
@@ -373,7 +373,7 @@ def build_index(
     labels: Labels,
     vectors: Content,
     *,
-    threads: Threads = one_thread,
+    threads: CountThreads = one_thread,
     after_piece: Callable[[], None] = lambda: None,
 ) -> HnswIndex:
     """Build a graph; other threads may search meanwhile.
@@ -388,12 +388,12 @@ def build_index(
         labels: int64 [n], increasing; n may be 0.
         vectors: float32 [n, dim], checked; copied into the graph. They are read once, in order, and
             an error of reading passes through.
-        threads: Called before each piece of PIECE rows: how many threads may add it.
+        threads: Called before each piece of PIECE_ROWS rows: how many threads may add it.
         after_piece: Called after each piece, and between the probes; its error ends the build and
             passes through.
     """
     space = "l2" if spec.metric == "squared_l2" else "ip"
-    graph = Hnsw(space, spec.dim, max(1, len(labels)), M, EF_CONSTRUCTION)
+    graph = Hnsw(space, spec.dim, max(1, len(labels)), LINKS_PER_ROW, EF_CONSTRUCTION)
     if _is_large(graph):
         # Nothing is written yet. A walk jumps between records, and with small pages waits as long
         # for their addresses as for their content. A kernel without large pages refuses.
@@ -411,12 +411,12 @@ def _add(
     vectors: Content,
     rows: Rows,
     names: Rows,
-    threads: Threads,
+    threads: CountThreads,
     after_piece: Callable[[], None],
 ) -> None:
     """Add rows of vectors under given names, in pieces."""
-    for start in range(0, len(rows), PIECE):
-        piece = slice(start, start + PIECE)
+    for start in range(0, len(rows), PIECE_ROWS):
+        piece = slice(start, start + PIECE_ROWS)
         prepared = prepare_vectors(spec.metric, vectors[rows[piece]])
         graph.add(prepared, names[piece], threads())
         after_piece()
@@ -455,8 +455,8 @@ def rebuild_from_skeleton(
     present = np.zeros(len(labels), np.bool_)
     present[rows[rows >= 0]] = True
     rows_among_present = np.append(np.cumsum(present) - 1, -1)[rows]
-    own_links = old.own_links and old.spec.space == spec.space
-    index = HnswIndex(spec, labels[present], graph, rows_among_present, own_links=own_links)
+    own_links = old.links_fit_space and old.spec.space == spec.space
+    index = HnswIndex(spec, labels[present], graph, rows_among_present, links_fit_space=own_links)
     if _unchanged(old, spec, labels, rows):
         # Skip the probe, which takes a third of the start.
         graph.ef = old.ef
@@ -469,7 +469,7 @@ def _unchanged(old: GraphSkeleton, spec: SpaceSpec, labels: Labels, rows: Rows) 
     """Tell whether each element has the same vector as when the graph was tuned."""
     return (
         old.ef in TRIED_EF
-        and old.sums is not None
+        and old.row_hashes is not None
         and old.spec.space == spec.space
         and np.array_equal(old.labels, labels)
         and np.array_equal(old.rows, rows)
@@ -488,7 +488,7 @@ def _refuse_distant(elements: int, old: Labels, labels: Labels) -> None:
     common = len(np.intersect1d(old, labels, assume_unique=True))
     # Dead elements slow every search down; new ones cost as much as in a build.
     changes = len(labels) - common + elements - common
-    if changes > LARGEST_CHANGE * len(labels):
+    if changes > LARGEST_TRANSFER_CHANGE * len(labels):
         raise VerificationError(
             f"too many rows changed since the search graph was built: {changes}, with "
             f"{len(labels)} rows now; build a new index"
@@ -532,7 +532,7 @@ def transfer_index(
     labels: Labels,
     vectors: Content,
     *,
-    threads: Threads = one_thread,
+    threads: CountThreads = one_thread,
     after_piece: Callable[[], None] = lambda: None,
 ) -> HnswIndex:
     """Transfer a graph to new content, 40 times faster than building one. `old` does not change.
@@ -558,7 +558,7 @@ def transfer_index(
             a new one.
     """
     _refuse_metric(old.spec, spec)
-    skeleton = old.skeleton(sums=old.spec.space == spec.space)
+    skeleton = old.skeleton(row_hashes=old.spec.space == spec.space)
     graph, rows = rebuild_graph(skeleton, spec, labels, vectors, after_piece)
     added = np.setdiff1d(np.arange(len(labels)), rows)
     if len(added):
@@ -567,8 +567,8 @@ def transfer_index(
         names = len(rows) + np.arange(len(added))
         _add(graph, spec, vectors, added, names, threads, after_piece)
         rows = np.concatenate([rows, added])
-    own_links = old.own_links and old.spec.space == spec.space
-    index = HnswIndex(spec, labels, graph, rows, own_links=own_links)
+    own_links = old.links_fit_space and old.spec.space == spec.space
+    index = HnswIndex(spec, labels, graph, rows, links_fit_space=own_links)
     _accept(index, after_piece)
     return index
 
@@ -579,7 +579,7 @@ def renew_index(
     vectors: Content,
     *,
     old: HnswIndex | None = None,
-    threads: Threads = one_thread,
+    threads: CountThreads = one_thread,
     after_piece: Callable[[], None] = lambda: None,
 ) -> HnswIndex:
     """Return a good index of some content at the lowest cost: `old` itself, `old` transferred, or a
@@ -591,9 +591,9 @@ def renew_index(
         vectors: float32 [n, dim], read up to three times. An error of reading passes through,
             except for a VerificationError during a transfer.
         old: An index, perhaps of the space before an upgrade. A transfer to another space does not
-            have `own_links`; replace it by a build when there is time. None builds a new one. So
-            does an `old` of which more than LARGEST_CHANGE of the rows changed, or that would find
-            less than LEAST_RECALL.
+            have `links_fit_space`; replace it by a build when there is time. None builds a new
+            one. So does an `old` of which more than LARGEST_TRANSFER_CHANGE of the rows changed,
+            or that would find less than LEAST_RECALL.
         threads: Called before each piece of added rows: how many threads may add it.
         after_piece: Called after each piece of work; its error ends it and passes through, except
             for a VerificationError during a transfer, which leads to a build.
@@ -618,10 +618,10 @@ def _alike(old: HnswIndex, spec: SpaceSpec, labels: Labels, vectors: Content) ->
         and np.array_equal(old.labels, labels)
         and all(
             np.array_equal(
-                old.vectors[start : start + PIECE],
-                prepare_vectors(spec.metric, vectors[start : start + PIECE]),
+                old.vectors[start : start + PIECE_ROWS],
+                prepare_vectors(spec.metric, vectors[start : start + PIECE_ROWS]),
             )
-            for start in range(0, len(labels), PIECE)
+            for start in range(0, len(labels), PIECE_ROWS)
         )
     )
 
@@ -674,7 +674,9 @@ def _farthest(index: HnswIndex, probes: Vectors, after_piece: Callable[[], None]
     # A few at a time: each needs memory for its distance to every row.
     for start in range(0, len(probes), PROBES_AT_ONCE):
         piece = probes[start : start + PROBES_AT_ONCE]
-        farthest.append(index.exact(piece, min(K, len(index.labels))).distances[:, -1:])
+        farthest.append(
+            index.search_exactly(piece, min(RECALL_NEIGHBOURS, len(index.labels))).distances[:, -1:]
+        )
         after_piece()
     return np.concatenate(farthest)
 
@@ -690,7 +692,9 @@ def _recall(
         return 1.0
     distances = []
     for probe in probes:
-        distances.append(index.search(probe[None], min(K, len(index.labels))).distances)
+        distances.append(
+            index.search(probe[None], min(RECALL_NEIGHBOURS, len(index.labels))).distances
+        )
         after_piece()
     # By distance, not by label: one of several equal vectors is as good as another.
     return float((np.concatenate(distances) <= farthest * (1 + 1e-5) + 1e-6).mean())

@@ -15,14 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nobackfill.gallery.spec import Metric, SpaceSpec
-from nobackfill.release.calibration import Scale
+from nobackfill.release.calibration import DistanceScale
 from nobackfill.vectors import Vectors
 
 Labels = NDArray[np.int64]
 Rows = NDArray[np.intp]
 Mask = NDArray[np.bool_]
 # The `ef` of an exact search.
-EVERY = sys.maxsize
+EXACT_EF = sys.maxsize
 
 
 class Content(Protocol):
@@ -119,7 +119,7 @@ class Index(Protocol):
         queries: Vectors,
         k: int,
         mask: Mask | None = None,
-        passing: int | None = None,
+        passing_count: int | None = None,
         ef: int = 0,
     ) -> Neighbours:
         """Return the k nearest rows to each query.
@@ -128,8 +128,9 @@ class Index(Protocol):
             queries: float32 [q, dim], checked; q may be 0.
             k: At least 1; it may be above n.
             mask: bool [n], the rows that may be found; None for all. It is not changed.
-            passing: Number of these rows; None to count them, which takes longer than a search.
-            ef: Minimum number of candidates; EVERY or at least n for an exact search. An exact
+            passing_count: Number of these rows; None to count them, which takes longer than a
+                search.
+            ef: Minimum number of candidates; EXACT_EF or at least n for an exact search. An exact
                 index ignores it.
 
         Returns:
@@ -139,7 +140,7 @@ class Index(Protocol):
         ...
 
 
-def rows_of(labels: Labels, targets: Labels) -> Rows:
+def find_label_rows(labels: Labels, targets: Labels) -> Rows:
     """Return the rows of the labels that exist, in the order of `targets`; other targets are
     skipped.
 
@@ -157,14 +158,14 @@ def rows_of(labels: Labels, targets: Labels) -> Rows:
     return matches
 
 
-def mask_of(labels: Labels, subset: Labels) -> Mask:
+def membership_mask(labels: Labels, subset: Labels) -> Mask:
     """Return which of `labels` (int64 [n], increasing) are in `subset` (int64 [m], in any order),
     as bool [n].
 
     Labels of `subset` that `labels` lacks are ignored.
     """
     mask = np.zeros(len(labels), np.bool_)
-    mask[rows_of(labels, subset)] = True
+    mask[find_label_rows(labels, subset)] = True
     return mask
 
 
@@ -290,13 +291,13 @@ def distances_to_query(metric: Metric, query: Vectors, vectors: Vectors) -> Vect
 # Returns which of labels (increasing) may be found: bool of the same length.
 LabelFilter = Callable[[Labels], Mask]
 # Returns which of labels (increasing) are migrated, and which are not.
-Origins = Callable[[Labels], tuple[Mask, Mask]]
+OriginMasks = Callable[[Labels], tuple[Mask, Mask]]
 
 
-def search_origins(
+def search_by_origin(
     nearest: Callable[[LabelFilter], Neighbours],
-    origins: Origins,
-    scale: Scale,
+    origins: OriginMasks,
+    scale: DistanceScale,
     k: int,
     label_filter: LabelFilter | None = None,
 ) -> Neighbours:
@@ -329,7 +330,9 @@ def search_origins(
     return merge_origins(of(0), of(1), scale, k)
 
 
-def merge_origins(migrated: Neighbours, native: Neighbours, scale: Scale, k: int) -> Neighbours:
+def merge_origins(
+    migrated: Neighbours, native: Neighbours, scale: DistanceScale, k: int
+) -> Neighbours:
     """Return the k best of migrated and native hits on one scale; the distances stay as they are.
 
     Args:
@@ -350,7 +353,7 @@ def merge_origins(migrated: Neighbours, native: Neighbours, scale: Scale, k: int
     return Neighbours(joined.labels[:, :k], joined.distances[:, :k])
 
 
-def rank_origins(hits: Neighbours, migrated: Mask, scale: Scale) -> Neighbours:
+def rank_origins(hits: Neighbours, migrated: Mask, scale: DistanceScale) -> Neighbours:
     """Sort hits by the distance of an equally likely native vector.
 
     Equal ones are sorted by their own distance, then by label.

@@ -25,9 +25,9 @@ from nobackfill.gallery.search.index import (
     Neighbours,
     Rows,
     SelectedRows,
+    find_label_rows,
     merge_neighbours,
     prepare_vectors,
-    rows_of,
 )  # fmt: skip
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.gallery.sqlite_file import VectorsOnDisk, find_space
@@ -54,11 +54,11 @@ else:
 # Parses the bytes of a SearchRequest into gallery, space, values, k and max_distance (infinity:
 # none). For an image, the space is None and the values are its bytes. Returns None for any other
 # query. It is None itself if nothing is compiled.
-parse = None if _native is None else _native.parse
+parse_search_request = None if _native is None else _native.parse
 # Ranks labels and vectors in PostgreSQL's binary form by distance to a query, as
 # index.nearest_candidates does; both are checked. Returns None if Python must do it. It is None
 # itself if nothing is compiled.
-ranked = None if _native is None else _native.ranked
+rank_binary_rows = None if _native is None else _native.ranked
 
 
 def compiled_graph(
@@ -92,7 +92,7 @@ class GraphIndex(Protocol):
     graph: Any
     compiled: "_native.Graph | None"
 
-    def walk_size(self, k: int, ef: int) -> int | None:
+    def walk_candidates(self, k: int, ef: int) -> int | None:
         """Return the number of candidates of a walk for one query; None if every row is compared
         instead.
 
@@ -122,7 +122,7 @@ class CompiledSearch:
         self._candidates_by_k: dict[int, int | None] = {}
 
     @classmethod
-    def of(
+    def from_indexes(
         cls, spec: SpaceSpec, base: Index, base_live: Mask | None, delta: Index,
         delta_live: Mask | None,
     ) -> "CompiledSearch | None":  # fmt: skip
@@ -177,19 +177,19 @@ class CompiledSearch:
         Raises:
             ValueError: A mask has another length.
         """
-        candidates = self._index.walk_size(k, ef)
+        candidates = self._index.walk_candidates(k, ef)
         pair = (
             None if candidates is None else self._snapshot.search(query, k, candidates, base, delta)
         )
         return None if pair is None else Neighbours(*pair)
 
-    def answers(
+    def encode_responses(
         self,
         queries: Sequence[tuple[bytes, int, float]],
         exact: bool,
         items: Mapping[int, tuple[bytes, bytes, bytes, int, bytes]],
         curves: "Curves",
-        end: bytes,
+        response_end: bytes,
     ) -> list[bytes | None]:
         """Return a SearchResponse for each query.
 
@@ -202,7 +202,7 @@ class CompiledSearch:
             exact: Whether the answers contain exact distances instead of rounded ones.
             items: Encoded items by label (server/galleries/hosted_file.py), as a dict.
             curves: The calibrations.
-            end: Bytes after the hits.
+            response_end: Bytes after the hits.
 
         Returns:
             A SearchResponse in bytes for each query; None for a query with a hit that `items`
@@ -215,44 +215,44 @@ class CompiledSearch:
             if candidates is None:
                 return [None] * len(queries)
             walks.append((values, k, candidates, farthest))
-        return self._snapshot.answers(walks, exact, items, curves, end)
+        return self._snapshot.answers(walks, exact, items, curves, response_end)
 
-    def route(
+    def request_handler(
         self,
         gallery: str,
         space: str,
-        usual_k: int,
+        default_k: int,
         most_k: int,
         exact: bool,
         items: Mapping[int, tuple[bytes, bytes, bytes, int, bytes]],
         curves: "Curves",
-        end: bytes,
+        response_end: bytes,
     ) -> Callable[[list[bytes]], list[bytes | None]]:
         """Return a function that answers a batch of encoded SearchRequests in one call, as
-        `answers` does.
+        `encode_responses` does.
 
-        It answers requests by one embedding, once `answers` was called with as many hits before.
-        For all others it returns None. Requests for another gallery or space are among these. The
-        function is for this snapshot, and threads may share it.
+        It answers requests by one embedding, once `encode_responses` was called with as many hits
+        before. For all others it returns None. Requests for another gallery or space are among
+        these. The function is for this snapshot, and threads may share it.
 
         Args:
             gallery: The requests' gallery.
             space: The requests' space.
-            usual_k: Number of hits of a request that asks for 0.
+            default_k: Number of hits of a request that asks for 0.
             most_k: Largest number of hits; a request for more gets None.
             exact: Whether distances are exact.
             items: Encoded items by label, as a dict; its later changes are seen.
             curves: The calibrations.
-            end: Bytes after the hits.
+            response_end: Bytes after the hits.
         """
         return _native.Route(
-            self._snapshot, gallery, space, usual_k, most_k, exact, self._candidates_by_k, items,
-            curves, end,
+            self._snapshot, gallery, space, default_k, most_k, exact, self._candidates_by_k, items,
+            curves, response_end,
         ).answers  # fmt: skip
 
     def _walks(self, k: int) -> int | None:
         if k not in self._candidates_by_k:
-            self._candidates_by_k[k] = self._index.walk_size(k, 0)
+            self._candidates_by_k[k] = self._index.walk_candidates(k, 0)
         return self._candidates_by_k[k]
 
 
@@ -354,9 +354,9 @@ class QuerySample:
 
 
 # Builds a base from live vectors, such as nobackfill.gallery.search.hnsw.build_index or ExactIndex.
-Builder = Callable[[SpaceSpec, Labels, Content], Index]
+BuildBase = Callable[[SpaceSpec, Labels, Content], Index]
 # Opens the first base of a view, and returns the rows that are not in it.
-Opener = Callable[[SpaceSpec, Labels, Content], tuple[Index, Rows]]
+OpenBase = Callable[[SpaceSpec, Labels, Content], tuple[Index, Rows]]
 
 
 @dataclass(frozen=True)
@@ -376,7 +376,7 @@ class IndexPart:
     def __len__(self) -> int:
         return len(self.index.labels) - self.deleted
 
-    def without_labels(self, labels: Labels) -> "IndexPart":
+    def with_deleted_labels(self, labels: Labels) -> "IndexPart":
         """Return the part with tombstones for more labels; labels that it does not have are
         ignored.
 
@@ -388,7 +388,7 @@ class IndexPart:
         """
         if not len(labels):
             return self
-        rows = np.unique(rows_of(self.index.labels, labels))
+        rows = np.unique(find_label_rows(self.index.labels, labels))
         if self.live is not None:
             rows = rows[self.live[rows]]
         if not len(rows):
@@ -443,7 +443,7 @@ class IndexPart:
         """
         return slice(None) if self.live is None else self.live
 
-    def content(self) -> tuple[Labels, Content]:
+    def live_content(self) -> tuple[Labels, Content]:
         """Return labels int64 [n], increasing, and vectors [n, dim] of the live rows, without
         copying vectors.
 
@@ -472,7 +472,7 @@ class Snapshot:
         return not isinstance(self.base.index, ExactIndex)
 
     @cached_property
-    def compared_count(self) -> int:
+    def compared_numbers(self) -> int:
         """Return how many numbers a search compares one by one, in the delta and in an exact
         base."""
         return (len(self.delta) + (not self.is_graph) * len(self.base)) * self.spec.dim
@@ -486,7 +486,9 @@ class Snapshot:
         base, delta = self.base, self.delta
         if not len(base):
             return None
-        return CompiledSearch.of(self.spec, base.index, base.live, delta.index, delta.live)
+        return CompiledSearch.from_indexes(
+            self.spec, base.index, base.live, delta.index, delta.live
+        )
 
     def search(
         self, queries: Vectors, k: int, label_filter: LabelFilter | None = None, ef: int = 0
@@ -498,8 +500,8 @@ class Snapshot:
             k: At least 1; it may be above the number of vectors.
             label_filter: Returns which labels may be found; None for all. It may be called several
                 times.
-            ef: Minimum number of candidates; 0 for the index's own number, index.EVERY for an exact
-                search.
+            ef: Minimum number of candidates; 0 for the index's own number, index.EXACT_EF for an
+                exact search.
 
         Returns:
             Neighbours [q, k], nearest first, equal distances by label; padded with label -1 and
@@ -525,9 +527,9 @@ class Snapshot:
         if np.isinf(hits.distances[:, -1]).any():
             return merge_neighbours([hits, self.delta.search(checked, k, label_filter)], k)
         assert isinstance(self.delta.index, ExactIndex), "a delta is searched exactly"
-        return self.delta.index.improve(checked, hits, self.delta.mask(label_filter))
+        return self.delta.index.merge_nearer_rows(checked, hits, self.delta.mask(label_filter))
 
-    def remove(self, labels: Labels) -> "Snapshot":
+    def without_labels(self, labels: Labels) -> "Snapshot":
         """Return the state without some labels, such as those that another space answers for.
 
         Args:
@@ -537,18 +539,20 @@ class Snapshot:
             A new snapshot, also where nothing is removed; this one does not change.
         """
         return replace(
-            self, base=self.base.without_labels(labels), delta=self.delta.without_labels(labels)
+            self,
+            base=self.base.with_deleted_labels(labels),
+            delta=self.delta.with_deleted_labels(labels),
         )
 
-    def content(self) -> tuple[Labels, Content]:
+    def live_content(self) -> tuple[Labels, Content]:
         """Return every live label, int64 [n], increasing, and its vector as engines store it, [n,
         dim], without copying vectors.
 
         Later changes of the gallery do not reach the result. Do not write to the labels.
         """
         if not len(self.delta):
-            return self.base.content()
-        (old, old_vectors), (new, new_vectors) = self.base.content(), self.delta.content()
+            return self.base.live_content()
+        (old, old_vectors), (new, new_vectors) = self.base.live_content(), self.delta.live_content()
         labels = np.concatenate([old, new])
         order = np.argsort(labels)
         return labels[order], SelectedRows(ConcatenatedContent(old_vectors, new_vectors), order)
@@ -574,10 +578,10 @@ def new_snapshot(spec: SpaceSpec, base: Index) -> Snapshot:
 
 
 def _exact(store: Store, spec: SpaceSpec) -> Snapshot:
-    return new_snapshot(spec, ExactIndex(spec, *store.load(spec.space)))
+    return new_snapshot(spec, ExactIndex(spec, *store.load_vectors(spec.space)))
 
 
-def _open_base(store: Store, spec: SpaceSpec, begin: Opener | None) -> Snapshot | None:
+def _open_base(store: Store, spec: SpaceSpec, begin: OpenBase | None) -> Snapshot | None:
     if begin is None:
         return None
     with (
@@ -606,12 +610,12 @@ def apply_change(snapshot: Snapshot, change: Change) -> Snapshot:
         The successor. If the change does not concern the snapshot, the successor has the same
         parts.
     """
-    snapshot = snapshot.remove(change.deleted)
+    snapshot = snapshot.without_labels(change.deleted_labels)
     labels, vectors = change.added.get(snapshot.spec.space, (None, None))
     if labels is None or vectors is None or not len(labels):
         return snapshot
     # A replaced vector is found in the delta from now on.
-    snapshot = snapshot.remove(labels)
+    snapshot = snapshot.without_labels(labels)
     order = np.argsort(labels)
     return replace(snapshot, delta=_extend(snapshot.delta, labels[order], vectors[order]))
 
@@ -623,8 +627,8 @@ def _extend(delta: IndexPart, labels: Labels, vectors: Vectors) -> IndexPart:
     if not len(index.labels) or labels[0] > index.labels[-1]:
         if live is not None:
             live = np.concatenate([live, np.ones(len(labels), np.bool_)])
-        return IndexPart(index.extended(labels, vectors), live, delta.deleted)
-    old_labels, old_vectors = delta.content()
+        return IndexPart(index.with_more_rows(labels, vectors), live, delta.deleted)
+    old_labels, old_vectors = delta.live_content()
     labels = np.concatenate([old_labels, labels])
     vectors = np.concatenate([np.asarray(old_vectors), prepare_vectors(index.spec.metric, vectors)])
     order = np.argsort(labels)
@@ -634,7 +638,7 @@ def _extend(delta: IndexPart, labels: Labels, vectors: Vectors) -> IndexPart:
 class LiveView:
     """The current snapshot of one space: exact at first, indexed once it was compacted."""
 
-    def __init__(self, store: Store, space: str, begin: Opener | None = None) -> None:
+    def __init__(self, store: Store, space: str, open_base: OpenBase | None = None) -> None:
         """Load the space, and follow the store.
 
         All vectors are read. `close` ends it; after an error, it follows no more.
@@ -642,7 +646,7 @@ class LiveView:
         Args:
             store: The gallery.
             space: Id of the space.
-            begin: Opens the first base. Without it, or where it raises VerificationError or
+            open_base: Opens the first base. Without it, or where it raises VerificationError or
                 NotFoundError, the base is exact. Other errors pass through.
 
         Raises:
@@ -663,7 +667,7 @@ class LiveView:
         self.query_sample = QuerySample(self.spec.dim)
         store.subscribe(self._apply)
         try:
-            self._swap(_open_base(store, self.spec, begin) or _exact(store, self.spec))
+            self._swap(_open_base(store, self.spec, open_base) or _exact(store, self.spec))
         except BaseException:
             self.close()
             raise
@@ -684,7 +688,7 @@ class LiveView:
         assert self._snapshot is not None, "set in the constructor"
         return self._snapshot
 
-    def compact(self, build: Builder) -> None:
+    def compact(self, build: BuildBase) -> None:
         """Build a base of all live vectors, then swap it in; searches and commits go on during the
         build.
 
@@ -699,7 +703,7 @@ class LiveView:
                 self._log = []
                 snapshot = self.snapshot()
             try:
-                self._swap(new_snapshot(self.spec, build(self.spec, *snapshot.content())))
+                self._swap(new_snapshot(self.spec, build(self.spec, *snapshot.live_content())))
             finally:
                 with self._changing:
                     self._log = None

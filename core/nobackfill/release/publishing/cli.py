@@ -16,7 +16,7 @@ from nobackfill.release.publishing import publish, renew
 from nobackfill.release.publishing.inspection import list_releases
 from nobackfill.release.publishing.inspection import verify_publication as verify_publication
 from nobackfill.release.publishing.metadata import ROLES, Role, SigningKeys
-from nobackfill.release.trust.trust import fingerprint
+from nobackfill.release.trust.trust import format_root_fingerprint
 from nobackfill.terminal import escape_control
 from nobackfill.version_option import Version
 
@@ -114,7 +114,7 @@ def keys(
     key_files = _keys(model_repo, root_key, targets_key)
     files = {role: str(key_files.path(role)) for role in ROLES}
     if dry_run:
-        publish.refuse_begun(model_repo)
+        publish.refuse_existing_publication(model_repo)
         _answer(
             as_json, {"keys": files, "written": False}, [f"would make {p}" for p in files.values()]
         )
@@ -299,7 +299,9 @@ def list_command(model_repo: Repo = DEFAULT_REPO, as_json: Json = False) -> None
 
 def _keys(repo: Path, root_key: Path | None, targets_key: Path | None) -> SigningKeys:
     files: dict[Role, Path | None] = {"root": root_key, "targets": targets_key}
-    return SigningKeys.of(repo, {role: path for role, path in files.items() if path is not None})
+    return SigningKeys.of_publication(
+        repo, {role: path for role, path in files.items() if path is not None}
+    )
 
 
 def _print_renewal(what: str, renewal: renew.Renewal, dry_run: bool, as_json: bool) -> None:
@@ -311,7 +313,7 @@ def _print_renewal(what: str, renewal: renew.Renewal, dry_run: bool, as_json: bo
 
 
 def _fingerprint(repo: Path) -> str:
-    return fingerprint((repo / "1.root.json").read_bytes())
+    return format_root_fingerprint((repo / "1.root.json").read_bytes())
 
 
 def _days(expires: Mapping[Role, datetime]) -> dict[str, str]:

@@ -21,9 +21,9 @@ from nobackfill.framing import Fit, Interpolation, MarginRounding
 from nobackfill.release.manifest import TextRole
 from nobackfill.release.publishing.preprocessing import (
     Channels,
+    ChannelSpread,
     Side,
     Size,
-    Spread,
     read_preprocessing,
 )
 from nobackfill.release.publishing.sentence_head import (
@@ -46,12 +46,12 @@ _SENTENCE_OUTPUT = "sentence_embedding"
 # Outputs with a vector for each token, which are pooled here.
 _TOKENS = ("token_embeddings", "last_hidden_state")
 # The module that averages vectors of a table, in place of a Transformer.
-STATIC = "StaticEmbedding"
+STATIC_MODULE = "StaticEmbedding"
 _LAYERS = ("Dense", "LayerNorm", "Normalize")
 # For each module of sentence-transformers, the modules that may follow it and are applied here.
 _MODULES_AFTER = {
-    "": ("Transformer", STATIC),
-    STATIC: _LAYERS,
+    "": ("Transformer", STATIC_MODULE),
+    STATIC_MODULE: _LAYERS,
     "Transformer": ("Pooling", *_LAYERS),
     "Pooling": _LAYERS,
     **dict.fromkeys(_LAYERS, _LAYERS),
@@ -110,7 +110,7 @@ class Declaration(BaseModel):
     interpolation: Interpolation = Field("bilinear", exclude_if=lambda name: name == "bilinear")
     margin: MarginRounding = Field("nearest", exclude_if=lambda margin: margin == "nearest")
     mean: Channels = (0.485, 0.456, 0.406)
-    std: Spread = (0.229, 0.224, 0.225)
+    std: ChannelSpread = (0.229, 0.224, 0.225)
 
     @property
     def prefix_of_queries(self) -> str:
@@ -497,7 +497,7 @@ def _of_sentence_transformers(
     prompt_pooled = True
     for number, (name, module) in enumerate(zip(names, modules, strict=True)):
         follows = name in _MODULES_AFTER.get(names[number - 1] if number else "", ())
-        known = follows and module.ours and (name == STATIC) <= static
+        known = follows and module.is_of_library and (name == STATIC_MODULE) <= static
         if not complete and not known:
             raise _not_applied(file, f"module {module.path or number} ({module.type})", export)
         if name == "Pooling":

@@ -9,19 +9,19 @@ from nobackfill.errors import UnfitError, VerificationError
 from nobackfill.release.paths import release_of_manifest
 from nobackfill.release.publishing.draft import read_manifest
 from nobackfill.release.publishing.metadata import (
-    MetadataLedger,
     Role,
+    SignedMetadata,
     list_leftovers,
-    require_ledger,
+    require_signed_metadata,
 )
 from nobackfill.release.publishing.renew import metadata_expiries
 from nobackfill.release.trial import try_release
 from nobackfill.release.trust.trust import (
     TrustedFolder,
-    converter_file,
     converter_numbers,
-    read_converter,
-    read_share,
+    download_converter_file,
+    download_converter_manifest,
+    read_offered_share,
     withdrawal_reason,
 )
 
@@ -85,7 +85,7 @@ def list_releases(repo: Path) -> list[PublicationEntry]:
         VerificationError: A signature or digest is wrong, or a manifest or metadata file is
             missing or cannot be read.
     """
-    ledger = require_ledger(repo)
+    ledger = require_signed_metadata(repo)
     entries = [_entry(repo, ledger, path) for path in ledger.targets.targets]
     return sorted((e for e in entries if e is not None), key=lambda entry: entry.release)
 
@@ -130,13 +130,15 @@ def verify_publication(
                 raise VerificationError(f"release {number}: {error}") from error
         for number in converter_numbers(trust) if release is None else ():
             folder = Path(temporary) / "converters"
-            converter_file(trust, read_converter(trust, number, folder), folder)
-    ledger = require_ledger(repo)
+            download_converter_file(
+                trust, download_converter_manifest(trust, number, folder), folder
+            )
+    ledger = require_signed_metadata(repo)
     unpublished = tuple(path.name for path in list_leftovers(repo, ledger))
     return PublicationHealth(numbers, metadata_expiries(ledger), unpublished)
 
 
-def _entry(repo: Path, ledger: MetadataLedger, path: str) -> PublicationEntry | None:
+def _entry(repo: Path, ledger: SignedMetadata, path: str) -> PublicationEntry | None:
     number = release_of_manifest(path)
     if number is None:
         return None
@@ -149,7 +151,7 @@ def _entry(repo: Path, ledger: MetadataLedger, path: str) -> PublicationEntry | 
             withdrawn=withdrawal_reason(target),
             size=target.length,
             unfit=str(error),
-            share=read_share(target),
+            share=read_offered_share(target),
         )
     own = {file.path: file.length for file in manifest.files()}
     encoder = manifest.side_encoder
@@ -164,5 +166,5 @@ def _entry(repo: Path, ledger: MetadataLedger, path: str) -> PublicationEntry | 
         upgrades_from=tuple(upgrade.from_release for upgrade in manifest.upgrades),
         space=manifest.space,
         size=sum(own.values()) + target.length,
-        share=read_share(target),
+        share=read_offered_share(target),
     )

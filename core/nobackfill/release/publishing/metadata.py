@@ -53,7 +53,7 @@ class SigningKeys:
     files: Mapping[Role, Path] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, repo: Path, files: Mapping[Role, Path] | None = None) -> "SigningKeys":
+    def of_publication(cls, repo: Path, files: Mapping[Role, Path] | None = None) -> "SigningKeys":
         """Return the keys of a publication folder: `<repo>.keys/`, except for `files`.
 
         Nothing is read or made.
@@ -211,7 +211,7 @@ def _load(path: Path) -> CryptoSigner:
 
 
 # Term of validity. Root and targets keys may lie in a safe; machines renew snapshot and timestamp.
-TERM = {
+VALIDITY = {
     "root": timedelta(days=365),
     "targets": timedelta(days=365),
     "snapshot": timedelta(days=30),
@@ -222,7 +222,7 @@ _S = TypeVar("_S", Root, Targets, Snapshot, Timestamp)
 
 
 @dataclass(frozen=True)
-class MetadataLedger:
+class SignedMetadata:
     """The committed metadata, with valid signatures. Expiry is not checked, since the publisher
     renews it."""
 
@@ -264,7 +264,7 @@ def read_root(repo: Path) -> tuple[Root, bytes] | None:
     return root, data
 
 
-def read_ledger(repo: Path) -> MetadataLedger | None:
+def read_signed_metadata(repo: Path) -> SignedMetadata | None:
     """Read the committed metadata.
 
     Expiry is not checked. Release files are not read.
@@ -297,17 +297,17 @@ def read_ledger(repo: Path) -> MetadataLedger | None:
     name = f"{snapshot.meta['targets.json'].version}.targets.json"
     targets_data = _read_matching(repo, name, snapshot.meta["targets.json"])
     targets = verify_metadata(Targets, targets_data, root, name)
-    return MetadataLedger(root, root_bytes, timestamp, snapshot, targets)
+    return SignedMetadata(root, root_bytes, timestamp, snapshot, targets)
 
 
-def require_ledger(repo: Path) -> MetadataLedger:
+def require_signed_metadata(repo: Path) -> SignedMetadata:
     """Read the committed metadata of a folder that must have some.
 
     Raises:
         NotFoundError: Nothing was ever committed, or the folder does not exist.
         VerificationError: A file is missing, cannot be read, or has a wrong signature or digest.
     """
-    ledger = read_ledger(repo)
+    ledger = read_signed_metadata(repo)
     if ledger is None:
         raise NotFoundError(
             f"{repo}: nothing is published in this folder; publish a release with "
@@ -363,7 +363,7 @@ def next_root(root: Root, keys: Mapping[Role, list[Key]], signers: list[Signer])
 
 
 def next_metadata(
-    ledger: MetadataLedger | None,
+    metadata: SignedMetadata | None,
     targets: dict[str, TargetFile] | None,
     signers: Mapping[Role, Signer],
 ) -> list[tuple[str, bytes]]:
@@ -373,7 +373,7 @@ def next_metadata(
     snapshot and timestamp after 30.
 
     Args:
-        ledger: The present metadata; None before the first commit.
+        metadata: The present metadata; None before the first commit.
         targets: The published files; None: keep the targets metadata, renew snapshot and timestamp.
         signers: Keys of the roles that sign.
 
@@ -381,34 +381,34 @@ def next_metadata(
         Name and content of each file: targets if `targets` is given, snapshot, and timestamp last.
 
     Raises:
-        NotFoundError: Both `ledger` and `targets` are None.
+        NotFoundError: Both `metadata` and `targets` are None.
         KeyError: `signers` lacks a role that must sign: snapshot, timestamp, and targets if
             `targets` is given.
     """
     files: list[tuple[str, bytes]] = []
     if targets is not None:
-        version = 1 if ledger is None else ledger.targets.version + 1
+        version = 1 if metadata is None else metadata.targets.version + 1
         data = _signed(
             Targets(version=version, expires=_expiry("targets"), targets=targets),
             [signers["targets"]],
         )
         files.append((f"{version}.targets.json", data))
         targets_meta = MetaFile.from_data(version, data, ["sha256"])
-    elif ledger is not None:
-        targets_meta = ledger.snapshot.meta["targets.json"]
+    elif metadata is not None:
+        targets_meta = metadata.snapshot.meta["targets.json"]
     else:
         raise NotFoundError(
             "expected published files whose metadata can be renewed, got none; publish a release "
             "first"
         )
-    version = 1 if ledger is None else ledger.snapshot.version + 1
+    version = 1 if metadata is None else metadata.snapshot.version + 1
     snapshot = Snapshot(
         version=version, expires=_expiry("snapshot"), meta={"targets.json": targets_meta}
     )
     data = _signed(snapshot, [signers["snapshot"]])
     files.append((f"{version}.snapshot.json", data))
     timestamp = Timestamp(
-        version=1 if ledger is None else ledger.timestamp.version + 1,
+        version=1 if metadata is None else metadata.timestamp.version + 1,
         expires=_expiry("timestamp"),
         snapshot_meta=MetaFile.from_data(version, data, ["sha256"]),
     )
@@ -416,7 +416,7 @@ def next_metadata(
     return files
 
 
-def list_leftovers(repo: Path, ledger: MetadataLedger | None) -> list[Path]:
+def list_leftovers(repo: Path, metadata: SignedMetadata | None) -> list[Path]:
     """List the files that an interrupted publish left: files with our names that no metadata lists.
 
     Other files, such as a README, are not listed.
@@ -425,7 +425,7 @@ def list_leftovers(repo: Path, ledger: MetadataLedger | None) -> list[Path]:
 
     Args:
         repo: The publication folder.
-        ledger: The committed metadata; None before the first commit.
+        metadata: The committed metadata; None before the first commit.
 
     Returns:
         Files and model folders at the top of the folder, sorted.
@@ -433,11 +433,13 @@ def list_leftovers(repo: Path, ledger: MetadataLedger | None) -> list[Path]:
     Raises:
         OSError: The folder is missing or cannot be read.
     """
-    published = set() if ledger is None else {path.split("/")[0] for path in ledger.targets.targets}
+    published = (
+        set() if metadata is None else {path.split("/")[0] for path in metadata.targets.targets}
+    )
     return sorted(
         path
         for path in repo.iterdir()
-        if path.name not in published and _is_leftover(path.name, ledger)
+        if path.name not in published and _is_leftover(path.name, metadata)
     )
 
 
@@ -448,7 +450,7 @@ _FILE = re.compile(r"^(release-\d+\.json|probes-\d+\.npz|converter-\d+\.(json|on
 _VERSIONED = re.compile(r"^(\d+)\.(targets|snapshot)\.json\Z")
 
 
-def _is_leftover(name: str, ledger: MetadataLedger | None) -> bool:
+def _is_leftover(name: str, ledger: SignedMetadata | None) -> bool:
     if _MODEL.match(name) or _FILE.match(name):
         return True
     match = _VERSIONED.match(name)
@@ -463,7 +465,7 @@ def _is_leftover(name: str, ledger: MetadataLedger | None) -> bool:
 
 
 def _expiry(role: Role) -> datetime:
-    return datetime.now(UTC).replace(microsecond=0) + TERM[role]
+    return datetime.now(UTC).replace(microsecond=0) + VALIDITY[role]
 
 
 def _signed(signed: _S, signers: list[Signer]) -> bytes:

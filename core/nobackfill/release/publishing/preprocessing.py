@@ -15,7 +15,7 @@ _Finite = Annotated[float, Field(allow_inf_nan=False)]
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 # For red, green and blue: the mean to subtract, and the standard deviation to divide by.
 Channels = tuple[_Finite, _Finite, _Finite]
-Spread = tuple[_Positive, _Positive, _Positive]
+ChannelSpread = tuple[_Positive, _Positive, _Positive]
 Side = Annotated[int, Field(ge=1, le=4096)]
 # Height and width.
 Size = tuple[Side, Side]
@@ -44,7 +44,7 @@ class Preprocessing(BaseModel):
     interpolation: Interpolation
     margin: MarginRounding = "nearest"
     mean: Channels
-    std: Spread
+    std: ChannelSpread
 
 
 class _EdgeLengths(BaseModel):
@@ -71,7 +71,7 @@ class _Transformers(BaseModel):
     rescale_offset: bool = False
     do_normalize: bool = True
     image_mean: Channels = (0, 0, 0)
-    image_std: Spread = (1, 1, 1)
+    image_std: ChannelSpread = (1, 1, 1)
 
     def read(self) -> Preprocessing:
         name = self.image_processor_type or self.feature_extractor_type or ""
@@ -144,7 +144,7 @@ class _OpenClip(BaseModel):
 
     size: Side | Size
     mean: Channels
-    std: Spread
+    std: ChannelSpread
     interpolation: Literal["bilinear", "bicubic"] = "bicubic"
     resize_mode: Literal["shortest", "longest", "squash"] = "shortest"
     fill_color: int | tuple[int, int, int] = 0
@@ -171,7 +171,7 @@ class _Timm(BaseModel):
 
     input_size: tuple[Literal[3], Side, Side]
     mean: Channels
-    std: Spread
+    std: ChannelSpread
     interpolation: Interpolation = "bicubic"
     crop_pct: float | None = Field(None, gt=0, le=1)
     crop_mode: Literal["center", "squash", "border"] | None = None

@@ -27,24 +27,24 @@ from nobackfill.release.manifest import (
     Converter,
     PublishedFile,
     converter_manifest_path,
+    converter_of_manifest,
     converter_path,
-    number_of_converter,
 )
-from nobackfill.release.models import read_verified
+from nobackfill.release.models import read_verified_file
 from nobackfill.release.paths import manifest_path, release_of_manifest
 from nobackfill.release.publishing.draft import Draft, check_draft
 from nobackfill.release.publishing.metadata import (
     ROLES,
-    MetadataLedger,
     Role,
+    SignedMetadata,
     SigningKeys,
     list_leftovers,
     new_root,
     next_metadata,
-    read_ledger,
     read_root,
+    read_signed_metadata,
 )
-from nobackfill.release.trust.trust import verify_metadata, with_share
+from nobackfill.release.trust.trust import verify_metadata, with_offered_share
 
 # Drafts are next to the publication, because Triton fails on any other folder in it. They lie
 # on its file system, so that finished ones can be renamed into it.
@@ -188,9 +188,9 @@ def publish(
             or the new one if only the last sync failed.
         OSError: The child process cannot be started.
     """
-    keys = keys or SigningKeys.of(repo)
+    keys = keys or SigningKeys.of_publication(repo)
     if dry_run:
-        ledger = read_ledger(repo)
+        ledger = read_signed_metadata(repo)
         files = _checked_files(repo, draft, ledger)
         check_keys(repo, keys)
         return _published(repo, draft, files, keys, dry_run=True)
@@ -199,13 +199,13 @@ def publish(
         ledger = remove_leftovers(repo)
         files = _checked_files(repo, draft, ledger)
         report = _published(repo, draft, files, keys, dry_run=False)
-        signers = signers_of(keys, ensure_root(repo, keys))
+        signers = load_signers(keys, ensure_root(repo, keys))
         targets = dict(ledger.targets.targets) if ledger else {}
         for path, data in files.items():
             targets[path] = TargetFile.from_data(path, data, ["sha256"])
         if share < 1:
             path = manifest_path(report.release)
-            targets[path] = with_share(targets[path], path, share)
+            targets[path] = with_offered_share(targets[path], path, share)
         put_files(repo, files)
         put_metadata(repo, next_metadata(ledger, targets, signers))
         return report
@@ -234,7 +234,7 @@ def lock_publication(repo: Path) -> Iterator[None]:
         yield
 
 
-def remove_leftovers(repo: Path) -> MetadataLedger | None:
+def remove_leftovers(repo: Path) -> SignedMetadata | None:
     """Remove leftovers of an interrupted publish, and return the committed metadata. Call it under
     the lock.
 
@@ -246,7 +246,7 @@ def remove_leftovers(repo: Path) -> MetadataLedger | None:
         CannotWriteError: A file cannot be removed.
         OSError: The folder is missing.
     """
-    ledger = read_ledger(repo)
+    ledger = read_signed_metadata(repo)
     clear_staging(repo)
     durable.remove_temporary_files(repo)
     for path in list_leftovers(repo, ledger):
@@ -277,7 +277,7 @@ def put_metadata(repo: Path, files: list[tuple[str, bytes]]) -> None:
     clear_staging(repo)
 
 
-def _checked_files(repo: Path, draft: Draft, ledger: MetadataLedger | None) -> dict[str, bytes]:
+def _checked_files(repo: Path, draft: Draft, ledger: SignedMetadata | None) -> dict[str, bytes]:
     """Check a draft, and return each file that its release adds, by published path."""
     manifest = draft.manifest
     published = {} if ledger is None else dict(ledger.targets.targets)
@@ -291,7 +291,7 @@ def _checked_files(repo: Path, draft: Draft, ledger: MetadataLedger | None) -> d
     files = {path: repo / path for path in unchanged} | dict(draft.files)
     check_draft(Draft(manifest, files), repo, published)
     new = {
-        file.path: read_verified(files, file)
+        file.path: read_verified_file(files, file)
         for file in manifest.files()
         if file.path not in unchanged
     }
@@ -320,7 +320,7 @@ def _published(
     return PublishedRelease(draft.manifest.release, sizes, new_keys, dry_run)
 
 
-def signers_of(keys: SigningKeys, root: Root) -> dict[Role, Signer]:
+def load_signers(keys: SigningKeys, root: Root) -> dict[Role, Signer]:
     """Return the signers of a release: one for each role except root.
 
     Args:
@@ -349,10 +349,10 @@ def check_keys(repo: Path, keys: SigningKeys) -> None:
         VerificationError: The root metadata is invalid.
     """
     if (root := read_root(repo)) is not None:
-        signers_of(keys, root[0])
+        load_signers(keys, root[0])
 
 
-def refuse_begun(repo: Path) -> None:
+def refuse_existing_publication(repo: Path) -> None:
     """Refuse a publication that has root metadata already.
 
     Nothing is written.
@@ -384,10 +384,10 @@ def begin_publication(repo: Path, keys: SigningKeys) -> None:
         CannotWriteError: A file cannot be written, or the folder is a mount point.
         VerificationError: The root metadata is invalid.
     """
-    refuse_begun(repo)
+    refuse_existing_publication(repo)
     durable.make_dir(repo.absolute())
     with lock_publication(repo):
-        refuse_begun(repo)
+        refuse_existing_publication(repo)
         ensure_root(repo, keys)
 
 
@@ -446,8 +446,8 @@ def put_files(repo: Path, files: Mapping[str, bytes]) -> None:
 
 def publish_converter(
     repo: Path,
-    data: bytes,
-    describe: Callable[[int, PublishedFile], Converter],
+    onnx_data: bytes,
+    make_manifest: Callable[[int, PublishedFile], Converter],
     keys: SigningKeys | None = None,
 ) -> Converter:
     """Sign and publish an ONNX map as a converter under the next number.
@@ -458,34 +458,34 @@ def publish_converter(
 
     Args:
         repo: The publication folder, made if missing.
-        data: The ONNX file, at least one byte.
-        describe: Makes the manifest from the number and the entry of the file. It is called under
-            the lock; its error ends the work before anything is added.
+        onnx_data: The ONNX file, at least one byte.
+        make_manifest: Makes the manifest from the number and the entry of the file. It is called
+            under the lock; its error ends the work before anything is added.
         keys: The signing keys; None: those in `<repo>.keys/`. The first publish makes keys that are
             missing.
 
     Returns:
-        The manifest that was published, from `describe`.
+        The manifest that was published, from `make_manifest`.
 
     Raises:
         BusyError: Another publisher holds the lock; it is not waited for.
         CannotWriteError: A file cannot be written, or the folder is a mount point.
         ConfigurationError: A key is missing or invalid, or others may read it.
         VerificationError: The published metadata is invalid.
-        pydantic.ValidationError: `data` is empty.
+        pydantic.ValidationError: `onnx_data` is empty.
     """
-    keys = keys or SigningKeys.of(repo)
+    keys = keys or SigningKeys.of_publication(repo)
     durable.make_dir(repo.absolute())
     with lock_publication(repo):
         ledger = remove_leftovers(repo)
         targets = dict(ledger.targets.targets) if ledger else {}
-        number = 1 + max((number_of_converter(path) or 0 for path in targets), default=0)
+        number = 1 + max((converter_of_manifest(path) or 0 for path in targets), default=0)
         path = converter_path(number)
-        file = PublishedFile(path=path, sha256=sha256_bytes(data), length=len(data))
-        manifest = describe(number, file)
-        signers = signers_of(keys, ensure_root(repo, keys))
+        file = PublishedFile(path=path, sha256=sha256_bytes(onnx_data), length=len(onnx_data))
+        manifest = make_manifest(number, file)
+        signers = load_signers(keys, ensure_root(repo, keys))
         text = (manifest.model_dump_json(indent=1) + "\n").encode()
-        files = {path: data, converter_manifest_path(number): text}
+        files = {path: onnx_data, converter_manifest_path(number): text}
         for name, content in files.items():
             targets[name] = TargetFile.from_data(name, content, ["sha256"])
         put_files(repo, files)

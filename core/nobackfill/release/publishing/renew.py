@@ -18,21 +18,21 @@ from nobackfill.release.manifest import converter_manifest_path
 from nobackfill.release.paths import manifest_path
 from nobackfill.release.publishing.metadata import (
     ROLES,
-    TERM,
-    MetadataLedger,
+    VALIDITY,
     Role,
+    SignedMetadata,
     SigningKeys,
     next_metadata,
     next_root,
-    require_ledger,
+    require_signed_metadata,
 )
 from nobackfill.release.publishing.publish import (
+    load_signers,
     lock_publication,
     put_metadata,
     remove_leftovers,
-    signers_of,
 )
-from nobackfill.release.trust.trust import read_share, with_share, withdrawal_reason
+from nobackfill.release.trust.trust import read_offered_share, with_offered_share, withdrawal_reason
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,13 @@ class Renewal:
     expires: Mapping[Role, datetime]
 
 
-def metadata_expiries(ledger: MetadataLedger) -> dict[Role, datetime]:
+def metadata_expiries(metadata: SignedMetadata) -> dict[Role, datetime]:
     """Return when the metadata of each role expires, UTC. The past counts, too."""
     return {
-        "root": ledger.root.expires,
-        "targets": ledger.targets.expires,
-        "snapshot": ledger.snapshot.expires,
-        "timestamp": ledger.timestamp.expires,
+        "root": metadata.root.expires,
+        "targets": metadata.targets.expires,
+        "snapshot": metadata.snapshot.expires,
+        "timestamp": metadata.timestamp.expires,
     }
 
 
@@ -81,8 +81,8 @@ def resign(repo: Path, keys: SigningKeys | None = None, dry_run: bool = False) -
         CannotWriteError: A file cannot be written, or the folder is a mount point.
         VerificationError: The published metadata is invalid.
     """
-    keys = keys or SigningKeys.of(repo)
-    ledger = require_ledger(repo)
+    keys = keys or SigningKeys.of_publication(repo)
+    ledger = require_signed_metadata(repo)
     if dry_run:
         roles = _roles_to_sign(ledger, keys)
         for role in roles:
@@ -128,13 +128,13 @@ def rotate(
         CannotWriteError: A file cannot be written, or the folder is a mount point.
         VerificationError: The published metadata is invalid.
     """
-    keys = keys or SigningKeys.of(repo)
+    keys = keys or SigningKeys.of_publication(repo)
     if not roles or not set(roles) <= set(ROLES):
         raise ConfigurationError(
             f"--role: expected at least one of {', '.join(ROLES)}, got {sorted(roles) or 'none'}"
         )
     ordered = tuple(role for role in ROLES if role in roles)
-    ledger = require_ledger(repo)
+    ledger = require_signed_metadata(repo)
     if dry_run:
         keys.require_key("root", ledger.root)
         return Renewal(ordered, metadata_expiries(ledger))
@@ -147,7 +147,7 @@ def rotate(
 
 
 def _exchange(
-    repo: Path, ledger: MetadataLedger, roles: tuple[Role, ...], keys: SigningKeys
+    repo: Path, ledger: SignedMetadata, roles: tuple[Role, ...], keys: SigningKeys
 ) -> None:
     root_signer = keys.require_key("root", ledger.root)
     new: dict[Role, Signer] = {role: keys.create_next(role) for role in roles}
@@ -157,7 +157,7 @@ def _exchange(
     if both:
         if any(len(both[role]) != len(ledger.root.roles[role].keyids) for role in both):
             _put_root(repo, ledger, next_root(ledger.root, both, [root_signer]))
-            ledger = require_ledger(repo)
+            ledger = require_signed_metadata(repo)
         others: list[Role] = ["snapshot", "timestamp"]
         signers: dict[Role, Signer] = {role: keys.require_key(role, ledger.root) for role in others}
         signers |= new
@@ -166,27 +166,27 @@ def _exchange(
     only: dict[Role, list[Key]] = {role: [new[role].public_key] for role in roles}
     own: list[Signer] = [new["root"]] if "root" in new else []
     _put_root(repo, ledger, next_root(ledger.root, only, [root_signer, *own]))
-    settled = require_ledger(repo)
+    settled = require_signed_metadata(repo)
     for role in roles:
         keys.finish_rotation(role, settled.root)
 
 
-def _add_key(ledger: MetadataLedger, role: Role, new: Key) -> list[Key]:
+def _add_key(ledger: SignedMetadata, role: Role, new: Key) -> list[Key]:
     """Return the keys that root metadata accepts for a role, and the new one."""
     keys = {keyid: ledger.root.keys[keyid] for keyid in ledger.root.roles[role].keyids}
     return list({**keys, new.keyid: new}.values())
 
 
-def _put_root(repo: Path, ledger: MetadataLedger, data: bytes) -> None:
+def _put_root(repo: Path, ledger: SignedMetadata, data: bytes) -> None:
     put_metadata(repo, [(f"{ledger.root.version + 1}.root.json", data)])
 
 
-def _clean(repo: Path) -> MetadataLedger:
+def _clean(repo: Path) -> SignedMetadata:
     remove_leftovers(repo)
-    return require_ledger(repo)
+    return require_signed_metadata(repo)
 
 
-def _roles_to_sign(ledger: MetadataLedger, keys: SigningKeys) -> tuple[Role, ...]:
+def _roles_to_sign(ledger: SignedMetadata, keys: SigningKeys) -> tuple[Role, ...]:
     offline: tuple[Role, ...] = ("root", "targets")
     expiring = [
         role for role in offline if _half_over(ledger, role) and keys.find_key(role, ledger.root)
@@ -194,13 +194,13 @@ def _roles_to_sign(ledger: MetadataLedger, keys: SigningKeys) -> tuple[Role, ...
     return (*expiring, "snapshot", "timestamp")
 
 
-def _half_over(ledger: MetadataLedger, role: Role) -> bool:
-    return metadata_expiries(ledger)[role] - datetime.now(UTC) < TERM[role] / 2
+def _half_over(ledger: SignedMetadata, role: Role) -> bool:
+    return metadata_expiries(ledger)[role] - datetime.now(UTC) < VALIDITY[role] / 2
 
 
 def withdraw(
     repo: Path, number: int, reason: str, keys: SigningKeys | None = None, dry_run: bool = False, *,
-    converter: bool = False,
+    is_converter: bool = False,
 ) -> bool:  # fmt: skip
     """Withdraw a release or a converter, by new metadata that devices and users follow.
 
@@ -213,7 +213,7 @@ def withdraw(
         reason: Shown to devices and users; printable, not empty.
         keys: The signing keys; None: those in `<repo>.keys/`.
         dry_run: Only check and report; the keys are checked, too.
-        converter: Withdraw a converter instead of a release.
+        is_converter: Withdraw a converter instead of a release.
 
     Returns:
         Whether metadata is (or would be) written; False if it is withdrawn already, for the same
@@ -239,7 +239,7 @@ def withdraw(
             return None
         return TargetFile.from_dict({**target.to_dict(), "custom": {"withdrawn": reason}}, path)
 
-    path = converter_manifest_path(number) if converter else manifest_path(number)
+    path = converter_manifest_path(number) if is_converter else manifest_path(number)
     return _mark(repo, path, mark, keys, dry_run)
 
 
@@ -279,7 +279,7 @@ def roll_out(
         )
 
     def mark(path: str, target: TargetFile) -> TargetFile | None:
-        return with_share(target, path, share) if _grows(target, release, share) else None
+        return with_offered_share(target, path, share) if _grows(target, release, share) else None
 
     return _mark(repo, manifest_path(release), mark, keys, dry_run)
 
@@ -293,24 +293,24 @@ def _mark(
 ) -> bool:
     """Publish the entry that `mark` makes of a manifest's entry; return False where it returns
     None."""
-    keys = keys or SigningKeys.of(repo)
-    ledger = require_ledger(repo)
+    keys = keys or SigningKeys.of_publication(repo)
+    ledger = require_signed_metadata(repo)
     news = mark(path, _target(ledger, path))
     if dry_run:
-        signers_of(keys, ledger.root)
+        load_signers(keys, ledger.root)
         return news is not None
     with lock_publication(repo):
         remove_leftovers(repo)
-        ledger = require_ledger(repo)
+        ledger = require_signed_metadata(repo)
         news = mark(path, _target(ledger, path))
         if news is None:
             return False
-        signers = signers_of(keys, ledger.root)
+        signers = load_signers(keys, ledger.root)
         put_metadata(repo, next_metadata(ledger, {**ledger.targets.targets, path: news}, signers))
         return True
 
 
-def _target(ledger: MetadataLedger, path: str) -> TargetFile:
+def _target(ledger: SignedMetadata, path: str) -> TargetFile:
     target = ledger.targets.targets.get(path)
     if target is None:
         what = path.removesuffix(".json").replace("-", " ")
@@ -327,7 +327,7 @@ def _grows(target: TargetFile, release: int, share: float) -> bool:
             f"release {release} was withdrawn ({reason}) and cannot be offered again; publish a "
             "new release"
         )
-    present, share = read_share(target), round(share, 6)
+    present, share = read_offered_share(target), round(share, 6)
     if target.custom is not None and share < present:
         raise PreconditionError(
             f"share of the devices: expected at least {present:.3g}, the present one of release "

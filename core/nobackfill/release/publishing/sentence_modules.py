@@ -13,7 +13,7 @@ from typing import Annotated, NamedTuple, TypeVar
 from pydantic import BaseModel, Field, RootModel, ValidationError
 
 from nobackfill.errors import InvalidInputError
-from nobackfill.release.manifest import TextRole, join_problems
+from nobackfill.release.manifest import TextRole, join_validation_problems
 
 MODULES = "modules.json"
 _LIBRARY = "sentence_transformers."
@@ -44,7 +44,8 @@ def parse_model_file(file: Path, kind: type[_Model]) -> _Model:
         ) from error
     except ValidationError as error:
         raise InvalidInputError(
-            f"{file}: this file about the model has unexpected content ({join_problems(error)}); "
+            f"{file}: this file about the model has unexpected content "
+            f"({join_validation_problems(error)}); "
             "download the model again, or save it again with its own library"
         ) from error
 
@@ -66,7 +67,7 @@ class SentenceModule(NamedTuple):
         return self.type.rpartition(".")[2]
 
     @property
-    def ours(self) -> bool:
+    def is_of_library(self) -> bool:
         """Return whether its class is the library's, not code that came with the model."""
         return self.type.startswith(_LIBRARY)
 
@@ -123,7 +124,7 @@ def _below(folder: Path, path: str) -> str:
 
 
 def _expanded(folder: Path, module: SentenceModule, role: TextRole) -> list[SentenceModule]:
-    if not module.ours or module.kind not in _ROUTERS:
+    if not module.is_of_library or module.kind not in _ROUTERS:
         return [module]
     places = [folder / module.path / name for name in _ROUTER_FILES]
     file = next((place for place in places if place.is_file()), places[0])

@@ -35,7 +35,7 @@ from nobackfill.errors import (
 )
 from nobackfill.release.manifest import TEXT_ROLES, TextRole
 from nobackfill.release.publishing.declaration import (
-    STATIC,
+    STATIC_MODULE,
     Declaration,
     read_declaration,
     read_static_declaration,
@@ -72,12 +72,12 @@ class TextFiles:
 
     Attributes:
         weights: The model's files of weights, and others whose content counts.
-        declared: How they are used.
+        settings: How they are used.
         tokenizer: The file of the tokenizer.
     """
 
     weights: tuple[Path, ...]
-    declared: Declaration
+    settings: Declaration
     tokenizer: Path
 
 
@@ -113,10 +113,10 @@ class TextFolder:
 
     def is_static(self, role: TextRole) -> bool:
         """Return whether texts of a role pass a table of static embeddings, no Transformer."""
-        return self._modules[role][0].kind == STATIC
+        return self._modules[role][0].kind == STATIC_MODULE
 
     @property
-    def own_graph(self) -> Path | None:
+    def shipped_onnx_file(self) -> Path | None:
         """Return the folder's own ONNX file if it stands for the whole Transformer of both roles.
 
         It is `onnx/model.onnx` or `model.onnx`; None without one, and for static embeddings, routes
@@ -124,7 +124,7 @@ class TextFolder:
         """
         first = self._modules["document"][0]
         if (
-            first.kind == STATIC
+            first.kind == STATIC_MODULE
             or first.path
             or self._modules["query"] != self._modules["document"]
         ):
@@ -146,7 +146,7 @@ class TextFolder:
     def _role_files(self, role: TextRole) -> TextFiles:
         first = self._modules[role][0]
         place = self._folder / first.path
-        if first.kind == STATIC:
+        if first.kind == STATIC_MODULE:
             declared = read_static_declaration(self._folder, role)
             weights = [place / WEIGHTS]
         else:

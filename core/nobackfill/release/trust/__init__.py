@@ -1,8 +1,8 @@
 """Verify a publication as a reader, wherever its files come from.
 
->>> from nobackfill.release.trust import Trust, fetcher_for, first_root
+>>> from nobackfill.release.trust import Trust, fetcher_for, fetch_first_root
 >>> fetcher, url = fetcher_for(str(model_repo))
->>> trust = Trust(folder / "trust", fetcher, url, first_root(fetcher, url))
+>>> trust = Trust(folder / "trust", fetcher, url, fetch_first_root(fetcher, url))
 >>> trust.refresh()
 True
 >>> sorted(dict(trust.manifests()))
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
         Trust as Trust,
         TrustedFolder as TrustedFolder,
         fetcher_for as fetcher_for,
-        fingerprint as fingerprint,
-        first_root as first_root,
+        format_root_fingerprint as format_root_fingerprint,
+        fetch_first_root as fetch_first_root,
         read_publication as read_publication,
-        require_release as require_release,
+        find_published_manifest as find_published_manifest,
     )
 else:
     __getattr__ = export_lazily(
@@ -33,7 +33,7 @@ else:
         {
             "trust": (
                 "Fetcher FolderFetcher HttpFetcher Publication Trust TrustedFolder fetcher_for "
-                "fingerprint first_root read_publication require_release"
+                "fetch_first_root format_root_fingerprint read_publication find_published_manifest"
             ),
         },
     )

@@ -53,8 +53,8 @@ from nobackfill.release.manifest import (
     Converter,
     Manifest,
     converter_manifest_path,
+    converter_of_manifest,
     is_plain_path,
-    number_of_converter,
     parse_converter,
     parse_manifest,
 )
@@ -63,7 +63,7 @@ from nobackfill.release.routes import explain_shared_space
 
 _CHUNK = 2**16
 # A source that is silent for so long is gone or malicious.
-SILENCE_SECONDS = 10.0
+READ_TIMEOUT_SECONDS = 10.0
 _REDIRECTS = 3
 # Errors that a host can cause in the libraries: urllib3 does not translate all of them.
 _LIBRARY_ERRORS = (urllib3.exceptions.HTTPError, http.client.HTTPException, ValueError, OSError)
@@ -133,7 +133,7 @@ class HttpFetcher:
 
     def __init__(self) -> None:
         self._pool = make_http_pool(
-            timeout=urllib3.Timeout(SILENCE_SECONDS),
+            timeout=urllib3.Timeout(READ_TIMEOUT_SECONDS),
             ca_certs=os.environ.get("NOBACKFILL_CA_FILE") or None,
             # urllib3 would sleep for a host's Retry-After, however long it is.
             retries=urllib3.Retry(2, respect_retry_after_header=False),
@@ -158,7 +158,7 @@ class HttpFetcher:
         Raises:
             tuf.api.exceptions.DownloadHTTPError: The host answers with another status than 200 or
                 206, such as 404, or 416 for an offset at or beyond the end.
-            tuf.api.exceptions.SlowRetrievalError: Nothing came for SILENCE_SECONDS during the
+            tuf.api.exceptions.SlowRetrievalError: Nothing came for READ_TIMEOUT_SECONDS during the
                 answer.
             tuf.api.exceptions.DownloadError: The host cannot be reached, the answer breaks off, or
                 it redirects too often or from https to http.
@@ -184,7 +184,7 @@ class HttpFetcher:
             complete = True
         except urllib3.exceptions.TimeoutError as error:
             raise SlowRetrievalError(
-                f"{url}: the host sent nothing for {SILENCE_SECONDS:g} s"
+                f"{url}: the host sent nothing for {READ_TIMEOUT_SECONDS:g} s"
             ) from error
         except _LIBRARY_ERRORS as error:
             raise DownloadError(f"{url}: {error}") from error
@@ -594,12 +594,14 @@ class DeadlineFetcher(FetcherInterface):
         return read_paced(lambda: fetched(url, 0), self._end, slow_error=SlowRetrievalError)
 
 
-PART = ".part"
+PARTIAL_SUFFIX = ".part"
 
 _BLOCK = 2**20
 
 
-def download(fetcher: Fetcher, base_url: str, target: TargetFile, destination: Path) -> None:
+def download_signed_file(
+    fetcher: Fetcher, base_url: str, target: TargetFile, destination: Path
+) -> None:
     """Download a signed file, resuming a partial download.
 
     The bytes go into a file with the suffix .part next to `destination`. It gets its name after its
@@ -629,7 +631,7 @@ def download(fetcher: Fetcher, base_url: str, target: TargetFile, destination: P
     if destination.is_file() and _is_complete(destination, target):
         return
     durable.make_dir(destination.parent)
-    part = destination.parent / f"{destination.name}{PART}"
+    part = destination.parent / f"{destination.name}{PARTIAL_SUFFIX}"
     resumed = part.is_file() and 0 < part.stat().st_size <= target.length
     if not resumed:
         durable.remove_tree(part)
@@ -692,7 +694,7 @@ _LOCK_SECONDS = 60.0
 _SEEN_AGE = timedelta(days=1)
 
 
-def first_root(fetcher: Fetcher, base_url: str) -> bytes:
+def fetch_first_root(fetcher: Fetcher, base_url: str) -> bytes:
     """Fetch the first root metadata of a publication; show its fingerprint to a person before
     trusting it.
 
@@ -724,7 +726,7 @@ def first_root(fetcher: Fetcher, base_url: str) -> bytes:
     return bytes(data)
 
 
-def fingerprint(root: bytes) -> str:
+def format_root_fingerprint(root: bytes) -> str:
     """Format the SHA-256 of root metadata for a person: 64 hex digits in groups of four."""
     digest = sha256_bytes(root)
     return " ".join(digest[i : i + 4] for i in range(0, len(digest), 4))
@@ -883,7 +885,7 @@ class Trust:
         Raises:
             NotFoundError: No such release, or nothing was fetched yet.
         """
-        return read_share(self.signed_entry(manifest_path(release)))
+        return read_offered_share(self.signed_entry(manifest_path(release)))
 
     def newest_release(self, device: str | None = None) -> int | None:
         """Return the newest usable release: not withdrawn, and this program can use it.
@@ -1035,7 +1037,7 @@ class Trust:
                 f"{path}: this published path leads out of {folder}, so the file is refused; tell "
                 "the publisher"
             )
-        download(self._fetcher, self._base_url, self.signed_entry(path), destination)
+        download_signed_file(self._fetcher, self._base_url, self.signed_entry(path), destination)
         return destination
 
     def _trusted(self) -> TrustedState:
@@ -1081,7 +1083,7 @@ class TrustedFolder(Trust):
         self.repo = repo
         fetcher = FolderFetcher(repo)
         if root is None and not (state_dir / "trusted.json").exists():
-            root = first_root(fetcher, fetcher.base_url)
+            root = fetch_first_root(fetcher, fetcher.base_url)
         super().__init__(state_dir, fetcher, fetcher.base_url, root)
 
     def manifest(self, release: int) -> Manifest:
@@ -1161,11 +1163,11 @@ def converter_numbers(trust: Trust) -> list[int]:
     Raises:
         NotFoundError: Nothing was fetched yet.
     """
-    numbers = (number_of_converter(path) for path in trust.signed_paths())
+    numbers = (converter_of_manifest(path) for path in trust.signed_paths())
     return sorted(number for number in numbers if number is not None)
 
 
-def known_converters(trust: Trust) -> str:
+def describe_published_converters(trust: Trust) -> str:
     """List the published converters in words, for an error, such as "1, 2". Withdrawn ones are
     among them.
 
@@ -1187,32 +1189,33 @@ def known_converters(trust: Trust) -> str:
     )
 
 
-def refuse_withdrawn(trust: Trust, number: int) -> None:
+def refuse_withdrawn_converter(trust: Trust, converter_number: int) -> None:
     """Refuse a converter that its publisher has withdrawn.
 
     Returns without an effect for any other.
 
     Args:
         trust: The publication.
-        number: Number of the converter.
+        converter_number: Number of the converter.
 
     Raises:
         PreconditionError: It is withdrawn; the message has the reason.
         NotFoundError: No such converter, or nothing was fetched yet.
     """
-    reason = withdrawal_reason(trust.signed_entry(converter_manifest_path(number)))
+    reason = withdrawal_reason(trust.signed_entry(converter_manifest_path(converter_number)))
     if reason is not None:
         raise PreconditionError(
-            f"converter {number} was withdrawn by its publisher ({reason}); use another one"
+            f"converter {converter_number} was withdrawn by its publisher ({reason}); use another "
+            "one"
         )
 
 
-def read_converter(trust: Trust, number: int, folder: Path) -> Converter:
+def download_converter_manifest(trust: Trust, number: int, folder: Path) -> Converter:
     """Download and parse the manifest of a converter.
 
     The file is fetched once and then read offline; its digest is checked at each call. Whether the
-    converter was withdrawn is not checked: `refuse_withdrawn` does that. Calls for one folder must
-    not overlap.
+    converter was withdrawn is not checked: `refuse_withdrawn_converter` does that. Calls for one
+    folder must not overlap.
 
     Args:
         trust: The publication.
@@ -1235,12 +1238,13 @@ def read_converter(trust: Trust, number: int, folder: Path) -> Converter:
         trust.signed_entry(path)
     except NotFoundError as error:
         raise NotFoundError(
-            f"converter {number} is not published there; it has {known_converters(trust)}"
+            f"converter {number} is not published there; it has "
+            f"{describe_published_converters(trust)}"
         ) from error
     return parse_converter(trust.download(path, folder).read_bytes(), number)
 
 
-def converter_file(trust: Trust, manifest: Converter, folder: Path) -> Path:
+def download_converter_file(trust: Trust, manifest: Converter, folder: Path) -> Path:
     """Download the ONNX file of a converter, resuming a partial download.
 
     Whether the converter was withdrawn is not checked. Calls for one folder must not overlap.
@@ -1313,22 +1317,22 @@ def read_publication(model_repo: Path, state: Path | None = None) -> Publication
     return Publication(manifests, frozenset(n for n, why in reasons.items() if why is not None))
 
 
-def require_release(number: int, published: Mapping[int, Manifest]) -> Manifest:
+def find_published_manifest(release: int, published: Mapping[int, Manifest]) -> Manifest:
     """Return the manifest of a published release.
 
     Args:
-        number: Number of the release.
+        release: Number of the release.
         published: The releases that may be used, by number.
 
     Raises:
         ConfigurationError: No such release; the message lists those that exist.
     """
-    if number not in published:
+    if release not in published:
         raise ConfigurationError(
-            f"release {number} is not published; the publication has "
+            f"release {release} is not published; the publication has "
             f"{join_few(sorted(published, reverse=True)) or 'no release'}"
         )
-    return published[number]
+    return published[release]
 
 
 def withdrawal_reason(target: TargetFile) -> str | None:
@@ -1342,7 +1346,7 @@ def withdrawal_reason(target: TargetFile) -> str | None:
     return None if reason is None else str(reason)
 
 
-def read_share(target: TargetFile) -> float:
+def read_offered_share(target: TargetFile) -> float:
     """Return the share of devices from the signed entry of a manifest, 0 to 1; 1 if it has none. An
     invalid share counts as 0."""
     custom = target.custom
@@ -1352,7 +1356,7 @@ def read_share(target: TargetFile) -> float:
     return parts / MILLION if good else 0.0
 
 
-def with_share(target: TargetFile, path: str, share: float) -> TargetFile:
+def with_offered_share(target: TargetFile, path: str, share: float) -> TargetFile:
     """Return a copy of a manifest's entry with a share of the devices, which is signed in
     millionths.
 

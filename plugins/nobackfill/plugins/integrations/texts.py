@@ -22,7 +22,7 @@ from nobackfill.gallery.filters import (
     OneOf,
     Range,
     TimeRange,
-    parse_microseconds,
+    date_to_microseconds,
 )
 from nobackfill.gallery.spec import Metadata, MetadataValue
 from nobackfill.v1 import gallery_pb2
@@ -433,7 +433,7 @@ def compare(key: str, comparison: str, value: object) -> Filter:
     if (
         bound is not None
         and isinstance(value, str)
-        and (time := parse_microseconds(value)) is not None
+        and (time := date_to_microseconds(value)) is not None
     ):
         return TimeRange(key, **{bound: time})
     raise InvalidInputError(

@@ -211,13 +211,13 @@ def _indexed(filtered: Filter) -> Filter | None:
     """Return a part of the filter that a PostgreSQL index answers and that every passing item
     passes; None if there is none."""
     if isinstance(filtered, All):
-        parts = [one for part in filtered.of if (one := _indexed(part)) is not None]
+        parts = [one for part in filtered.filters if (one := _indexed(part)) is not None]
         return All(tuple(parts)) if parts else None
     if isinstance(filtered, AnyOf):
-        parts = [one for part in filtered.of if (one := _indexed(part)) is not None]
+        parts = [one for part in filtered.filters if (one := _indexed(part)) is not None]
         # PostgreSQL does not use the index for conditions with many values.
         values = sum(len(part.values) for part in parts if isinstance(part, OneOf))
-        is_indexed = len(parts) == len(filtered.of) and values <= FEW_VALUES
+        is_indexed = len(parts) == len(filtered.filters) and values <= FEW_VALUES
         return AnyOf(tuple(parts)) if is_indexed else None
     if isinstance(filtered, OneOf):
         return filtered if len(filtered.values) <= FEW_VALUES else None

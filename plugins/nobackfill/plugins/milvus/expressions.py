@@ -18,13 +18,13 @@ from nobackfill.gallery.filters import (
     AnyOf,
     Exists,
     Filter,
+    KeyTest,
     Not,
     OneOf,
     Range,
-    Test,
     TimeRange,
 )
-from nobackfill.gallery.store import is_storable
+from nobackfill.gallery.store import is_storable_text
 from nobackfill.plugins.milvus.columns import (
     FACTS,
     NUMBERS,
@@ -64,12 +64,12 @@ def expression_of(filtered: Filter) -> str:
 def _translate(filtered: Filter, *, wide: bool) -> str:
     """Translate a filter; `wide`: true wherever the filter is, else: true only where it is."""
     if isinstance(filtered, Not):
-        return _negation(_translate(filtered.of, wide=not wide))
+        return _negation(_translate(filtered.excluded_filter, wide=not wide))
     if isinstance(filtered, All):
-        return _conjunction([_translate(part, wide=wide) for part in filtered.of])
+        return _conjunction([_translate(part, wide=wide) for part in filtered.filters])
     if isinstance(filtered, AnyOf):
-        return _disjunction([_translate(part, wide=wide) for part in filtered.of])
-    if not is_storable(filtered.key):
+        return _disjunction([_translate(part, wide=wide) for part in filtered.filters])
+    if not is_storable_text(filtered.key):
         return _NOTHING
     passes, order = _test(filtered, wide=wide), key_token(filtered.key)
     # Rows whose columns have no room for the key, or only for a part of it.
@@ -101,7 +101,7 @@ def _join(word: str, parts: Sequence[str], of_none: str, strongest: str) -> str:
     return word.join(f"({part})" if " or " in part or " and " in part else part for part in others)
 
 
-def _test(test: Test, *, wide: bool) -> str:
+def _test(test: KeyTest, *, wide: bool) -> str:
     if isinstance(test, Exists):
         flags = [flag_token(test.key, flag) for flag in (False, True)]
         has_number = _number(number_token(test.key), lambda _: [])
@@ -144,7 +144,7 @@ def _one_of(test: OneOf, *, wide: bool) -> str:
         if isinstance(value, bool):
             facts.add(flag_token(test.key, value))
         elif isinstance(value, str):
-            if is_storable(value):
+            if is_storable_text(value):
                 facts.add(text_token(test.key, value))
         elif not math.isinf(value) and (wide or _is_exact(value)):
             numbers.add(_float(value))

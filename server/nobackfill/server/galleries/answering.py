@@ -31,10 +31,10 @@ from nobackfill.errors import (
 from nobackfill.gallery.filters import Filter, Matches
 from nobackfill.gallery.search import index
 from nobackfill.gallery.search.index import Labels, Mask, Neighbours
-from nobackfill.gallery.search.view import LiveView, Snapshot, compiled_curves, parse
+from nobackfill.gallery.search.view import LiveView, Snapshot, compiled_curves, parse_search_request
 from nobackfill.gallery.spec import Origin
 from nobackfill.gallery.sqlite_file import StoredItem
-from nobackfill.release.calibration import Scale, Scorer
+from nobackfill.release.calibration import DistanceScale, Scorer
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.catalog import Catalog
 from nobackfill.server.embedding.embedding import (
@@ -75,7 +75,7 @@ from nobackfill.server.grpc import context
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.grpc.rpc import Later, Unanswered
 from nobackfill.server.state import GatewayState, OutdatedPlanError, State
-from nobackfill.serving.fusion import HITS, collect_candidates
+from nobackfill.serving.fusion import CANDIDATES_PER_SEARCH, collect_candidates
 from nobackfill.v1 import search_pb2 as pb
 from nobackfill.vectors import Vectors
 from nobackfill.wire.values import ORIGINS, origin_name
@@ -213,7 +213,7 @@ def scores_of(
 
 
 def _scores(curve: Scorer, distances: Vectors) -> list[Score | None]:
-    values, beyond = curve.scores(distances).tolist(), curve.beyond(distances).tolist()
+    values, beyond = curve.scores(distances).tolist(), curve.is_beyond(distances).tolist()
     return [Score(*one) for one in zip(values, beyond, strict=True)]
 
 
@@ -222,7 +222,7 @@ def _by_score(hit: RankedHit) -> tuple[float, float, int]:
     return -hit.score, hit.distance, hit.item.label
 
 
-def _by_scale(scale: Scale, hit: RankedHit) -> tuple[float, float, int]:
+def _by_scale(scale: DistanceScale, hit: RankedHit) -> tuple[float, float, int]:
     """Return the sort key along a scale; nobackfill.gallery.search.index ranks in the same way."""
     scaled_distance = float(scale(hit.distance)) if hit.origin == "upgraded" else hit.distance
     return scaled_distance, hit.distance, hit.item.label
@@ -684,7 +684,7 @@ def matching_items(hosted: HostedGallery, filtered: Filter | None) -> Matches | 
         NobackfillError: the store's error: BusyError, NotFoundError (closed), UnavailableError,
             VerificationError, or CannotWriteError if a file cannot be opened or the disk fails.
     """
-    return None if filtered is None else hosted.filtering.passing(filtered)
+    return None if filtered is None else hosted.filtering.find_matches(filtered)
 
 
 def can_read(manifest: Manifest, query: Query) -> bool:
@@ -786,7 +786,7 @@ class SpaceChoice:
         active, spaces = self._parts[-1], self._catalog.spaces
         for space in query:
             manifest = spaces.get(space)
-            if manifest is None or not manifest.searches(active.space):
+            if manifest is None or not manifest.searches_space_directly(active.space):
                 continue
             part = direct_part(manifest, spaces[active.space])
             # An activation tries an adapter in a child process before it runs here.
@@ -1053,7 +1053,8 @@ def rank_by_fusion(
     Ties go by the new distance, then by label. Items that have no vector in the new space, or are
     deleted meanwhile, are left out and not replaced.
 
-    Each model gives as many candidates as `collect_candidates` says, at least HITS.
+    Each model gives as many candidates as `collect_candidates` says, at least
+    CANDIDATES_PER_SEARCH.
 
     Args:
         question: the query in the new space.
@@ -1077,7 +1078,7 @@ def rank_by_fusion(
     labels = collect_candidates(
         partial(_labels, question, part, new, matches),
         partial(_labels, question, fusion.part, old_vectors, matches),
-        count=max(question.k, HITS),
+        count=max(question.k, CANDIDATES_PER_SEARCH),
     )
     stored_labels, distances, migrated = _distances(
         hosted, part, new, np.array(sorted(labels), np.int64)
@@ -1359,7 +1360,7 @@ def _answers(
         and ready.curves is not None
         and hosted.origins.migrated_labels(ready.part, snapshot) is None
     ):
-        answers = compiled.answers(
+        answers = compiled.encode_responses(
             queries, hosted.exact, ready.items.encoded_hits, ready.curves, ready.end
         )
     for number, answer in enumerate(answers):
@@ -1417,7 +1418,9 @@ def _prepare(hosted: HostedInFile, part: PlanPart, ends: float | None) -> _Prepa
     end = pb.SearchResponse(release=part.query_manifest.release, space=part.query_manifest.space)
     if ends is not None:
         end.space_ends_at.FromNanoseconds(int(ends * 1e9))
-    curves = {int(ORIGINS[origin]): curve.points() for origin, curve in part.score_curves.items()}
+    curves = {
+        int(ORIGINS[origin]): curve.breakpoints() for origin, curve in part.score_curves.items()
+    }
     return _PreparedPart(
         part,
         hosted.item_cache(part.space),
@@ -1445,7 +1448,7 @@ def _compile_route(
         return None
     if hosted.origins.migrated_labels(part, snapshot) is not None:
         return None
-    answers = snapshot.compiled.route(
+    answers = snapshot.compiled.request_handler(
         hosted.name,
         space,
         DEFAULT_K,
@@ -1460,8 +1463,8 @@ def _compile_route(
 
 def _values(messages: Iterable[bytes]) -> Vectors:
     """Return the vectors of requests that compiled code has parsed, float32 [q, dim]."""
-    assert parse is not None, "compiled code has parsed them before"
-    values = [request[2] for request in map(parse, messages) if request is not None]
+    assert parse_search_request is not None, "compiled code has parsed them before"
+    values = [request[2] for request in map(parse_search_request, messages) if request is not None]
     return np.frombuffer(b"".join(values), "<f4").reshape(len(values), -1)
 
 

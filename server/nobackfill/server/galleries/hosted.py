@@ -30,7 +30,7 @@ from nobackfill.errors import (
     VerificationError,
     join_few,
 )
-from nobackfill.gallery.filters import Filtering, Matches
+from nobackfill.gallery.filters import Matches, StoreFilter
 from nobackfill.gallery.gallery_store import GalleryStore
 from nobackfill.gallery.search.index import Neighbours
 from nobackfill.gallery.search.view import LiveView, Snapshot
@@ -375,7 +375,7 @@ class SearchSpeed:
         They are if the moving mean of searches is above 20 ms, or the views together compare more
         than 2^24 numbers.
         """
-        comparisons = sum(view.snapshot().compared_count for view in views)
+        comparisons = sum(view.snapshot().compared_numbers for view in views)
         return self._mean > _SLOW_SECONDS or comparisons > _SLOW_ELEMENTS
 
 
@@ -385,7 +385,7 @@ def is_cheap_search(snapshot: Snapshot) -> bool:
     Few means less than 2^20 for one query: dimension times the rows of the delta and of an exact
     base. The numbers that a graph compares do not count.
     """
-    return snapshot.compared_count < _FAST_ELEMENTS
+    return snapshot.compared_numbers < _FAST_ELEMENTS
 
 
 # Keys of `HostedGallery.state_value`: the rollout of the staging space, and why the gallery has not
@@ -409,7 +409,9 @@ class HostedGallery(ABC):
     store: GalleryStore
     plan: Plan
 
-    def __init__(self, name: str, folder: Path, store: GalleryStore, filtering: Filtering) -> None:
+    def __init__(
+        self, name: str, folder: Path, store: GalleryStore, filtering: StoreFilter
+    ) -> None:
         """Serve an open store.
 
         It subscribes to the store, and reads its state once.
@@ -904,7 +906,7 @@ class HostedGallery(ABC):
     def _forward(self, change: Change) -> None:
         with self._lock:
             self._counts = {}
-            if change.spaces:
+            if change.spaces_changed:
                 # A change of spaces may also change the state.
                 self._spaces = self._state = None
 

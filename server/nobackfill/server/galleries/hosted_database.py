@@ -14,7 +14,7 @@ import structlog
 from nobackfill.errors import DamagedError, IncompatibleSpaceError, NotFoundError
 from nobackfill.gallery.filters import Matches
 from nobackfill.gallery.search.index import Neighbours, rank_origins
-from nobackfill.gallery.spec import Metadata, SpaceInfo, SpaceSpec, space_of
+from nobackfill.gallery.spec import Metadata, SpaceInfo, SpaceSpec, select_space
 from nobackfill.gallery.sqlite_file import StoredItem
 from nobackfill.gallery.store import NewVectors
 from nobackfill.server.galleries.hosted import (
@@ -354,9 +354,11 @@ class HostedInDatabase(HostedGallery):
     def _table(self, space: str, excluded: str | None = None) -> SpaceTable:
         spaces = self.spaces()
         try:
-            excluded_space = None if excluded is None else space_of(spaces, excluded)
+            excluded_space = None if excluded is None else select_space(spaces, excluded)
             width = self._widths.get(space, EF)
-            return SpaceTable(self._gallery.schema, space_of(spaces, space), excluded_space, width)
+            return SpaceTable(
+                self._gallery.schema, select_space(spaces, space), excluded_space, width
+            )
         except IncompatibleSpaceError as error:
             raise OutdatedPlanError(
                 f"another gateway has deleted a space of gallery {self.name!r}; try again"

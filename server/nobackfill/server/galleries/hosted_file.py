@@ -26,8 +26,15 @@ from nobackfill.gallery.listing import MigratedLabels
 from nobackfill.gallery.search import hnsw
 from nobackfill.gallery.search.exact import ExactIndex
 from nobackfill.gallery.search.hnsw import HnswIndex
-from nobackfill.gallery.search.index import Content, Index, Labels, Neighbours, Rows, search_origins
-from nobackfill.gallery.search.view import LiveView, Opener, Snapshot
+from nobackfill.gallery.search.index import (
+    Content,
+    Index,
+    Labels,
+    Neighbours,
+    Rows,
+    search_by_origin,
+)
+from nobackfill.gallery.search.view import LiveView, OpenBase, Snapshot
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.gallery.sqlite_file import StoredItem, SuspendablePool
 from nobackfill.gallery.sqlite_gallery import SqliteGallery
@@ -278,7 +285,7 @@ class ItemCache:
         They are deleted items, items with new metadata, and items with a new vector in the cache's
         space.
         """
-        labels = change.deleted.tolist() + change.described.tolist()
+        labels = change.deleted_labels.tolist() + change.metadata_labels.tolist()
         if self._space in change.added:
             labels += change.added[self._space][0].tolist()
         self.forget(labels)
@@ -526,9 +533,9 @@ class HostedInFile(HostedGallery):
         migrated = self.origins.migrated_labels(part, snapshot)
         if migrated is None or part.distance_scale is None:
             return snapshot.search(queries, k, mask, ef)
-        return search_origins(
+        return search_by_origin(
             lambda origin_mask: snapshot.search(queries, k, origin_mask, ef),
-            migrated.origins, part.distance_scale, k, mask,
+            migrated.origin_masks, part.distance_scale, k, mask,
         )  # fmt: skip
 
     def _snapshots(self, parts: Sequence[PlanPart]) -> list[Snapshot]:
@@ -558,7 +565,7 @@ class HostedInFile(HostedGallery):
         if cached is not None and cached[0] is snapshot and cached[1] is other:
             return cached[2]
         # Another search may replace the cached value before this one returns.
-        remainder = snapshot.remove(other.labels())
+        remainder = snapshot.without_labels(other.labels())
         self._remainder = snapshot, other, remainder
         return remainder
 
@@ -695,7 +702,7 @@ class HostedInFile(HostedGallery):
         return self.folder / f"{space}.hnsw"
 
     def build_index(
-        self, space: str, view: LiveView, check_stop: Callable[[], None], threads: hnsw.Threads
+        self, space: str, view: LiveView, check_stop: Callable[[], None], threads: hnsw.CountThreads
     ) -> None:
         """Build the base of a view from all its vectors: renew its graph, or build another.
 
@@ -713,7 +720,7 @@ class HostedInFile(HostedGallery):
             NobackfillError: whatever `check_stop` raises; the present base stays.
         """
         base = view.snapshot().base.index
-        old = base if isinstance(base, HnswIndex) and base.own_links else None
+        old = base if isinstance(base, HnswIndex) and base.links_fit_space else None
         self._compact(view, old, check_stop, threads)
         self._save_index(space, view)
 
@@ -736,7 +743,7 @@ class HostedInFile(HostedGallery):
         view: LiveView,
         old: HnswIndex | None,
         check_stop: Callable[[], None],
-        threads: hnsw.Threads = hnsw.one_thread,
+        threads: hnsw.CountThreads = hnsw.one_thread,
     ) -> None:
         began = time.monotonic()
 
@@ -777,7 +784,7 @@ def needs_index(view: LiveView) -> bool:
     total, base = len(snapshot), snapshot.base.index
     if total < SMALL_GALLERY:
         return False
-    if not isinstance(base, HnswIndex) or not base.own_links:
+    if not isinstance(base, HnswIndex) or not base.links_fit_space:
         return True
     # Includes vectors that were deleted before the gateway started.
     deleted = len(base.graph) - len(snapshot.base)
@@ -812,7 +819,7 @@ def tune_graph(base: Index, view: LiveView, check_stop: Callable[[], None]) -> I
 
 def index_opener(
     path: Path, source: LiveView | None = None, check_stop: Callable[[], None] = lambda: None
-) -> Opener:
+) -> OpenBase:
     """Return a function that opens a view's first index, without building anything.
 
     It loads a saved index, with deletions marked and later vectors outside of the graph. Without
@@ -845,7 +852,7 @@ def index_opener(
                 "the former space has no search graph that the new one could start from"
             )
         return hnsw.rebuild_from_skeleton(
-            base.skeleton(sums=False), spec, labels, vectors, check_stop
+            base.skeleton(row_hashes=False), spec, labels, vectors, check_stop
         )
 
     return begin

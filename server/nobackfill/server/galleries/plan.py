@@ -11,7 +11,7 @@ from nobackfill.errors import InvalidInputError
 from nobackfill.gallery.filters import Filter
 from nobackfill.gallery.spec import Origin, SpaceInfo
 from nobackfill.gallery.sqlite_file import StoredItem
-from nobackfill.release.calibration import JointDistance, Scale, Scorer, find_curve
+from nobackfill.release.calibration import DistanceScale, JointDistance, Scorer, find_curve
 from nobackfill.release.manifest import Manifest, QueryAdapter
 from nobackfill.server.state import RolloutName, State
 
@@ -44,7 +44,7 @@ class PlanPart:
     query_manifest: Manifest
     origin: Origin | None
     score_curves: Mapping[Origin, Scorer]
-    distance_scale: Scale | None = None
+    distance_scale: DistanceScale | None = None
     adapter: QueryAdapter | None = None
 
 
@@ -277,7 +277,7 @@ def own_part(manifest: Manifest) -> PlanPart:
     for origin in ("native", "upgraded", "re-embedded"):
         if curve := find_curve(manifest, space, space, origin):
             curves[origin] = Scorer(curve)
-            scale = Scale(*curve.scale) if curve.scale else scale
+            scale = DistanceScale(*curve.scale) if curve.scale else scale
     # A re-embedded vector is as good as a native one.
     if "native" in curves:
         curves.setdefault("re-embedded", curves["native"])

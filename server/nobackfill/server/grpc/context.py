@@ -38,7 +38,7 @@ from nobackfill.errors import (
 )
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.grpc.traces import CallTrace
-from nobackfill.wire.statuses import row_of
+from nobackfill.wire.statuses import find_status_row
 
 
 class Rate:
@@ -611,7 +611,7 @@ def code_of(error: Exception) -> StatusCode:
 
     Another OSError or sqlite3.OperationalError gives UNAVAILABLE, and any other error INTERNAL.
     """
-    row = row_of(type(error))
+    row = find_status_row(type(error))
     if row is not None:
         return row.code
     # A full or failing disk, or a locked file, below the errors of our own.
@@ -636,7 +636,7 @@ def status_of(error: Exception, request_id: str) -> Status:
     is_own = isinstance(error, NobackfillError)
     message = without_folders(str(error)) if is_own else _generic_message(code, request_id)
     status = Status(code=code.value[0], message=message)
-    row = row_of(type(error))
+    row = find_status_row(type(error))
     if row is not None and row.reason:
         detail = any_pb2.Any()
         detail.Pack(ErrorInfo(reason=row.reason, domain=DOMAIN))

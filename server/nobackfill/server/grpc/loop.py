@@ -39,7 +39,7 @@ from nobackfill.server.grpc.rpc import (
     Rpc,
     Unanswered,
 )
-from nobackfill.wire.connection import WATCH_AGAIN
+from nobackfill.wire.connection import WATCH_AGAIN_TRAILER
 
 # The first tested version of grpcio, and the first untested one.
 TESTED_GRPCIO = ((1, 81), (1, 86))
@@ -524,7 +524,7 @@ class Watcher:
         if error is not None:
             self._arrival.refuse(error)
         else:
-            self._arrival.finish(((WATCH_AGAIN, "1"),) if self._stream.is_old else None)
+            self._arrival.finish(((WATCH_AGAIN_TRAILER, "1"),) if self._stream.is_old else None)
 
     def _on_sent(self) -> None:
         # This runs on gRPC's own thread, which an error would end.

@@ -50,7 +50,7 @@ from nobackfill.server.grpc.logs import LogLimit, request_id
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.grpc.traces import CallTrace, Tracing
 from nobackfill.v1 import search_pb2
-from nobackfill.wire.connection import WATCH_AGAIN
+from nobackfill.wire.connection import WATCH_AGAIN_TRAILER
 
 lanes_log = structlog.get_logger("server.lanes")
 
@@ -985,7 +985,7 @@ class Rpc:
             if stream.reason is not None:
                 raise stream.reason
             if stream.is_old:
-                context.set_trailing_metadata(((WATCH_AGAIN, "1"),))
+                context.set_trailing_metadata(((WATCH_AGAIN_TRAILER, "1"),))
         except GeneratorExit:
             code = grpc.StatusCode.CANCELLED
             raise

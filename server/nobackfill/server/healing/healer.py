@@ -12,9 +12,9 @@ from nobackfill.server.galleries.hosted import HostedGallery
 from nobackfill.server.healing.ledger import HealingLedger
 from nobackfill.server.healing.registration import HealingSource
 from nobackfill.server.upgrades.backfill import re_embed_images, re_embed_texts
-from nobackfill.serving.ledger import today
+from nobackfill.serving.ledger import today_utc
 from nobackfill.serving.reembedding import Backoff, EmbeddingCost, Reembedding
-from nobackfill.serving.sources import Items
+from nobackfill.serving.sources import ItemSource
 
 # An item that failed is not tried again for so long (seconds), then twice as long, up to an hour.
 _RETRY_SECONDS, _MAX_RETRY_SECONDS = 60.0, 3600.0
@@ -56,7 +56,7 @@ class Healer(Reembedding[int]):
 
     def __init__(
         self, hosted: HostedGallery, manifest: Manifest, embedding: EmbeddingService,
-        source: HealingSource, items: Items, ledger: HealingLedger,
+        source: HealingSource, items: ItemSource, ledger: HealingLedger,
     ) -> None:  # fmt: skip
         backoff = Backoff[int](_RETRY_SECONDS, _MAX_RETRY_SECONDS)
         super().__init__(items, source.limits, ledger, backoff)
@@ -115,7 +115,7 @@ class Healer(Reembedding[int]):
         """
         if self._must_wait():
             return False
-        room = self.source.a_day // 2 - self.ledger.spent(today())
+        room = self.source.a_day // 2 - self.ledger.count_claimed(today_utc())
         if self.is_complete or room <= 0:
             return False
         count = min(room, _BATCH)
@@ -130,7 +130,7 @@ class Healer(Reembedding[int]):
 
         Failures cost no budget, and a source that is down must not be asked for all items.
         """
-        if self.busy(self._batch):
+        if self.is_embedding(self._batch):
             return True
         if self._batch:
             cost, cost_before, (shortest, longest) = self.cost, self._cost_before, _FAILURE_PAUSES
@@ -140,7 +140,7 @@ class Healer(Reembedding[int]):
         return time.monotonic() < self._paused
 
     def _next_requested(self, count: int) -> dict[int, str]:
-        labels = self.backoff.ready(self.ledger.requested(_PAGE))[:count]
+        labels = self.backoff.filter_ready(self.ledger.requested(_PAGE))[:count]
         return self._carried(labels)
 
     def _next_remaining(self, count: int) -> dict[int, str]:
@@ -150,7 +150,7 @@ class Healer(Reembedding[int]):
             self._remaining = self._by_doubt()
         batch: dict[int, str] = {}
         for item in self._remaining:
-            if self.backoff.ready([item.label]):
+            if self.backoff.filter_ready([item.label]):
                 batch[item.label] = item.id
                 if len(batch) == count:
                     return batch
@@ -189,7 +189,8 @@ class Healer(Reembedding[int]):
             VerificationError: the ledger or the store is damaged.
         """
         return HealingProgress(
-            self._hosted.count(), self.ledger.count_migrated(), self.ledger.spent(today()),
+            self._hosted.count(), self.ledger.count_migrated(),
+            self.ledger.count_claimed(today_utc()),
             self.source.a_day, self.cost,
         )  # fmt: skip
 
@@ -200,7 +201,7 @@ class Healer(Reembedding[int]):
         items = self._hosted.store.items(labels, self.space) if labels else []
         migrated = {item.label: item.id for item in items if item and item.origin == "upgraded"}
         if len(migrated) < len(labels):
-            self.ledger.settle([label for label in labels if label not in migrated])
+            self.ledger.finish_claims([label for label in labels if label not in migrated])
         return migrated
 
     def claim(self, keys: Sequence[int], budget: int) -> Sequence[int]:
@@ -228,7 +229,9 @@ class Healer(Reembedding[int]):
         migrated = self._carried(claimed)
         return [label for label in claimed if label in migrated]
 
-    def keep(self, originals: Mapping[int, str | bytes], missing: Sequence[int]) -> Collection[int]:
+    def embed_and_store(
+        self, originals: Mapping[int, str | bytes], missing: Sequence[int]
+    ) -> Collection[int]:
         """Embed originals, and store their vectors.
 
         An item that was deleted or put again has another label, so nothing is stored for the old
@@ -280,7 +283,7 @@ class Healer(Reembedding[int]):
         migrated = {item.label for item in targets}
         # Items that were deleted in the meantime are settled, too.
         settled = [*stored, *(label for label in originals if label not in migrated)]
-        self.ledger.settle(settled)
+        self.ledger.finish_claims(settled)
         return settled
 
     def _images(

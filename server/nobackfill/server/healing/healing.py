@@ -30,7 +30,7 @@ from nobackfill.errors import (
 from nobackfill.gallery.filters import Matches
 from nobackfill.gallery.search import index
 from nobackfill.gallery.search.index import Labels, Neighbours, lower_thread_priority
-from nobackfill.gallery.spec import space_of
+from nobackfill.gallery.spec import select_space
 from nobackfill.gallery.sqlite_file import StoredItem
 from nobackfill.processes import DaemonThreads
 from nobackfill.release.manifest import Manifest
@@ -63,7 +63,7 @@ from nobackfill.server.healing.registration import HealingSource, Places
 from nobackfill.server.settings import Settings
 from nobackfill.serving.fusion import collect_candidates
 from nobackfill.serving.reembedding import EmbeddingCost
-from nobackfill.serving.sources import Items
+from nobackfill.serving.sources import ItemSource
 
 # A question, and the labels of the items that are ranked for it.
 Candidates = tuple[EmbeddedQuery, list[int]]
@@ -150,7 +150,7 @@ def _rank_candidates(pairs: Sequence[Candidates]) -> list[list[RankedHit]]:
         sorted({label for _, candidates_of in pairs for label in candidates_of}), np.int64
     )
     stored = hosted.store.stored_vectors(labels, part.space)
-    metric = space_of(hosted.spaces(), part.space).spec.metric
+    metric = select_space(hosted.spaces(), part.space).spec.metric
     origins = dict(zip(stored.labels.tolist(), stored.origins, strict=True))
 
     def items(candidates_of: list[int], space: str) -> list[StoredItem | None]:
@@ -367,7 +367,7 @@ class Healing:
         # Replaced healers with batches that still run.
         self._replaced: list[Healer] = []
         # Sources that are being opened.
-        self._opening: dict[HealingSource, Future[Items]] = {}
+        self._opening: dict[HealingSource, Future[ItemSource]] = {}
         self._past_cost = EmbeddingCost()
         self._stopping = threading.Event()
         self._galleries: Callable[[], Iterable[HostedGallery]] = tuple
@@ -558,7 +558,7 @@ class Healing:
         )
         self._trouble[hosted] = time.monotonic() + _RETRY_SECONDS
 
-    def open(self, source: HealingSource, seconds: float) -> Items:
+    def open(self, source: HealingSource, seconds: float) -> ItemSource:
         """Open a source.
 
         Calls for one source at the same time share one opening. A failure is not remembered, even

@@ -91,7 +91,7 @@ class _Native:
         raise NotImplementedError("searches only use masks")
 
     def mask(self, labels: Labels) -> Mask:
-        native = self._carried.native(labels)
+        native = self._carried.native_mask(labels)
         return native if self._matches is None else native & self._matches.mask(labels)
 
 
@@ -130,7 +130,7 @@ class FileLedger(LedgerFile[int]):
             NotFoundError: the gallery was closed.
             CannotWriteError: the gallery's file cannot be opened, or the disk fails.
         """
-        if not self._carried.loaded:
+        if not self._carried.is_loaded:
             self._carried.load()
 
     def count_migrated(self) -> int | None:
@@ -139,7 +139,7 @@ class FileLedger(LedgerFile[int]):
 
         After `load` it follows every commit of this process.
         """
-        return len(self._carried) if self._carried.loaded else None
+        return len(self._carried) if self._carried.is_loaded else None
 
     def native(self, matches: Matches | None) -> Matches | None:
         """Return the native items among some; None if they are not known.
@@ -152,7 +152,7 @@ class FileLedger(LedgerFile[int]):
         Args:
             matches: the items; None means all.
         """
-        return _Native(self._carried, matches) if self._carried.loaded else None
+        return _Native(self._carried, matches) if self._carried.is_loaded else None
 
     def requested(self, count: int) -> list[int]:
         """Return labels that queries requested in vain, most often first; see
@@ -167,7 +167,7 @@ class FileLedger(LedgerFile[int]):
             CannotWriteError: the file cannot be written.
             DamagedError: the file is damaged.
         """
-        return [int(name) for name in self.names_wanted(count)]
+        return [int(name) for name in self.requested_keys(count)]
 
     def close(self) -> None:
         """Close the ledger; a second call does nothing; see HealingLedger.close.

@@ -15,8 +15,8 @@ from nobackfill.errors import (
     NotFoundError,
     VerificationError,
 )
-from nobackfill.serving.reembedding import Limits
-from nobackfill.serving.sources import FolderItems, FunctionItems, Items, LineItems, UrlItems
+from nobackfill.serving.reembedding import ReembeddingLimits
+from nobackfill.serving.sources import FolderItems, FunctionItems, ItemSource, LineItems, UrlItems
 from nobackfill.vectors import InputKind
 
 FOLDER, TEXTS, COLUMN, FUNCTION = "folder:", "texts:", "column:", "function:"
@@ -117,9 +117,9 @@ class HealingSource:
         return asdict(self)
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> ReembeddingLimits:
         """Return the limits of a query and of a day; `hits` is not among them."""
-        return Limits(
+        return ReembeddingLimits(
             seconds=self.seconds,
             bytes_a_query=self.bytes_a_query,
             concurrency=self.concurrency,
@@ -141,7 +141,7 @@ class Places:
         self._folders, self._hosts = [folder.resolve() for folder in folders], frozenset(hosts)
         self._columns, self._functions = columns, functions
 
-    def open(self, source: HealingSource) -> Items:
+    def open(self, source: HealingSource) -> ItemSource:
         """Open a source that the settings allow; a file of texts is read once, which may take
         seconds.
 
@@ -223,7 +223,7 @@ def _check_name(name: str, names: Collection[str], setting: str) -> str:
     return name
 
 
-def _column(address: str) -> Items:
+def _column(address: str) -> ItemSource:
     from nobackfill.server.stores.postgresql.column_items import DatabaseColumnItems
 
     return DatabaseColumnItems(address)

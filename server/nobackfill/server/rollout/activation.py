@@ -663,7 +663,7 @@ class Activations:
         if active is None:
             return "cutover"
         old = self._parts.catalog.manifest(active)
-        return "direct" if manifest.searches(old.space) else "cutover"
+        return "direct" if manifest.searches_space_directly(old.space) else "cutover"
 
     def check_none_running(self, action: str, *, during_canary: bool = False) -> None:
         """Check that no activation is under way.

@@ -461,7 +461,7 @@ class Rollout:
 
     def _refuse_rollout(self, new: Manifest, old: Manifest) -> None:
         rollout = self._record.rollout
-        if rollout == "direct" and not new.searches(old.space):
+        if rollout == "direct" and not new.searches_space_directly(old.space):
             raise PreconditionError(
                 f"rollout direct: release {new.release} does not declare that its queries may "
                 f"search vectors of release {old.release}; use --rollout cutover or --rollout dual"

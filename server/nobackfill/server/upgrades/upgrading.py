@@ -23,11 +23,11 @@ from nobackfill.gallery.staging import (
     Runner,
     UpgradeOutcome,
     UpgradeProgress,
-    neighbours_kept,
+    neighbour_overlap,
     run_upgrade,
 )
 from nobackfill.release.manifest import Manifest, Upgrade
-from nobackfill.release.models import CHUNK
+from nobackfill.release.models import CHUNK_ROWS
 from nobackfill.release.routes import Route, RouteRunner, open_route, plan_route
 from nobackfill.release.trial import try_release
 from nobackfill.server.catalog import Catalog, ChangeCounter
@@ -161,7 +161,7 @@ _SAMPLE = 1_500
 # How many times faster a graph is inherited than built.
 _INHERIT_SPEEDUP = 20
 # Bytes of a graph's element besides its vector: links, labels, levels.
-_ELEMENT_BYTES = 8 * hnsw.M + 32
+_ELEMENT_BYTES = 8 * hnsw.LINKS_PER_ROW + 32
 
 
 Result = TypeVar("Result")
@@ -220,7 +220,7 @@ def estimate_cost(
     """
     runner, opening = _timed(open_runner)
     _, measuring = _timed(
-        lambda: neighbours_kept(
+        lambda: neighbour_overlap(
             hosted.store.sample_pairs, hosted.active_spec(), hosted.active_spec()
         )
     )
@@ -229,7 +229,7 @@ def estimate_cost(
     vectors = 4 * target.dim * count
     is_file = isinstance(hosted, HostedInFile)
     links = _ELEMENT_BYTES * count if is_file and count >= SMALL_GALLERY else 0
-    chunks = math.ceil(estimate.items / CHUNK)
+    chunks = math.ceil(estimate.items / CHUNK_ROWS)
     upgrading = estimate.seconds + measuring * min(chunks, MEASUREMENTS)
     inherited, built = _index_seconds(hosted, target, count)
     return UpgradeCost(
@@ -393,7 +393,7 @@ class GalleryUpgrades:
         usable = self._catalog.manifests_for_routes(source)
         if target not in usable:
             return None
-        return plan_route(usable, source, target, side, directly=is_direct)
+        return plan_route(usable, source, target, side, direct_search_space=is_direct)
 
     def estimate_upgrade(
         self, hosted: HostedGallery, target: Manifest, spare_cores: float
@@ -760,7 +760,7 @@ class GalleryUpgrades:
             self._report_neighbours(hosted, previous.spec, spec)
 
     def _measure(self, hosted: HostedGallery, source: SpaceSpec, target: SpaceSpec) -> float | None:
-        share = neighbours_kept(hosted.store.sample_pairs, source, target)
+        share = neighbour_overlap(hosted.store.sample_pairs, source, target)
         self._update(hosted.name, neighbours_kept=share)
         return share
 

@@ -420,7 +420,7 @@ def _add_foreign(
 
 def _keys(model_repo: Path, targets_key: Path | None) -> SigningKeys:
     """Read the signing keys now: an error must not follow minutes of measuring."""
-    keys = SigningKeys.of(model_repo, {"targets": targets_key} if targets_key else None)
+    keys = SigningKeys.of_publication(model_repo, {"targets": targets_key} if targets_key else None)
     check_keys(model_repo, keys)
     return keys
 

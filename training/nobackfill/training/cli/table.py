@@ -13,7 +13,7 @@ from nobackfill.metrics.backfill import TENTH_SHARES, BackfillCurve
 from nobackfill.quality.criterion import Judgement
 from nobackfill.quality.gate import GainRow, ReleaseEvidence
 from nobackfill.quality.retrieval import MatrixCell
-from nobackfill.release.manifest import Unlabelled
+from nobackfill.release.manifest import UnlabelledCell
 from nobackfill.training.protocols.evaluation import ProtocolCurve
 
 
@@ -45,7 +45,7 @@ def gate_table(evidence: ReleaseEvidence) -> str:
     return "\n".join([render(table), *map(_without_labels, evidence.unlabelled)])
 
 
-def _without_labels(cell: Unlabelled) -> str:
+def _without_labels(cell: UnlabelledCell) -> str:
     """Describe in one line a cell that was measured without labels."""
     pairs = {
         "agreement@10": (cell.stayed_agreement, cell.agreement),

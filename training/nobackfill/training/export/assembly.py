@@ -19,7 +19,7 @@ from nobackfill.class_folders import ImageListing, hash_file, hash_files, list_i
 from nobackfill.digests import sha256_file
 from nobackfill.errors import ConfigurationError, InvalidInputError, join_few
 from nobackfill.release.manifest import Manifest
-from nobackfill.release.trust.trust import require_release
+from nobackfill.release.trust.trust import find_published_manifest
 from nobackfill.training.config import EmbedderConfig, UpgradeConfig
 from nobackfill.training.data.folders import hold_out
 from nobackfill.training.export.drafting import Recipe, Release
@@ -329,7 +329,7 @@ def upgrade_recipe(name: str, checkpoint: Checkpoint) -> Recipe:
 def _source(release: Release, run_dir: Path, checkpoint: Checkpoint) -> Manifest:
     number, digest = checkpoint.facts.get("old_release"), checkpoint.facts.get("old_digest")
     if number is not None:
-        named = require_release(int(number), release.published)
+        named = find_published_manifest(int(number), release.published)
         if digest is not None and not _has_digest(named, "embedder", str(digest)):
             raise ConfigurationError(
                 f"--upgrade {run_dir}: the upgrade was trained from a release {number} with "

@@ -425,7 +425,7 @@ def _onnx_file(source: Path, option: str) -> Path | None:
 
     None for a folder of sentence-transformers that is read without one."""
     if source.is_dir() and (source / MODULES).is_file() and not is_model2vec(source):
-        return TextFolder(source).own_graph
+        return TextFolder(source).shipped_onnx_file
     places = [source, source / _MODEL, source / "onnx" / _MODEL]
     file = next((place for place in places if place.is_file()), None)
     if file is not None:
@@ -460,7 +460,7 @@ def _read_folder(source: Path, path: Path, role: TextRole) -> _Reading:
     """Read a folder of sentence-transformers without an ONNX file; `path` is overwritten."""
     folder = TextFolder(source)
     files, own = folder.files, folder.files[role]
-    declared, tokenizer = own.declared, own.tokenizer
+    declared, tokenizer = own.settings, own.tokenizer
     size = sum(one.stat().st_size for one in own.weights)
     if size > LARGEST_FILE:
         raise InvalidInputError(
@@ -476,7 +476,7 @@ def _read_folder(source: Path, path: Path, role: TextRole) -> _Reading:
         _check_length(declared, "max_seq_length in sentence_bert_config.json")
         graph = onnx.load(folder.export(role, lambda *graph: _open_export(files, path, *graph)))
         data = tokenizer_bytes(tokenizer, declared)
-    fingerprint = fingerprint_model(own.weights, own.declared, tokenizer)
+    fingerprint = fingerprint_model(own.weights, own.settings, tokenizer)
     routed = files["query"] != files["document"]
     return _Reading(source, graph, list(own.weights), declared, data, fingerprint, routed)
 
@@ -493,7 +493,7 @@ def _open_export(
     files: RoleFiles, path: Path, graph: Path, role: TextRole
 ) -> Callable[[list[str]], Vectors]:
     """Write the release's graph of an exported ONNX file to `path`; return what embeds by it."""
-    declared, file = files[role].declared, files[role].tokenizer
+    declared, file = files[role].settings, files[role].tokenizer
     prefix = declared.prefix_of_queries if role == "query" else declared.prefix
     inputs = _write(onnx.load(graph), declared, path)
     tokenizer = BatchTokenizer(tokenizer_bytes(file, declared), declared.max_length, str(file))

@@ -26,7 +26,7 @@ from nobackfill.errors import ConfigurationError, InvalidInputError
 from nobackfill.framing import Frame
 from nobackfill.release.manifest import Manifest
 from nobackfill.release.models import Files, open_embedder, open_side_encoder
-from nobackfill.release.trust.trust import read_publication, require_release
+from nobackfill.release.trust.trust import find_published_manifest, read_publication
 from nobackfill.training.config import (
     Augmentation,
     EmbedderConfig,
@@ -413,7 +413,9 @@ def encoders_of_release(source: PublishedSource) -> tuple[FrozenEncoder, FrozenE
         UnavailableError: the folder cannot be read.
         CannotWriteError: the folder for temporary files has no room for the trusted state.
     """
-    manifest = require_release(source.release, read_publication(source.model_repo).manifests)
+    manifest = find_published_manifest(
+        source.release, read_publication(source.model_repo).manifests
+    )
     return encoders_of_manifest(source.model_repo, manifest)
 
 

@@ -48,7 +48,7 @@ class Space : public hnswlib::SpaceInterface<float> {
 class Hnsw {
   public:
     Hnsw(std::string space, std::size_t dim, std::size_t capacity, std::size_t m, std::size_t ef_construction)
-        : space(std::move(space), dim), graph(&this->space, capacity, m, ef_construction, SEED) {}
+        : space(std::move(space), dim), graph(&this->space, capacity, m, ef_construction, REPORT_SEED) {}
 
     // Elements named by their number, none marked. `ground`: the links of each on the ground level, one
     // element after another; `levels`: how many levels each has above; `upper`: the links there. What
@@ -172,7 +172,7 @@ class Hnsw {
     hnswlib::HierarchicalNSW<float> graph;
 
   private:
-    static constexpr std::size_t SEED = 1;
+    static constexpr std::size_t REPORT_SEED = 1;
     // Of a record: hnswlib keeps the mark beside the count of links.
     static constexpr std::size_t MARK_BYTE = 2;
 };

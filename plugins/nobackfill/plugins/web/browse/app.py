@@ -40,7 +40,7 @@ from nobackfill.errors import (
 )
 from nobackfill.gallery.filter_engine import passing_labels
 from nobackfill.gallery.filters import All
-from nobackfill.gallery.listing import ListingPlace, read_items_page
+from nobackfill.gallery.listing import ListingPosition, read_items_page
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.gallery.sqlite_file import StoredItem
 from nobackfill.images import LARGEST_IMAGE_BYTES
@@ -376,13 +376,17 @@ class ItemPages:
         texts = request.query_params.getlist("where")
         passing = passing_labels(store, conditions.read(texts)) if texts else None
         token = request.query_params.get("after")
-        place = None if token is None else ListingPlace.read(token, least_certain=least_certain)
+        place = (
+            None
+            if token is None
+            else ListingPosition.from_token(token, least_certain=least_certain)
+        )
         items, last = read_items_page(
             store, store.active().spec.space, GRID,
             start_after=place, matches=passing, least_certain=least_certain,
         )  # fmt: skip
         pairs = [("where", one) for one in texts]
-        more = None if last is None else urlencode([*pairs, ("after", last.token())])
+        more = None if last is None else urlencode([*pairs, ("after", last.to_token())])
         filters = [(one, urlencode([pair for pair in pairs if pair[1] != one])) for one in texts]
         return self._site.show(
             request,

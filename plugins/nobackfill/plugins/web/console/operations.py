@@ -35,7 +35,7 @@ from nobackfill.v1 import gallery_pb2, release_pb2
 from nobackfill.v1 import release_pb2 as pb
 from nobackfill.wire import Gateway
 from nobackfill.wire.gateway import ROLLOUTS
-from nobackfill.wire.values import from_value
+from nobackfill.wire.values import read_metadata_value
 
 QUERIES, GALLERIES = ("old", "new"), ("old", "served", "new")
 TITLES = {"old": "stored by the old model", "served": "after the upgrade", "new": "re-embedded"}
@@ -515,7 +515,8 @@ class Operations:
                 reports.close()  # type: ignore[attr-defined]
         return self._site.show(
             request, "gallery.html.j2", gallery=gallery, by=by, progress=progress, why=why,
-            space_state=_space_state, moment=_moment, text_of=lambda value: from_value(value, by),
+            space_state=_space_state, moment=_moment,
+            text_of=lambda value: read_metadata_value(value, by),
             index=_index,
         )  # fmt: skip
 

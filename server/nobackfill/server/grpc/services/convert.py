@@ -10,15 +10,15 @@ from nobackfill.gallery.filters import (
     AnyOf,
     Exists,
     Filter,
+    KeyTest,
     Not,
     OneOf,
     Range,
-    Test,
     TimeRange,
 )
 from nobackfill.gallery.spec import Metadata
 from nobackfill.v1 import types_pb2 as types
-from nobackfill.wire.values import NEWER, Values, fill_value, from_scalar
+from nobackfill.wire.values import OLD_GATEWAY_KEY, Values, fill_value, read_scalar
 
 # Last second (Unix time) that a Timestamp can hold: the end of the year 9999.
 _LAST = 253_402_300_799
@@ -53,13 +53,13 @@ def to_metadata(metadata: Metadata, keys: Collection[str] | None, into: Values) 
 def from_filter(filtered: types.Filter) -> Filter | None:
     """Parse a filter; None if every item passes.
 
-    Clients add a condition with the key NEWER, by which older gateways refuse; it is skipped here.
-    Sizes and NaN are not checked here. The order of the conditions stays.
+    Clients add a condition with the key OLD_GATEWAY_KEY, by which older gateways refuse; it is
+    skipped here. Sizes and NaN are not checked here. The order of the conditions stays.
 
     Raises:
         InvalidInputError: a condition or an expression has no test, or an invalid value or time.
     """
-    parts = [_condition(one) for one in filtered.conditions if one.key != NEWER]
+    parts = [_condition(one) for one in filtered.conditions if one.key != OLD_GATEWAY_KEY]
     expression = _expression(filtered.expression) if filtered.HasField("expression") else None
     if expression is None:
         return All(tuple(parts)) if parts else None
@@ -83,12 +83,12 @@ def _expression(expression: types.Expression) -> Filter:
     )
 
 
-def _condition(condition: types.Condition) -> Test | Not:
+def _condition(condition: types.Condition) -> KeyTest | Not:
     key, test = condition.key, condition.WhichOneof("test")
     if test == "equals":
-        return OneOf(key, (from_scalar(condition.equals, key),))
+        return OneOf(key, (read_scalar(condition.equals, key),))
     if test == "one_of":
-        return OneOf(key, tuple(from_scalar(value, key) for value in condition.one_of.values))
+        return OneOf(key, tuple(read_scalar(value, key) for value in condition.one_of.values))
     if test == "range":
         return Range(key, **_bounds(condition.range))
     if test == "integer_range":

@@ -14,7 +14,7 @@ from nobackfill.errors import (
 from nobackfill.gallery import edits
 from nobackfill.gallery.edits import Selection
 from nobackfill.gallery.filters import check_filter
-from nobackfill.gallery.listing import ListingPlace
+from nobackfill.gallery.listing import ListingPosition
 from nobackfill.gallery.sqlite_file import StoredItem
 from nobackfill.server.galleries.hosted import CREATED_KEY, NOTE, GalleryRegistry, HostedGallery
 from nobackfill.server.galleries.indexing import count_index
@@ -42,7 +42,7 @@ from nobackfill.v1 import gallery_pb2, upgrade_pb2
 from nobackfill.v1 import gallery_pb2 as pb
 from nobackfill.v1 import types_pb2 as types
 from nobackfill.v1.gallery_pb2_grpc import GalleryServiceServicer
-from nobackfill.wire.values import ORIGINS, from_value
+from nobackfill.wire.values import ORIGINS, read_metadata_value
 
 LARGEST_CHANGE = 10_000
 LARGEST_PAGE = 1000
@@ -120,12 +120,12 @@ def page(hosted: HostedGallery, request: pb.ListItemsRequest) -> pb.ListItemsRes
         )
     least_certain = request.order == pb.ITEM_ORDER_LEAST_CERTAIN
     place = (
-        ListingPlace.read(request.page_token, least_certain=least_certain)
+        ListingPosition.from_token(request.page_token, least_certain=least_certain)
         if request.page_token
         else None
     )
     filtered = from_filter(request.filter)
-    matches = None if filtered is None else hosted.filtering.passing(filtered)
+    matches = None if filtered is None else hosted.filtering.find_matches(filtered)
     keys = keys_of(request.fields if request.HasField("fields") else None)
     response, size = pb.ListItemsResponse(), 0
     remaining = request.page_size or DEFAULT_PAGE
@@ -145,11 +145,11 @@ def page(hosted: HostedGallery, request: pb.ListItemsRequest) -> pb.ListItemsRes
             remaining -= 1
             size += message.ByteSize()
             if size > PAGE_BYTES:
-                response.next_page_token = item_place.token()
+                response.next_page_token = item_place.to_token()
                 return response
         if place is None:
             return response
-    response.next_page_token = place.token() if place is not None else ""
+    response.next_page_token = place.to_token() if place is not None else ""
     return response
 
 
@@ -170,7 +170,11 @@ def count(hosted: HostedGallery, filtered: types.Filter) -> int:
         ConfigurationError: the database refuses the statement, as without rights.
     """
     conditions = from_filter(filtered)
-    return hosted.store.count() if conditions is None else len(hosted.filtering.passing(conditions))
+    return (
+        hosted.store.count()
+        if conditions is None
+        else len(hosted.filtering.find_matches(conditions))
+    )
 
 
 def delete(hosted: HostedGallery, request: pb.DeleteItemsRequest) -> int:
@@ -236,7 +240,7 @@ def set_metadata(hosted: HostedGallery, request: pb.SetMetadataRequest) -> int:
         raise InvalidInputError(
             "SetMetadata: expected ids or a filter of items, got neither; send one of them"
         )
-    values = {key: from_value(value, key) for key, value in request.set.items()}
+    values = {key: read_metadata_value(value, key) for key, value in request.set.items()}
     remove = frozenset(request.remove)
     if both := remove & set(values):
         raise InvalidInputError(
@@ -687,7 +691,9 @@ def _parse_items(request: pb.PutItemsRequest) -> tuple[list[NewItem], list[pb.It
 def _put(item: pb.PutItem) -> NewItem:
     kind = item.WhichOneof("content")
     # Missing and empty metadata are the same on the wire: neither deletes what the item has.
-    metadata = {key: from_value(value, key) for key, value in item.metadata.items()} or None
+    metadata = {
+        key: read_metadata_value(value, key) for key, value in item.metadata.items()
+    } or None
     if kind == "image":
         return NewItem(item.id, item.image, metadata)
     if kind == "text":

@@ -7,8 +7,8 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from nobackfill.errors import InvalidInputError, TooLargeError
-from nobackfill.gallery.search.index import EVERY
-from nobackfill.gallery.search.view import parse
+from nobackfill.gallery.search.index import EXACT_EF
+from nobackfill.gallery.search.view import parse_search_request
 from nobackfill.server.canary.canaries import Canaries
 from nobackfill.server.canary.sessions import FeedbackKind
 from nobackfill.server.galleries.answering import (
@@ -132,7 +132,11 @@ class SearchService(SearchServiceServicer):
         for number, (message, principal) in enumerate(messages):
             if answers[number] is not None:
                 continue
-            query = parse(message) if parse is not None else _parse_simple(message)
+            query = (
+                parse_search_request(message)
+                if parse_search_request is not None
+                else _parse_simple(message)
+            )
             if query is None or query[3] > MAX_HITS or math.isnan(query[4]):
                 continue
             gallery, space, content, k, farthest = query
@@ -254,7 +258,7 @@ def _ef(accuracy: pb.Accuracy) -> int:
     kind = accuracy.WhichOneof("accuracy")
     if kind == "ef" and not 1 <= accuracy.ef <= LARGEST_EF:
         raise InvalidInputError(f"accuracy.ef: expected 1 to {LARGEST_EF}, got {accuracy.ef}")
-    return EVERY if accuracy.exact else accuracy.ef
+    return EXACT_EF if accuracy.exact else accuracy.ef
 
 
 def _query(query: pb.Query) -> Query:

@@ -18,17 +18,17 @@ from nobackfill.gallery.filters import (
     AnyOf,
     Exists,
     Filter,
+    KeyTest,
     Not,
     OneOf,
     Range,
     Scalar,
-    Test,
     TimeRange,
     check_filter,
-    parse_microseconds,
+    date_to_microseconds,
 )
 from nobackfill.gallery.spec import Metadata
-from nobackfill.gallery.store import is_storable
+from nobackfill.gallery.store import is_storable_text
 
 _LOWER, _UPPER = ("at_least", "greater_than"), ("less_than", "at_most")
 # Up to so many values are searched one by one in an index.
@@ -81,7 +81,7 @@ def _facet(value: Any) -> str:
     texts = [value] if isinstance(value, str) else list(value)
     if not texts:
         return ""
-    times = [time for time in map(parse_microseconds, texts) if time is not None]
+    times = [time for time in map(date_to_microseconds, texts) if time is not None]
     values = {"s": texts, "t": times} if times else {"s": texts}
     return json.dumps(values, ensure_ascii=False)
 
@@ -112,19 +112,19 @@ def condition_of(filtered: Filter | None) -> Condition:
 
 def _of(filtered: Filter) -> Condition:
     if isinstance(filtered, Not):
-        inner = _of(filtered.of)
+        inner = _of(filtered.excluded_filter)
         return Condition(f"NOT ({inner.text})", inner.values)
     if isinstance(filtered, All):
-        return _join(" AND ", _of_all(filtered.of), EVERYTHING)
+        return _join(" AND ", _of_all(filtered.filters), EVERYTHING)
     if isinstance(filtered, AnyOf):
-        return _join(" OR ", _of_any(filtered.of), _NOTHING)
-    return _test(filtered) if is_storable(filtered.key) else _NOTHING
+        return _join(" OR ", _of_any(filtered.filters), _NOTHING)
+    return _test(filtered) if is_storable_text(filtered.key) else _NOTHING
 
 
 def _of_all(parts: Sequence[Filter]) -> list[Condition]:
     """Translate parts that must all match; ranges of one key are combined, and so are negations."""
     ranges = _by_key(part for part in parts if isinstance(part, Range | TimeRange))
-    negated = tuple(part.of for part in parts if isinstance(part, Not))
+    negated = tuple(part.excluded_filter for part in parts if isinstance(part, Not))
     others = [_of(part) for part in parts if not isinstance(part, Range | TimeRange | Not)]
     if negated:
         inner = _join(" OR ", _of_any(negated), _NOTHING)
@@ -158,7 +158,7 @@ def _join(word: str, parts: Sequence[Condition], default: Condition) -> Conditio
     return Condition(text, tuple(value for part in parts for value in part.values))
 
 
-def _test(test: Test) -> Condition:
+def _test(test: KeyTest) -> Condition:
     if isinstance(test, OneOf):
         return _one_of(test)
     if isinstance(test, Exists):
@@ -173,7 +173,7 @@ def _in_ranges(ranges: Sequence[Range | TimeRange], *, every: bool) -> Condition
     longer.
     """
     key = ranges[0].key
-    if not is_storable(key):
+    if not is_storable_text(key):
         return _NOTHING
     texts = tuple(map(_range, ranges))
     combined, bounds = " * ".join(["%s::numrange"] * len(texts)), texts
@@ -228,7 +228,7 @@ def _one_of(test: OneOf) -> Condition:
     if len(test.values) <= FEW_VALUES:
         return _join(" OR ", [_equals(test.key, value) for value in test.values], _NOTHING)
     flags = [_equals(test.key, value) for value in {*test.values} if isinstance(value, bool)]
-    texts = [value for value in test.values if isinstance(value, str) and is_storable(value)]
+    texts = [value for value in test.values if isinstance(value, str) and is_storable_text(value)]
     numbers = [
         _exact(value)
         for value in test.values
@@ -260,7 +260,7 @@ def _equals(key: str, value: Scalar) -> Condition:
     if isinstance(value, bool):
         values: Mapping[str, str] = {"b": json.dumps(value)}
     elif isinstance(value, str):
-        if not is_storable(value):
+        if not is_storable_text(value):
             return _NOTHING
         values = {"s": json.dumps(value, ensure_ascii=False)}
     elif math.isinf(value):

@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from nobackfill.errors import AlreadyExistsError, IncompatibleSpaceError, NotFoundError
-from nobackfill.gallery.edits import changed_metadata
+from nobackfill.gallery.edits import merge_metadata
 from nobackfill.gallery.filters import Filter
 from nobackfill.gallery.search.index import Labels
-from nobackfill.gallery.spec import Metadata, Origin, SpaceInfo, SpaceSpec, space_of
+from nobackfill.gallery.spec import Metadata, Origin, SpaceInfo, SpaceSpec, select_space
 from nobackfill.gallery.sqlite_file import StoredItem, item_from_row
 from nobackfill.gallery.staging import check_uncertainty
 from nobackfill.gallery.store import (
@@ -20,9 +20,9 @@ from nobackfill.gallery.store import (
     CheckedVectors,
     NewVectors,
     PutResult,
+    change_after_put,
     check_batch,
     check_new_vectors,
-    put_change,
 )
 from nobackfill.server.state import OutdatedPlanError
 from nobackfill.server.stores.postgresql import rows, schema, writes
@@ -34,7 +34,7 @@ from nobackfill.server.stores.postgresql.schema import schema_of, table_of
 from nobackfill.server.stores.postgresql.writes import advance
 
 _NONE = np.empty(0, np.int64)
-_SPACES_CHANGED = Change({}, _NONE, spaces=True)
+_SPACES_CHANGED = Change({}, _NONE, spaces_changed=True)
 Result = TypeVar("Result")
 # Tries of a transaction that shares the gate with other writers.
 _SHARED_TRIES = 3
@@ -124,7 +124,7 @@ class PostgresqlGallery(Reads):
         Args:
             labels: int64 [n].
         """
-        self._report(Change({}, _NONE, described=labels))
+        self._report(Change({}, _NONE, metadata_labels=labels))
 
     def _report(self, change: Change) -> None:
         def notify_listeners() -> None:
@@ -212,7 +212,9 @@ class PostgresqlGallery(Reads):
 
         result, replaced, written = self._shared(work)
         with_metadata = metadata is not None
-        self._report(put_change(checked, result, replaced, written, with_metadata=with_metadata))
+        self._report(
+            change_after_put(checked, result, replaced, written, with_metadata=with_metadata)
+        )
         return PutResult(result.labels, result.changed)
 
     def _checked(
@@ -220,7 +222,9 @@ class PostgresqlGallery(Reads):
     ) -> list[CheckedVectors]:
         spaces = self.spaces()
         try:
-            return [check_new_vectors(space_of(spaces, new.space), new, count) for new in vectors]
+            return [
+                check_new_vectors(select_space(spaces, new.space), new, count) for new in vectors
+            ]
         except IncompatibleSpaceError as error:
             if outdated:
                 raise OutdatedPlanError(
@@ -247,7 +251,7 @@ class PostgresqlGallery(Reads):
         """
         return self._delete("id = ANY(%s)", [existing(ids)])
 
-    def delete_some(self, labels: Labels, filtered: Filter | None) -> int:
+    def delete_passing(self, labels: Labels, filtered: Filter | None) -> int:
         """Delete items that exist and pass the filter now; others are skipped; see
         EditableStore.delete_some.
 
@@ -323,11 +327,11 @@ class PostgresqlGallery(Reads):
             )
             items = [item_from_row(row) for row in cursor]
             present = {item.label: (item.id, item.metadata) for item in items}
-            writes.describe(connection, self.schema, changed_metadata(present, values, remove))
+            writes.describe(connection, self.schema, merge_metadata(present, values, remove))
             return np.array([*present], np.int64)
 
         changed = self._shared(work)
-        self._report(Change({}, _NONE, described=changed))
+        self._report(Change({}, _NONE, metadata_labels=changed))
         return len(changed)
 
     def update_state(self, values: Mapping[str, Any]) -> None:

@@ -103,7 +103,8 @@ class DatabaseLedger:
         """Return the number of migrated items that were not re-embedded; None if it is not known
         yet; see HealingLedger.count_migrated.
 
-        It is the number of the last `load`, and not changed by claims. It reads memory only.
+        It is the number of the last `load`, and not changed by claims. It reads memory
+        only.
         """
         return None if self._count < 0 else self._count
 
@@ -130,8 +131,8 @@ class DatabaseLedger:
             budget: most items of that day, for all gateways together; 0 claims none.
 
         Returns:
-            The claimed labels in the order of `labels`; the caller ends each by `settle` or
-            `release`.
+            The claimed labels in the order of `labels`; the caller ends each by `finish_claims` or
+            `return_claims`.
 
         Raises:
             GalleryDeletedError: the gallery was deleted; nothing has changed.
@@ -161,7 +162,7 @@ class DatabaseLedger:
 
         return self._database.write(work)
 
-    def settle(self, labels: Collection[int]) -> None:
+    def finish_claims(self, labels: Collection[int]) -> None:
         """End claims of items that are embedded or deleted, and remove their requests; see
         Ledger.settle.
 
@@ -184,7 +185,7 @@ class DatabaseLedger:
 
         self._database.write(work)
 
-    def release(self, labels: Collection[int]) -> None:
+    def return_claims(self, labels: Collection[int]) -> None:
         """Give up claims of items that failed, and return their cost to the budget; see
         Ledger.release.
 
@@ -238,7 +239,7 @@ class DatabaseLedger:
         rows = self._database.read(lambda one: self._run(one, select, count).fetchall())
         return [int(label) for (label,) in rows]
 
-    def spent(self, day: str) -> int:
+    def count_claimed(self, day: str) -> int:
         """Return how many items were claimed on a day, without those that were given up; see
         Ledger.spent.
 

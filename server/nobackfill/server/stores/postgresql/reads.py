@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 
 from nobackfill.gallery.filters import Matches
-from nobackfill.gallery.listing import ListingPlace, MetadataGroup, build_group
+from nobackfill.gallery.listing import ListingPosition, MetadataGroup, build_metadata_group
 from nobackfill.gallery.search.index import Labels
-from nobackfill.gallery.spec import SpaceInfo, SpaceSpec, side_passes
+from nobackfill.gallery.spec import SpaceInfo, SpaceSpec, plan_side_passes
 from nobackfill.gallery.sqlite_file import StoredItem, StoredVectors, StoredWindow
-from nobackfill.gallery.staging import Estimate, Order, Runner
-from nobackfill.gallery.store import is_storable
-from nobackfill.release.models import CHUNK
+from nobackfill.gallery.staging import Estimate, Runner, UpgradeOrder
+from nobackfill.gallery.store import is_storable_text
+from nobackfill.release.models import CHUNK_ROWS
 from nobackfill.server.stores.postgresql import rows
 from nobackfill.server.stores.postgresql.conditions import EVERYTHING, Condition
 from nobackfill.server.stores.postgresql.database import Connection, Database, run
@@ -74,9 +74,11 @@ class PostgresqlWindows:
         if target_numbers:
             self._target = table_of(schema, target_numbers[0])
             self._frontier = database.read(lambda c: frontier(c, schema, target_numbers[0]))
-        self._passes = side_passes(self._source.spec, target, needs_side=needs_side)
+        self._passes = plan_side_passes(self._source.spec, target, needs_side=needs_side)
 
-    def chunks(self, order: Order, size: int) -> Iterator[tuple[Labels, Vectors, Vectors | None]]:
+    def chunks(
+        self, order: UpgradeOrder, size: int
+    ) -> Iterator[tuple[Labels, Vectors, Vectors | None]]:
         """Yield labels, embeddings and side-information of `size` items at a time, until none is
         missing.
 
@@ -103,7 +105,7 @@ class PostgresqlWindows:
                     has_items = True
                     yield chunk
 
-    def pieces(self, order: Order, size: int) -> Iterator[tuple[Labels, bool]]:
+    def pieces(self, order: UpgradeOrder, size: int) -> Iterator[tuple[Labels, bool]]:
         """Make one pass over the missing items; yield labels, and whether to read side-information.
 
         Items with side-information come first, if the upgrade reads it. With the order
@@ -141,7 +143,7 @@ class PostgresqlWindows:
         pieces = [piece for side in self._passes for piece in self._labels("label", side)]
         return np.concatenate([np.empty(0, np.int64), *pieces])
 
-    def _labels(self, order: Order, with_side: bool | None) -> Iterator[Labels]:
+    def _labels(self, order: UpgradeOrder, with_side: bool | None) -> Iterator[Labels]:
         """Yield labels that the target lacks, with or without side-information (None: both)."""
         query = f"SELECT s.label FROM {self._table} s WHERE " + {
             None: "TRUE", True: "s.side IS NOT NULL", False: "s.side IS NULL"
@@ -321,7 +323,7 @@ class Reads:
         """
         return self.database.read(lambda connection: rows.count(connection, self.schema, space))
 
-    def load(self, space: str) -> tuple[Labels, Vectors]:
+    def load_vectors(self, space: str) -> tuple[Labels, Vectors]:
         """Return all vectors of a space in one snapshot: labels int64 [n], increasing, and float32
         [n, dim]; see GalleryStore.load.
 
@@ -412,10 +414,10 @@ class Reads:
         space: str,
         limit: int,
         *,
-        start_after: ListingPlace | None = None,
+        start_after: ListingPosition | None = None,
         matches: Matches | None = None,
         least_certain: bool = False,
-    ) -> tuple[list[tuple[StoredItem, ListingPlace]], ListingPlace | None]:
+    ) -> tuple[list[tuple[StoredItem, ListingPosition]], ListingPosition | None]:
         """Return a page of items; see GalleryStore.list_page.
 
         Items that are deleted between its two reads are left out, so that a page may be short.
@@ -443,7 +445,7 @@ class Reads:
         condition = _condition(matches)
         if least_certain:
             table = self._table(space)
-            last = ListingPlace(0, float("inf")) if start_after is None else start_after
+            last = ListingPosition(0, float("inf")) if start_after is None else start_after
             query = (
                 f"SELECT v.label, v.uncertainty FROM {table} v JOIN {self.schema}.items i"
                 f" USING (label) WHERE v.uncertainty IS NOT NULL AND ({condition.text})"
@@ -459,7 +461,7 @@ class Reads:
             values = [0 if start_after is None else start_after.label, *condition.values, limit]
         places = self.database.read(
             lambda connection: [
-                ListingPlace(*row)
+                ListingPosition(*row)
                 for row in run(connection, query, values, filters=condition is not EVERYTHING)
             ]
         )
@@ -482,7 +484,7 @@ class Reads:
                 gone.
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
         """
-        if not is_storable(key):
+        if not is_storable_text(key):
             return []
         query = (
             "SELECT f.kind, e.value, v.label, v.origin"
@@ -495,7 +497,7 @@ class Reads:
         )
         found = self.database.read(lambda c: run(c, query, [key, key]).fetchall())
         return [
-            build_group(kind, value, [row[2:] for row in members])
+            build_metadata_group(kind, value, [row[2:] for row in members])
             for (kind, value), members in groupby(found, key=lambda row: row[:2])
         ]
 
@@ -510,7 +512,9 @@ class Reads:
         """
         return self.database.read(lambda connection: rows.states(connection, self.schema))
 
-    def windows(self, source: str, target: SpaceSpec, needs_side: bool) -> PostgresqlWindows:
+    def remaining_vectors(
+        self, source: str, target: SpaceSpec, needs_side: bool
+    ) -> PostgresqlWindows:
         """Return the vectors that `source` has and `target` lacks; see UpgradableStore.windows.
 
         The target need not exist.
@@ -631,20 +635,22 @@ class Reads:
             CannotWriteError: the database is read-only or full.
         """
         active = next(info for info in self.spaces() if info.state == "active")
-        windows = self.windows(active.spec.space, target, runner.reads_side)
+        windows = self.remaining_vectors(active.spec.space, target, runner.reads_side)
         missing = windows.all_labels()
         spaces = {info.spec.space for info in self.spaces()}
         done = self.count(target.space) if target.space in spaces else 0
         left_behind = self.count() - done - len(missing)
         if not len(missing):
             return Estimate(0, 0.0, 0, left_behind)
-        limit = _CHUNKS * CHUNK
+        limit = _CHUNKS * CHUNK_ROWS
         probe = missing[:: max(1, len(missing) // limit)][:limit]
         runner.run(*windows.read(probe[:_FIRST_ROWS], runner.reads_side)[1:])
         began = time.perf_counter()
         written = 0
-        for start in range(0, len(probe), CHUNK):
-            labels, embedding, side = windows.read(probe[start : start + CHUNK], runner.reads_side)
+        for start in range(0, len(probe), CHUNK_ROWS):
+            labels, embedding, side = windows.read(
+                probe[start : start + CHUNK_ROWS], runner.reads_side
+            )
             upgraded = runner.run(embedding, side)
             write = partial(_bytes_written, target=target, labels=labels, carried=upgraded)
             written += self.database.read(write)
@@ -658,7 +664,7 @@ def existing(ids: Sequence[str]) -> list[str]:
 
     Order and repeats stay.
     """
-    return [item_id for item_id in ids if is_storable(item_id)]
+    return [item_id for item_id in ids if is_storable_text(item_id)]
 
 
 def _bytes_written(connection: Connection, target: SpaceSpec, labels: Labels, carried: Any) -> int:

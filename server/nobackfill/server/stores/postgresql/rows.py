@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from nobackfill.errors import NotFoundError
 from nobackfill.gallery.search.index import Labels
-from nobackfill.gallery.spec import SpaceInfo, SpaceSpec, space_of
+from nobackfill.gallery.spec import SpaceInfo, SpaceSpec, select_space
 from nobackfill.gallery.sqlite_file import StoredItem, StoredVectors, draw_labels, item_from_row
 from nobackfill.server.stores.postgresql.database import Connection, run
 from nobackfill.server.stores.postgresql.schema import table_of
@@ -194,7 +194,7 @@ def find_space(connection: Connection, schema: str, space: str) -> SpaceInfo:
         IncompatibleSpaceError: the gallery does not have it.
         psycopg.Error: the statement fails, as without the table; the caller translates it.
     """
-    return space_of(read_spaces(connection, schema), space)
+    return select_space(read_spaces(connection, schema), space)
 
 
 def items(

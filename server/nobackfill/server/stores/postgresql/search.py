@@ -15,7 +15,13 @@ from psycopg import errors, pq
 
 from nobackfill.gallery.filters import Filter
 from nobackfill.gallery.search import index, view
-from nobackfill.gallery.search.index import Labels, Mask, Neighbours, mask_of, nearest_candidates
+from nobackfill.gallery.search.index import (
+    Labels,
+    Mask,
+    Neighbours,
+    membership_mask,
+    nearest_candidates,
+)
 from nobackfill.gallery.spec import SpaceInfo, SpaceSpec
 from nobackfill.server.stores.postgresql.conditions import EVERYTHING, Condition, condition_of
 from nobackfill.server.stores.postgresql.database import EF, Connection, Database, run
@@ -463,8 +469,8 @@ def rank_rows(spec: SpaceSpec, query: Vectors, rows: list[Any], k: int) -> Neigh
         The `k` nearest as Neighbours of one query, equal distances by label, padded with -1 and
         infinity.
     """
-    if view.ranked is not None:
-        neighbours = view.ranked(spec.metric == "cosine", query, rows, k)
+    if view.rank_binary_rows is not None:
+        neighbours = view.rank_binary_rows(spec.metric == "cosine", query, rows, k)
         if neighbours is not None:
             return Neighbours(*neighbours)
     if not rows:
@@ -532,7 +538,7 @@ class PostgresqlMatches:
                 gone.
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
         """
-        return mask_of(np.asarray(labels), self.labels())
+        return membership_mask(np.asarray(labels), self.labels())
 
 
 class PostgresqlFiltering:
@@ -542,7 +548,7 @@ class PostgresqlFiltering:
         self._database = database
         self._schema = schema
 
-    def passing(self, filtered: Filter) -> PostgresqlMatches:
+    def find_matches(self, filtered: Filter) -> PostgresqlMatches:
         """Return the items that pass a filter; the database is read when they are used.
 
         Raises:

@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nobackfill.errors import NotFoundError
-from nobackfill.gallery.search.index import Labels, rows_of
+from nobackfill.gallery.search.index import Labels, find_label_rows
 from nobackfill.gallery.spec import SpaceInfo, SpaceSpec
 from nobackfill.gallery.staging import check_same_space, ensure_complete, ensure_not_active
-from nobackfill.gallery.store import Batch, CheckedVectors, PutResult, match_items
+from nobackfill.gallery.store import Batch, CheckedVectors, PutResult, compare_with_stored
 from nobackfill.server.stores.postgresql import rows
 from nobackfill.server.stores.postgresql.conditions import facets
 from nobackfill.server.stores.postgresql.database import Connection, run
@@ -73,7 +73,7 @@ def insert(
         [list(batch.ids)],
     )
     known = {item_id: (label, digest) for item_id, label, digest in rows}
-    labels, kept, replaced = match_items(batch, known)
+    labels, kept, replaced = compare_with_stored(batch, known)
     delete_labels(connection, schema, replaced)
     is_new = ~kept
     labels[is_new] = _new_labels(connection, schema, int(is_new.sum()))
@@ -86,7 +86,7 @@ def insert(
         is_missing = np.ones(len(labels), np.bool_)
         missing = checked
         if kept.any():
-            present = live_labels(connection, table, labels[kept], checked.keep_condition)
+            present = live_labels(connection, table, labels[kept], checked.unchanged_sql_condition)
             is_missing = ~np.isin(labels, present)
             missing = checked.select(is_missing)
         insert_vectors(connection, schema, missing, labels[is_missing], replace=bool(kept.any()))
@@ -455,7 +455,7 @@ def write_vectors(
     if not replace:
         present = live_labels(connection, table_of(schema, info.number), labels)
         existing = np.setdiff1d(existing, present, assume_unique=True)
-    selection = order[rows_of(labels[order], existing)]
+    selection = order[find_label_rows(labels[order], existing)]
     selected = checked.select(selection)
     chosen_uncertainty = None if uncertainty is None else uncertainty[selection]
     insert_vectors(connection, schema, selected, existing, chosen_uncertainty, replace=replace)

@@ -14,7 +14,7 @@ from nobackfill.gallery.gallery_store import GalleryStore
 from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.gallery.staging import UpgradeOutcome, UpgradeProgress, migrate_window
-from nobackfill.release.models import CHUNK
+from nobackfill.release.models import CHUNK_ROWS
 from nobackfill.release.routes import Route, open_route
 from nobackfill.server.stores.postgresql.database import Database
 from nobackfill.server.stores.postgresql.gallery import PostgresqlGallery
@@ -28,7 +28,7 @@ Result = TypeVar("Result")
 # another worker does a piece whose worker died, and a piece that two workers did is stored once.
 
 # Labels of a piece. It has several chunks, because handing it out costs as much as reading a chunk.
-PIECE = 4 * CHUNK
+PIECE = 4 * CHUNK_ROWS
 # Database connections of a worker, which does one piece at a time.
 _CONNECTIONS = 2
 # Longest wait (seconds) of a worker for a database that restarts.
@@ -108,7 +108,9 @@ class _OpenUpgrade:
         closing.callback(database.close)
         database.open(lambda _: None)
         self._gallery = PostgresqlGallery(database, work.gallery)
-        self._windows = self._gallery.windows(work.source, work.target, self._runner.reads_side)
+        self._windows = self._gallery.remaining_vectors(
+            work.source, work.target, self._runner.reads_side
+        )
 
     def carry(self, piece: MigrationPiece) -> Labels:
         """Migrate a piece in chunks; each is durable before the next is read.
@@ -116,9 +118,10 @@ class _OpenUpgrade:
         Returns:
             The labels that were written, increasing.
         """
-        chunks = range(0, len(piece.labels), CHUNK)
+        chunks = range(0, len(piece.labels), CHUNK_ROWS)
         results = [
-            self._chunk(piece.labels[start : start + CHUNK], piece.with_side) for start in chunks
+            self._chunk(piece.labels[start : start + CHUNK_ROWS], piece.with_side)
+            for start in chunks
         ]
         return np.concatenate(results)
 
@@ -316,7 +319,7 @@ def run_by_workers(
         Exception: an error of `on_progress` or `should_stop`; vectors that were written stay.
     """
     store.add_staging_space(work.target)
-    windows = store.windows(work.source, work.target, work.route.reads_side)
+    windows = store.remaining_vectors(work.source, work.target, work.route.reads_side)
     started = time.monotonic()
     total = store.count()
     first_complete = total - store.count_left_behind(work.target.space)
