@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from nobackfill.adopt.judgement import Queries, blocked, measure_figures
+from nobackfill.adopt.judgement import Queries, measure_figures, query_item_distances
 from nobackfill.adopt.maps import fit_maps
 from nobackfill.adopt.pairs import Pairs
 from nobackfill.ridge import Doubles
@@ -48,7 +48,9 @@ def _turn(weight: Doubles) -> Turn:
 
 def _kept(turn: Turn, old: Vectors, new: Vectors) -> float:
     asked = Queries(old, new, np.arange(len(old), dtype=np.int64), own=True)
-    found = measure_figures(blocked(new, new), asked)[0](blocked(turn(new), old))
+    found = measure_figures(query_item_distances(new, new), asked)[0](
+        query_item_distances(turn(new), old)
+    )
     return float(found["agreement@10"].mean())
 
 

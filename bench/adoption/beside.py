@@ -11,7 +11,7 @@ from bench.adoption.trial import Trial
 from bench.adoption.unpaired import without_pairs
 from bench.harness import Row
 from nobackfill.adopt.crossfit import MANY_DIMS
-from nobackfill.adopt.judgement import Figures, Queries, blocked, measure_figures
+from nobackfill.adopt.judgement import Figures, Queries, measure_figures, query_item_distances
 from nobackfill.adopt.maps import Map, fit_maps
 from nobackfill.adopt.pairs import Pairs
 from nobackfill.adopt.verdict import choose_map
@@ -62,11 +62,13 @@ def _ways(pairs: Pairs, gallery: Pairs) -> dict[str, Search]:
     made = fit_maps(pairs.old, pairs.new)
     turn = turned_back(pairs)
     ways: dict[str, Search] = {
-        "stay": lambda asked, items: blocked(asked.old, items.old),
+        "stay": lambda asked, items: query_item_distances(asked.old, items.old),
         **{kind: _by(one(gallery.old)) for kind, one in made.items()},
         "lambda-orthogonality": _by(nearly_orthogonal(pairs)(gallery.old)),
         "local adapters": _by(local(pairs)(gallery.old)),
-        "reverse query transform": lambda asked, items: blocked(turn(asked.new), items.old),
+        "reverse query transform": lambda asked, items: query_item_distances(
+            turn(asked.new), items.old
+        ),
     }
     if max(pairs.old.shape[1], pairs.new.shape[1]) < MANY_DIMS:
         ways["unpaired"] = _by(without_pairs(gallery.old, pairs.new)(gallery.old))
@@ -74,9 +76,11 @@ def _ways(pairs: Pairs, gallery: Pairs) -> dict[str, Search]:
 
 
 def _by(carried: Vectors) -> Search:
-    return lambda asked, items: blocked(asked.new, carried)
+    return lambda asked, items: query_item_distances(asked.new, carried)
 
 
 def _figures(search: Search, gallery: Pairs, asked: Queries) -> Figures:
-    found = measure_figures(blocked(asked.new, gallery.new), asked)[0](search(asked, gallery))
+    found = measure_figures(query_item_distances(asked.new, gallery.new), asked)[0](
+        search(asked, gallery)
+    )
     return found if asked.own else {name: found[name] for name in ("R@1", "R@10")}

@@ -31,11 +31,11 @@ from bench.adoption.pictures import embedded as embedded_pictures
 from bench.adoption.texts import Embedded, embedded
 from demo.adoption import lite
 from demo.adoption.pictures import found as cut_tiles
-from nobackfill.adopt.converters import Card, evidence_of, graph_of, model_card
+from nobackfill.adopt.converters import Card, converter_evidence, map_to_onnx, model_card
 from nobackfill.adopt.embedding import open_embedder
 from nobackfill.adopt.fitting import VERDICT
-from nobackfill.adopt.joining import save_joining
-from nobackfill.adopt.judgement import Figures, Queries, blocked, measure_figures
+from nobackfill.adopt.joining import save_rank_fusion
+from nobackfill.adopt.judgement import Figures, Queries, measure_figures, query_item_distances
 from nobackfill.adopt.maps import OLD_NORM, Map, load_map, save_map
 from nobackfill.adopt.pairs import Pairs
 from nobackfill.adopt.verdict import Cost, Verdict, decide
@@ -133,13 +133,16 @@ def measure(mapping: Map, joining: FittedRankFusion, texts: Texts) -> dict[str, 
     queries = texts.queries(QUERIES)
     old, new = texts.old.bodies, texts.new.bodies
     migrated = mapping(old)
-    stay, by_map = blocked(queries.old, old), blocked(queries.new, migrated)
+    stay, by_map = (
+        query_item_distances(queries.old, old),
+        query_item_distances(queries.new, migrated),
+    )
     both = -joining.migrated_nearness(queries.old, queries.new, old, migrated)
     blocks = {
         "stay": stay,
         "map": by_map,
         "both": _among_candidates(both, stay, by_map),
-        "re-embed": blocked(queries.new, new),
+        "re-embed": query_item_distances(queries.new, new),
     }
     figures, _ = measure_figures(blocks["re-embed"], queries)
     ways: dict[str, Figures] = {way: figures(block) for way, block in blocks.items()}
@@ -401,13 +404,13 @@ def _make(pair: Pair) -> dict[str, Any]:
     if models[0].unit:
         facts[OLD_NORM] = "1"
     save_map(folder / "map.npz", replace(mapping, facts=facts))
-    save_joining(folder / "joining.npz", verdict.joining)
+    save_rank_fusion(folder / "joining.npz", verdict.joining)
     (folder / "joining.npz").chmod(0o644)
     written = {
         "kind": mapping.kind,
         "old": models[0].model_dump(mode="json"),
         "new": models[1].model_dump(mode="json"),
-        "evidence": evidence_of(card, verdict).model_dump(mode="json"),
+        "evidence": converter_evidence(card, verdict).model_dump(mode="json"),
         "measured_on": _described(pair.measured_on),
         "held_out": held_out,
         "loses": [
@@ -476,7 +479,7 @@ def sign(
         )
     for path in sorted(folder.glob("*/card.json")):
         mapping = load_map(path.with_name("map.npz"))
-        found = publish_converter(out, graph_of(mapping), partial(manifest_of, _read(path)))
+        found = publish_converter(out, map_to_onnx(mapping), partial(manifest_of, _read(path)))
         print(f"converter {found.converter}: {found.old.name} to {found.new.name}", flush=True)
 
 

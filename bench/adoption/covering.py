@@ -5,7 +5,7 @@ import numpy as np
 from bench.adoption.curves import gained, interval
 from bench.adoption.trial import Trial
 from bench.harness import Row, Value
-from nobackfill.adopt.judgement import Figures, Queries, figure_of
+from nobackfill.adopt.judgement import Figures, Queries, figures_from_vectors
 from nobackfill.adopt.maps import fit_maps
 from nobackfill.adopt.pairs import Pairs, sample
 from nobackfill.adopt.sources.source import Rows
@@ -27,7 +27,7 @@ def covering(trial: Trial, count: int) -> list[Row]:
 
     def found(rows: Ints) -> Figures:
         one = fit_maps(pool.old[rows], pool.new[rows], kinds=["affine"])["affine"]
-        known, near = (figure_of(one(others.old), others, queries) for queries in asked)
+        known, near = (figures_from_vectors(one(others.old), others, queries) for queries in asked)
         return {name: known[name] for name in ("R@1", "R@10")} | near
 
     spread, random = [], []

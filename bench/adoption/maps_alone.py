@@ -7,7 +7,14 @@ from bench.adoption.trial import Trial
 from bench.harness import Row
 from nobackfill import ridge
 from nobackfill.adopt.crossfit import MANY_DIMS
-from nobackfill.adopt.judgement import CROWD, Figures, Queries, blocked, figure_of, measure_figures
+from nobackfill.adopt.judgement import (
+    CROWD,
+    Figures,
+    Queries,
+    figures_from_vectors,
+    measure_figures,
+    query_item_distances,
+)
 from nobackfill.adopt.maps import LEFT_OUT, fit_maps, is_unit
 from nobackfill.adopt.pairs import Pairs
 from nobackfill.ridge import Floats, Moments, split_into_blocks
@@ -77,7 +84,10 @@ def _ways(
     u, _, vt = np.linalg.svd(pairs.old.T @ pairs.new, full_matrices=False)
     carried["procrustes, not centred"] = _ended(gallery.old @ (u @ vt), unit)
     found = {
-        way: _known(figure_of(vectors, gallery, asked), figure_of(vectors, gallery, alike))
+        way: _known(
+            figures_from_vectors(vectors, gallery, asked),
+            figures_from_vectors(vectors, gallery, alike),
+        )
         for way, vectors in carried.items()
     }
     ours = carried[OURS]
@@ -86,11 +96,13 @@ def _ways(
 
     def centred(queries: Queries) -> Figures:
         by_new = normalise(queries.new - means[1])
-        return _judged(blocked(by_new, moved), gallery, queries)
+        return _judged(query_item_distances(by_new, moved), gallery, queries)
 
     def crowded(queries: Queries) -> Figures:
         return _judged(
-            blocked(queries.new, ours) + measure_hubs(ours, crowd)[None], gallery, queries
+            query_item_distances(queries.new, ours) + measure_hubs(ours, crowd)[None],
+            gallery,
+            queries,
         )
 
     for way, one in (("centred", centred), ("hubs", crowded)):
@@ -104,7 +116,7 @@ def _ended(vectors: Floats, unit: bool) -> Vectors:
 
 
 def _judged(block: Block, gallery: Pairs, queries: Queries) -> Figures:
-    return measure_figures(blocked(queries.new, gallery.new), queries)[0](
+    return measure_figures(query_item_distances(queries.new, gallery.new), queries)[0](
         np.asarray(block, np.float32)
     )
 

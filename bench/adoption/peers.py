@@ -28,7 +28,7 @@ from bench.adoption.texts import embedded, operations
 from bench.adoption.trial import Trial
 from bench.harness import Row, Value
 from demo.adoption.models import lay_out
-from nobackfill.adopt.judgement import Figures, blocked, figures_of
+from nobackfill.adopt.judgement import Figures, figures_from_distances, query_item_distances
 from nobackfill.adopt.maps import Map, save_map
 from nobackfill.adopt.pairs import Pairs
 from nobackfill.serving.fusion import Block
@@ -119,7 +119,7 @@ def _searches(trial: Trial, peers: Path) -> list[Row]:
                     seconds[name.partition(": ")[2]] = float(arrays[key])
                     continue
                 block = _block(kind, arrays[key].astype(np.float32), gallery, asked.new)
-                found[name] = figures_of(block, gallery, asked)
+                found[name] = figures_from_distances(block, gallery, asked)
     ways = {
         "the old model": trial.truth["stay"],
         **found,
@@ -146,9 +146,9 @@ def _signs(figures: Figures, stay: Figures) -> str:
 def _block(kind: str, made: Vectors, gallery: Pairs, queries: Vectors) -> Block:
     """Compute distances [q, g] from mapped items, mapped queries, or hits in their order."""
     if kind == "items":
-        return blocked(queries, made)
+        return query_item_distances(queries, made)
     if kind == "queries":
-        return blocked(made, gallery.old)
+        return query_item_distances(made, gallery.old)
     block = np.full((len(queries), len(gallery)), np.inf, np.float32)
     for row, hits in enumerate(made.astype(np.int64)):
         hits = hits[hits >= 0]

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nobackfill.adopt.crossfit import correct_converter
-from nobackfill.adopt.judgement import Queries, figure_of
+from nobackfill.adopt.judgement import Queries, figures_from_vectors
 from nobackfill.adopt.maps import Map, fit_maps
 from nobackfill.adopt.pairs import Pairs, clusters
 from nobackfill.ridge import Doubles
@@ -118,7 +118,7 @@ def _chosen(
 
     def kept(option: float) -> float:
         vectors = fitted(option)(held.old)
-        return float(figure_of(vectors, held, asked)["agreement@10"].mean())
+        return float(figures_from_vectors(vectors, held, asked)["agreement@10"].mean())
 
     return prepared(pairs)(max(options, key=kept))
 

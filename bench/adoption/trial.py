@@ -17,11 +17,11 @@ from nobackfill.adopt.judgement import (
     Gallery,
     PerQuery,
     Queries,
-    blocked,
-    figure_of,
-    figures_of,
+    figures_from_distances,
+    figures_from_vectors,
     judge_fusion,
-    rank_by_way,
+    query_item_distances,
+    rank_by_option,
 )
 from nobackfill.adopt.maps import Map, fit_maps
 from nobackfill.adopt.pairs import Pairs
@@ -86,14 +86,14 @@ class Trial:
         items that ask for theirs."""
         every, queries = self.gallery_of(self.rest), self.queries_of(self.rest)
         found = judge_fusion(every, queries, self.said.joining)
-        adapted = blocked(self.said.adapter(queries.new), every.old)
-        found[ADAPTER] = figures_of(adapted, self.pairs_of(self.rest), queries)
+        adapted = query_item_distances(self.said.adapter(queries.new), every.old)
+        found[ADAPTER] = figures_from_distances(adapted, self.pairs_of(self.rest), queries)
         if self.labels is not None:
             relevance = of_class(self.labels[self.rest])
             own = np.arange(len(every.old), dtype=np.int64)
             asked = Queries(every.old, every.new, own, own=True)
-            adapted = blocked(self.said.adapter(every.new), every.old)
-            blocks = rank_by_way(every, asked, self.said.joining) | {ADAPTER: adapted}
+            adapted = query_item_distances(self.said.adapter(every.new), every.old)
+            blocks = rank_by_option(every, asked, self.said.joining) | {ADAPTER: adapted}
             for way, block in blocks.items():
                 found[way] |= by_class(block, relevance)
         return found
@@ -105,7 +105,9 @@ class Trial:
         ranked = {
             "nobackfill.serve": self.served_curves,
             "distance": _known_curves(
-                asked, -blocked(asked.new, gallery.migrated), -blocked(asked.new, gallery.new)
+                asked,
+                -query_item_distances(asked.new, gallery.migrated),
+                -query_item_distances(asked.new, gallery.new),
             ),
         }
         return [
@@ -213,4 +215,4 @@ def best(pairs: Pairs) -> Map:
 
 
 def first(vectors: Vectors, gallery: Pairs, queries: Queries) -> float:
-    return 100 * float(figure_of(vectors, gallery, queries)["R@1"].mean())
+    return 100 * float(figures_from_vectors(vectors, gallery, queries)["R@1"].mean())

@@ -6,7 +6,7 @@ import numpy as np
 from bench.adoption.curves import Labels, by_class, class_curves, curve_rows, of_class
 from bench.adoption.trial import Trial
 from bench.harness import Row
-from nobackfill.adopt.judgement import Gallery, Queries, blocked
+from nobackfill.adopt.judgement import Gallery, Queries, query_item_distances
 from nobackfill.metrics.backfill import DistanceLine
 from nobackfill.metrics.ranking import Ranking
 from nobackfill.quality.retrieval import CellFigures
@@ -31,7 +31,9 @@ def classes(trial: Trial) -> list[Row]:
     gallery, theirs = trial.gallery_of(judged), labels[judged]
     own = np.arange(len(judged), dtype=np.int64)
     asked = Queries(gallery.old, gallery.new, own, own=True)
-    carried, native = (blocked(asked.new, one) for one in (gallery.migrated, gallery.new))
+    carried, native = (
+        query_item_distances(asked.new, one) for one in (gallery.migrated, gallery.new)
+    )
     ranked: dict[str, tuple[Block, Block]] = {
         "distance": (carried, native),
         "scale": (line.slope * carried + line.offset, native),
@@ -43,7 +45,7 @@ def classes(trial: Trial) -> list[Row]:
         for name, blocks in ranked.items()
         for row in curve_rows(trial.name, name, class_curves(*blocks, theirs), theirs)
     ]
-    stay = by_class(blocked(gallery.old, gallery.old), of_class(theirs))
+    stay = by_class(query_item_distances(gallery.old, gallery.old), of_class(theirs))
     return [
         {**row, "old model": 100 * float(np.nanmean(stay[str(row["figure"])]))} for row in found
     ]
@@ -55,7 +57,7 @@ def _line(gallery: Gallery, labels: Labels) -> DistanceLine:
 
 
 def _nearest(queries: Vectors, items: Vectors) -> CellFigures:
-    apart = blocked(queries, items)
+    apart = query_item_distances(queries, items)
     near = np.argsort(apart, axis=1)[:, :_NEAR]
     none, nothing = np.empty(0), Ranking([], np.empty(0, np.int64))
     return CellFigures(none, none, none, nothing, near, np.take_along_axis(apart, near, 1))

@@ -26,7 +26,7 @@ from nobackfill.adopt.carrying import carry
 from nobackfill.adopt.embedding.embedder import open_embedder
 from nobackfill.adopt.embedding.endpoint import Endpoint
 from nobackfill.adopt.embedding.vector_folder import ItemList, embed_into, read_items
-from nobackfill.adopt.joining import load_joining, save_joining
+from nobackfill.adopt.joining import load_rank_fusion, save_rank_fusion
 from nobackfill.adopt.maps import fit_maps, load_map, save_map
 from nobackfill.adopt.pairs import inspect, match
 from nobackfill.adopt.sources.opening import open_source
@@ -294,11 +294,11 @@ def packed(parts: Mapping[str, bytes], method: int = zipfile.ZIP_STORED) -> byte
 def test_maps_and_joinings_of_strangers_are_refused(tmp_path: Path) -> None:
     good = tmp_path / "good.npz"
     anchors = MADE.old[:5], MADE.new[:5], MADE.new[:5]
-    for load, array in ((load_map, "weight"), (load_joining, "old")):
+    for load, array in ((load_map, "weight"), (load_rank_fusion, "old")):
         if array == "weight":
             save_map(good, MAP)
         else:
-            save_joining(good, FittedRankFusion(0.5, OddsLine(), OddsLine(), *anchors))
+            save_rank_fusion(good, FittedRankFusion(0.5, OddsLine(), OddsLine(), *anchors))
         load(good)
         for name, data in crafted(good, array).items():
             path = tmp_path / "bad.npz"
@@ -317,9 +317,9 @@ def test_a_damaged_map_or_joining_is_read_or_refused(data: st.DataObject) -> Non
         if data.draw(st.booleans()):
             save_map(path, MAP)
         else:
-            load = load_joining
+            load = load_rank_fusion
             anchors = MADE.old[:5], MADE.new[:5], MADE.new[:5]
-            save_joining(path, FittedRankFusion(0.5, OddsLine(), OddsLine(), *anchors))
+            save_rank_fusion(path, FittedRankFusion(0.5, OddsLine(), OddsLine(), *anchors))
         content = bytearray(path.read_bytes())
         for _ in range(data.draw(st.integers(1, 8))):
             content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))

@@ -15,7 +15,13 @@ import pytest
 from onnx import numpy_helper
 
 from nobackfill.adopt.cli import main
-from nobackfill.adopt.converters import graph_of, map_of, open_converter, publish, read_card
+from nobackfill.adopt.converters import (
+    map_from_onnx,
+    map_to_onnx,
+    open_converter,
+    publish,
+    read_card,
+)
 from nobackfill.adopt.crossfit import CONVERTER, CORRECTED, correct_converter, cross_fit_candidates
 from nobackfill.adopt.embedding.embedder import open_embedder
 from nobackfill.adopt.judgement import item_queries
@@ -283,12 +289,12 @@ def test_the_graph_gives_what_the_map_gives_and_others_are_refused() -> None:
     made = world(60)
     maps = [fit_maps(made.old, new)["affine"] for new in (made.new, 3 * made.new)]
     for mapping in (layered(maps[0]), *maps):
-        data = graph_of(mapping)
+        data = map_to_onnx(mapping)
         session = onnxruntime.InferenceSession(data, providers=["CPUExecutionProvider"])
         rows = np.concatenate([made.old, np.zeros_like(made.old[:1])])
         got = session.run(["upgraded"], {"embedding": rows})[0]
         np.testing.assert_allclose(got, mapping(rows), atol=1e-5)
-        assert map_of(data, "affine", {}).digest == mapping.digest
+        assert map_from_onnx(data, "affine", {}).digest == mapping.digest
     model = onnx.load_from_string(data)
     model.graph.initializer[0].CopyFrom(
         numpy_helper.from_array(np.full((32, 24), np.nan, np.float32), "weight")
@@ -300,4 +306,4 @@ def test_the_graph_gives_what_the_map_gives_and_others_are_refused() -> None:
     every = (model, twice, more)
     for bad in (b"", b"no graph", *(one.SerializeToString() for one in every)):
         with pytest.raises(UnfitError):
-            map_of(bad, "affine", {})
+            map_from_onnx(bad, "affine", {})

@@ -8,9 +8,14 @@ from nobackfill.adopt.crossfit import (
     CrossFit,
     cross_fit,
     cross_fit_candidates,
-    fitted_share,
+    share_fitted_per_map,
 )
-from nobackfill.adopt.judgement import Queries, figure_of, figures_of, item_queries
+from nobackfill.adopt.judgement import (
+    Queries,
+    figures_from_distances,
+    figures_from_vectors,
+    item_queries,
+)
 from nobackfill.adopt.maps import KINDS, fit_maps
 from nobackfill.adopt.pairs import Pairs
 from nobackfill.vectors import Vectors, normalise
@@ -44,7 +49,7 @@ def part(pairs: Pairs, asked: Queries, rows: slice) -> tuple[Pairs, Queries]:
 
 
 def told(held: CrossFit, pairs: Pairs, asked: Queries, figure: str) -> float:
-    return float(figures_of(held.distances[0], pairs, asked)[figure].mean())
+    return float(figures_from_distances(held.distances[0], pairs, asked)[figure].mean())
 
 
 @pytest.mark.slow
@@ -72,12 +77,12 @@ def test_what_is_told_is_true_of_other_items(count: int, share: float) -> None:
         every, all_asked = world(4 * count, seed, share)
         pairs, asked = part(every, all_asked, slice(0, count))
         held = cross_fit(pairs, [asked], kinds)
-        some = round(fitted_share(FOLDS) * count)
+        some = round(share_fitted_per_map(FOLDS) * count)
         for kind, made in fit_maps(pairs.old[:some], pairs.new[:some], kinds=kinds).items():
             truths = []
             for first in range(count, 4 * count, count):
                 others, their = part(every, all_asked, slice(first, first + count))
-                figures = figure_of(made(others.old), others, their)
+                figures = figures_from_vectors(made(others.old), others, their)
                 truths.append(figures["R@1"].mean())
             truth = float(np.mean(truths))
             assert 0.05 < truth < 0.6
@@ -109,7 +114,7 @@ def test_what_is_as_near_stands_before_what_is_asked_for() -> None:
     pairs, asked = world(60, 0, share=0.5)
     carried = np.zeros_like(pairs.new)
     carried[:, 0] = 1
-    figures = figure_of(carried, pairs, asked)
+    figures = figures_from_vectors(carried, pairs, asked)
     assert figures["R@1"].max() == figures["R@10"].max() == 0
     assert figures["MRR"] == pytest.approx(1 / 60)
 

@@ -14,7 +14,7 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 
 import transformers
 
-from nobackfill.adopt.embedding.embedder import open_embedder, reading_of
+from nobackfill.adopt.embedding.embedder import describe_preparation, open_embedder
 from nobackfill.errors import InvalidInputError
 from tests.adopt.library_models import LIBRARY
 from tests.adopt.test_pixels import pixels_of
@@ -93,11 +93,11 @@ def test_both_files_are_read_in_the_librarys_order(tmp_path: Path) -> None:
     clip().save_pretrained(tmp_path)
     transformers.ViTImageProcessor().save_pretrained(tmp_path)
     model = str(pixels_of(tmp_path / "model.onnx", 224))
-    assert "rounded down, bicubic, less mean 0.481455" in reading_of(open_embedder(model))
+    assert "rounded down, bicubic, less mean 0.481455" in describe_preparation(open_embedder(model))
     (tmp_path / "processor_config.json").write_text(
         json.dumps({"processor_class": "CLIPProcessor"})
     )
-    assert "stretch, bilinear, less mean 0.5" in reading_of(open_embedder(model))
+    assert "stretch, bilinear, less mean 0.5" in describe_preparation(open_embedder(model))
 
 
 @pytest.mark.parametrize(
@@ -108,5 +108,5 @@ def test_a_size_of_one_number_is_a_side_or_the_shortest_by_the_processor(
 ) -> None:
     said = {"size": 224, "crop_size": 224, "do_center_crop": True, "feature_extractor_type": kind}
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(said))
-    told = reading_of(open_embedder(str(pixels_of(tmp_path / "model.onnx", 224))))
+    told = describe_preparation(open_embedder(str(pixels_of(tmp_path / "model.onnx", 224))))
     assert f"224 x 224 pixels, {fit}" in told

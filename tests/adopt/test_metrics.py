@@ -16,8 +16,8 @@ from lancedb.index import IvfFlat
 from qdrant_client import QdrantClient, models
 
 from nobackfill.adopt.carrying import carry
-from nobackfill.adopt.joining import load_joining, save_joining
-from nobackfill.adopt.judgement import Queries, blocked, item_queries
+from nobackfill.adopt.joining import load_rank_fusion, save_rank_fusion
+from nobackfill.adopt.judgement import Queries, item_queries, query_item_distances
 from nobackfill.adopt.maps import fit_maps, save_map
 from nobackfill.adopt.pairs import inspect, match, read_all
 from nobackfill.adopt.sources.opening import open_searchable, open_source
@@ -298,7 +298,7 @@ def test_fit_and_dual_rank_by_the_stores_metric(
     pairs = match(source, new).pairs
     assert pairs.metric == item_queries(pairs).metric == "inner_product"
     # Longer items are nearer by the inner product alone.
-    products = blocked(MADE.queries_new, pairs.new, pairs.metric)
+    products = query_item_distances(MADE.queries_new, pairs.new, pairs.metric)
     np.testing.assert_allclose(products, -MADE.queries_new @ pairs.new.T, atol=1e-5)
     verdict = decide(pairs, Cost(200, 1.0, 1.0, 0.1), Queries(
         MADE.queries_old, MADE.queries_new, MADE.answers, own=False, metric=pairs.metric,
@@ -307,8 +307,8 @@ def test_fit_and_dual_rank_by_the_stores_metric(
     told = {way.name: way.figures for way in verdict.ways}["re-embed"]["R@1"]
     assert told == pytest.approx(truth.mean(), abs=0.01)
     assert not len(verdict.joining.hub_queries)
-    save_joining(tmp_path / "joining.npz", verdict.joining)
-    joining = load_joining(tmp_path / "joining.npz")
+    save_rank_fusion(tmp_path / "joining.npz", verdict.joining)
+    joining = load_rank_fusion(tmp_path / "joining.npz")
     assert joining.metric == "inner_product"
     natives = NativeVectorFile(tmp_path / "natives.db", "new", 32)
     natives.store_vectors(ids, [digest_old_vector(vector) for vector in pairs.old], NEW)

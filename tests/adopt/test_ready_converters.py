@@ -12,8 +12,8 @@ from bench.adoption import converters, packaged
 from bench.adoption.converters import FOLDER, LARGEST, Texts
 from bench.adoption.texts import Embedded
 from demo.adoption.documents import Document
-from nobackfill.adopt.converters import graph_of, mapping_for, open_converter
-from nobackfill.adopt.joining import load_joining
+from nobackfill.adopt.converters import map_to_onnx, open_converter, open_map_for_store
+from nobackfill.adopt.joining import load_rank_fusion
 from nobackfill.adopt.maps import NEW_MODEL, OLD_MODEL, Map, load_map
 from nobackfill.adopt.sources.opening import open_source
 from nobackfill.adopt.sources.parquet import MODEL, table_bytes
@@ -68,7 +68,7 @@ def test_a_map_and_its_card_agree_with_the_figures(name: str) -> None:
         f"{way}: {figure}" for way in ("map", "both") for figure, sign in signs[way].items()
         if sign == "-"
     ]  # fmt: skip
-    data = graph_of(mapping)
+    data = map_to_onnx(mapping)
     file = PublishedFile(path="converter-1.onnx", sha256=sha256_bytes(data), length=len(data))
     manifest = converters.manifest_of(card, 1, file)
     assert parse_converter(manifest.model_dump_json(), 1) == manifest
@@ -87,7 +87,7 @@ def test_a_map_applies_to_vectors_of_its_model_alone(name: str, tmp_path: Path) 
 
     def of_store(model: str | None) -> Map:
         source = open_source(str(store(tmp_path / "old.parquet", vectors, model)))
-        return mapping_for(source.facts(), path, None, None, None)[0]
+        return open_map_for_store(source.facts(), path, None, None, None)[0]
 
     for known in (ROWS[name]["fingerprints"][0], None):
         assert of_store(known).digest == mapping.digest
@@ -116,7 +116,7 @@ def test_vectors_of_another_norm_are_refused(
 
 @pytest.mark.parametrize("name", KEPT)
 def test_a_rank_fusion_is_of_its_map(name: str) -> None:
-    joining, row = load_joining(FOLDER / name / "joining.npz"), ROWS[name]
+    joining, row = load_rank_fusion(FOLDER / name / "joining.npz"), ROWS[name]
     assert joining.map_digest == row["map"]["digest"]
     old, new = (unit(7, dim) for dim in row["dims"])
     odds = joining.match_log_odds(

@@ -12,7 +12,7 @@ import sqlite_vec
 
 from nobackfill.adopt.carrying import carry
 from nobackfill.adopt.cli import main
-from nobackfill.adopt.joining import save_joining
+from nobackfill.adopt.joining import save_rank_fusion
 from nobackfill.adopt.maps import fit_maps, load_map, save_map
 from nobackfill.adopt.pairs import inspect, match
 from nobackfill.adopt.sources.arrays import ArraySource
@@ -337,7 +337,9 @@ def test_a_folder_and_another_archive_are_no_map(
     np.save(tmp_path / "ids.npy", np.array(["1"]))
     np.save(tmp_path / "vectors.npy", np.ones((1, 2), np.float32))
     anchors = np.ones((3, 2, 2), np.float32)
-    save_joining(tmp_path / "joining.npz", FittedRankFusion(0.5, OddsLine(), OddsLine(), *anchors))
+    save_rank_fusion(
+        tmp_path / "joining.npz", FittedRankFusion(0.5, OddsLine(), OddsLine(), *anchors)
+    )
     for name, code, found in (
         (".", 66, "expected a file, found a folder"),
         ("joining.npz", 65, "found one without 'weight'; name that file"),

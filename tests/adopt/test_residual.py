@@ -9,7 +9,7 @@ import pytest
 
 from nobackfill.adopt.carrying import carry
 from nobackfill.adopt.cli import main
-from nobackfill.adopt.converters import graph_of
+from nobackfill.adopt.converters import map_to_onnx
 from nobackfill.adopt.maps import (
     RESIDUAL,
     Map,
@@ -61,7 +61,7 @@ def test_a_trained_map_is_written_read_and_run_elsewhere(tmp_path: Path) -> None
     assert (again.kind, again.digest, again.facts) == (RESIDUAL, found.digest, found.facts)
     assert found.digest != straight.digest
     np.testing.assert_array_equal(again(pairs.old), found(pairs.old))
-    session = onnxruntime.InferenceSession(graph_of(found))
+    session = onnxruntime.InferenceSession(map_to_onnx(found))
     (run,) = session.run(None, {"embedding": pairs.old})
     np.testing.assert_allclose(run, found(pairs.old), atol=1e-5)
 

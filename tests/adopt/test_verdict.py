@@ -9,7 +9,7 @@ import pytest
 
 from nobackfill.adopt import judgement
 from nobackfill.adopt.crossfit import cross_fit
-from nobackfill.adopt.joining import load_joining, save_joining
+from nobackfill.adopt.joining import load_rank_fusion, save_rank_fusion
 from nobackfill.adopt.judgement import Figures, Gallery, Queries, judge, valley
 from nobackfill.adopt.pairs import Pairs
 from nobackfill.adopt.verdict import (
@@ -17,7 +17,7 @@ from nobackfill.adopt.verdict import (
     CurvePoint,
     Verdict,
     Way,
-    choose_way,
+    choose_option,
     decide,
     gain_of_doubling,
 )
@@ -241,7 +241,7 @@ def test_two_models_are_never_named_below_the_better_of_map_and_new_model(
         for name, one in found.items()
     ]
     # Of AS_GOOD either would do.
-    assert choose_way(ways, "MRR", items_available=True)[0] == way
+    assert choose_option(ways, "MRR", items_available=True)[0] == way
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,7 @@ def test_the_query_adapter_comes_after_staying_and_before_the_map(
         Way(name, {"MRR": one}, (), better if name == "query adapter" else ("MRR",), 0.1, 1e6)
         for name, one in found.items()
     ]
-    assert choose_way(ways, "MRR", True, old_model_available=not gone)[0] == way
+    assert choose_option(ways, "MRR", True, old_model_available=not gone)[0] == way
 
 
 def test_embed_again_where_that_takes_a_minute() -> None:
@@ -356,8 +356,8 @@ def test_hubs_are_told_by_other_queries_and_taken_off_where_that_helps(tmp_path:
     gallery = Gallery(drawn(400), carried, normalise(items + shared))
     judged = judge(gallery, Queries(drawn(200), asked, answers, own=False))
     assert judged.ways["both"]["R@1"].mean() > judged.ways["map"]["R@1"].mean() + 0.03
-    save_joining(tmp_path / "j.npz", judged.joining)
-    kept = load_joining(tmp_path / "j.npz")
+    save_rank_fusion(tmp_path / "j.npz", judged.joining)
+    kept = load_rank_fusion(tmp_path / "j.npz")
     assert len(kept.hub_queries) == 200
     assert (kept.migrated_line, kept.native_line) == (
         judged.joining.migrated_line,
@@ -367,7 +367,7 @@ def test_hubs_are_told_by_other_queries_and_taken_off_where_that_helps(tmp_path:
     with np.load(tmp_path / "j.npz") as arrays:
         header = json.loads(str(arrays["header"])) | {"format": 2, "native": [2.0, -3.0]}
         np.savez(tmp_path / "two.npz", **(dict(arrays) | {"header": np.array(json.dumps(header))}))
-    assert load_joining(tmp_path / "two.npz").native_line == OddsLine(2.0, -3.0, 0.0)
+    assert load_rank_fusion(tmp_path / "two.npz").native_line == OddsLine(2.0, -3.0, 0.0)
     with_crowd, without = (
         one.match_log_odds(gallery.old[:1], asked[:1], gallery.old, carried, {})[0]
         for one in (kept, replace(kept, hub_queries=kept.hub_queries[:0]))

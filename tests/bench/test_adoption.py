@@ -12,7 +12,7 @@ from bench.adoption.curves import by_class, class_curves, curve_rows, of_class
 from bench.adoption.texts import Embedded
 from bench.adoption.trial import Trial
 from bench.adoption.valley import classes
-from nobackfill.adopt.judgement import blocked
+from nobackfill.adopt.judgement import query_item_distances
 from nobackfill.metrics.ranking import relevance_by_label
 from nobackfill.metrics.retrieval import search_and_score
 from tests.adopt.made import kinds
@@ -74,7 +74,7 @@ def test_a_valley_is_told_from_the_lower_end_with_its_interval() -> None:
     rng = np.random.default_rng(0)
     items = rng.normal(size=(80, 8)).astype(np.float32)
     labels = np.array([f"class {row % 4}" for row in range(80)])
-    block = blocked(items, items)
+    block = query_item_distances(items, items)
     same = class_curves(block, block, labels)
     alone = by_class(block, of_class(labels))
     assert np.allclose(same["class mAP"], alone["class mAP"])

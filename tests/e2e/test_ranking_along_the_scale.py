@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from nobackfill.adopt.converters import upgrade_of
+from nobackfill.adopt.converters import map_to_upgrade_onnx
 from nobackfill.adopt.maps import fit_maps
 from nobackfill.release.calibration import DistanceScale
 from nobackfill.release.manifest import Manifest
@@ -35,7 +35,9 @@ def test_what_the_gate_chose_is_served(tmp_path: Path) -> None:
         """Its upgrade brings items nearer to all queries than its model does."""
         upgrade = into.with_suffix(".onnx")
         upgrade.write_bytes(
-            upgrade_of(replace(exact, bias=(exact.bias + towards * middle).astype(np.float32)))
+            map_to_upgrade_onnx(
+                replace(exact, bias=(exact.bias + towards * middle).astype(np.float32))
+            )
         )
         return export(
             into, 2, "--text-encoder", models[1], "--upgrade", upgrade, "--eval-texts", file

@@ -10,7 +10,7 @@ from nobackfill.metrics.ranking import Ranking, Relevance
 from nobackfill.quality.retrieval import CellFigures
 from nobackfill.quality.route_evidence import (
     PAIRS_A_QUERY,
-    choose_line,
+    choose_distance_line,
     fit_calibration,
     fit_curve,
     fit_distance_line,
@@ -181,9 +181,9 @@ def test_a_line_ranks_where_distances_fall_into_a_valley_that_it_closes() -> Non
     assert told(0.4, 0.49).valley_depth == pytest.approx(0.1)
     assert told(0.4, 0.49).scaled_valley_depth == pytest.approx(0.01)
     sure, chance = Difference(0.02, 0.01, 0.03), Difference(0.02, -0.01, 0.05)
-    assert choose_line(told(0.4, 0.49), [chance, sure], line) == line
+    assert choose_distance_line(told(0.4, 0.49), [chance, sure], line) == line
     # Within a point there is none, and what does not close it is not worth a second search.
-    assert choose_line(told(0.495, 0.5), [sure], line) == IDENTITY_LINE
-    assert choose_line(told(0.4, 0.39), [sure], line) == IDENTITY_LINE
+    assert choose_distance_line(told(0.495, 0.5), [sure], line) == IDENTITY_LINE
+    assert choose_distance_line(told(0.4, 0.39), [sure], line) == IDENTITY_LINE
     # Nor is what a few queries fell by.
-    assert choose_line(told(0.4, 0.49), [chance, chance], line) == IDENTITY_LINE
+    assert choose_distance_line(told(0.4, 0.49), [chance, chance], line) == IDENTITY_LINE

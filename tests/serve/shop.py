@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from nobackfill.adopt.crossfit import cross_fit
-from nobackfill.adopt.joining import save_joining
+from nobackfill.adopt.joining import save_rank_fusion
 from nobackfill.adopt.judgement import Gallery, judge
 from nobackfill.adopt.maps import Map, fit_maps, save_map
 from nobackfill.adopt.sources.arrays import MemorySource
@@ -66,7 +66,7 @@ def files(
 ) -> Path:
     """`map.npz`, `joining.npz` and a folder of the old vectors."""
     save_map(folder / "map.npz", mapping)
-    save_joining(folder / "joining.npz", joining)
+    save_rank_fusion(folder / "joining.npz", joining)
     (folder / "store").mkdir(exist_ok=True)
     np.save(folder / "store" / "ids.npy", np.array([f"item-{row}" for row in range(len(old))]))
     np.save(folder / "store" / "old.npy", old)

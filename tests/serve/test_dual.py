@@ -16,8 +16,8 @@ import psycopg
 import pytest
 
 from nobackfill.adopt.carrying import carry
-from nobackfill.adopt.joining import save_joining
-from nobackfill.adopt.judgement import Gallery, Queries, judge, judge_fusion, rank_by_way
+from nobackfill.adopt.joining import save_rank_fusion
+from nobackfill.adopt.judgement import Gallery, Queries, judge, judge_fusion, rank_by_option
 from nobackfill.adopt.maps import fit_maps
 from nobackfill.adopt.sources.arrays import MemorySource
 from nobackfill.adopt.sources.opening import open_searchable, open_source
@@ -137,7 +137,7 @@ def test_dual_ranks_the_candidates_that_fit_judges(tmp_path: Path) -> None:
     source = Watched(open_source(store))
     gallery = Gallery(MADE.old, MAP(MADE.old), MADE.new)
     asked = MADE.queries
-    judged = np.isfinite(rank_by_way(gallery, asked, JOINING)["both"])
+    judged = np.isfinite(rank_by_option(gallery, asked, JOINING)["both"])
     with closing(
         Dual.open(
             source, tmp_path / "map.npz", tmp_path / "joining.npz", tmp_path / "n.db", NewModel(),
@@ -161,7 +161,7 @@ def test_native_items_keep_a_share_of_what_they_were_carried(tmp_path: Path) -> 
         hub_queries=JOINING.hub_queries[:0],
     )
     files(tmp_path)
-    save_joining(tmp_path / "joining.npz", joining)
+    save_rank_fusion(tmp_path / "joining.npz", joining)
     source = MemorySource(open_source(str(tmp_path / "store")))
     items = FunctionItems(lambda name: f"text of {name}", "text")
     with closing(
@@ -364,7 +364,7 @@ def test_a_killed_process_loses_nothing_it_kept_and_blocks_nobody(tmp_path: Path
 
 def test_a_search_that_cannot_be_opened_leaves_no_file_open(tmp_path: Path) -> None:
     files(tmp_path)
-    save_joining(tmp_path / "joining.npz", replace(JOINING, map_digest="another map"))
+    save_rank_fusion(tmp_path / "joining.npz", replace(JOINING, map_digest="another map"))
     source = MemorySource(open_source(str(tmp_path / "store")))
     with pytest.raises(IncompatibleSpaceError) as caught:
         dual(tmp_path, source, None)

@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 import pytest
 
-from nobackfill.adopt.converters import upgrade_of
+from nobackfill.adopt.converters import map_to_upgrade_onnx
 from nobackfill.adopt.embedding.onnx_model import OnnxModel
 from nobackfill.adopt.maps import Map, save_map
 from nobackfill.quality.cells import parse_cell
@@ -62,7 +62,7 @@ def adapter(weight: np.ndarray, file: Path, *, unit: bool = True, **facts: str) 
     mapping = Map(
         "affine", weight.astype(np.float32), bias, unit, facts=facts, direction="new to old"
     )
-    file.write_bytes(upgrade_of(mapping))
+    file.write_bytes(map_to_upgrade_onnx(mapping))
     return file
 
 
@@ -191,7 +191,9 @@ def of_numpy(file: Path) -> None:
 
 
 def upgrade(file: Path) -> None:
-    file.write_bytes(upgrade_of(Map("affine", turn(), np.zeros(OLD, np.float32), unit=True)))
+    file.write_bytes(
+        map_to_upgrade_onnx(Map("affine", turn(), np.zeros(OLD, np.float32), unit=True))
+    )
 
 
 @pytest.mark.parametrize(

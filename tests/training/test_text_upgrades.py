@@ -9,7 +9,7 @@ import onnx
 import pytest
 from PIL import Image
 
-from nobackfill.adopt.converters import graph_of, upgrade_of
+from nobackfill.adopt.converters import map_to_onnx, map_to_upgrade_onnx
 from nobackfill.adopt.embedding.onnx_model import OnnxModel
 from nobackfill.adopt.maps import Map, fit_maps
 from nobackfill.errors import InvalidInputError
@@ -32,7 +32,7 @@ def _near() -> Iterator[None]:
 def linear(weight: np.ndarray) -> bytes:
     """A map without a bias, of models that nobody names."""
     bias = np.zeros(len(weight), np.float32)
-    return graph_of(Map("affine", weight.astype(np.float32).copy(), bias, unit=True))
+    return map_to_onnx(Map("affine", weight.astype(np.float32).copy(), bias, unit=True))
 
 
 def known(file: Path, count: int = 400, *, asked: bool = True) -> Path:
@@ -57,7 +57,7 @@ def fitted(folder: Path) -> Path:
     old, new = (OnnxModel(folder / name / "model.onnx") for name in "12")
     made = fit_maps(old.embed(many), new.embed(many))["affine"]
     file = folder / "map.onnx"
-    file.write_bytes(upgrade_of(made.of_models(old.fingerprint, new.fingerprint)))
+    file.write_bytes(map_to_upgrade_onnx(made.of_models(old.fingerprint, new.fingerprint)))
     return file
 
 
@@ -269,7 +269,7 @@ def test_a_map_fitted_on_exports_names_its_releases_by_their_spaces(tmp_path: Pa
 
 def narrow(a: int, b: int, old: str | None = None, new: str | None = None) -> bytes:
     made = Map("affine", np.ones((b, a), np.float32), np.ones(b, np.float32), unit=True)
-    return upgrade_of(made.of_models(old, new))
+    return map_to_upgrade_onnx(made.of_models(old, new))
 
 
 def test_texts_are_not_left_behind_by_images(tmp_path: Path) -> None:

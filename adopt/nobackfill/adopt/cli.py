@@ -477,7 +477,11 @@ def embed(
     the files that transformers, open_clip or timm exported there, and printed. --fit and the
     options after it replace the values of these files.
     """
-    from nobackfill.adopt.embedding.embedder import QueryEmbedder, open_embedder, reading_of
+    from nobackfill.adopt.embedding.embedder import (
+        QueryEmbedder,
+        describe_preparation,
+        open_embedder,
+    )
     from nobackfill.adopt.embedding.vector_folder import embed_into, read_items
     from nobackfill.adopt.pairs import read_ids
 
@@ -493,7 +497,7 @@ def embed(
     embedder = open_embedder(
         model, name=model_name, patience=patience, queries=queries, pixels=pixels
     )
-    if told := reading_of(embedder):
+    if told := describe_preparation(embedder):
         _tell(told)
     if query_encoder is not None:
         called = query_model_name or model_name
@@ -856,7 +860,7 @@ def carry(
     store meanwhile. In PostgreSQL, a new column updates every row, which fires the table's UPDATE
     triggers; table:NAME updates none.
     """
-    from nobackfill.adopt.converters import mapping_for
+    from nobackfill.adopt.converters import open_map_for_store
     from nobackfill.adopt.embedding.native_vectors import open_contents, open_native_vectors
     from nobackfill.adopt.fitting import VERDICT
     from nobackfill.adopt.maps import NEW_MODEL
@@ -892,7 +896,7 @@ def carry(
         )
         _carry_and_answer(opened, native.target(to), native, [], flip=flip, as_json=as_json)
         return
-    loaded, said = mapping_for(facts, mapping, release, root, model)
+    loaded, said = open_map_for_store(facts, mapping, release, root, model)
     if (way := loaded.facts.get(VERDICT, "map")) != "map":
         then = "`nobackfill fit` did not recommend to migrate by this map alone"
         if way in ("both", "lazily"):

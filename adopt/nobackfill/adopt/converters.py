@@ -167,7 +167,7 @@ _OPSET = 17
 _LEAST_NORM = 1e-12
 
 
-def graph_of(mapping: Map) -> bytes:
+def map_to_onnx(mapping: Map) -> bytes:
     """Build the ONNX graph of a map: `embedding` float32 [n, a] to `upgraded` float32 [n, b].
 
     Kind, facts and direction are not in it. A map that normalises divides a vector by its norm, or
@@ -214,13 +214,13 @@ def graph_of(mapping: Map) -> bytes:
     return data
 
 
-def upgrade_of(mapping: Map) -> bytes:
-    """Build the ONNX graph of a map as `graph_of` does, with its kind and facts as metadata.
+def map_to_upgrade_onnx(mapping: Map) -> bytes:
+    """Build the ONNX graph of a map as `map_to_onnx` does, with its kind and facts as metadata.
 
     `export.py --upgrade` reads it. The output of a query adapter is called `adapted`, and
     `export.py --adapter` reads it. Facts replace a kind among them.
     """
-    model = onnx.load_from_string(graph_of(mapping))
+    model = onnx.load_from_string(map_to_onnx(mapping))
     if mapping.direction == "new to old":
         model.graph.output[0].name = model.graph.node[-1].output[0] = ADAPTED
     helper.set_model_props(model, {"kind": mapping.kind, **mapping.facts})
@@ -228,8 +228,8 @@ def upgrade_of(mapping: Map) -> bytes:
     return data
 
 
-def map_of(data: bytes, kind: str, facts: dict[str, str]) -> Map:
-    """Read a map from a graph that `graph_of` wrote. The graph is compared, never run.
+def map_from_onnx(data: bytes, kind: str, facts: dict[str, str]) -> Map:
+    """Read a map from a graph that `map_to_onnx` wrote. The graph is compared, never run.
 
     Args:
         data: The bytes of an ONNX file, which may be hostile.
@@ -265,7 +265,7 @@ def map_of(data: bytes, kind: str, facts: dict[str, str]) -> Map:
         ) from error
     found = Map(kind, checked, shift, "least" in constants, facts, tuple(layers))
     # Compared and not run: a stranger's graph may never end.
-    if onnx.load_from_string(graph_of(found)).graph != graph:
+    if onnx.load_from_string(map_to_onnx(found)).graph != graph:
         raise UnfitError(
             "expected the graph of a map, as `nobackfill converter publish` writes it; this "
             "graph has other nodes. Ask its publisher to publish it again"
@@ -304,7 +304,7 @@ class VerifiedConverter:
         )
 
 
-def evidence_of(card: Card, verdict: Verdict) -> ConverterEvidence:
+def converter_evidence(card: Card, verdict: Verdict) -> ConverterEvidence:
     """Describe the quality of a map for the manifest of a converter.
 
     Args:
@@ -365,7 +365,7 @@ def publish(
         )
     old = model_card(card.old, pairs.old, models[0], "the old vectors")
     new = model_card(card.new, pairs.new, models[1], "the new vectors")
-    evidence = evidence_of(card, verdict)
+    evidence = converter_evidence(card, verdict)
 
     def described(number: int, file: PublishedFile) -> Converter:
         created = datetime.now(UTC).isoformat(timespec="seconds")
@@ -374,7 +374,7 @@ def publish(
             evidence=evidence, created=created,
         )  # fmt: skip
 
-    return publish_converter(repo, graph_of(verdict.map), described)
+    return publish_converter(repo, map_to_onnx(verdict.map), described)
 
 
 def open_converter(
@@ -432,7 +432,7 @@ def open_converter(
     if manifest.old.unit:
         facts[OLD_NORM] = "1"
     file = download_converter_file(trust, manifest, folder)
-    mapping = map_of(file.read_bytes(), CONVERTER, facts)
+    mapping = map_from_onnx(file.read_bytes(), CONVERTER, facts)
     if mapping.dims != (manifest.old.dim, manifest.new.dim):
         raise IncompatibleSpaceError(
             f"{name}: expected a map of the dimensions of its models, "
@@ -516,7 +516,7 @@ def _state(place: str) -> Path:
     return Path(base) / "nobackfill" / sha256_bytes(place.encode())[:16]
 
 
-def mapping_for(
+def open_map_for_store(
     facts: Facts, file: Path | None, release: str | None, root: Path | None, model: str | None
 ) -> tuple[Map, list[str]]:
     """Open the map that a user names, and check that it is for the vectors of a store.

@@ -21,7 +21,7 @@ from itertools import combinations
 import numpy as np
 
 from nobackfill import ridge
-from nobackfill.adopt.judgement import Queries, blocked
+from nobackfill.adopt.judgement import Queries, query_item_distances
 from nobackfill.adopt.maps import (
     KINDS,
     LEFT_OUT,
@@ -132,7 +132,7 @@ def fold_count(pairs: Pairs) -> int:
     return FOLDS if dims < MANY_DIMS else FEW
 
 
-def fitted_share(folds: int) -> float:
+def share_fitted_per_map(folds: int) -> float:
     """Return the share of the pairs, 0 to 1, that each map of a cross-fit is fitted to.
 
     Each map leaves two of the `folds` out.
@@ -215,7 +215,9 @@ def cross_fit_candidates(
         )["affine"]
     if converter is not None and CONVERTER in names:
         vectors = converter(pairs.old)
-        blocks = [blocked(queries.new, vectors, queries.metric) for queries in query_sets]
+        blocks = [
+            query_item_distances(queries.new, vectors, queries.metric) for queries in query_sets
+        ]
         candidates[CONVERTER] = CrossFit(vectors, blocks)
     return candidates
 
@@ -308,7 +310,7 @@ def cross_fit(
                     sides = (queries.new[asked], migrated)
                     if adapts_queries:
                         sides = (mapping(queries.old[asked]), pairs.new[judged])
-                    block[np.ix_(asked, judged)] = blocked(*sides, queries.metric)
+                    block[np.ix_(asked, judged)] = query_item_distances(*sides, queries.metric)
     return results
 
 

@@ -12,12 +12,12 @@ from nobackfill.adopt.carrying import carry
 from nobackfill.adopt.converters import (
     Card,
     VerifiedConverter,
+    map_to_upgrade_onnx,
     open_converter,
     publish,
     read_card,
-    upgrade_of,
 )
-from nobackfill.adopt.joining import save_joining
+from nobackfill.adopt.joining import save_rank_fusion
 from nobackfill.adopt.judgement import Queries
 from nobackfill.adopt.maps import (
     OLD_NORM,
@@ -32,9 +32,9 @@ from nobackfill.adopt.pairs import WINDOW, Matched, Pairs, match
 from nobackfill.adopt.sources.arrays import ArraySource
 from nobackfill.adopt.sources.opening import (
     POSTGRESQL_SCHEMES,
-    not_read_as,
     open_items,
     open_source,
+    refuse_vectors_with_role,
 )
 from nobackfill.adopt.sources.source import (
     DOCUMENTS,
@@ -178,7 +178,7 @@ def fit_and_judge(
         for option, source in (("--queries-old", old_queries), ("--queries-new", new_queries)):
             problem = "their model embeds queries in another way, and these were embedded as items"
             advice = "embed them with `nobackfill embed --queries`"
-            not_read_as(source, DOCUMENTS, f"{option}: {problem}; {advice}")
+            refuse_vectors_with_role(source, DOCUMENTS, f"{option}: {problem}; {advice}")
         old_seconds, new_seconds = _seconds(old_queries), _seconds(new_queries)
     models = old_model or query_model, new_model
     # Converters name models by fingerprints; the space of a release is none.
@@ -284,15 +284,15 @@ def _write_files(
     save_map(files.out, replace(mapping, facts=facts))
     lines = [f"map: {files.out} ({verdict.map.kind})"]
     if files.onnx is not None:
-        write_file(files.onnx, upgrade_of(mapping))
+        write_file(files.onnx, map_to_upgrade_onnx(mapping))
         lines.append(f"upgrade: {files.onnx}, for export.py --upgrade")
     if files.joining is not None:
-        save_joining(files.joining, verdict.joining)
+        save_rank_fusion(files.joining, verdict.joining)
         lines.append(f"rank fusion: {files.joining}, for searches by nobackfill.serve")
     if files.adapter is not None:
         adapter = verdict.adapter.of_models(*models)
         if _is_for_releases(files.adapter):
-            write_file(files.adapter, upgrade_of(adapter))
+            write_file(files.adapter, map_to_upgrade_onnx(adapter))
         else:
             save_map(files.adapter, adapter)
         lines.append(f"query adapter: {files.adapter} ({adapter.kind})")

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from nobackfill.adopt.judgement import NEIGHBOURS, Figures, PerQuery, Queries, blocked
+from nobackfill.adopt.judgement import NEIGHBOURS, Figures, PerQuery, Queries, query_item_distances
 from nobackfill.adopt.maps import Map
 from nobackfill.adopt.pairs import WINDOW, Pairs
 from nobackfill.adopt.sources.source import Source, checked
@@ -119,9 +119,12 @@ class ScanQueries:
         """
         metric = self.queries.metric
         return {
-            "stay": blocked(self.queries.old, items, metric),
+            "stay": query_item_distances(self.queries.old, items, metric),
             "map": migrated,
-            **{name: blocked(side, items, metric) for name, side in self.in_old.items()},
+            **{
+                name: query_item_distances(side, items, metric)
+                for name, side in self.in_old.items()
+            },
         }
 
 
@@ -447,8 +450,8 @@ class SetScan:
         queries = one.queries
         self._one, self._queries, self._sample = one, queries, len(pairs)
         self._rows = np.arange(len(queries.rows))
-        old = blocked(queries.old, pairs.old, queries.metric)
-        native = blocked(queries.new, pairs.new, queries.metric)
+        old = query_item_distances(queries.old, pairs.old, queries.metric)
+        native = query_item_distances(queries.new, pairs.new, queries.metric)
         self._of_old, self._of_new = _Scale.of(old, anchors), _Scale.of(one.migrated, anchors)
         straight = _straighten(native, queries.metric)
         self._of_native = _Scale.of(straight, anchors)
@@ -774,7 +777,7 @@ def back_test(
     few = Pairs(ids, pairs.old[quarter], pairs.new[quarter], pairs.metric)
     scan = SetScan(small, few, migrated[quarter], np.arange(len(quarter)))
     hub = scan.hub(migrated[others])
-    blocks = {"stay": blocked(part.queries.old, pairs.old[others], pairs.metric)}
+    blocks = {"stay": query_item_distances(part.queries.old, pairs.old[others], pairs.metric)}
     blocks |= {"map": part.migrated[:, others]}
     blocks |= {name: one[:, others] for name, one in part.in_old_distances.items()}
     scan.add(blocks, hub, len(quarter))
@@ -841,7 +844,9 @@ def scan_gallery(
             for which, vectors in enumerate(by_map):
                 rows = np.flatnonzero(of == which)
                 if len(rows):
-                    block[rows] = blocked(one.queries.new[rows], vectors, one.queries.metric)
+                    block[rows] = query_item_distances(
+                        one.queries.new[rows], vectors, one.queries.metric
+                    )
             hub = scan.hub(by_map[0]) if corrects else np.zeros((1, 1), np.float32)
             scan.add(one.distances(items, block), hub, number)
         number += len(items)

@@ -78,7 +78,7 @@ def fit_line(matches: Block, others: Block, seed: int = 0) -> OddsLine:
     return fitted if fitted.share >= 0 else fit_line(matches[:, :1], others[:, :1], seed)
 
 
-def save_joining(path: Path, joining: FittedRankFusion) -> None:
+def save_rank_fusion(path: Path, joining: FittedRankFusion) -> None:
     """Write a rank fusion as a numpy archive with a JSON header, with mode 0600.
 
     An existing file is replaced in one step.
@@ -103,8 +103,8 @@ def save_joining(path: Path, joining: FittedRankFusion) -> None:
     write_file(path, buffer.getvalue(), 0o600)
 
 
-def load_joining(path: Path) -> FittedRankFusion:
-    """Read a rank fusion that `save_joining` wrote, of this version or an earlier one.
+def load_rank_fusion(path: Path) -> FittedRankFusion:
+    """Read a rank fusion that `save_rank_fusion` wrote, of this version or an earlier one.
 
     The file may be hostile: nothing in it is run. Without a metric, the file is of cosine.
 

@@ -70,7 +70,7 @@ class Queries:
         return Queries(self.new, self.old, self.rows, self.own, self.metric)
 
 
-def blocked(queries: Vectors, items: Vectors, metric: Metric = "cosine") -> Block:
+def query_item_distances(queries: Vectors, items: Vectors, metric: Metric = "cosine") -> Block:
     """Compute distances of queries [q, d] to items [g, d]; smaller is nearer.
 
     Args:
@@ -489,8 +489,10 @@ def judge_switch(pairs: Pairs, queries: Queries) -> Figures:
         ValueError: The dimensions of the two models differ, a value is not finite, or with cosine a
             vector is zero.
     """
-    figures, _ = measure_figures(blocked(queries.new, pairs.new, queries.metric), queries)
-    return figures(blocked(queries.new, pairs.old, queries.metric))
+    figures, _ = measure_figures(
+        query_item_distances(queries.new, pairs.new, queries.metric), queries
+    )
+    return figures(query_item_distances(queries.new, pairs.old, queries.metric))
 
 
 def judge_fusion(
@@ -512,12 +514,12 @@ def judge_fusion(
     Raises:
         ValueError: A vector is not finite, or with cosine is zero; or dimensions differ.
     """
-    ways = rank_by_way(gallery, queries, joining, migrated)
+    ways = rank_by_option(gallery, queries, joining, migrated)
     figures, _ = measure_figures(ways["re-embed"], queries)
     return {name: figures(block) for name, block in ways.items()}
 
 
-def rank_by_way(
+def rank_by_option(
     gallery: Gallery,
     queries: Queries,
     joining: FittedRankFusion,
@@ -563,7 +565,7 @@ def _blocks(
         (queries.new, gallery.migrated),
         (queries.new, gallery.new),
     )
-    stay, own, native = (blocked(*side, queries.metric) for side in sides)
+    stay, own, native = (query_item_distances(*side, queries.metric) for side in sides)
     return stay, own if migrated is None else migrated, native
 
 
@@ -611,7 +613,7 @@ def _rerank_hits(both: Block, native: Block) -> Block:
     return ranking
 
 
-def figures_of(migrated: Block, pairs: Pairs, queries: Queries) -> Figures:
+def figures_from_distances(migrated: Block, pairs: Pairs, queries: Queries) -> Figures:
     """Measure the figures of one map from distances.
 
     Args:
@@ -625,10 +627,12 @@ def figures_of(migrated: Block, pairs: Pairs, queries: Queries) -> Figures:
     Raises:
         ValueError: A new vector is not finite, or with cosine is zero.
     """
-    return measure_figures(blocked(queries.new, pairs.new, queries.metric), queries)[0](migrated)
+    return measure_figures(query_item_distances(queries.new, pairs.new, queries.metric), queries)[
+        0
+    ](migrated)
 
 
-def figure_of(vectors: Vectors, pairs: Pairs, queries: Queries) -> Figures:
+def figures_from_vectors(vectors: Vectors, pairs: Pairs, queries: Queries) -> Figures:
     """Measure the figures of one map from migrated vectors.
 
     Args:
@@ -642,7 +646,9 @@ def figure_of(vectors: Vectors, pairs: Pairs, queries: Queries) -> Figures:
     Raises:
         ValueError: A vector is not finite, or with cosine is zero.
     """
-    return figures_of(blocked(queries.new, vectors, queries.metric), pairs, queries)
+    return figures_from_distances(
+        query_item_distances(queries.new, vectors, queries.metric), pairs, queries
+    )
 
 
 def _best(scores: Mapping[FusionChoice, Figures], own: bool, some: Mask) -> FusionChoice:

@@ -238,7 +238,9 @@ def _cluster_count(count: int) -> int:
     return min(MOST_CLUSTERS, max(1, count // 8))
 
 
-def sample_with(rows: Rows, count: int, queried: Sequence[str], seed: int = 0) -> list[str]:
+def choose_sample_with_query_items(
+    rows: Rows, count: int, queried: Sequence[str], seed: int = 0
+) -> list[str]:
     """Choose items as `sample` does, and replace some of them by items of queries.
 
     An id that is listed twice counts once. At least half of the sample is chosen at random.
@@ -291,7 +293,8 @@ class Sampling:
 def sample_source(
     source: Source, count: int, queried: Sequence[str] = (), seed: int = 0
 ) -> Sampling:
-    """Choose items of a source as `sample_with` does, without holding all of them in memory.
+    """Choose items of a source as `choose_sample_with_query_items` does, without holding all of
+    them in memory.
 
     A source with more items than both 20,000 and twice the sample is read twice: k-means is fitted
     to random items of the first pass, and the second pass draws from each cluster. If an item
@@ -300,7 +303,7 @@ def sample_source(
     Args:
         source: The source; nothing is written.
         count: Number of items to choose, at least 1; all are chosen if there are fewer.
-        queried: Ids of items that test queries should find, as in `sample_with`.
+        queried: Ids of items that test queries should find, as in `choose_sample_with_query_items`.
         seed: Seed of the random choices; the same seed chooses the same items of a source that has
             not changed.
 
@@ -324,7 +327,7 @@ def sample_source(
             f"{where}: expected items with vectors, found none; name another SOURCE"
         )
     if total == len(random):
-        ids = sample_with(random, min(count, total), queried, seed)
+        ids = choose_sample_with_query_items(random, min(count, total), queried, seed)
     else:
         _check_count(min(count, total), total)
         choice = _draw_from_clusters(source, random, count, seed)

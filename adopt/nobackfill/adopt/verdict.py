@@ -25,9 +25,9 @@ from nobackfill.adopt.judgement import (
     HealingCurves,
     PerQuery,
     Queries,
-    blocked,
     deciding_figure,
-    figures_of,
+    figures_from_distances,
+    query_item_distances,
     valley,
 )
 from nobackfill.adopt.maps import (
@@ -184,7 +184,7 @@ def choose_map(
 
 
 def _figure(candidate: CrossFit, pairs: Pairs, queries: Queries) -> float:
-    figures = figures_of(candidate.distances[0], pairs, queries)
+    figures = figures_from_distances(candidate.distances[0], pairs, queries)
     return float(np.mean(deciding_figure(figures, queries.own)))
 
 
@@ -280,7 +280,7 @@ def choose_adapter(pairs: Pairs, query_sets: Sequence[Queries]) -> AdapterChoice
     ]
 
     def figures(choice: MapChoice) -> PerQuery:
-        found = figures_of(choice.cross_fit.distances[0], pairs, queries)
+        found = figures_from_distances(choice.cross_fit.distances[0], pairs, queries)
         return deciding_figure(found, queries.own)
 
     by_query = [figures(one) for one in candidates]
@@ -480,7 +480,7 @@ def decide(
         # agreement@10 of each way, with the rank fusion that is served to queries for known items.
         by_set.append(judgement.judge_fusion(gallery, similar, judged.joining, distances[1]))
     for number, one in enumerate(query_sets):
-        by_set[number][ADAPTER] = figures_of(adapter.distances(number), pairs, one)
+        by_set[number][ADAPTER] = figures_from_distances(adapter.distances(number), pairs, one)
     figures = _with_agreement(by_set)
     switch = _switch(pairs, judged_queries, similar, figures, cost, judged_by)
     scans: list[ScanResult] = []
@@ -498,7 +498,7 @@ def decide(
         ways = [_estimated(_way(name, figures, cost, judged_by), intervals) for name in WAYS]
     else:
         ways = [_way(name, figures, cost, judged_by) for name in WAYS]
-    way, words = choose_way(
+    way, words = choose_option(
         ways, judged_by, items_available, old_model_available=old_model_available
     )
     if switch is not None:
@@ -572,7 +572,7 @@ def _scan(
         in_old_distances = {ADAPTER: adapter.distances(number)}
         if SWITCH in names:
             in_old[SWITCH] = queries.new
-            in_old_distances[SWITCH] = blocked(queries.new, pairs.old, queries.metric)
+            in_old_distances[SWITCH] = query_item_distances(queries.new, pairs.old, queries.metric)
         whole = ScanQueries(queries, block, joinings, rows % 2 == 0, in_old, in_old_distances)
         if len(rows) > most:
             rows = np.sort(np.random.default_rng(0).choice(rows, most, replace=False))
@@ -680,7 +680,7 @@ def _way(name: str, figures: Mapping[str, Figures], cost: Cost, judged_by: str) 
     return Way(name, means, worse, better, query_seconds[name], all_seconds[name])
 
 
-def choose_way(
+def choose_option(
     ways: list[Way], judged_by: str, items_available: bool, *, old_model_available: bool = True
 ) -> tuple[str, str]:
     """Choose the cheapest option that is as good as re-embedding, or else the best option.
@@ -783,7 +783,7 @@ def _learning_curve(
     kind = choice.kind
     if kind in (CONVERTER, RESIDUAL):
         return points
-    share_of_all = crossfit.fitted_share(crossfit.fold_count(pairs))
+    share_of_all = crossfit.share_fitted_per_map(crossfit.fold_count(pairs))
     fitted = share_of_all * len(pairs)
     for share in CURVE:
         if share == 1:
@@ -796,11 +796,13 @@ def _learning_curve(
                 [queries],
                 converter,
                 kinds=[kind],
-                subset=share * share_of_all / crossfit.fitted_share(few),
+                subset=share * share_of_all / crossfit.share_fitted_per_map(few),
                 folds=few,
                 fitted_queries=choice.fitted_queries,
             )
-            figures = judgement.figures_of(candidates[kind].distances[0], pairs, queries)
+            figures = judgement.figures_from_distances(
+                candidates[kind].distances[0], pairs, queries
+            )
             points.append(CurvePoint(round(share * fitted), _mean(figures, judged_by)))
     return points
 

@@ -511,13 +511,13 @@ def served_line(cell: CellName, queries: EmbeddedListing) -> DistanceLine:
     return IDENTITY_LINE if curve is None or curve.scale is None else DistanceLine(*curve.scale)
 
 
-def choose_line(
-    healing: LazyReembeddingEvidence, gains: Sequence[Difference], line: DistanceLine
+def choose_distance_line(
+    evidence: LazyReembeddingEvidence, gains: Sequence[Difference], line: DistanceLine
 ) -> DistanceLine:
     """Choose the line by which a release ranks migrated vectors.
 
     Args:
-        healing: The curves with and without the line.
+        evidence: The curves with and without the line.
         gains: Gains of the line over the whole curve; none give IDENTITY_LINE.
         line: The line.
 
@@ -526,7 +526,7 @@ def choose_line(
         gains is significant. Otherwise IDENTITY_LINE, which needs no second search.
     """
     closes = (
-        healing.valley_depth > MOST_BELOW and healing.scaled_valley_depth < healing.valley_depth
+        evidence.valley_depth > MOST_BELOW and evidence.scaled_valley_depth < evidence.valley_depth
     )
     # A few queries may fall by more than a point without any valley.
     return line if closes and any(gain.low > 0 for gain in gains) else IDENTITY_LINE
@@ -576,4 +576,4 @@ def measure_lazy_reembedding(
         half.bootstrap_gain(scaled.map_areas, raw.map_areas),
         half.bootstrap_gain(scaled.cmc1_areas, raw.cmc1_areas),
     ]
-    return evidence, choose_line(evidence, gains, line)
+    return evidence, choose_distance_line(evidence, gains, line)

@@ -17,7 +17,7 @@ from typing import Literal
 import numpy as np
 
 from nobackfill.adopt.embedding.embedder import Embedder
-from nobackfill.adopt.joining import load_joining
+from nobackfill.adopt.joining import load_rank_fusion
 from nobackfill.adopt.maps import NEW_MODEL, OLD_MODEL, Map, load_adapter, load_map
 from nobackfill.adopt.pairs import judged_by
 from nobackfill.adopt.sources.source import QUERIES, Rows, Searchable, same_model
@@ -182,7 +182,7 @@ class Dual:
                 "embedder: expected one that embeds items (documents), got one that embeds "
                 "queries, and this model embeds them differently; open the embedder for items"
             )
-        fusion = load_joining(joining)
+        fusion = load_rank_fusion(joining)
         with ExitStack() as undo:
             native_file = NativeVectorFile(natives, embedder.fingerprint, new_map.dims[1])
             undo.callback(native_file.close)

@@ -143,7 +143,7 @@ def _open_folder(folder: Path, *, queries: bool) -> Embedder:
     return open_graph(model.export(role, lambda *graph: open_graph(*graph).embed), role)
 
 
-def reading_of(embedder: Embedder) -> str:
+def describe_preparation(embedder: Embedder) -> str:
     """Return sentences on how a model prepares its items, for the user to check.
 
     Vectors are useless if the preparation is wrong.

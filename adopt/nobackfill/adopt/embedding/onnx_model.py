@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from pydantic import ValidationError
 
-from nobackfill.adopt.embedding.text_files import mark_vectors
+from nobackfill.adopt.embedding.text_files import fingerprint_and_role
 from nobackfill.errors import (
     InvalidInputError,
     NotFoundError,
@@ -219,7 +219,7 @@ class OnnxModel:
             own = files["query" if queries else "document"]
             self._declared = own.settings
             self._tokenizer = self._tokenizing(own.tokenizer)
-            self.fingerprint, self.reads = mark_vectors(files, queries=queries)
+            self.fingerprint, self.reads = fingerprint_and_role(files, queries=queries)
         self._layers = [layer.open() for layer in self._declared.layers]
         self._prefix = self._declared.prefix_of_queries if queries else self._declared.prefix
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from pydantic import BaseModel, Field
 
-from nobackfill.adopt.embedding.text_files import mark_vectors
+from nobackfill.adopt.embedding.text_files import fingerprint_and_role
 from nobackfill.errors import InvalidInputError, UnusableItemsError, UnusableRowsError
 from nobackfill.release.publishing.declaration import Declaration
 from nobackfill.release.publishing.sentence_head import WEIGHTS, read_weights
@@ -79,7 +79,7 @@ class StaticModel:
             )
         self._layers = [layer.open() for layer in self._declared.layers]
         self._prefix = self._declared.prefix_of_queries if queries else self._declared.prefix
-        self.fingerprint, self.reads = mark_vectors(files, queries=queries)
+        self.fingerprint, self.reads = fingerprint_and_role(files, queries=queries)
 
     @property
     def declared(self) -> dict[str, object]:

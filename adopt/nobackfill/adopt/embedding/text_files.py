@@ -5,7 +5,7 @@ from nobackfill.release.publishing.declaration import fingerprint_model
 from nobackfill.release.publishing.text_folder import RoleFiles, TextFiles
 
 
-def mark_vectors(files: RoleFiles, *, queries: bool) -> tuple[str, str]:
+def fingerprint_and_role(files: RoleFiles, *, queries: bool) -> tuple[str, str]:
     """Return the fingerprint and the role that vectors of texts are stored with.
 
     The fingerprint names the space, so it is that of the documents' model for queries, too. Where

@@ -189,11 +189,11 @@ def open_items(
         f"{option}: expected vectors of the items, got vectors of queries; embed the items without "
         "--queries"
     )
-    not_read_as(source, QUERIES, why)
+    refuse_vectors_with_role(source, QUERIES, why)
     return source
 
 
-def not_read_as(source: Source, role: str, why: str) -> None:
+def refuse_vectors_with_role(source: Source, role: str, why: str) -> None:
     """Refuse a source whose vectors `nobackfill embed` recorded with a role.
 
     The recorded role counts by its beginning.

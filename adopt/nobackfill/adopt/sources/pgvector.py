@@ -762,7 +762,7 @@ class PgvectorSource:
                 )
             rename = "ALTER TABLE {table} RENAME COLUMN {old} TO {name}"
             return [
-                *table.finding_pgvector(),
+                *table.search_path_statement(),
                 table.text("DROP FUNCTION {function}() CASCADE", **names),
                 *moved.drops,
                 table.text(rename, **names),

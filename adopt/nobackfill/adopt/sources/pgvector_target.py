@@ -66,7 +66,7 @@ with require_extra("adopt"):
         Triggers,
         definition_of,
         note,
-        parse_mark,
+        parse_comment_facts,
         stale_sentence,
     )
 
@@ -238,7 +238,7 @@ def find_table(table: SourceTable, vector: str, name: str) -> FoundTable:
     )
     places: list[FoundTable] = []
     for schema, relation, comment, at_its_name, refers, columns in relations:
-        mark = parse_mark(comment)
+        mark = parse_comment_facts(comment)
         watcher = mark.get("of", "").rpartition(".")[2].strip('"')
         if watcher in watchers and relation == wanted:
             names = table_names(table, vector, name, schema)
@@ -841,7 +841,7 @@ class PgvectorColumn:
         return [
             text("LOCK TABLE {table} IN ACCESS EXCLUSIVE MODE"),
             unless_watched(self._table, names["function"], self._triggers),
-            *self._table.finding_pgvector(),
+            *self._table.search_path_statement(),
             unless(
                 self._table,
                 "EXISTS (SELECT FROM {table} WHERE {old} IS NOT NULL AND {new} IS NULL)",
@@ -1412,7 +1412,7 @@ class PgvectorTable:
         return [
             text("LOCK TABLE {table} IN ACCESS EXCLUSIVE MODE"),
             unless_watched(self._table, names["function"], self._triggers),
-            *self._table.finding_pgvector(),
+            *self._table.search_path_statement(),
             unless(
                 self._table,
                 "EXISTS (SELECT FROM (SELECT {key}, {old} FROM {table} WHERE {chosen}) t "

@@ -434,7 +434,7 @@ class SourceTable:
             return sql.SQL(sign)
         return sql.SQL("OPERATOR({}.{})").format(sql.Identifier(self.pgvector), sql.SQL(sign))
 
-    def finding_pgvector(self) -> list[str]:
+    def search_path_statement(self) -> list[str]:
         """Write a statement that puts the schema of pgvector last on a transaction's search path.
 
         PostgreSQL names no schema for the operator of IS DISTINCT FROM, NULLIF and CASE.
@@ -949,7 +949,7 @@ class SourceTable:
             NobackfillError: PostgreSQL refuses the query; see `translate_errors`.
         """
         comment = self._comment(column)
-        if comment and parse_mark(comment):
+        if comment and parse_comment_facts(comment):
             comment = comment.rpartition("\n")[0]
         return comment or None
 
@@ -1017,7 +1017,7 @@ class SourceTable:
             UnavailableError: The server does not answer.
             NobackfillError: PostgreSQL refuses the query; see `translate_errors`.
         """
-        return parse_mark(self._comment(column))
+        return parse_comment_facts(self._comment(column))
 
     def _comment(self, column: str) -> str | None:
         comment: str | None = self.one(
@@ -1086,7 +1086,7 @@ class SourceTable:
         """
         try:
             with self.connected() as changes, changes.attempt():
-                for statement in [*self.finding_pgvector(), *statements]:
+                for statement in [*self.search_path_statement(), *statements]:
                     changes.run_text(statement)
         except (InvalidInputError, NotFoundError):
             return False
@@ -1375,7 +1375,7 @@ class Changes:
             return there.digest
         self.run("DROP FUNCTION IF EXISTS {function}() CASCADE", **names)
         # Where a condition's comparison of vectors is found, once: when the trigger is made.
-        for statement in self._table.finding_pgvector():
+        for statement in self._table.search_path_statement():
             self.run_text(statement)
         self.run(
             "CREATE FUNCTION {function}() RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER "
@@ -1511,7 +1511,7 @@ def note(owners: str | None = None, **facts: str | None) -> str:
     return f"{owners}\n{ours}" if owners else ours
 
 
-def parse_mark(comment: object) -> dict[str, str]:
+def parse_comment_facts(comment: object) -> dict[str, str]:
     """Return the facts that `note` wrote into the last line of a comment.
 
     {} where another program wrote the comment, or where it is None. Unknown names are left out, and
