@@ -62,7 +62,7 @@ def flips(
         ]
         searches = [threads.submit(again, search, n) for n in range(READERS)]
         try:
-            looked += [_ms(store.look_ahead, spec.space) for spec in specs]
+            looked += [_ms(store.advance_frontier, spec.space) for spec in specs]
             for turn in range(count):
                 time.sleep(0.05)
                 flipped.append(_ms(store.flip, specs[1 - turn % 2].space))

@@ -67,7 +67,7 @@ def test_gc_on_a_full_disk(setting: Setting, world: edge.World, disk: Path, here
         copy = shutil.copytree if path.is_dir() else shutil.copy
         copy(path, disk / path.name)
     gallery = disk / "gallery.sqlite"
-    gallery_file.keep_reserve(gallery)
+    gallery_file.create_reserve(gallery)
     held = disk / "gallery.sqlite.reserve"
     assert held.stat().st_blocks * 512 >= gallery_file.RESERVE_BYTES
     disks.fill(disk, 0)

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from nobackfill.client.sync import Leg, SyncPlan, embedding_files
+from nobackfill.client.sync import SyncLeg, SyncPlan, embedding_files
 from nobackfill.gallery.spec import SpaceInfo, SpaceSpec
 from nobackfill.release.manifest import Cell, Manifest, RouteEvidence
 from nobackfill.release.routes import plan_route
@@ -20,7 +20,7 @@ def test_a_device_downloads_what_the_report_says(manifests: dict[int, Manifest])
         route = plan_route(manifests, old, 3, manifests[old].side_space)
         assert route is not None
         source = SpaceInfo(SpaceSpec.of(manifests[old]), "active", 1, 1)
-        plan = SyncPlan(manifests[3], (Leg(source, route, 10),), int8=True)
+        plan = SyncPlan(manifests[3], (SyncLeg(source, route, 10),), int8=True)
         held = {file.path for file in embedding_files(manifests[old])}
         fetched = [file.length for file in plan.files() if file.path not in held]
         told = download_sizes(manifests, old, 3, route.releases)

@@ -17,7 +17,7 @@ from nobackfill.research.presets import (
     folder_preset,
     preset_named,
 )
-from nobackfill.research.rows import ComparisonPlace, Name, TrainingRun, learning_of
+from nobackfill.research.rows import ComparisonPlace, Name, TrainingRun, upper_bound_key
 from nobackfill.research.tasks import FeatureViews, make_features, tasks, train_run
 from nobackfill.training.config import parse_config
 from nobackfill.training.loop.run import CHECKPOINT
@@ -150,7 +150,7 @@ def test_claims_name_rows_that_exist(tmp_path: Path) -> None:
 
 
 def test_rows_that_learned_the_same_share_one_bound(tmp_path: Path) -> None:
-    rows = {row.name: learning_of(row) for row in rows_of(place(tmp_path), tuple(GROUPS))}
+    rows = {row.name: upper_bound_key(row) for row in rows_of(place(tmp_path), tuple(GROUPS))}
     alike = {name for name, what in rows.items() if what == rows["independent"]}
     assert {"bct", "dmu_chain", "bct_wide", "fct_simclr", "dmu_residual"} <= alike
     assert rows["open-class:vanilla"] == rows["open-class:independent"] != rows["independent"]

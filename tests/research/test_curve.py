@@ -10,7 +10,7 @@ import torch
 
 from nobackfill.class_folders import list_images
 from nobackfill.research.catalogue import rows_of
-from nobackfill.research.cells import Cells, by_range, known_to_old
+from nobackfill.research.cells import Cells, add_class_ranges, known_to_old
 from nobackfill.research.presets import DIGITS
 from nobackfill.research.results import CostPoint, draw, pareto_front
 from nobackfill.research.rows import ComparisonPlace, TrainingRun
@@ -106,7 +106,7 @@ def test_ranges_leave_the_other_classes_out(tmp_path: Path) -> None:
     values = np.array([1.0, np.nan, 0.5, 0.0, 0.25, 0.25, 1.0, np.nan])
     figures = {cell: {"map": values} for cell in ("new/new", "new/served")}
     cells = Cells(figures, {"cka": 0.5}, np.repeat(["0", "1", "2", "3"], 2))
-    ranged = by_range(cells, known).by_query["new/new, new classes"]["map"]
+    ranged = add_class_ranges(cells, known).by_query["new/new, new classes"]["map"]
     assert np.isnan(ranged[:4]).all()
     np.testing.assert_array_equal(ranged[4:], values[4:])
-    assert by_range(cells, np.zeros(8, bool)) is cells
+    assert add_class_ranges(cells, np.zeros(8, bool)) is cells

@@ -20,7 +20,7 @@ from nobackfill.research.rows import ComparisonPlace, TrainingRun
 from nobackfill.research.serve import costs
 from nobackfill.research.summary import MeasuredRow, summarise
 from nobackfill.research.tasks import images_of, run_tasks
-from nobackfill.training.data.allocations import allocate
+from nobackfill.training.data.allocations import allocate_images
 from nobackfill.training.loop.run import CHECKPOINT, read_finished
 
 SHORT = {
@@ -228,7 +228,7 @@ def test_every_allocation_takes_the_steps_of_all_images(place: ComparisonPlace) 
     epochs = DIGITS.embedder["epochs"]
     assert isinstance(epochs, int)
     for name, row in rows.items():
-        allocation = allocate(name.split(":")[0], whole.labels, seed=place.seed)
+        allocation = allocate_images(name.split(":")[0], whole.labels, seed=place.seed)
         for run, images in ((row.old, allocation.old), (row.new, allocation.new)):
             own = run.values["epochs"]
             assert isinstance(own, int)

@@ -15,7 +15,7 @@ import pytest
 
 from nobackfill.errors import InvalidInputError, NotFoundError, OutOfRangeError, TooLargeError
 from nobackfill.server.grpc.metrics import Metrics
-from nobackfill.server.grpc.rpc import LARGEST_COUNT, OpenStream, Stalls
+from nobackfill.server.grpc.rpc import LARGEST_COUNT, OpenStream, StallMonitor
 from nobackfill.server.grpc.services import gallery as gallery_service
 from nobackfill.server.grpc.services.gallery import LISTED_ERRORS
 from nobackfill.v1 import gallery_pb2, release_pb2, search_pb2
@@ -153,7 +153,7 @@ def _fill_the_watches(shared: Client, places: int) -> None:
 
 
 class _Context:
-    """What Stalls uses of a call's context."""
+    """What StallMonitor uses of a call's context."""
 
     def __init__(self) -> None:
         self.cancelled = threading.Event()
@@ -167,7 +167,7 @@ def _stream(context: _Context) -> OpenStream:
 
 
 def test_a_client_that_stands_still_is_cut_and_a_slow_gateway_is_not() -> None:
-    stalls = Stalls(Metrics(), patience_s=0.5)
+    stalls = StallMonitor(Metrics(), patience_s=0.5)
     try:
         stuck, busy = _Context(), _Context()
         streams = [_stream(stuck), _stream(busy)]

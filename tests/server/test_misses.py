@@ -16,7 +16,7 @@ from nobackfill.release.manifest import Manifest, embedder_model
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.triton.client import TritonClient
 from nobackfill.server.triton.models import TritonModels
-from nobackfill.server.triton.process import Misses, TritonProcess, group_processor_s
+from nobackfill.server.triton.process import MissedProbes, TritonProcess, group_processor_s
 from tests.server.conftest import Stages
 from tests.server.process import triton_venv
 from tests.support.processes import alive, children
@@ -38,7 +38,7 @@ def group() -> Iterator[int]:
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def miss_often(misses: Misses) -> None:
+def miss_often(misses: MissedProbes) -> None:
     """As many as make a hang, far enough apart to see work."""
     misses.add()
     for _ in range(4):
@@ -47,15 +47,15 @@ def miss_often(misses: Misses) -> None:
 
 
 def test_who_is_busy_is_waited_for_and_who_hangs_is_not(group: int) -> None:
-    misses = Misses(lambda: group_processor_s(group))
+    misses = MissedProbes(lambda: group_processor_s(group))
     miss_often(misses)
-    assert not misses.unready
+    assert not misses.is_unready
     os.killpg(group, signal.SIGSTOP)
     miss_often(misses)
-    assert misses.unready
-    assert misses.hangs
+    assert misses.is_unready
+    assert misses.is_hung
     misses.clear()
-    assert not misses.unready
+    assert not misses.is_unready
 
 
 def test_a_child_that_waits_for_a_processor_is_busy(group: int) -> None:
@@ -80,31 +80,31 @@ def test_a_child_that_waits_for_a_processor_is_busy(group: int) -> None:
 
 
 def test_a_miss_that_was_noticed_late_does_not_count() -> None:
-    misses = Misses(None)
+    misses = MissedProbes(None)
     misses.add(is_late=True)
     misses.add(is_late=True)
-    assert not misses.unready
+    assert not misses.is_unready
 
 
 def test_without_a_child_of_ours_every_miss_counts() -> None:
-    misses = Misses(None)
+    misses = MissedProbes(None)
     misses.add()
-    assert not misses.unready
+    assert not misses.is_unready
     misses.add()
-    assert misses.unready
-    assert not misses.hangs
+    assert misses.is_unready
+    assert not misses.is_hung
     misses.add()
     misses.add()
-    assert misses.hangs
+    assert misses.is_hung
 
 
 def test_who_is_busy_without_any_answer_is_not_waited_for_for_ever(
     group: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("nobackfill.server.triton.process._LOOP_SECONDS", 1.0)
-    misses = Misses(lambda: group_processor_s(group))
+    misses = MissedProbes(lambda: group_processor_s(group))
     miss_often(misses)
-    assert misses.unready
+    assert misses.is_unready
 
 
 @pytest.fixture

@@ -423,13 +423,13 @@ def test_the_places_of_a_lane(
         for name, role, many in held:
             for _ in range(many):
                 lane.enter(name, role)
-        count = lane.occupied()
+        count = lane.occupied_count()
         if enters:
             lane.enter(*caller)
             lane.leave(*caller)
         else:
             with pytest.raises(OverloadedError, match="expected at most 32 calls at once"):
                 lane.enter(*caller)
-        assert lane.occupied() == count == sum(many for _, _, many in held)
+        assert lane.occupied_count() == count == sum(many for _, _, many in held)
     finally:
         lane.close()

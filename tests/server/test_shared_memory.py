@@ -21,7 +21,7 @@ from nobackfill.server.triton.client import Inputs, TritonClient
 def test_pixels_alone_go_through_memory(inputs: Inputs, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     with closing(TritonClient("127.0.0.1:1")) as client:
-        monkeypatch.setattr(client._shared, "lend", asked.append)
+        monkeypatch.setattr(client._shared, "acquire_region", asked.append)
         with pytest.raises(UnavailableError):
             client.infer("model", inputs, "embedding", 1)
     assert asked == ([2**15] if "image" in inputs else [])

@@ -16,7 +16,7 @@ from nobackfill.server.gateway import GatewayServer
 from nobackfill.server.grpc.context import Principal, Tokens
 from nobackfill.server.grpc.listener import HealthService, make_grpc_server
 from nobackfill.server.grpc.metrics import Metrics
-from nobackfill.server.grpc.rpc import Interceptor, Stalls
+from nobackfill.server.grpc.rpc import Interceptor, StallMonitor
 from nobackfill.server.upgrades.upgrading import Job, JobState
 from nobackfill.v1 import release_pb2, upgrade_pb2
 from tests.server.conftest import Stages, publish_stage
@@ -70,7 +70,7 @@ def test_many_watches_take_no_thread_and_hear_each_change(watched: Watched) -> N
         assert [next(watch).status for watch in watches] == [status] * 200
     for watch in watches:
         watch.cancel()
-    wait_until(lambda: watched.lane.occupied() == 1, "places are not given back")
+    wait_until(lambda: watched.lane.occupied_count() == 1, "places are not given back")
     first.cancel()
 
 
@@ -94,11 +94,11 @@ def test_a_watcher_that_does_not_read_keeps_nobody_waiting_and_is_cut(watched: W
     with Peer(watched.address, window=0) as peer:
         stream = peer.begin("/grpc.health.v1.Health/Watch")
         peer.send(stream, prefixed(b""))
-        wait_until(lambda: watched.lane.occupied() == 2, "it does not watch")
+        wait_until(lambda: watched.lane.occupied_count() == 2, "it does not watch")
         for status in (HEALTH.NOT_SERVING, HEALTH.SERVING) * 5:
             watched.health.set("", status)
             assert next(other).status == status
-        wait_until(lambda: watched.lane.occupied() == 1, "its place is not given back")
+        wait_until(lambda: watched.lane.occupied_count() == 1, "its place is not given back")
         watched.health.set("", HEALTH.NOT_SERVING)
         assert next(other).status == HEALTH.NOT_SERVING
 
@@ -197,9 +197,9 @@ def test_a_token_is_looked_at_once_for_all_its_watches(
 ) -> None:
     """Looking at it for each of 9,000 took a seventh of the interpreter's time."""
     seen: list[str] = []
-    all_streams, confirm = Stalls._all, Tokens.confirm
+    all_streams, confirm = StallMonitor._all, Tokens.confirm
 
-    def look(stalls: Stalls) -> Any:
+    def look(stalls: StallMonitor) -> Any:
         # Another gateway of this process, which has no stream, looks as well.
         if streams := all_streams(stalls):
             seen.append("look")
@@ -209,7 +209,7 @@ def test_a_token_is_looked_at_once_for_all_its_watches(
         seen.append(principal.name)
         confirm(tokens, header, principal)
 
-    monkeypatch.setattr(Stalls, "_all", look)
+    monkeypatch.setattr(StallMonitor, "_all", look)
     monkeypatch.setattr(Tokens, "confirm", confirmed)
     tokens = tokens_file(tmp_path / "tokens")
     with (

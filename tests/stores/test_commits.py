@@ -6,7 +6,7 @@ import psycopg
 import pytest
 
 from nobackfill.server.stores.postgresql import schema
-from nobackfill.server.stores.postgresql.database import Database, run, sign, was_committed
+from nobackfill.server.stores.postgresql.database import Database, is_committed, run, sign
 from tests.support.postgres import Server
 
 
@@ -20,9 +20,9 @@ def test_a_transaction_is_under_way_then_committed_or_not(postgres: Server) -> N
                 run(one, "SELECT pg_current_xact_id()")
                 signature = sign(one, None)
                 assert signature is not None
-                assert was_committed(other, signature) is None
+                assert is_committed(other, signature) is None
                 run(one, ending)
-                assert was_committed(other, signature) is expected
+                assert is_committed(other, signature) is expected
         database.close()
 
 
@@ -37,20 +37,20 @@ def test_what_wrote_nothing_leaves_no_mark_and_old_marks_go(postgres: Server) ->
             run(connection, "SELECT pg_current_xact_id()")
             first = sign(connection, None)
             run(connection, "COMMIT")
-            assert first is not None and was_committed(connection, first) is True
+            assert first is not None and is_committed(connection, first) is True
             run(connection, "BEGIN")
             assert sign(connection, first.mark) is None
             run(connection, "SELECT pg_current_xact_id()")
             second = sign(connection, first.mark)
             run(connection, "COMMIT")
-            assert second is not None and was_committed(connection, second) is True
-            assert was_committed(connection, first) is False
+            assert second is not None and is_committed(connection, second) is True
+            assert is_committed(connection, first) is False
             run(connection, "UPDATE nobackfill.commits SET at = at - interval '23 hours'")
             schema.prepare(connection)
-            assert was_committed(connection, second) is True
+            assert is_committed(connection, second) is True
             run(connection, "UPDATE nobackfill.commits SET at = at - interval '2 hours'")
             schema.prepare(connection)
-            assert was_committed(connection, second) is False
+            assert is_committed(connection, second) is False
         database.close()
 
 

@@ -12,7 +12,7 @@ from nobackfill.gallery.store import NewVectors
 from nobackfill.server.stores.postgresql import schema
 from nobackfill.server.stores.postgresql.database import Database, run
 from nobackfill.server.stores.postgresql.gallery import PostgresqlGalleries, PostgresqlGallery
-from nobackfill.server.stores.postgresql.writes import frontier, hold_gate
+from nobackfill.server.stores.postgresql.writes import frontier, lock_gallery_exclusive
 from tests.gallery.making import Linear, ids, spec, vectors
 from tests.support.postgres import Server
 from tests.support.waiting import wait_until
@@ -68,8 +68,8 @@ class Raced(PostgresqlGallery):
 
     between: Callable[[], object]
 
-    def look_ahead(self, space: str) -> None:
-        super().look_ahead(space)
+    def advance_frontier(self, space: str) -> None:
+        super().advance_frontier(space)
         self.between()
 
 
@@ -114,7 +114,7 @@ def test_any_history_is_counted_as_the_join_counts(database: Database) -> None:
             case 4 | 5:
                 store.delete([name])
             case 6 | 7:
-                store.look_ahead((ONE, TWO)[rng.integers(0, 2)])
+                store.advance_frontier((ONE, TWO)[rng.integers(0, 2)])
             case 8 | 9:
                 run_upgrade(store, Linear(reads_side=False), spec(2), chunk_items=3)
             case 10:
@@ -140,7 +140,7 @@ def test_a_label_that_was_drawn_and_not_yet_committed_is_waited_for(database: Da
             run(other, f"LOCK TABLE {store.schema}.gate IN ROW SHARE MODE")
             run(other, f"INSERT INTO {store.schema}.items (id) VALUES ('late')")
             put(store, "later", ONE, TWO)
-            looking = threading.Thread(target=store.look_ahead, args=(TWO,))
+            looking = threading.Thread(target=store.advance_frontier, args=(TWO,))
             looking.start()
             wait_until(lambda: waits(database, store), "the look waits")
         looking.join()
@@ -163,7 +163,7 @@ def test_what_is_carried_and_taken_back_leaves_no_frontier(database: Database) -
     def carrying() -> None:
         store.add_staging_space(spec(2))
         run_upgrade(store, Linear(reads_side=False), spec(2))
-        store.look_ahead(TWO)
+        store.advance_frontier(TWO)
         assert store.count_left_behind(TWO) == 0
         raise KeyboardInterrupt
 
@@ -186,7 +186,7 @@ def test_two_who_flip_at_once_look_once_each_and_agree(database: Database) -> No
     first = staged(database, "both")
     stores = [first, PostgresqlGallery(database, first.number)]
     with database.connect() as other, other.transaction():
-        hold_gate(other, stores[0].schema)
+        lock_gallery_exclusive(other, stores[0].schema)
         threads = [threading.Thread(target=store.flip, args=(TWO,)) for store in stores]
         for thread in threads:
             thread.start()

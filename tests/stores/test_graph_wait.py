@@ -166,7 +166,7 @@ def test_a_look_that_is_refused_is_tried_again(
 ) -> None:  # fmt: skip
     """The first, and the one after the graph was found good."""
     looks = 0
-    look_ahead = empty.look_ahead
+    look_ahead = empty.advance_frontier
 
     def refusing(space: str) -> None:
         nonlocal looks
@@ -175,7 +175,7 @@ def test_a_look_that_is_refused_is_tried_again(
             raise BusyError("a timeout")
         look_ahead(space)
 
-    monkeypatch.setattr(empty, "look_ahead", refusing)
+    monkeypatch.setattr(empty, "advance_frontier", refusing)
     hosted.build_first_index(SPACE, lambda: None)
     assert looks > 2
     assert is_good(empty)

@@ -12,7 +12,7 @@ from nobackfill.gallery.search.index import Neighbours
 from nobackfill.gallery.staging import run_upgrade
 from nobackfill.gallery.store import NewVectors
 from nobackfill.server.stores.postgresql import schema, writes
-from nobackfill.server.stores.postgresql.conditions import condition_of
+from nobackfill.server.stores.postgresql.conditions import sql_condition
 from nobackfill.server.stores.postgresql.database import Connection, run
 from nobackfill.server.stores.postgresql.gallery import PostgresqlGallery
 from nobackfill.server.stores.postgresql.search import SpaceTable, search
@@ -48,7 +48,7 @@ def answers(store: PostgresqlGallery, k: int, filtered: Filter | None = None) ->
     one, two = store.space(ONE), store.space(TWO)
     tables = [SpaceTable(store.schema, two), SpaceTable(store.schema, one, two)]
     asked = [(table, QUERIES) for table in tables]
-    return search(store.database, asked, k, condition_of(filtered))
+    return search(store.database, asked, k, sql_condition(filtered))
 
 
 def check(store: PostgresqlGallery, k: int, filtered: Range | None = None) -> int:
@@ -87,7 +87,7 @@ def test_the_rest_is_found_whatever_happened(
             case 3:
                 carry(store, chunk=7)
             case _:
-                store.look_ahead(TWO)
+                store.advance_frontier(TWO)
         left = check(store, int(rng.integers(1, 12)))
         assert check(store, 4, Range("n", less_than=int(rng.integers(0, 40)))) == left
         seen.add(min(left, 4))
@@ -107,7 +107,7 @@ def test_a_little_that_is_left_is_not_sought_among_all(
     old, new = (schema.table_of(store.schema, store.space(space).number) for space in (ONE, TWO))
     store.database.write(lambda connection: run(connection, f"ANALYZE {old}, {new}"))
     assert rows_read(store, old) > 3_000, "as many as there are, where nobody has looked"
-    store.look_ahead(TWO)
+    store.advance_frontier(TWO)
     assert rows_read(store, old) < 100
     assert check(store, 10) == 5
 

@@ -22,7 +22,7 @@ from nobackfill.gallery.filters import Exists, Filter, OneOf
 from nobackfill.gallery.store import NewVectors
 from nobackfill.server.stores.postgresql import database as database_module
 from nobackfill.server.stores.postgresql import schema
-from nobackfill.server.stores.postgresql.conditions import condition_of
+from nobackfill.server.stores.postgresql.conditions import sql_condition
 from nobackfill.server.stores.postgresql.database import Connection, Database, check_url, run
 from nobackfill.server.stores.postgresql.gallery import PostgresqlGalleries, PostgresqlGallery
 from nobackfill.server.stores.postgresql.leading import lock_releases
@@ -230,7 +230,7 @@ def test_a_filter_meets_in_its_index_what_passes_alone(
         for n in range(3000)
     ]
     store.put(ids(3000), [NewVectors(ONE, vectors(3000, 1))], metadata=metadata)
-    condition = condition_of(filtered)
+    condition = sql_condition(filtered)
     with database.connect() as connection:
         run(connection, f"VACUUM ANALYZE {store.schema}.items")
         # Of a table as small as this one PostgreSQL would rather read every row.

@@ -8,7 +8,7 @@ from psycopg import errors
 
 from nobackfill.gallery.store import NewVectors
 from nobackfill.server.stores.postgresql import search
-from nobackfill.server.stores.postgresql.conditions import EVERYTHING
+from nobackfill.server.stores.postgresql.conditions import ALWAYS_TRUE
 from nobackfill.server.stores.postgresql.database import Connection, is_connection_lost, run
 from nobackfill.server.stores.postgresql.gallery import PostgresqlGallery
 from nobackfill.server.stores.postgresql.search import (
@@ -29,7 +29,7 @@ def store(empty: PostgresqlGallery) -> PostgresqlGallery:
 
 
 def statement(store: PostgresqlGallery, limit: int = 18) -> str:
-    return SpaceTable(store.schema, store.active()).statement(EVERYTHING, False, limit)
+    return SpaceTable(store.schema, store.active()).statement(ALWAYS_TRUE, False, limit)
 
 
 def check(connection: Connection, store: PostgresqlGallery, limit: int = 18) -> None:

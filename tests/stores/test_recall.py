@@ -25,7 +25,7 @@ def nothing() -> None:
 
 def probes(store: PostgresqlGallery, info: SpaceInfo) -> graphs.RecallProbes:
     with store.database.snapshot() as connection:
-        return graphs.probes_of(connection, store.schema, info, nothing)
+        return graphs.draw_probes(connection, store.schema, info, nothing)
 
 
 def all_distances(queries: Vectors, content: Vectors, metric: Metric) -> np.ndarray:

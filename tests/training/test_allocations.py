@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nobackfill.errors import ConfigurationError
-from nobackfill.training.data.allocations import ALLOCATIONS, NEW_SHARES, SHARE, allocate
+from nobackfill.training.data.allocations import ALLOCATIONS, NEW_SHARES, SHARE, allocate_images
 
 LABELS = np.repeat(np.arange(10), np.arange(4, 14))
 
@@ -28,7 +28,7 @@ TABLE_1 = {
 @pytest.mark.parametrize("name", ALLOCATIONS)
 def test_allocations_are_those_of_table_1(name: str) -> None:
     shares_classes, shares_images, holds_all = TABLE_1[name]
-    found = allocate(name, LABELS)
+    found = allocate_images(name, LABELS)
     assert bool(classes(found.old) & classes(found.new)) == shares_classes
     assert bool(set(found.old) & set(found.new)) == shares_images
     assert (len(found.new) == len(LABELS)) == holds_all
@@ -47,30 +47,30 @@ def test_allocations_are_those_of_table_1(name: str) -> None:
 
 @pytest.mark.parametrize("name", ALLOCATIONS)
 def test_the_seed_alone_decides(name: str) -> None:
-    again = [allocate(name, LABELS, seed=seed).old.tolist() for seed in (1, 1, 2, 3, 4)]
+    again = [allocate_images(name, LABELS, seed=seed).old.tolist() for seed in (1, 1, 2, 3, 4)]
     assert again[0] == again[1]
     assert len({tuple(rows) for rows in again[1:]}) > 1
 
 
 @given(st.sampled_from(sorted(ALLOCATIONS)), st.floats(0.001, 0.999), st.integers(0, 99))
 def test_no_set_is_ever_empty(name: str, share: float, seed: int) -> None:
-    found = allocate(name, LABELS, share, seed)
+    found = allocate_images(name, LABELS, share, seed)
     assert len(found.old) and len(found.new)
     assert (np.diff(found.old) > 0).all() and (np.diff(found.new) > 0).all()
 
 
 def test_what_cannot_be_divided_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="expected one of extended-data, open-data"):
-        allocate("closed-data", LABELS)
+        allocate_images("closed-data", LABELS)
     with pytest.raises(ConfigurationError, match="at least 2 images of class 1"):
-        allocate("open-data", np.array([0, 0, 1]))
+        allocate_images("open-data", np.array([0, 0, 1]))
     with pytest.raises(ConfigurationError, match="expected above 0 and below 1, got 1"):
-        allocate("open-data", LABELS, share=1)
+        allocate_images("open-data", LABELS, share=1)
 
 
 @pytest.mark.parametrize("name", ALLOCATIONS)
 def test_shares_say_how_large_the_sets_are(name: str) -> None:
     labels = np.repeat(np.arange(10), 20)
-    found = allocate(name, labels)
+    found = allocate_images(name, labels)
     assert len(found.old) == SHARE * len(labels)
     assert len(found.new) == pytest.approx(NEW_SHARES[name] * len(labels))

@@ -8,10 +8,10 @@ from nobackfill.training.networks.heads import (
     HEAD_NAMES,
     FixedClassifier,
     build_head,
+    classifier_of_head,
     first_elements,
     gaussian_classifier,
-    labels_in,
-    of_head,
+    labels_of_new_classes,
 )
 
 
@@ -19,7 +19,7 @@ from nobackfill.training.networks.heads import (
 def test_it_is_the_head_it_came_from(form: str) -> None:
     torch.manual_seed(0)
     head = build_head(form, 5, 6)
-    fixed = of_head(head)
+    fixed = classifier_of_head(head)
     embedding, labels = torch.randn(20, 6), torch.arange(20) % 5
     torch.testing.assert_close(fixed.logits(embedding), head.logits(embedding))
     mean = float(head(embedding, labels).detach())
@@ -29,7 +29,7 @@ def test_it_is_the_head_it_came_from(form: str) -> None:
 @pytest.mark.parametrize("form", HEAD_NAMES)
 def test_gradients_reach_the_embedding_and_not_the_classifier(form: str) -> None:
     head = build_head(form, 5, 6)
-    fixed = of_head(head)
+    fixed = classifier_of_head(head)
     assert not list(fixed.parameters())
     embedding = torch.randn(4, 6, requires_grad=True)
     fixed.loss(embedding, torch.arange(4)).sum().backward()  # type: ignore[no-untyped-call]
@@ -57,7 +57,11 @@ def test_the_gaussian_classifier_is_a_softmax_over_squared_distances() -> None:
 
 
 def test_classes_meet_by_name() -> None:
-    assert labels_in(("cat", "dog", "owl"), ("owl", "ant", "cat")).tolist() == [2, -1, 0]
+    assert labels_of_new_classes(("cat", "dog", "owl"), ("owl", "ant", "cat")).tolist() == [
+        2,
+        -1,
+        0,
+    ]
 
 
 def test_an_unknown_form_is_refused() -> None:

@@ -8,7 +8,7 @@ import pytest
 from grpc_status import rpc_status
 
 from nobackfill import errors
-from nobackfill.server.grpc.context import status_of
+from nobackfill.server.grpc.context import grpc_status_of
 from nobackfill.v1.search_pb2 import SearchRequest
 from nobackfill.v1.search_pb2_grpc import SearchServiceStub
 from nobackfill.wire.connection import open_channel
@@ -36,7 +36,7 @@ def test_every_error_arrives_as_it_was_raised() -> None:
     assert {type(error) for error in raised} >= {row.error for row in STATUS_TABLE}
 
     def behave(call: int, context: grpc.ServicerContext) -> None:
-        context.abort_with_status(rpc_status.to_status(status_of(raised[call - 1], "r")))
+        context.abort_with_status(rpc_status.to_status(grpc_status_of(raised[call - 1], "r")))
 
     with serving() as (scripted, address), open_channel(address) as channel:
         scripted.behave = behave

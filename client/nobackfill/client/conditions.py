@@ -36,7 +36,7 @@ def read(conditions: Sequence[str]) -> All:
 
     Args:
         conditions: each KEY=VALUE, KEY!=VALUE, KEY>VALUE (or <, >=, <=) or 'KEY exists'. Values are
-            parsed as `value_of` does; after an inequality also as dates and times.
+            parsed as `parse_value` does; after an inequality also as dates and times.
 
     Returns:
         The filter; without any condition, one that every item passes.
@@ -57,7 +57,7 @@ def _read(text: str) -> Filter:
             f"got {text!r}"
         )
     key, sign, text = parts.groups()
-    value = value_of(text)
+    value = parse_value(text)
     if sign in ("=", "!="):
         equal = OneOf(key, (value,))
         return equal if sign == "=" else Not(equal)
@@ -74,7 +74,7 @@ def _read(text: str) -> Filter:
     raise InvalidInputError(f"true and false have no order; expected = or != in {text!r}")
 
 
-def value_of(text: str) -> Scalar:
+def parse_value(text: str) -> Scalar:
     """Convert the text of a value: numbers, true and false as in JSON, all else to text.
 
     Integers beyond 64 bits and numbers that are not finite stay text, because they would lose

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from nobackfill.client.gallery_file import GalleryFile, keep_reserve
+from nobackfill.client.gallery_file import GalleryFile, create_reserve
 from nobackfill.client.output import Output
 from nobackfill.errors import (
     ConfigurationError,
@@ -85,7 +85,7 @@ class Device(GalleryFile):
                 "name and permissions"
             ) from error
         creation.init(Path(path), source, trusted, lambda _: None, Output(bars=False))
-        keep_reserve(Path(path))
+        create_reserve(Path(path))
         return cls(path)
 
     def put(

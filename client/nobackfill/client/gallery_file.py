@@ -363,7 +363,7 @@ RESERVE_BYTES = 2 << 20
 _PLENTY = 4 * RESERVE_BYTES
 
 
-def keep_reserve(gallery: Path) -> None:
+def create_reserve(gallery: Path) -> None:
     """Create the reserve file of a gallery, RESERVE_BYTES long.
 
     Does nothing if the disk has less than four times as much room, or if the file cannot be
@@ -383,7 +383,7 @@ def keep_reserve(gallery: Path) -> None:
 def free_reserve(gallery: Path) -> None:
     """Delete the reserve file of a gallery if the disk has less room than RESERVE_BYTES.
 
-    Does nothing if there is no such file, or if it cannot be deleted. The next `keep_reserve`
+    Does nothing if there is no such file, or if it cannot be deleted. The next `create_reserve`
     creates it again.
     """
     with contextlib.suppress(OSError):

@@ -184,7 +184,7 @@ class GatewayFetcher:
 
 
 @dataclass(frozen=True)
-class Leg:
+class SyncLeg:
     """A part of a plan: the items of one source space, and their route into the target space.
 
     A route without steps copies the vectors unchanged: the target searches that space directly.
@@ -211,7 +211,7 @@ class SyncPlan:
     """
 
     target: Manifest
-    legs: tuple[Leg, ...]
+    legs: tuple[SyncLeg, ...]
     int8: bool
 
     def files(self) -> list[PublishedFile]:
@@ -291,7 +291,7 @@ def make_plan(device: GalleryFile, trust: Trust, target: int, *, int8: bool) -> 
     originals = [] if not device.state("keep_original") else _originals(device, manifests, target)
     legs = [leg for leg in originals if _better(leg.route, main.route, manifests)]
     from_originals = sum(leg.items for leg in legs)
-    legs.append(Leg(active, main.route, max(0, main.items - from_originals)))
+    legs.append(SyncLeg(active, main.route, max(0, main.items - from_originals)))
     return SyncPlan(
         manifests[target], tuple(legs), int8 and any(leg.route.has_int8 for leg in legs)
     )
@@ -299,7 +299,7 @@ def make_plan(device: GalleryFile, trust: Trust, target: int, *, int8: bool) -> 
 
 def _leg(
     device: GalleryFile, manifests: Mapping[int, Manifest], source: SpaceInfo, target: int
-) -> Leg | None:
+) -> SyncLeg | None:
     spec = source.spec
     # A device runs no query adapter: vectors that only an adapter searches cannot stay.
     adapted = target in manifests and manifests[target].adapter_to(spec.space) is not None
@@ -309,10 +309,12 @@ def _leg(
     )
     if route is None:
         return None
-    return Leg(source, route, device.store.count(spec.space))
+    return SyncLeg(source, route, device.store.count(spec.space))
 
 
-def _originals(device: GalleryFile, manifests: Mapping[int, Manifest], target: int) -> list[Leg]:
+def _originals(
+    device: GalleryFile, manifests: Mapping[int, Manifest], target: int
+) -> list[SyncLeg]:
     previous = [space for space in device.store.spaces() if space.state == "previous"]
     legs = (_leg(device, manifests, s, target) for s in previous if s.spec.release < target)
     return sorted(

@@ -14,7 +14,14 @@ from typing import Any
 
 from nobackfill.errors import ConfigurationError
 from nobackfill.research.presets import Preset, Values
-from nobackfill.research.rows import ComparisonPlace, MethodRow, Name, Shared, TrainingRun, row_in
+from nobackfill.research.rows import (
+    ComparisonPlace,
+    MethodRow,
+    Name,
+    SharedModels,
+    TrainingRun,
+    row_in,
+)
 from nobackfill.research.settings import (
     allocations,
     chains,
@@ -32,7 +39,7 @@ from nobackfill.training.config import parse_config
 UNSEEN_COPIES = 4
 
 
-def sizes(shared: Shared) -> list[MethodRow]:
+def sizes(shared: SharedModels) -> list[MethodRow]:
     """List FCT with other widths of h (Table 11; a quarter is `fct_small`), and other sizes of
     side-information, in numbers and in bits (appendix G).
 
@@ -62,7 +69,7 @@ def sizes(shared: Shared) -> list[MethodRow]:
     ]
 
 
-def parts(shared: Shared) -> list[MethodRow]:
+def parts(shared: SharedModels) -> list[MethodRow]:
     """List our method without one of its parts, in smaller sizes, with labels and with other
     methods' views; other methods with our views; and parts that neither has.
 
@@ -109,13 +116,13 @@ def parts(shared: Shared) -> list[MethodRow]:
     ]
 
 
-def _views_and_steps(shared: Shared, recipe: Values) -> dict[str, Any]:
+def _views_and_steps(shared: SharedModels, recipe: Values) -> dict[str, Any]:
     """Return the views and epochs of a recipe."""
     values = {"mixed_views": 0, **recipe, **shared.place.changes.get("upgrade", {})}
     return {key: values[key] for key in ("views", "mixed_views", "epochs", "warmup_epochs")}
 
 
-def _at_equal_steps(shared: Shared, recipe: Values) -> dict[str, Any]:
+def _at_equal_steps(shared: SharedModels, recipe: Values) -> dict[str, Any]:
     """Return more copies per epoch with fewer epochs, so that the number of steps stays."""
     place, split = shared.place, shared.split
     values = {**recipe, **place.changes.get("upgrade", {})}
@@ -133,7 +140,7 @@ def _at_equal_steps(shared: Shared, recipe: Values) -> dict[str, Any]:
 _TRAINING: dict[str, Any] = {"optimizer": "adam", "lr": 0.01, "weight_decay": 0.0}
 
 
-def adapted(shared: Shared) -> list[MethodRow]:
+def adapted(shared: SharedModels) -> list[MethodRow]:
     """List new models that adapt the independent one to the old space, and our upgrade on each.
 
     They are BT2, with a quarter more dimensions than the independent model (the paper's 32 and
@@ -155,7 +162,7 @@ def adapted(shared: Shared) -> list[MethodRow]:
     ]
 
 
-def stationary(shared: Shared) -> list[MethodRow]:
+def stationary(shared: SharedModels) -> list[MethodRow]:
     """List d-Simplex: old and new models that were trained apart under one fixed classifier.
 
     The row has an old model of its own. Its new model does not begin from the common warm-up, which
@@ -185,7 +192,7 @@ PAIRS: Mapping[str, tuple[str, str]] = {
 _TRANSFORMERS = ("small_vit", "small_swin")
 
 
-def architectures(shared: Shared) -> list[MethodRow]:
+def architectures(shared: SharedModels) -> list[MethodRow]:
     """List pairs of different architectures: ResNet to transformers, MobileNet to ResNet.
 
     Each pair has the strongest compatible methods, other upgrades and ours. The networks are those
@@ -197,7 +204,7 @@ def architectures(shared: Shared) -> list[MethodRow]:
     return [row for pair in PAIRS for row in _pair(shared, pair)]
 
 
-def _pair(shared: Shared, pair: str) -> list[MethodRow]:
+def _pair(shared: SharedModels, pair: str) -> list[MethodRow]:
     place, split, simclr = shared.place, shared.split, shared.side("simclr")
     before, after = PAIRS[pair]
     old = place.embedder(f"old-{before}", classes=split.old, role="old", **_settings(place, before))
@@ -262,7 +269,7 @@ OBJECTIVES: Mapping[str, float] = {
 }
 
 
-def side_information(shared: Shared) -> list[MethodRow]:
+def side_information(shared: SharedModels) -> list[MethodRow]:
     """List kinds of side-information by size: rows `side:OBJECTIVE_BYTES`, and `side:none`.
 
     Each objective has 32, 64 and 128 bytes per item. A closed-form map reads them, so that rows
@@ -280,7 +287,7 @@ def side_information(shared: Shared) -> list[MethodRow]:
     ]
 
 
-def _row(shared: Shared, name: str, kind: str | None = None, width: int = 0) -> MethodRow:
+def _row(shared: SharedModels, name: str, kind: str | None = None, width: int = 0) -> MethodRow:
     """Describe a row with the map `affine`, on our views."""
     ours = {"mixed_views": 0, **shared.place.preset.ours, **shared.place.changes.get("upgrade", {})}
     views = {key: ours[key] for key in ("views", "mixed_views")}
@@ -317,7 +324,7 @@ DMU: Mapping[str, Values] = {
 VARIANTS = (Name.BCT_WIDE, Name.BCT_RELU, Name.BCT_SOFTMAX_TO_COSINE)
 
 
-def compatible(shared: Shared) -> list[MethodRow]:
+def compatible(shared: SharedModels) -> list[MethodRow]:
     """List independent training, BCT's and UniBCT's methods, and their baselines.
 
     Nothing is trained; each row only describes its runs.
@@ -328,7 +335,7 @@ def compatible(shared: Shared) -> list[MethodRow]:
     return rows
 
 
-def dmu(shared: Shared) -> list[MethodRow]:
+def dmu(shared: SharedModels) -> list[MethodRow]:
     """List DMU, its ablations (Table 4), other weights (Table 3), regression (Table 7), and half
     and twice the width of psi (Table 5).
 
@@ -346,7 +353,7 @@ def dmu(shared: Shared) -> list[MethodRow]:
     return rows
 
 
-def arcface(shared: Shared) -> list[MethodRow]:
+def arcface(shared: SharedModels) -> list[MethodRow]:
     """List FCT D.7: old and new model under ArcFace, with h's output normalised in training.
 
     Nothing is trained; each row only describes its runs.
@@ -374,7 +381,7 @@ def arcface(shared: Shared) -> list[MethodRow]:
     ]
 
 
-def variants(shared: Shared) -> list[MethodRow]:
+def variants(shared: SharedModels) -> list[MethodRow]:
     """List BCT Table 3: twice the dimension, and the two failures that it reports.
 
     Nothing is trained; each row only describes its runs. The preset's `embedder` must have
@@ -398,7 +405,7 @@ def variants(shared: Shared) -> list[MethodRow]:
     ]
 
 
-def maps(shared: Shared) -> list[MethodRow]:
+def maps(shared: SharedModels) -> list[MethodRow]:
     """List closed-form maps, and the control that predicts class centres.
 
     Nothing is trained; each row only describes its runs.
@@ -415,7 +422,7 @@ def maps(shared: Shared) -> list[MethodRow]:
     ]
 
 
-def transforms(shared: Shared) -> list[MethodRow]:
+def transforms(shared: SharedModels) -> list[MethodRow]:
     """List upgrades to an independent new model: variants of FCT, then other methods.
 
     FCT varies in its side-information, its size and its loss. A row with multi-crop is left out if
@@ -454,7 +461,7 @@ def transforms(shared: Shared) -> list[MethodRow]:
     return [*rows, *_raw(shared), *best(shared)]
 
 
-def _raw(shared: Shared) -> list[MethodRow]:
+def _raw(shared: SharedModels) -> list[MethodRow]:
     """List FCT by the squared L2 of raw outputs, as in its authors' code, if spaces are unit."""
     if shared.place.preset.embedder.get("head") == "softmax":
         return []
@@ -467,7 +474,7 @@ def _raw(shared: Shared) -> list[MethodRow]:
 OLD_NETWORKS = {"resnet18": "resnet18", "mobilenet": "mobilenet_v2"}
 
 
-def old_networks(shared: Shared) -> list[MethodRow]:
+def old_networks(shared: SharedModels) -> list[MethodRow]:
     """List FCT Table 4: FCT from old models of other networks, and of half the dimension.
 
     Nothing is trained; each row only describes its runs. The preset's `embedder` must have
@@ -494,7 +501,7 @@ def old_networks(shared: Shared) -> list[MethodRow]:
 EMBEDDING_SIZES = (128, 256, 512, 1024, 2048)
 
 
-def embedding_sizes(shared: Shared) -> list[MethodRow]:
+def embedding_sizes(shared: SharedModels) -> list[MethodRow]:
     """List FCT Table 10: old and new models that were trained apart, by size of the embedding.
 
     Nothing is trained; each row only describes its runs.
@@ -511,7 +518,7 @@ def embedding_sizes(shared: Shared) -> list[MethodRow]:
     return [row(dim) for dim in EMBEDDING_SIZES]
 
 
-def best(shared: Shared) -> list[MethodRow]:
+def best(shared: SharedModels) -> list[MethodRow]:
     """List FastFill and ours with and without side-information, ours after DMU, and int8.
 
     Nothing is trained; each row only describes its runs.
@@ -530,7 +537,7 @@ def best(shared: Shared) -> list[MethodRow]:
     ]
 
 
-def core(shared: Shared) -> list[MethodRow]:
+def core(shared: SharedModels) -> list[MethodRow]:
     """List what a machine without an accelerator compares on CIFAR-100 within hours.
 
     Nothing is trained; each row only describes its runs.
@@ -549,7 +556,7 @@ def core(shared: Shared) -> list[MethodRow]:
     ]
 
 
-def public_protocol(shared: Shared) -> list[MethodRow]:
+def public_protocol(shared: SharedModels) -> list[MethodRow]:
     """List the rows of FCT's public CIFAR-100 protocol, and ours.
 
     `pages.PAPER_FIGURES` has what the papers print for them.
@@ -568,7 +575,7 @@ def public_protocol(shared: Shared) -> list[MethodRow]:
     ]
 
 
-def strong(shared: Shared) -> list[MethodRow]:
+def strong(shared: SharedModels) -> list[MethodRow]:
     """List transforms to a strong new model, and the parts of the joint recipe one by one.
 
     `residual_joint` has all of them: side-information of both kinds, a plain and a mixed view per
@@ -594,7 +601,7 @@ def strong(shared: Shared) -> list[MethodRow]:
     ]
 
 
-def core_unseen(shared: Shared) -> list[MethodRow]:
+def core_unseen(shared: SharedModels) -> list[MethodRow]:
     """List the rows of `core` that need no second training of an image model.
 
     Nothing is trained; each row only describes its runs. They stay in the order of `core`.
@@ -612,13 +619,13 @@ def core_unseen(shared: Shared) -> list[MethodRow]:
     return [row for row in core(shared) if row.name in names]
 
 
-def core_unseen_compatible(shared: Shared) -> list[MethodRow]:
+def core_unseen_compatible(shared: SharedModels) -> list[MethodRow]:
     """List the compatible new models of `core`, which `core_unseen` omits."""
     names = {Name.BCT, Name.BCT_SYS, Name.UNIBCT, Name.DMU}
     return [row for row in core(shared) if row.name in names]
 
 
-def _doubled(shared: Shared) -> MethodRow:
+def _doubled(shared: SharedModels) -> MethodRow:
     """Describe FCT A.1: the old embedding enlarged by the size of the side-information."""
     place, split = shared.place, shared.split
     dim, side_dim = (
@@ -633,7 +640,7 @@ def _doubled(shared: Shared) -> MethodRow:
     return MethodRow(Name.FCT_DOUBLED, old, shared.new, (run,))
 
 
-GROUPS: dict[str, Callable[[Shared], list[MethodRow]]] = {
+GROUPS: dict[str, Callable[[SharedModels], list[MethodRow]]] = {
     "core": core,
     "public_protocol": public_protocol,
     "strong": strong,
@@ -682,7 +689,7 @@ def rows_of(place: ComparisonPlace, names: Sequence[str]) -> list[MethodRow]:
     Raises:
         ConfigurationError: on the main split, a name is neither a group nor a method.
     """
-    shared = Shared(place)
+    shared = SharedModels(place)
     groups = {name: make(shared) for name, make in GROUPS.items()}
     known = {row.name for rows in groups.values() for row in rows}
     unknown = [name for name in names if name not in GROUPS and name not in known]

@@ -347,7 +347,7 @@ def known_to_old(row: MethodRow, tested: ImageListing) -> NDArray[np.bool_]:
     return np.array([name in names for name in tested.class_names])[tested.labels]
 
 
-def by_range(cells: Cells, is_known: NDArray[np.bool_]) -> Cells:
+def add_class_ranges(cells: Cells, is_known: NDArray[np.bool_]) -> Cells:
     """Add the cells by class range, such as `new/new, known classes`.
 
     A range's figures are NaN for queries of the other range, which excludes them from means but

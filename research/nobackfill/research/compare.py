@@ -19,7 +19,7 @@ from nobackfill.class_folders import list_images
 from nobackfill.durable import lock_file, write_file
 from nobackfill.errors import BusyError, ConfigurationError
 from nobackfill.research.catalogue import digest_of_rows, rows_of
-from nobackfill.research.cells import by_range, known_to_old, read_cells
+from nobackfill.research.cells import add_class_ranges, known_to_old, read_cells
 from nobackfill.research.claims import CLAIMS
 from nobackfill.research.images import (
     check_classes,
@@ -507,7 +507,7 @@ def _collect(planned: Planned) -> dict[str, dict[str, MeasuredRow]]:
                 masks[ends] = known_to_old(row, images_of(place, row))
             split = splits.setdefault(place.split.name, {})
             split.setdefault(row.name, MeasuredRow(row, [])).runs.append(
-                by_range(cells, masks[ends])
+                add_class_ranges(cells, masks[ends])
             )
     return splits
 

@@ -31,7 +31,7 @@ from nobackfill.durable import make_dir, write_file
 from nobackfill.errors import ConfigurationError, InvalidInputError, NotFoundError
 from nobackfill.research.presets import Preset, Split
 from nobackfill.research.published import TRAIN, PublishedSet
-from nobackfill.training.data.allocations import allocate
+from nobackfill.training.data.allocations import allocate_images
 from nobackfill.training.data.folders import hold_out
 from nobackfill.training.protocols.evaluation import protocol_named
 
@@ -266,7 +266,7 @@ def link_allocation(train: Path, name: str, into: Path, seed: int) -> None:
         PermissionError: this user may not list TRAIN.
     """
     listing = list_images(train)
-    allocation = allocate(name, listing.labels, seed=seed)
+    allocation = allocate_images(name, listing.labels, seed=seed)
     for part, rows in (("old", allocation.old), ("new", allocation.new)):
         selected = listing.select(rows)
         link_images(selected, _class_of(selected), into / part)
@@ -506,13 +506,13 @@ def place_images(preset: Preset, source: Path, root: Path, seed: int) -> Path:
     return own
 
 
-def blurred(image: Image.Image) -> Image.Image:
+def blur(image: Image.Image) -> Image.Image:
     """Average each pixel over its neighbourhood: 3 x 3 in images below 64 pixels, then wider."""
     return image.filter(ImageFilter.BoxBlur(max(1, image.width // 32)))
 
 
 SHIFTS: Mapping[str, Callable[[Image.Image], Image.Image]] = {
-    "blurred": blurred,
+    "blurred": blur,
     "negative": ImageOps.invert,
 }
 

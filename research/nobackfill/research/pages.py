@@ -653,7 +653,7 @@ def short_table(results: Results, link: str, *, brief: bool = False) -> list[str
     return [*lines, "", *caption, ""]
 
 
-def outdated(results: Results) -> bool:
+def is_outdated(results: Results) -> bool:
     """Return whether rows were trained on other splits or configurations than today's.
 
     It is unknown, and False, for results of a folder of images. An unknown row, or a configuration
@@ -716,7 +716,7 @@ def _columns(results: Results, name: str) -> dict[str, float]:
 def _caption(results: Results, link: str, left_out: int) -> list[str]:
     made = results.provenance
     notes = [f"`{made.command}`, {made.machine}. {seeds_line(results)}"]
-    if outdated(results):
+    if is_outdated(results):
         notes.append("Measured by other splits or configurations than today's.")
     if best := reference_rows(results):
         notes.append(f"*Kept* is held to the best new/new: {best}.")

@@ -22,7 +22,7 @@ from nobackfill.quality.embedded import cell_vectors
 from nobackfill.research.cells import Cells, Evaluation, embedded
 from nobackfill.research.images import PROTOCOLS, protocols_of
 from nobackfill.research.results import Figure
-from nobackfill.research.rows import ComparisonPlace, MethodRow, learning_of
+from nobackfill.research.rows import ComparisonPlace, MethodRow, upper_bound_key
 from nobackfill.research.serve import NEW, OLD, TrainedImages
 from nobackfill.research.summary import MeasuredRow, mean_and_std
 from nobackfill.training.protocols.evaluation import figure_criteria, protocol_named
@@ -116,7 +116,7 @@ def summarise_protocols(rows: Mapping[str, MeasuredRow]) -> dict[str, ProtocolRo
             (
                 _shares(means[other]["new/new"])
                 for other, rival in rows.items()
-                if learning_of(rival.row) == learning_of(one.row)
+                if upper_bound_key(rival.row) == upper_bound_key(one.row)
                 and rival.row.new.values.get("method", INDEPENDENT) == INDEPENDENT
             ),
             None,

@@ -406,7 +406,7 @@ class MethodRow:
         return tuple({run.folder: run for run in own}.values())
 
 
-def learning_of(row: MethodRow) -> tuple[object, ...]:
+def upper_bound_key(row: MethodRow) -> tuple[object, ...]:
     """Return a key that is equal for rows with one upper bound: images, test and new backbone.
 
     Another backbone has another bound; another width of the embedding is a variant (BCT Table 3).
@@ -418,7 +418,7 @@ def learning_of(row: MethodRow) -> tuple[object, ...]:
     return row.tested, new["images"], new["classes"], new["backbone"], new.get("width")
 
 
-class Shared:
+class SharedModels:
     """Describes the models that the rows of one place share, and rows with them. It trains none."""
 
     def __init__(self, place: ComparisonPlace) -> None:

@@ -25,7 +25,7 @@ from nobackfill.research.rows import (
     ComparisonPlace,
     MethodRow,
     Name,
-    Shared,
+    SharedModels,
     TrainingRun,
     row_in,
 )
@@ -36,7 +36,7 @@ TESTED = "tested"
 LIMIT = "limit"
 
 
-def limits(shared: Shared) -> list[MethodRow]:
+def limits(shared: SharedModels) -> list[MethodRow]:
     """List the limits: an affine map fitted on the tested items, and, if the tested classes are
     unseen, our method trained on other images of them.
 
@@ -74,7 +74,7 @@ FOREIGN, DISJOINT = "foreign", "disjoint"
 HOPS = len(STEPS) + 1
 
 
-def chains(shared: Shared) -> list[MethodRow]:
+def chains(shared: SharedModels) -> list[MethodRow]:
     """List v1 -> v2 -> v3: FCT in two hops and directly (section 4.4), BCT and DMU in turn.
 
     The rows, in order: FCT with side-information in two hops, then directly, both without it, BCT,
@@ -109,7 +109,7 @@ def chains(shared: Shared) -> list[MethodRow]:
     ]
 
 
-def _trained_in_a_row(shared: Shared, method: str, v1: TrainingRun) -> MethodRow:
+def _trained_in_a_row(shared: SharedModels, method: str, v1: TrainingRun) -> MethodRow:
     """Describe phi_3, compatible with phi_2, which is compatible with phi_1 (BCT Table 4, DMU Table
     6). DMU's gallery is migrated by psi_2 and then psi_3 (Figure 3)."""
     place, split = shared.place, shared.split
@@ -125,7 +125,7 @@ def _trained_in_a_row(shared: Shared, method: str, v1: TrainingRun) -> MethodRow
     return MethodRow(f"{method}_chain", v1, third, (second, third) if method == "dmu" else ())
 
 
-def long_chain(shared: Shared) -> list[MethodRow]:
+def long_chain(shared: SharedModels) -> list[MethodRow]:
     """List FCT appendix H: five small updates from the old to the new classes, h of h of h.
 
     There is a row for each number of updates, with the side-information that g predicts, and one
@@ -163,7 +163,7 @@ def long_chain(shared: Shared) -> list[MethodRow]:
     return rows
 
 
-def foreign(shared: Shared) -> list[MethodRow]:
+def foreign(shared: SharedModels) -> list[MethodRow]:
     """List FCT appendix B: the same models in domains that none of them was trained on.
 
     A split without chains has no such rows.
@@ -188,7 +188,7 @@ def foreign(shared: Shared) -> list[MethodRow]:
     ]
 
 
-def disjoint(shared: Shared) -> list[MethodRow]:
+def disjoint(shared: SharedModels) -> list[MethodRow]:
     """List FCT appendix I: phi_new, h and the test have only classes that phi_old never saw.
 
     The rows are a direct search, FCT without side-information, and FCT with that of SimCLR. A split
@@ -216,7 +216,7 @@ def disjoint(shared: Shared) -> list[MethodRow]:
     return [alone, row(Name.FCT_NONE, None), row(Name.FCT_SIMCLR, shared.side("simclr"))]
 
 
-def new_data(shared: Shared) -> list[MethodRow]:
+def new_data(shared: SharedModels) -> list[MethodRow]:
     """List LwF as in BCT Table 1: phi_new is trained only on images of classes new to phi_old.
 
     Row `lwf` of the comparison uses all images, as the other methods do. A split without chains has
@@ -234,7 +234,7 @@ def new_data(shared: Shared) -> list[MethodRow]:
     return [MethodRow(Name.LWF_NEW_DATA, shared.old, new)]
 
 
-def noise(shared: Shared) -> list[MethodRow]:
+def noise(shared: SharedModels) -> list[MethodRow]:
     """List UniBCT's refined, then vanilla prototypes with a fifth of wrong labels in the new
     training set.
 
@@ -266,7 +266,7 @@ def noise(shared: Shared) -> list[MethodRow]:
 DEEPER = {"resnet18": "resnet50", "resnet50": "resnet101", "small": "small_resnet"}
 
 
-def allocations(shared: Shared) -> list[MethodRow]:
+def allocations(shared: SharedModels) -> list[MethodRow]:
     """List UniBCT Table 2: five allocations, each with an independent new model and four others.
 
     Each training takes as many steps as one on all images would, so that fewer images do not mean
@@ -340,7 +340,7 @@ def allocations(shared: Shared) -> list[MethodRow]:
 SCENARIOS = ("extended-data", "open-data", "extended-class")
 
 
-def scenarios(shared: Shared) -> list[MethodRow]:
+def scenarios(shared: SharedModels) -> list[MethodRow]:
     """List DMU Table 1: an independent new model, BCT and DMU in four scenarios.
 
     30 % of the data to all of it, to the other 70 %, 30 % of the classes to all, and 30 % of the

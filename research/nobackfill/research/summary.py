@@ -32,7 +32,7 @@ from nobackfill.research.results import (
     RowResult,
     SplitResult,
 )
-from nobackfill.research.rows import TEST, MethodRow, learning_of
+from nobackfill.research.rows import TEST, MethodRow, upper_bound_key
 from nobackfill.research.serve import RowCost
 
 FIGURES = ("cmc1", "map")
@@ -201,7 +201,7 @@ def summarise(
 
 
 def _split(rows: Mapping[str, MeasuredRow], claims: Sequence[Claim]) -> SplitResult:
-    references = {name: held_to(name, rows) for name in rows}
+    references = {name: best_new_new(name, rows) for name in rows}
     first = next(iter(rows.values()), None)
     row_results = {
         name: RowResult(
@@ -215,7 +215,7 @@ def _split(rows: Mapping[str, MeasuredRow], claims: Sequence[Claim]) -> SplitRes
     }
     runs = {name: one.runs for name, one in rows.items()}
     judged = judge(claims, runs)
-    claim_results = {text: outcomes(by) for text, by in judged.items()}
+    claim_results = {text: claim_outcomes(by) for text, by in judged.items()}
     return SplitResult(rows=row_results, claims=claim_results)
 
 
@@ -223,7 +223,7 @@ def _shares(row: MethodRow, first: MethodRow) -> bool:
     return row.old == first.old and row.tested == TEST and not row.limit
 
 
-def held_to(name: str, rows: Mapping[str, MeasuredRow]) -> dict[str, BestNewNew]:
+def best_new_new(name: str, rows: Mapping[str, MeasuredRow]) -> dict[str, BestNewNew]:
     """Return, by figure, the best new/new among rows whose new model learned the same images.
 
     The means use the seeds of row `name`. (BCT section 3.3: a compatible model that lost new/new
@@ -247,7 +247,7 @@ def held_to(name: str, rows: Mapping[str, MeasuredRow]) -> dict[str, BestNewNew]
     rivals = {
         rival: one.runs[:seeds]
         for rival, one in rows.items()
-        if learning_of(one.row) == learning_of(own.row) and len(one.runs) >= seeds
+        if upper_bound_key(one.row) == upper_bound_key(own.row) and len(one.runs) >= seeds
     }
     references = {}
     for figure in FIGURES:
@@ -285,7 +285,7 @@ def kept_figures(cells: Figures, references: Mapping[str, BestNewNew]) -> dict[s
     return {name: value for name, value in figures.items() if value is not None}
 
 
-def outcomes(judged: Mapping[str, JudgedClaim]) -> dict[str, ClaimOutcome]:
+def claim_outcomes(judged: Mapping[str, JudgedClaim]) -> dict[str, ClaimOutcome]:
     """Convert a claim, judged by figure, to its form in the results file.
 
     With fewer than FEWEST_DECIDING_CLASSES classes an outcome has no bounds.

@@ -10,10 +10,10 @@ import torch
 from nobackfill.training.losses.prototypes import (
     by_class,
     class_average,
-    drop_average,
     refined_average,
     refined_features,
     transition,
+    trimmed_average,
 )
 
 
@@ -56,7 +56,7 @@ def test_refinement_holds_an_outlier_down() -> None:
     clean = old[:-1].mean(0)
     vanilla, refined = class_average(old), refined_average(old, new)
     assert (refined - clean).norm() < 0.5 * (vanilla - clean).norm()
-    assert (drop_average(old) - clean).norm() < 1e-12
+    assert (trimmed_average(old) - clean).norm() < 1e-12
 
 
 def test_the_published_pseudocode_refines_nothing() -> None:
@@ -83,8 +83,8 @@ def test_drop_average_drops_the_farthest_tenth() -> None:
     old, _ = features(25)
     distance = [float((row - old.mean(0)).norm()) for row in old]
     kept = sorted(range(25), key=lambda i: distance[i])[:23]
-    torch.testing.assert_close(drop_average(old), old[sorted(kept)].mean(0))
-    torch.testing.assert_close(drop_average(old[:9]), old[:9].mean(0))
+    torch.testing.assert_close(trimmed_average(old), old[sorted(kept)].mean(0))
+    torch.testing.assert_close(trimmed_average(old[:9]), old[:9].mean(0))
 
 
 def test_by_class_gathers_rows_of_each_class() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from scipy.stats import norm
 
-from nobackfill.training.losses.gaussian import attenuated, gaussian_nll, variance_factor
+from nobackfill.training.losses.gaussian import attenuated_loss, gaussian_nll, variance_factor
 from nobackfill.training.losses.lce import boundary, centre_alignment
 from nobackfill.training.losses.listwise import (
     listwise,
@@ -35,7 +35,7 @@ def test_a_loss_is_attenuated_as_a_residual_is() -> None:
     losses, log_variance = torch.tensor([0.0, 0.3, 4.0]), torch.tensor([-1.0, 0.5, 2.0])
     density = norm.logpdf(losses.sqrt(), 0, (log_variance / 2).exp())
     expected = -torch.from_numpy(density).float() - math.log(2 * math.pi) / 2
-    torch.testing.assert_close(attenuated(losses, log_variance), expected)
+    torch.testing.assert_close(attenuated_loss(losses, log_variance), expected)
 
 
 def test_the_best_variance_is_the_mean_squared_residual() -> None:

@@ -19,7 +19,7 @@ from nobackfill.training.losses.lce import boundary, centre_alignment
 from nobackfill.training.methods.fastfill import FastFillObjective
 from nobackfill.training.methods.fct import FctObjective
 from nobackfill.training.methods.forward import ForwardObjective
-from nobackfill.training.methods.residual import ResidualMap, ResidualObjective, shrunk
+from nobackfill.training.methods.residual import ResidualMap, ResidualObjective, shrunk_copy
 from nobackfill.training.networks.transform import UpgradeOutput
 from tests.training.methods import features
 
@@ -270,7 +270,7 @@ def test_several_networks_learn_apart_and_answer_together(tmp_path: Path) -> Non
     together = h(rows["old"], rows["side"])
     torch.testing.assert_close(together, (outputs[0] + outputs[1] + outputs[2]) / 3)
     assert not torch.allclose(outputs[0], outputs[1], atol=1e-3)
-    halved = shrunk(made.upgrade, 0.5).h(rows["old"], rows["side"])
+    halved = shrunk_copy(made.upgrade, 0.5).h(rows["old"], rows["side"])
     straight = h.straight(h.whitened(rows["old"], rows["side"]))
     torch.testing.assert_close(halved, (straight + together) / 2)
 

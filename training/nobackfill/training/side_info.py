@@ -302,7 +302,7 @@ class VicregObjective(Objective):
 MOMENTUM = 0.99
 
 
-class Projected(nn.Module):
+class ProjectedEncoder(nn.Module):
     """psi with its projection, which the student imitates."""
 
     def __init__(self, encoder: ImageEncoder, projection: nn.Module) -> None:
@@ -328,7 +328,7 @@ class DistilledObjective(Objective):
     def __init__(self, config: SideEncoderConfig) -> None:
         super().__init__()
         dim, out = config.side_info_dim, config.projection_dim
-        self.student = Projected(build_encoder(config), _two_layers(dim, 4 * dim, out))
+        self.student = ProjectedEncoder(build_encoder(config), _two_layers(dim, 4 * dim, out))
         self.predictor = _two_layers(out, 4 * dim, out)
         self.teacher = copy.deepcopy(self.student).requires_grad_(False)
         self.augment = Augment(config.augmentation)

@@ -79,7 +79,7 @@ def init(arguments: Namespace) -> None:
         CannotWriteError: the disk is full or read-only.
     """
     from nobackfill.client.creation import init as make
-    from nobackfill.client.gallery_file import keep_reserve
+    from nobackfill.client.gallery_file import create_reserve
     from nobackfill.images import read_file
 
     try:
@@ -88,7 +88,7 @@ def init(arguments: Namespace) -> None:
         raise ConfigurationError(f"--root {arguments.root}: {error}") from error
     output = Output(arguments.json)
     report = make(arguments.gallery, arguments.source, trusted, _confirm, output)
-    keep_reserve(arguments.gallery)
+    create_reserve(arguments.gallery)
     output.result(
         report,
         f"{report['gallery']}: made in the space of release {report['release']} "
@@ -342,13 +342,13 @@ def gc(arguments: Namespace) -> None:
         OSError: a file of the gallery disappears meanwhile.
     """
     from nobackfill.client.device import Device
-    from nobackfill.client.gallery_file import free_reserve, keep_reserve
+    from nobackfill.client.gallery_file import create_reserve, free_reserve
     from nobackfill.client.maintenance import collect
 
     free_reserve(arguments.gallery)
     with Device(arguments.gallery) as device:
         report = collect(device)
-    keep_reserve(arguments.gallery)
+    create_reserve(arguments.gallery)
     Output(arguments.json).result(report, f"{size(report['freed_bytes'])} freed")
 
 
@@ -527,12 +527,12 @@ def pair(text: str) -> "tuple[str, Scalar]":
     Raises:
         ArgumentTypeError: the word has no "=", or nothing before it.
     """
-    from nobackfill.client.conditions import value_of
+    from nobackfill.client.conditions import parse_value
 
     key, equals, value = text.partition("=")
     if not key or not equals:
         raise ArgumentTypeError(f"expected KEY=VALUE, got {text!r}")
-    return key, value_of(value)
+    return key, parse_value(value)
 
 
 def _init_options(command: Command) -> None:

@@ -30,7 +30,7 @@ def sync(arguments: Namespace) -> None:
         OSError: a file of the models folder cannot be read.
     """
     from nobackfill.client.device import Device
-    from nobackfill.client.gallery_file import keep_reserve
+    from nobackfill.client.gallery_file import create_reserve
     from nobackfill.client.sync import SyncOptions, sentence
     from nobackfill.client.sync import sync as follow
 
@@ -46,7 +46,7 @@ def sync(arguments: Namespace) -> None:
     )
     with Device(arguments.gallery) as device:
         report = follow(device, choices, output)
-    keep_reserve(arguments.gallery)
+    create_reserve(arguments.gallery)
     for note in report.notes:
         output.note(note)
     output.result(report.as_json(), sentence(report))

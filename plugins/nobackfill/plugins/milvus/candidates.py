@@ -22,8 +22,8 @@ from nobackfill.plugins.milvus import journal
 from nobackfill.plugins.milvus.collections import MOST, Collections
 from nobackfill.plugins.milvus.columns import collection_name
 from nobackfill.plugins.milvus.expressions import EVERYTHING, expression_of
-from nobackfill.server.stores.postgresql.conditions import EVERYTHING as EVERY_ITEM
-from nobackfill.server.stores.postgresql.conditions import FEW_VALUES, Condition, condition_of
+from nobackfill.server.stores.postgresql.conditions import ALWAYS_TRUE as EVERY_ITEM
+from nobackfill.server.stores.postgresql.conditions import FEW_VALUES, Condition, sql_condition
 from nobackfill.server.stores.postgresql.database import EF, Connection, Database, run
 from nobackfill.server.stores.postgresql.search import SpaceTable
 from nobackfill.vectors import Vectors
@@ -182,7 +182,7 @@ class Candidates:
         if part != condition.as_filter:
             # The rows that the index yields are checked one by one, so there must not be many.
             most = _ROWS_CHECKED * SMALL
-            if _count(connection, items, condition_of(part), most) > most:
+            if _count(connection, items, sql_condition(part), most) > most:
                 return False
         return _count(connection, items, condition, SMALL) <= SMALL
 

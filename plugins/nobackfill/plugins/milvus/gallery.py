@@ -21,14 +21,14 @@ from nobackfill.plugins.milvus.feeder import Feeder
 from nobackfill.server.galleries.hosted import HostedGallery
 from nobackfill.server.galleries.hosted_database import DatabaseGalleryStorage, HostedInDatabase
 from nobackfill.server.stores.postgresql import rows, writes
-from nobackfill.server.stores.postgresql.conditions import EVERYTHING
+from nobackfill.server.stores.postgresql.conditions import ALWAYS_TRUE
 from nobackfill.server.stores.postgresql.database import Connection, Database, run
 from nobackfill.server.stores.postgresql.gallery import PostgresqlGallery
 from nobackfill.server.stores.postgresql.graphs import (
     RECALL,
     K,
     RecallProbes,
-    probes_of,
+    draw_probes,
     wait_for_recall,
 )
 from nobackfill.server.stores.postgresql.search import SpaceTable, rank_rows
@@ -156,11 +156,11 @@ def wait_for_milvus(
         nonlocal probes
         if probes is None:
             with gallery.database.snapshot() as connection:
-                probes = probes_of(connection, gallery.schema, info, check_stop)
+                probes = draw_probes(connection, gallery.schema, info, check_stop)
         share = probes.recall([_search(gallery, info, candidates, one) for one in probes.queries])
         if share >= RECALL:
             log.info("Milvus finds nearly all neighbours", release=info.spec.release, recall=share)
-            gallery.look_ahead(info.spec.space)
+            gallery.advance_frontier(info.spec.space)
         return share
 
     def report(share: float) -> None:
@@ -183,7 +183,7 @@ def _search(
     nearest = candidates.nearest_labels(gallery.schema, info, query, K)
     labels = [] if nearest is None else [*nearest, *new.tolist()]
     table = SpaceTable(gallery.schema, info)
-    rows = gallery.database.read(lambda one: table.rows_of(one, labels, EVERYTHING))
+    rows = gallery.database.read(lambda one: table.rows_of(one, labels, ALWAYS_TRUE))
     return rank_rows(info.spec, query, rows, K)
 
 
@@ -228,7 +228,7 @@ class HostedInMilvus(HostedInDatabase):
             Exception: any error of `check_stop`.
         """
         info = self._gallery.space(space)
-        self._gallery.look_ahead(space)
+        self._gallery.advance_frontier(space)
         if self._gallery.count(space) > limits.SMALL:
             self._feeder.settle(self._gallery.schema, info, check_stop)
         wait_for_milvus(

@@ -22,7 +22,7 @@ from nobackfill.gallery.spec import SpaceInfo
 from nobackfill.server.stores.postgresql.database import Connection, run
 from nobackfill.server.stores.postgresql.rows import label_column, read_spaces
 from nobackfill.server.stores.postgresql.schema import table_of
-from nobackfill.server.stores.postgresql.writes import hold_gate
+from nobackfill.server.stores.postgresql.writes import lock_gallery_exclusive
 
 _TABLE = (
     "CREATE TABLE IF NOT EXISTS {0}.pending (number integer NOT NULL, label bigint NOT NULL,"
@@ -66,7 +66,7 @@ def begin_journal(connection: Connection, schema: str) -> None:
     Raises:
         psycopg.Error: a statement fails; `Database.read` and `Database.write` translate it.
     """
-    hold_gate(connection, schema)
+    lock_gallery_exclusive(connection, schema)
     if not has_journal(connection, schema):
         for statement in (_TABLE, _FED, _INDEX, _FUNCTION, _DESCRIBED, _DESCRIBING):
             run(connection, statement.format(schema))

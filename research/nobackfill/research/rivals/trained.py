@@ -13,7 +13,7 @@ from nobackfill.errors import ConfigurationError
 from nobackfill.research.rivals.rival import Floats, TrainingVectors
 from nobackfill.training.config import UpgradeConfig
 from nobackfill.training.loop.loop import ProgressBars
-from nobackfill.training.loop.upgrade import fit_upgrade, load_upgrade, shape_of
+from nobackfill.training.loop.upgrade import fit_upgrade, load_upgrade, upgrade_shape
 from nobackfill.training.method import UpgradeInputs
 from nobackfill.training.methods import upgrade_method
 from nobackfill.training.networks.transform import UpgradeOutput
@@ -99,7 +99,7 @@ class TrainedMap:
             rows["labels"] = torch.from_numpy(labels.astype(np.int64))
             class_names = tuple(map(str, names))
             inputs = UpgradeInputs(
-                config, shape_of(rows, train.unit), class_names, rows, {}, None, class_names
+                config, upgrade_shape(rows, train.unit), class_names, rows, {}, None, class_names
             )
             self._upgrade = load_upgrade(fit_upgrade(inputs, ProgressBars(visible=False), {}))
 

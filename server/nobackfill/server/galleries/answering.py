@@ -73,7 +73,7 @@ from nobackfill.server.galleries.plan import (
 )
 from nobackfill.server.grpc import context
 from nobackfill.server.grpc.metrics import Metrics
-from nobackfill.server.grpc.rpc import Later, Unanswered
+from nobackfill.server.grpc.rpc import DeferredCall, Later
 from nobackfill.server.state import GatewayState, OutdatedPlanError, State
 from nobackfill.serving.fusion import CANDIDATES_PER_SEARCH, collect_candidates
 from nobackfill.v1 import search_pb2 as pb
@@ -1490,7 +1490,7 @@ class _ImageQuery:
     part: PlanPart
     k: int
     farthest: float
-    call: Unanswered
+    call: DeferredCall
 
     def end(self, answer: bytes | None) -> None:
         """Answer the call, None for another thread, and leave the gallery and the plan."""
@@ -1546,7 +1546,7 @@ class DeferredImageSearch:
         return Later(lambda call: self._add(hosted, image, k, farthest, call), self._queue.begin)
 
     def _add(
-        self, hosted: HostedInFile, image: bytes, k: int, farthest: float, call: Unanswered
+        self, hosted: HostedInFile, image: bytes, k: int, farthest: float, call: DeferredCall
     ) -> None:
         plan = _enter(hosted)
         part = None if plan is None else plan.answerer.sole_image_part(hosted)

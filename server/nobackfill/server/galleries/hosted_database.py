@@ -26,7 +26,7 @@ from nobackfill.server.galleries.hosted import (
 )
 from nobackfill.server.galleries.plan import FillMode, Plan, PlanPart
 from nobackfill.server.state import OutdatedPlanError
-from nobackfill.server.stores.postgresql.conditions import EVERYTHING
+from nobackfill.server.stores.postgresql.conditions import ALWAYS_TRUE
 from nobackfill.server.stores.postgresql.database import EF, Database
 from nobackfill.server.stores.postgresql.gallery import PostgresqlGalleries, PostgresqlGallery
 from nobackfill.server.stores.postgresql.graphs import (
@@ -104,7 +104,7 @@ class GraphRecallWait:
             self._hosted.store_state({NOTE: None})
 
     def _ready(self) -> bool:
-        self._gallery.look_ahead(self._info.spec.space)
+        self._gallery.advance_frontier(self._info.spec.space)
         has_one = has_graph(self._gallery.database, self._gallery.schema, self._info)
         if not has_one or (self._recall < RECALL and not self._built):
             self._log.info("building a graph", there_is_one=has_one, recall=self._recall)
@@ -122,7 +122,7 @@ class GraphRecallWait:
         self._width, self._recall = width, recall
         if recall >= RECALL:
             self._remember_width()
-            self._gallery.look_ahead(self._info.spec.space)
+            self._gallery.advance_frontier(self._info.spec.space)
         return recall
 
     def _remember_width(self) -> None:
@@ -318,7 +318,7 @@ class HostedInDatabase(HostedGallery):
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
             GalleryDeletedError: the gallery was deleted, and its spaces are read for this search.
         """
-        condition = matches.condition if isinstance(matches, PostgresqlMatches) else EVERYTHING
+        condition = matches.condition if isinstance(matches, PostgresqlMatches) else ALWAYS_TRUE
         tables = [self._table(part.space) for part in parts]
         if len(parts) == 2:
             # Items that the first part has are left out of the second.
@@ -412,7 +412,7 @@ class HostedInDatabase(HostedGallery):
             CannotWriteError: the database is full or read-only.
             ConfigurationError, DamagedError: the database refuses the statement, or is damaged.
         """
-        self._gallery.look_ahead(space)
+        self._gallery.advance_frontier(space)
 
     def build_first_index(self, space: str, check_stop: Callable[[], None]) -> None:
         """Build the graph of a space unless it has a good one, and wait until its recall is high

@@ -256,7 +256,7 @@ class Tokens:
 
 
 @dataclass(frozen=True)
-class Confirmation:
+class TokenRecheck:
     """Check that a caller may continue, whenever it is called; see Tokens.confirm.
 
     Confirmations of one token compare equal.
@@ -605,7 +605,7 @@ DOMAIN = "nobackfill.v1"
 _FOLDERS = re.compile(r"(?<![\w/])/(?:[^\s/:]+/)+")
 
 
-def code_of(error: Exception) -> StatusCode:
+def status_code_of(error: Exception) -> StatusCode:
     """Return the gRPC status code of an error, by its class, or its nearest ancestor, in
     wire/statuses.py.
 
@@ -619,7 +619,7 @@ def code_of(error: Exception) -> StatusCode:
     return StatusCode.UNAVAILABLE if storage else StatusCode.INTERNAL
 
 
-def status_of(error: Exception, request_id: str) -> Status:
+def grpc_status_of(error: Exception, request_id: str) -> Status:
     """Make the gRPC status of an error: code, message, and ErrorInfo with a reason for machines.
 
     Only our own errors are shown: they have no vectors and no tokens. Folders of this machine are
@@ -632,7 +632,7 @@ def status_of(error: Exception, request_id: str) -> Status:
     Returns:
         The status; it has ErrorInfo only if the error's class has a reason.
     """
-    code = code_of(error)
+    code = status_code_of(error)
     is_own = isinstance(error, NobackfillError)
     message = without_folders(str(error)) if is_own else _generic_message(code, request_id)
     status = Status(code=code.value[0], message=message)

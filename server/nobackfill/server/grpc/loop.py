@@ -31,13 +31,13 @@ from nobackfill.server.grpc.logs import request_id
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.grpc.rpc import (
     POLL_SECONDS,
+    DeferredCall,
     ImmediateAnswer,
     Interceptor,
     Lane,
     Later,
     OpenStream,
     Rpc,
-    Unanswered,
 )
 from nobackfill.wire.connection import WATCH_AGAIN_TRAILER
 
@@ -902,12 +902,12 @@ class CallExecutor(Executor):
                 lane.run(lambda: arrival.answer(lambda: message))
 
         if self._enters(arrival, lane):
-            later.add(Unanswered(arrival.deadline(), arrival.is_wanted, complete))
+            later.add(DeferredCall(arrival.deadline(), arrival.is_wanted, complete))
 
     def _hand_on(self, arrival: Arrival, message: bytes) -> None:
         """Give a call to a thread of its lane."""
         try:
-            lane, request = self._admission.weigh(arrival.rpc, message)
+            lane, request = self._admission.choose_lane(arrival.rpc, message)
         except NobackfillError as error:
             arrival.refuse(error)
             return

@@ -36,15 +36,15 @@ from nobackfill.server.grpc.context import (
     LOCAL,
     MAX_WAIT_SECONDS,
     RULES,
-    Confirmation,
     Principal,
     Role,
+    TokenRecheck,
     Tokens,
     authorize,
     check_gallery,
-    code_of,
     error_boundary,
-    status_of,
+    grpc_status_of,
+    status_code_of,
 )
 from nobackfill.server.grpc.logs import LogLimit, request_id
 from nobackfill.server.grpc.metrics import Metrics
@@ -256,7 +256,7 @@ class Lane:
         """
         return max(0, self._occupied - self.size.threads)
 
-    def occupied(self) -> int:
+    def occupied_count(self) -> int:
         """Return the number of calls that have a place, whether they work or wait."""
         return self._occupied
 
@@ -486,7 +486,7 @@ class OpenStream:
         self, context: StreamContext, confirm: Callable[[], None], longest_s: float, *,
         checks_stop: bool, drained: bool,
     ) -> None:  # fmt: skip
-        """Start to track a stream; nothing ends it until `stop`, `enforce` or a Stalls does.
+        """Start to track a stream; nothing ends it until `stop`, `enforce` or a StallMonitor does.
 
         Args:
             context: the stream's context.
@@ -540,8 +540,8 @@ class OpenStream:
         """Ask the stream to end; a later call cancels it if it still runs after the grace period.
 
         The first call records the reason and calls `on_stop` on this thread; the reason of later
-        calls is ignored. The grace period is 1 s, or none if the work does not check. Stalls calls
-        this again every 0.5 s.
+        calls is ignored. The grace period is 1 s, or none if the work does not check. StallMonitor
+        calls this again every 0.5 s.
 
         No lock is taken: two threads at once may both call `on_stop`, whose errors pass through.
 
@@ -575,7 +575,7 @@ class OpenStream:
             self.stop()
 
 
-class Stalls:
+class StallMonitor:
     """End streams that stall; one thread watches all of them.
 
     Time that the gateway itself takes does not count.
@@ -712,7 +712,7 @@ def _refusal(confirm: Callable[[], None]) -> NobackfillError | None:
     return None
 
 
-class Unanswered(NamedTuple):
+class DeferredCall(NamedTuple):
     """Hold a call that other threads answer.
 
     Attributes:
@@ -735,7 +735,7 @@ class Later(NamedTuple):
         begin: called once all calls that came together were added.
     """
 
-    add: Callable[[Unanswered], None]
+    add: Callable[[DeferredCall], None]
     begin: Callable[[], None]
 
 
@@ -781,7 +781,7 @@ class Kind:
     sends_stream: bool
     lane: Lane
     admission: "CallAdmission"
-    stalls: Stalls
+    stalls: StallMonitor
     metrics: Metrics
     max_call_seconds: float
     patience_s: float
@@ -817,7 +817,7 @@ class CallAdmission:
         self._lock = threading.Lock()
         self._held = 0
 
-    def weigh(self, rpc: "Rpc", message: bytes) -> tuple[Lane, Any]:
+    def choose_lane(self, rpc: "Rpc", message: bytes) -> tuple[Lane, Any]:
         """Choose the lane of a call by its message.
 
         A large message (above 64 KiB) is decoded later, by the thread that works for it. It counts
@@ -1053,7 +1053,11 @@ class Rpc:
         return request
 
     def _code(self, error: Exception, context: grpc.ServicerContext) -> grpc.StatusCode:
-        return code_of(self._reason(error)) if context.is_active() else grpc.StatusCode.CANCELLED
+        return (
+            status_code_of(self._reason(error))
+            if context.is_active()
+            else grpc.StatusCode.CANCELLED
+        )
 
     def _reason(self, error: Exception) -> Exception:
         """Return why the stream was ended, if it was: its work then raised only that."""
@@ -1067,7 +1071,7 @@ class Rpc:
         level = log.exception if is_unexpected else log.warning
         if self.refusal is None or _unworked.allows():
             level("refused", method=self.kind.method, code=code.name, error=type(error).__name__)
-        status = rpc_status.to_status(status_of(error, self.request_id))
+        status = rpc_status.to_status(grpc_status_of(error, self.request_id))
         metadata = (*status.trailing_metadata, ("x-request-id", self.request_id))
         context.abort_with_status(_Status(status.code, status.details, metadata))
 
@@ -1087,7 +1091,7 @@ class PlainRpc(Rpc):
         if not context.add_callback(lambda: admission.working.discard(self)):
             admission.working.discard(self)
         if not self.kind.reads_stream:
-            lane, request = admission.weigh(self, self._receive(argument, context))
+            lane, request = admission.choose_lane(self, self._receive(argument, context))
         admission.enter(self, lane, context.peer())
         if not self.kind.streams:
             # A stream has its thread until it ends.
@@ -1170,7 +1174,7 @@ class Interceptor(grpc.ServerInterceptor):
         self._max_call_seconds = max_call_seconds
         self.lanes = Lanes(max_calls, shared=tokens is not None, plain=plain)
         self.admission = CallAdmission(self.lanes)
-        self.stalls = Stalls(metrics)
+        self.stalls = StallMonitor(metrics)
         self._draining = False
         self._kinds: dict[str, tuple[Kind, Handler]] = {}
         self.count_awaited(lambda: len(self.admission.awaited))
@@ -1184,7 +1188,7 @@ class Interceptor(grpc.ServerInterceptor):
         """
         self.metrics.calls.lanes = {
             "message": (awaited, awaited),
-            **{name: (lane.occupied, lane.waiting) for name, lane in self.lanes.all.items()},
+            **{name: (lane.occupied_count, lane.waiting) for name, lane in self.lanes.all.items()},
         }
 
     def intercept_service(
@@ -1240,7 +1244,7 @@ class Interceptor(grpc.ServerInterceptor):
             principal = authorize(kind.method, tokens, authorization)
             confirm = None
             if tokens is not None and RULES[kind.method] is not None:
-                confirm = Confirmation(tokens, authorization, principal)
+                confirm = TokenRecheck(tokens, authorization, principal)
             rpc.accept(principal, confirm)
         except NobackfillError as error:
             rpc.refusal = error

@@ -92,7 +92,7 @@ class Healer(Reembedding[int]):
         """
         return self.ledger.count_migrated() == 0
 
-    def heal_some(self) -> bool:
+    def reembed_some(self) -> bool:
         """Re-embed a few items, within half of the day's budget; the other half is for queries.
 
         First come items that queries requested, then those that the upgrade was least certain of,

@@ -675,7 +675,7 @@ class Healing:
         # The healer is busy, or was replaced.
         with contextlib.suppress(BusyError, NotFoundError):
             healer.ledger.load()
-            has_more = healer.heal_some()
+            has_more = healer.reembed_some()
         return has_more
 
 

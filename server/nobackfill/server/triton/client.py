@@ -39,7 +39,7 @@ _TIMEOUT_S = 0.6
 _PAUSE_S = 60.0
 
 
-class Region:
+class SharedRegion:
     """Hold memory that Triton has mapped under `name`."""
 
     def __init__(self, name: str, size: int) -> None:
@@ -100,14 +100,14 @@ class SharedMemory:
         self._lock = threading.Lock()
         own = f"{_PREFIX}{os.getpid()}-{os.urandom(8).hex()}-pixels"
         self._names = [f"{own}-{number}" for number in range(_MAX_REGIONS)]
-        self._free: list[Region] = []
-        self._lent: set[Region] = set()
+        self._free: list[SharedRegion] = []
+        self._lent: set[SharedRegion] = set()
         # Until then (monotonic clock), messages carry the pixels.
         self._off_until = 0.0
         self._swept = False
 
-    def lend(self, size: int) -> Region | None:
-        """Return a region for so many bytes, which the caller alone uses until `give_back`.
+    def acquire_region(self, size: int) -> SharedRegion | None:
+        """Return a region for so many bytes, which the caller alone uses until `release_region`.
 
         If no free one is large enough, a region is created and mapped by Triton: some calls, each
         of at most 0.6 s. A failure is logged and turns shared memory off for a minute, except while
@@ -145,11 +145,11 @@ class SharedMemory:
                     self._lent.add(region)
         return region
 
-    def give_back(self, region: Region) -> None:
+    def release_region(self, region: SharedRegion) -> None:
         """Let other calls use a region again; one that `forget` has forgotten only gives its name
         back.
 
-        Call it once for each `lend`: after a second call, two calls may share the region.
+        Call it once for each `acquire_region`: after a second call, two calls may share the region.
         """
         with self._lock:
             is_mapped = region in self._lent
@@ -174,7 +174,7 @@ class SharedMemory:
         """Ask Triton to unmap the regions.
 
         Call it when no call uses them. At Triton's first error it stops, and raises nothing. Each
-        region takes at most 0.6 s. Do not call `lend` afterwards.
+        region takes at most 0.6 s. Do not call `acquire_region` afterwards.
 
         Raises:
             ValueError: the channel was closed before, and there are regions.
@@ -183,7 +183,7 @@ class SharedMemory:
             for region in self._free:
                 self._unregister(region.name)
 
-    def _create(self, name: str, size: int) -> Region | None:
+    def _create(self, name: str, size: int) -> SharedRegion | None:
         # Sizes grow in few steps.
         size = 1 << (size - 1).bit_length()
         try:
@@ -194,7 +194,7 @@ class SharedMemory:
             room = os.statvfs(_SHM)
             if room.f_bavail * room.f_frsize < _FREE_FACTOR * size:
                 raise OSError("too little room in /dev/shm")
-            region = Region(name, size)
+            region = SharedRegion(name, size)
             try:
                 request = pb.SystemSharedMemoryRegisterRequest(
                     name=name, key=f"/{name}", byte_size=size
@@ -424,7 +424,7 @@ class TritonClient:
         # After a call was given up, Triton may still read its region while the next call writes
         # there. Any bytes are valid pixels; invalid tokens would fail their whole batch.
         if self._shared is not None and inputs.keys() == {"image"}:
-            region = self._shared.lend(inputs["image"].nbytes)
+            region = self._shared.acquire_region(inputs["image"].nbytes)
         if region is None or self._shared is None:
             return self._infer(_request(name, inputs, output, None), timeout_s)
         try:
@@ -441,7 +441,7 @@ class TritonClient:
             # Triton has restarted.
             return self._infer(_request(name, inputs, output, None), timeout_s)
         finally:
-            self._shared.give_back(region)
+            self._shared.release_region(region)
 
     def _infer(self, request: pb.ModelInferRequest, timeout_s: float) -> pb.ModelInferResponse:
         try:
@@ -515,7 +515,9 @@ def remote_client(address: str, ca: Path | None, token_file: Path | None) -> Tri
     )
 
 
-def _request(name: str, inputs: Inputs, output: str, region: Region | None) -> pb.ModelInferRequest:
+def _request(
+    name: str, inputs: Inputs, output: str, region: SharedRegion | None
+) -> pb.ModelInferRequest:
     request = pb.ModelInferRequest(model_name=name, model_version=VERSION)
     for tensor, values in inputs.items():
         kind = values.dtype.name.upper()

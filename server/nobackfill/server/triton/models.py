@@ -39,7 +39,7 @@ from nobackfill.server.grpc import context
 from nobackfill.server.grpc.context import error_boundary
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.triton.client import LIVE_TIMEOUT_S, Inputs, TritonClient
-from nobackfill.server.triton.process import Misses, TritonProcess
+from nobackfill.server.triton.process import MissedProbes, TritonProcess
 from nobackfill.vectors import Vectors, check_vectors
 
 # Triton gets a model's signed configuration only if that can run nothing but ONNX. Triton runs any
@@ -181,7 +181,7 @@ def load_models(
 _MAX_PAUSE_SECONDS = 5.0
 
 
-class Starts:
+class RestartBackoff:
     """Remember when Triton was started, and whether it has answered since."""
 
     def __init__(self) -> None:
@@ -249,8 +249,8 @@ class TritonModels:
         self._unloaded = 0.0
         # When each model last gave an answer.
         self._last_answers: dict[str, float] = {}
-        self._misses = Misses(None if process is None else process.processor_s)
-        self._starts = Starts()
+        self._misses = MissedProbes(None if process is None else process.processor_s)
+        self._starts = RestartBackoff()
         self._up = threading.Event()
         # Set once Triton has answered, or a child has ended without an answer.
         self._first_result = threading.Event()
@@ -572,13 +572,13 @@ class TritonModels:
     def _miss(self, is_late: bool) -> None:
         self._misses.add(is_late=is_late)
         was_up = self._up.is_set()
-        if self._misses.unready and was_up:
+        if self._misses.is_unready and was_up:
             self._set_up(False)
             self._client.reconnect()
         if self._process is None:
             return
         if self._starts.has_answered:
-            is_hanging = self._misses.hangs
+            is_hanging = self._misses.is_hung
         else:
             is_hanging = time.monotonic() - self._starts.began > _START_S
         if is_hanging:

@@ -34,7 +34,7 @@ _LOOP_SECONDS = 30.0
 _MARK_SECONDS = 1.0
 
 
-class Misses:
+class MissedProbes:
     """Count missed probes since the last answer, except while the child is busy."""
 
     def __init__(self, processor_s: Callable[[], float] | None) -> None:
@@ -55,12 +55,12 @@ class Misses:
         return self._count
 
     @property
-    def unready(self) -> bool:
+    def is_unready(self) -> bool:
         """Whether calls must be refused: two probes or more were missed."""
         return self._count >= _UNREADY
 
     @property
-    def hangs(self) -> bool:
+    def is_hung(self) -> bool:
         """Whether the child must be killed: four probes or more were missed."""
         return self._count >= _HANGS
 

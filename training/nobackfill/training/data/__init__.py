@@ -1,8 +1,8 @@
 """Select, divide, read and augment the images of a training.
 
 >>> import numpy as np
->>> from nobackfill.training.data import allocate
->>> rows = allocate("open-class", np.array([0, 0, 1, 1]), share=0.5)
+>>> from nobackfill.training.data import allocate_images
+>>> rows = allocate_images("open-class", np.array([0, 0, 1, 1]), share=0.5)
 >>> rows.old.tolist(), rows.new.tolist()
 ([0, 1], [2, 3])
 """
@@ -12,7 +12,10 @@ from typing import TYPE_CHECKING
 from nobackfill.faces import export_lazily
 
 if TYPE_CHECKING:
-    from nobackfill.training.data.allocations import Allocation as Allocation, allocate as allocate
+    from nobackfill.training.data.allocations import (
+        Allocation as Allocation,
+        allocate_images as allocate_images,
+    )
     from nobackfill.training.data.augment import Augment as Augment
     from nobackfill.training.data.folders import (
         hold_out as hold_out,
@@ -24,7 +27,7 @@ else:
     __getattr__ = export_lazily(
         __name__,
         {
-            "allocations": "Allocation allocate",
+            "allocations": "Allocation allocate_images",
             "augment": "Augment",
             "folders": "hold_out read_stored_vectors readable_images require_classes",
         },

@@ -132,7 +132,7 @@ NEW_SHARES = {
 }
 
 
-def allocate(name: str, labels: Rows, share: float = SHARE, seed: int = 666) -> Allocation:
+def allocate_images(name: str, labels: Rows, share: float = SHARE, seed: int = 666) -> Allocation:
     """Divide images by the allocation of this name; defaults are the paper's.
 
     It draws from a generator of its own. Row numbers of both sets increase.

@@ -47,7 +47,7 @@ from nobackfill.training.methods.cheap_maps import set_linear
 from nobackfill.training.methods.compatible import encode_all
 from nobackfill.training.networks.backbones import linear_layers, replace_layer
 from nobackfill.training.networks.embedder import (
-    Concatenated,
+    ConcatenatedBackbones,
     EmbedderObjective,
     ImageEncoder,
     bare_backbone,
@@ -294,7 +294,7 @@ def _project_inner(config: SideEncoderConfig, run_dir: Path, listing: ImageListi
     replace_layer(network, path, layer)
     facts = {"embedder_digest": sha256_file(run_dir / CHECKPOINT)}
     if config.simclr is not None and second is not None:
-        encoder.backbone = Concatenated(network, second)
+        encoder.backbone = ConcatenatedBackbones(network, second)
         facts["simclr_digest"] = sha256_file(config.simclr / CHECKPOINT)
     return write_solved_run({"encoder": encoder}, config, listing.class_names, facts)
 

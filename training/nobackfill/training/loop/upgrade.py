@@ -466,7 +466,7 @@ def repeat_unseen(
     return {name: tensor.repeat_interleave(times, 0) for name, tensor in rows.items()}
 
 
-def shape_of(rows: Mapping[str, Tensor], unit: bool) -> UpgradeShape:
+def upgrade_shape(rows: Mapping[str, Tensor], unit: bool) -> UpgradeShape:
     """Return the dimensions of features [n,v,dim] by name; 0 for a feature that is absent.
 
     `unit` is passed on: whether the new space has unit vectors. Other names, such as labels, are
@@ -530,7 +530,7 @@ def train_upgrade(
         new_head, new_names = classifier.head, classifier.class_names
     inputs = UpgradeInputs(
         config,
-        shape_of(rows, sources.new.unit),
+        upgrade_shape(rows, sources.new.unit),
         train.class_names,
         rows,
         upgrade_rows(sources, held_out, config, 1) if len(held_out) else {},

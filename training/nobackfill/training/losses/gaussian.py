@@ -24,10 +24,10 @@ def gaussian_nll(predicted: Tensor, target: Tensor, log_variance: Tensor) -> Ten
     likelihood is divided by d, so that its weight does not depend on the dimension.
     """
     squared = (predicted - target).square().mean(1)
-    return attenuated(squared, log_variance) + 0.5 * math.log(2 * math.pi)
+    return attenuated_loss(squared, log_variance) + 0.5 * math.log(2 * math.pi)
 
 
-def attenuated(losses: Tensor, log_variance: Tensor) -> Tensor:
+def attenuated_loss(losses: Tensor, log_variance: Tensor) -> Tensor:
     """Return (l / s^2 + log s^2) / 2 with s^2 = exp(log_variance): [n], [n] -> [n].
 
     The minimum is at s^2 = l. Log variances beyond -20 to 20 are clamped. This is FastFill's

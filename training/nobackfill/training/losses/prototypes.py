@@ -16,7 +16,7 @@ def class_average(old: Tensor) -> Tensor:
     return old.mean(0)
 
 
-def drop_average(old: Tensor, share: float = 0.1) -> Tensor:
+def trimmed_average(old: Tensor, share: float = 0.1) -> Tensor:
     """Return the mean without the `share` of rows farthest from it: [m, d] -> [d] (UniBCT 4.2).
 
     The number of dropped rows is rounded down, so a class of few images keeps them all. `share` is

@@ -23,9 +23,9 @@ from nobackfill.training.networks.embedder import (
 )
 from nobackfill.training.networks.heads import (
     FixedClassifier,
+    classifier_of_head,
     first_elements,
-    labels_in,
-    of_head,
+    labels_of_new_classes,
 )
 
 
@@ -84,9 +84,9 @@ class CompatibleObjective(EmbedderObjective):
         super().__init__(inputs.config, len(inputs.class_names))
         self.old = old_model(inputs)
         self.old_encoder = FrozenModule(_Resized(self.old.encoder))
-        self.old_classifier: FixedClassifier = of_head(self.old.head)
+        self.old_classifier: FixedClassifier = classifier_of_head(self.old.head)
         # Each new class's row in the old classifier; -1 if the class is unknown there.
-        known = labels_in(self.old.class_names, inputs.class_names)
+        known = labels_of_new_classes(self.old.class_names, inputs.class_names)
         self.register_buffer("known_labels", known)
 
     def forward(self, batch: Batch) -> Terms:

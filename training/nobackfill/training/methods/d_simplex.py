@@ -8,7 +8,7 @@ spaces agree.
 from nobackfill.errors import ConfigurationError, join_few
 from nobackfill.training.method import EmbedderInputs, EmbedderMethod
 from nobackfill.training.networks.embedder import EmbedderObjective
-from nobackfill.training.networks.heads import SimplexHead, labels_in
+from nobackfill.training.networks.heads import SimplexHead, labels_of_new_classes
 
 
 def _objective(inputs: EmbedderInputs) -> EmbedderObjective:
@@ -33,7 +33,7 @@ def _objective(inputs: EmbedderInputs) -> EmbedderObjective:
                 f"{config.embedding_dim}, got another head or {old.encoder.dim} dimensions; only "
                 "models that share one simplex are compatible"
             )
-        vertices = labels_in(inputs.class_names, old.class_names).tolist()
+        vertices = labels_of_new_classes(inputs.class_names, old.class_names).tolist()
         moved = [old.class_names[i] for i, vertex in enumerate(vertices) if vertex != i]
         if moved:
             raise ConfigurationError(

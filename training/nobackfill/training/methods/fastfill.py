@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from nobackfill.training.config import UpgradeConfig
 from nobackfill.training.loop.objective import Batch, Terms
-from nobackfill.training.losses.gaussian import attenuated, gaussian_nll, variance_factor
+from nobackfill.training.losses.gaussian import attenuated_loss, gaussian_nll, variance_factor
 from nobackfill.training.method import UpgradeInputs, UpgradeMethod, UpgradeShape
 from nobackfill.training.methods.cheap_maps import InputShape, concatenate, input_shape
 from nobackfill.training.methods.compatible import Options, read_options
@@ -123,7 +123,9 @@ class FastFillObjective(ForwardObjective):
             classes = self.class_losses(predicted, view["labels"])
             losses = losses + self.options.classification * classes
         # The variance of a dimension, converted to the unit of the losses.
-        return attenuated(losses, log_variance + torch.log(predicted.shape[1] / self.spread)).mean()
+        return attenuated_loss(
+            losses, log_variance + torch.log(predicted.shape[1] / self.spread)
+        ).mean()
 
     def finish(self) -> None:
         """Scale the variances to the residuals of held-out images; without any, leave them.

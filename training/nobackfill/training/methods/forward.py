@@ -9,9 +9,9 @@ from nobackfill.training.methods.cheap_maps import flat
 from nobackfill.training.methods.fct import FctObjective
 from nobackfill.training.networks.heads import (
     FixedClassifier,
+    classifier_of_head,
     gaussian_classifier,
-    labels_in,
-    of_head,
+    labels_of_new_classes,
 )
 from nobackfill.training.networks.transform import UpgradeNetwork
 
@@ -97,7 +97,9 @@ def new_classifier(inputs: UpgradeInputs) -> tuple[FixedClassifier, Tensor]:
         The classifier, and rows int64 [classes of the training].
     """
     if inputs.new_head is not None:
-        return of_head(inputs.new_head), labels_in(inputs.new_class_names, inputs.class_names)
+        return classifier_of_head(inputs.new_head), labels_of_new_classes(
+            inputs.new_class_names, inputs.class_names
+        )
     new, labels = inputs.labelled()
     # The rows may lack classes, which were held out.
     classes = len(inputs.class_names)

@@ -57,7 +57,7 @@ class ResidualOptions(FastFillOptions):
     distilled: bool = False
 
 
-class Whitened(nn.Module):
+class WhiteningLayer(nn.Module):
     """Standardises one input per element and then whitens it: [n,d] -> [n,d]; solved, not trained.
 
     The first step is no matrix product, so it stays float32 in the int8 file. Inputs of another
@@ -107,8 +107,8 @@ class ResidualMap(nn.Module):
         super().__init__()
         total = reads.embedding + reads.side
         self.reads, self.unit = reads, unit
-        self.embedding = Whitened(reads.embedding) if reads.embedding else None
-        self.side = Whitened(reads.side) if reads.side else None
+        self.embedding = WhiteningLayer(reads.embedding) if reads.embedding else None
+        self.side = WhiteningLayer(reads.side) if reads.side else None
         self.straight = nn.Linear(total, dim)
         self.residual = _network(total, inner_dim, dim)
         self.others = nn.ModuleList(_network(total, inner_dim, dim) for _ in range(members - 1))
@@ -379,7 +379,7 @@ def shrink(upgrade: UpgradeNetwork, share: float) -> None:
             last.bias.mul_(share)
 
 
-def shrunk(upgrade: UpgradeNetwork, share: float) -> UpgradeNetwork:
+def shrunk_copy(upgrade: UpgradeNetwork, share: float) -> UpgradeNetwork:
     """Return a copy of an upgrade whose residual networks are scaled by `share` (0 to 1).
 
     The argument is not changed. The variance and g stay. An upgrade of another method raises
@@ -400,5 +400,5 @@ RESIDUAL = UpgradeMethod(
     objective=ResidualObjective,
     reads_labels=_reads_labels,
     choices={"share": (1.0, 0.75, 0.5, 0.25, 0.0), CLASSIFICATION: (0.0, 1.0)},
-    variants={"share": shrunk},
+    variants={"share": shrunk_copy},
 )

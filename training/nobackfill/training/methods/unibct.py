@@ -15,8 +15,8 @@ from nobackfill.training.loop.objective import Terms
 from nobackfill.training.losses.prototypes import (
     by_class,
     class_average,
-    drop_average,
     refined_average,
+    trimmed_average,
 )
 from nobackfill.training.method import EmbedderInputs, EmbedderMethod
 from nobackfill.training.methods.compatible import (
@@ -128,7 +128,7 @@ class UniBctObjective(CompatibleObjective):
                 ),
             )
         else:
-            average = drop_average if options.prototypes == "drop" else class_average
+            average = trimmed_average if options.prototypes == "drop" else class_average
             prototypes = by_class(self.labels, self.classes, lambda rows: average(old[rows]))
         return pseudo_classifier(prototypes, old, self.labels, self.head)
 

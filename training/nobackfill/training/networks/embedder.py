@@ -38,7 +38,7 @@ class Binarise(nn.Module):
 _NORMALISED = ("simclr", "binary_simclr", "vicreg", "distilled")
 
 
-class Concatenated(nn.Module):
+class ConcatenatedBackbones(nn.Module):
     """Two backbones that read the same pixels; their outputs [n,a] and [n,b] are [n,a+b]."""
 
     def __init__(self, first: nn.Module, second: nn.Module) -> None:
@@ -143,7 +143,7 @@ def build_encoder(config: EmbedderConfig | SideEncoderConfig) -> ImageEncoder:
         half = dim // 2
         simclr = nn.Sequential(build(half), nn.BatchNorm1d(half, affine=False))
         return ImageEncoder(
-            Concatenated(build(half), simclr), dim, config.image_size, unit,
+            ConcatenatedBackbones(build(half), simclr), dim, config.image_size, unit,
             config.pixel_mean, config.pixel_std,
         )  # fmt: skip
     backbone = build(dim)

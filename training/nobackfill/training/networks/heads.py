@@ -7,7 +7,8 @@ All heads have the same interface: `head(embedding [n,dim], labels [n]) -> scala
 methods reuse these rows as the old classifier (pytorch-metric-learning stores the transpose).
 
 A fixed classifier is never trained. It is the old one, possibly extended, or made from features.
-`labels_in` maps the classes of a new training set to its classes, which may be fewer or different.
+`labels_of_new_classes` maps the classes of a new training set to its classes, which may be fewer or
+different.
 """
 
 import math
@@ -343,7 +344,7 @@ def first_elements(embedding: Tensor, k: int) -> Tensor:
     return embedding[:, :k]
 
 
-def of_head(head: Head) -> FixedClassifier:
+def classifier_of_head(head: Head) -> FixedClassifier:
     """Make a fixed copy of a head; later changes of the head do not affect it.
 
     The copy is on the head's device. The copy of a simplex has all dim + 1 vertices.
@@ -392,7 +393,7 @@ def gaussian_classifier(prototypes: Tensor, features: Tensor, labels: Tensor) ->
     )
 
 
-def labels_in(class_names: Sequence[str], new_class_names: Sequence[str]) -> Tensor:
+def labels_of_new_classes(class_names: Sequence[str], new_class_names: Sequence[str]) -> Tensor:
     """Return each new class's label in `class_names`, -1 without one: int64 [new classes].
 
     If a name occurs twice in `class_names`, its last place counts.

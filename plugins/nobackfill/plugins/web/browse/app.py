@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from nobackfill.client import conditions
 from nobackfill.client.device import Device
-from nobackfill.client.gallery_file import keep_reserve
+from nobackfill.client.gallery_file import create_reserve
 from nobackfill.client.output import Advance, Output, size
 from nobackfill.client.photos import Encoder, local_image
 from nobackfill.client.pictures import Thumbnails
@@ -683,7 +683,7 @@ class ReleasePages:
 
         def work(output: Output) -> str:
             report = sync(self._device, options, output)
-            keep_reserve(self._device.path)
+            create_reserve(self._device.path)
             for note in report.notes:
                 output.note(note)
             return sentence(report)

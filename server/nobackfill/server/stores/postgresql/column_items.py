@@ -8,7 +8,11 @@ import psycopg
 from psycopg import sql
 
 from nobackfill.errors import ConfigurationError, InvalidInputError, NotFoundError, UnavailableError
-from nobackfill.server.stores.postgresql.database import check_url, is_connection_lost, refusal
+from nobackfill.server.stores.postgresql.database import (
+    check_url,
+    is_connection_lost,
+    translate_error,
+)
 from nobackfill.serving.sources import check_item_size
 from nobackfill.vectors import InputKind
 
@@ -127,7 +131,7 @@ def _translate(error: psycopg.Error, name: str) -> Exception:
             f"item {name!r}: the table of the setting item_columns does not exist; create it, or "
             "correct its name in the file of `gateway serve --settings FILE`"
         )
-    return refusal(error) or InvalidInputError(
+    return translate_error(error) or InvalidInputError(
         f"item {name!r}: the table or column of the setting item_columns cannot be read: "
         f"{error.diag.message_primary or type(error).__name__}. Correct the setting, or the "
         "rights of its user"

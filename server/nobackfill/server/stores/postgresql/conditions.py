@@ -53,7 +53,7 @@ class Condition:
     as_filter: Filter | None = None
 
 
-EVERYTHING = Condition("TRUE")
+ALWAYS_TRUE = Condition("TRUE")
 _NOTHING = Condition("FALSE")
 
 
@@ -90,24 +90,24 @@ def _exact(number: int | float) -> str:
     return format(Decimal(number), "f")
 
 
-def condition_of(filtered: Filter | None) -> Condition:
+def sql_condition(filtered: Filter | None) -> Condition:
     """Translate a filter; None matches all items.
 
     A test of a key or text that PostgreSQL cannot store is true for no item.
 
     Returns:
-        The condition; EVERYTHING itself for None, so that callers may compare by identity. An empty
-        All also matches all items, and an empty AnyOf none.
+        The condition; ALWAYS_TRUE itself for None, so that callers may compare by identity. An
+        empty All also matches all items, and an empty AnyOf none.
 
     Raises:
         InvalidInputError: `filters.check_filter` refuses the filter.
         TypeError: A part of it is no filter, such as a mapping.
     """
     if filtered is None:
-        return EVERYTHING
+        return ALWAYS_TRUE
     check_filter(filtered)
     condition = _of(filtered)
-    return condition if condition is EVERYTHING else replace(condition, as_filter=filtered)
+    return condition if condition is ALWAYS_TRUE else replace(condition, as_filter=filtered)
 
 
 def _of(filtered: Filter) -> Condition:
@@ -115,7 +115,7 @@ def _of(filtered: Filter) -> Condition:
         inner = _of(filtered.excluded_filter)
         return Condition(f"NOT ({inner.text})", inner.values)
     if isinstance(filtered, All):
-        return _join(" AND ", _of_all(filtered.filters), EVERYTHING)
+        return _join(" AND ", _of_all(filtered.filters), ALWAYS_TRUE)
     if isinstance(filtered, AnyOf):
         return _join(" OR ", _of_any(filtered.filters), _NOTHING)
     return _test(filtered) if is_storable_text(filtered.key) else _NOTHING

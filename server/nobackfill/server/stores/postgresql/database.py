@@ -130,7 +130,7 @@ def is_connection_lost(error: Exception) -> bool:
     return isinstance(error, psycopg.OperationalError) and error.sqlstate is None
 
 
-def refusal(error: Exception) -> NobackfillError | None:
+def translate_error(error: Exception) -> NobackfillError | None:
     """Translate an error of PostgreSQL or its pool into an error of this project.
 
     Sentences have neither a password nor a value: PostgreSQL puts values into an error's details.
@@ -254,7 +254,7 @@ def sign(connection: _Connection, former: UUID | None) -> Signature | None:
     return None if row[0] is None else Signature(row[0], mark)
 
 
-def was_committed(connection: _Connection, signature: Signature) -> bool | None:
+def is_committed(connection: _Connection, signature: Signature) -> bool | None:
     """Tell whether a transaction was committed; None while it still runs.
 
     A number that the server does not know yet, because it crashed, counts as not committed. A mark
@@ -409,7 +409,7 @@ class Database:
             self._pool.open(wait=True, timeout=self._wait_s)
         except (psycopg.Error, PoolTimeout) as error:
             self.close()
-            raise refusal(error) or error from error
+            raise translate_error(error) or error from error
 
     def close(self) -> None:
         """Close all connections; a second call does nothing.
@@ -442,7 +442,7 @@ class Database:
         try:
             return psycopg.connect(self.url, autocommit=True)
         except psycopg.Error as error:
-            raise refusal(error) or error from error
+            raise translate_error(error) or error from error
 
     @contextmanager
     def snapshot(self) -> Iterator[Connection]:
@@ -470,7 +470,7 @@ class Database:
                 with connection.transaction():
                     yield connection
             except psycopg.Error as error:
-                raise refusal(error) or error from error
+                raise translate_error(error) or error from error
 
     def read(self, work: Callable[[Connection], Result], *, snapshot: bool = False) -> Result:
         """Run a read, again on another connection if one breaks.
@@ -677,7 +677,7 @@ class Database:
         end = time.monotonic() + self._wait_s
         while time.monotonic() < end:
             with suppress(psycopg.Error, UnavailableError), self.connect() as connection:
-                outcome = was_committed(connection, signature)
+                outcome = is_committed(connection, signature)
                 if outcome is not None:
                     return outcome
             time.sleep(0.05)
@@ -702,10 +702,10 @@ class Database:
             except PoolTimeout as error:
                 # All are in use, or none could be made: the server's own error says which.
                 self.connect().close()
-                raise refusal(error) or error from error
+                raise translate_error(error) or error from error
             except Exception as error:
                 if not is_connection_lost(error) or attempt == _MAX_TRIES:
-                    raise refusal(error) or error from error
+                    raise translate_error(error) or error from error
                 self._wait_for_server(end)
                 # The other connections of the pool broke, too.
                 self._pool.check()

@@ -26,7 +26,7 @@ from nobackfill.gallery.store import (
 )
 from nobackfill.server.state import OutdatedPlanError
 from nobackfill.server.stores.postgresql import rows, schema, writes
-from nobackfill.server.stores.postgresql.conditions import condition_of
+from nobackfill.server.stores.postgresql.conditions import sql_condition
 from nobackfill.server.stores.postgresql.database import Connection, Database, run
 from nobackfill.server.stores.postgresql.leading import notify_gateways, record_gallery_change
 from nobackfill.server.stores.postgresql.reads import Reads, existing
@@ -115,7 +115,7 @@ class PostgresqlGallery(Reads):
         with self._reporting:
             self._listeners.remove(listener)
 
-    def written_elsewhere(self, labels: Labels) -> None:
+    def announce_external_writes(self, labels: Labels) -> None:
         """Tell the listeners that another process has written vectors.
 
         They get a change whose `described` has the labels; nothing is written. Within
@@ -143,7 +143,9 @@ class PostgresqlGallery(Reads):
 
         def body(connection: Connection) -> Result:
             share = next(tries) <= _SHARED_TRIES
-            (writes.share_gate if share else writes.hold_gate)(connection, self.schema)
+            (writes.lock_gallery_shared if share else writes.lock_gallery_exclusive)(
+                connection, self.schema
+            )
             return work(connection)
 
         return self.database.write(body)
@@ -152,7 +154,7 @@ class PostgresqlGallery(Reads):
         """Run a transaction that changes spaces, while nobody else writes."""
 
         def body(connection: Connection) -> Result:
-            writes.hold_gate(connection, self.schema)
+            writes.lock_gallery_exclusive(connection, self.schema)
             result = work(connection)
             record_gallery_change(connection, self.number)
             return result
@@ -273,13 +275,13 @@ class PostgresqlGallery(Reads):
             Exception: an error of a listener; the change stays committed, and later listeners are
                 not called.
         """
-        condition = condition_of(filtered)
+        condition = sql_condition(filtered)
         where = f"label = ANY(%s) AND ({condition.text})"
         return self._delete(where, [labels.tolist(), *condition.values])
 
     def _delete(self, where: str, values: Sequence[Any]) -> int:
         def work(connection: Connection) -> Labels:
-            labels = writes.locked_labels(connection, self.schema, where, values)
+            labels = writes.lock_items(connection, self.schema, where, values)
             writes.delete_labels(connection, self.schema, labels)
             return labels
 
@@ -316,7 +318,7 @@ class PostgresqlGallery(Reads):
             Exception: an error of a listener; the change stays committed, and later listeners are
                 not called.
         """
-        condition = condition_of(filtered)
+        condition = sql_condition(filtered)
 
         def work(connection: Connection) -> Labels:
             cursor = run(
@@ -424,7 +426,7 @@ class PostgresqlGallery(Reads):
         self._report(Change({space: (written, vectors)}, _NONE))
         return written
 
-    def look_ahead(self, space: str) -> None:
+    def advance_frontier(self, space: str) -> None:
         """Record which items lack a vector in a space, while others write, so that a flip checks
         only later ones.
 
@@ -470,7 +472,7 @@ class PostgresqlGallery(Reads):
                 not called.
         """
         if not leave_behind:
-            self.look_ahead(space)
+            self.advance_frontier(space)
 
         def work(connection: Connection) -> None:
             writes.flip(connection, self.schema, space, leave_behind=leave_behind)
@@ -506,7 +508,7 @@ class PostgresqlGallery(Reads):
                 not called.
         """
         if not leave_behind:
-            self.look_ahead(writes.previous_of(self.spaces()).spec.space)
+            self.advance_frontier(writes.previous_space(self.spaces()).spec.space)
 
         def work(connection: Connection) -> str:
             space = writes.rollback(connection, self.schema, leave_behind=leave_behind)

@@ -14,7 +14,13 @@ from nobackfill.errors import BusyError, UnavailableError
 from nobackfill.gallery.search.exact import ExactIndex
 from nobackfill.gallery.search.index import Neighbours, merge_neighbours
 from nobackfill.gallery.spec import SpaceInfo
-from nobackfill.server.stores.postgresql.database import EF, Connection, Database, refusal, run
+from nobackfill.server.stores.postgresql.database import (
+    EF,
+    Connection,
+    Database,
+    run,
+    translate_error,
+)
 from nobackfill.server.stores.postgresql.rows import among, copy_out, random_labels
 from nobackfill.server.stores.postgresql.schema import MOST_HALF, index_statements, table_of
 from nobackfill.server.stores.postgresql.search import (
@@ -77,7 +83,7 @@ class RecallProbes:
         return float((distances <= self.farthest * (1 + 1e-5) + self.slack).mean())
 
 
-def probes_of(
+def draw_probes(
     connection: Connection, schema: str, info: SpaceInfo, check_stop: Callable[[], None]
 ) -> RecallProbes:
     """Draw random vectors of a space, and find their neighbours by a full scan in pieces.
@@ -222,7 +228,7 @@ def make_graph(database: Database, schema: str, info: SpaceInfo) -> None:
             for statement in statements:
                 run(connection, statement)
     except psycopg.Error as error:
-        raise refusal(error) or error from error
+        raise translate_error(error) or error from error
 
 
 def measure_recall(
@@ -255,7 +261,7 @@ def measure_recall(
         return EF, 1.0
     table, width, recall = SpaceTable(schema, info), EF, 0.0
     with database.snapshot() as connection:
-        probes = probes_of(connection, schema, info, check_stop)
+        probes = draw_probes(connection, schema, info, check_stop)
         # A sequential scan, which PostgreSQL prefers for few rows, would say nothing about the
         # graph.
         run(connection, "SET LOCAL enable_seqscan = off")

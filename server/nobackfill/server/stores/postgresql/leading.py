@@ -25,7 +25,7 @@ from nobackfill.server.state import (
     State,
     parse_state,
 )
-from nobackfill.server.stores.postgresql.database import Connection, Database, refusal, run
+from nobackfill.server.stores.postgresql.database import Connection, Database, run, translate_error
 
 _LEAD = "SELECT pg_try_advisory_lock(hashtext('nobackfill.lead'))"
 _RELEASES = "SELECT pg_advisory_lock(hashtext('nobackfill.releases'))"
@@ -180,7 +180,7 @@ def lock_releases(database: Database, seconds: float) -> Iterator[None]:
                 "seconds"
             ) from error
         except psycopg.Error as error:
-            raise refusal(error) or error from error
+            raise translate_error(error) or error from error
         yield
 
 
@@ -192,7 +192,7 @@ def _try_lock(database: Database) -> Connection | None:
             return connection
     except psycopg.Error as error:
         connection.close()
-        raise refusal(error) or error from error
+        raise translate_error(error) or error from error
     connection.close()
     return None
 

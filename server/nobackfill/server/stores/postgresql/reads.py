@@ -17,7 +17,7 @@ from nobackfill.gallery.staging import Estimate, Runner, UpgradeOrder
 from nobackfill.gallery.store import is_storable_text
 from nobackfill.release.models import CHUNK_ROWS
 from nobackfill.server.stores.postgresql import rows
-from nobackfill.server.stores.postgresql.conditions import EVERYTHING, Condition
+from nobackfill.server.stores.postgresql.conditions import ALWAYS_TRUE, Condition
 from nobackfill.server.stores.postgresql.database import Connection, Database, run
 from nobackfill.server.stores.postgresql.rows import (
     among,
@@ -29,7 +29,7 @@ from nobackfill.server.stores.postgresql.rows import (
 )
 from nobackfill.server.stores.postgresql.schema import table_of
 from nobackfill.server.stores.postgresql.search import PostgresqlMatches
-from nobackfill.server.stores.postgresql.writes import frontier, left_behind, live_labels
+from nobackfill.server.stores.postgresql.writes import frontier, labels_in_table, left_behind
 from nobackfill.vectors import Vectors
 
 # Labels that are read at once: few enough that several workers get some.
@@ -462,7 +462,7 @@ class Reads:
         places = self.database.read(
             lambda connection: [
                 ListingPosition(*row)
-                for row in run(connection, query, values, filters=condition is not EVERYTHING)
+                for row in run(connection, query, values, filters=condition is not ALWAYS_TRUE)
             ]
         )
         items = self.items([place.label for place in places], space)
@@ -600,7 +600,7 @@ class Reads:
 
         def work(connection: Connection) -> tuple[Labels, Vectors, Vectors]:
             drawn = rows.random_labels(connection, table_of(self.schema, second.number), count)
-            labels = live_labels(connection, table_of(self.schema, first.number), drawn)
+            labels = labels_in_table(connection, table_of(self.schema, first.number), drawn)
             pair = [
                 copy_out(
                     connection, table_of(self.schema, info.number), among(labels), info.spec.dim
@@ -686,7 +686,7 @@ def _bytes_written(connection: Connection, target: SpaceSpec, labels: Labels, ca
 
 def _condition(matches: Matches | None) -> Condition:
     if matches is None:
-        return EVERYTHING
+        return ALWAYS_TRUE
     if isinstance(matches, PostgresqlMatches):
         return matches.condition
     return Condition("i.label = ANY(%s)", (matches.labels().tolist(),))

@@ -23,7 +23,7 @@ from nobackfill.gallery.search.index import (
     nearest_candidates,
 )
 from nobackfill.gallery.spec import SpaceInfo, SpaceSpec
-from nobackfill.server.stores.postgresql.conditions import EVERYTHING, Condition, condition_of
+from nobackfill.server.stores.postgresql.conditions import ALWAYS_TRUE, Condition, sql_condition
 from nobackfill.server.stores.postgresql.database import EF, Connection, Database, run
 from nobackfill.server.stores.postgresql.rows import from_binary, label_column, to_binary
 from nobackfill.server.stores.postgresql.schema import (
@@ -32,7 +32,7 @@ from nobackfill.server.stores.postgresql.schema import (
     schema_of,
     table_of,
 )
-from nobackfill.server.stores.postgresql.writes import few_left
+from nobackfill.server.stores.postgresql.writes import few_missing_labels
 from nobackfill.vectors import Vectors, check_vectors
 
 # Nearly all searches use one kind of statement, which is executed in a single call of libpq.
@@ -157,7 +157,7 @@ class SpaceTable:
         """
         if self._excluded is None:
             return None
-        return few_left(connection, self.schema, self.number, self._excluded)
+        return few_missing_labels(connection, self.schema, self.number, self._excluded)
 
     def statement(self, condition: Condition, exact: bool, limit: int) -> str:
         """Make the SQL of a search: label, vector and, if exact, distance.
@@ -169,9 +169,9 @@ class SpaceTable:
         not exact may return fewer rows than exist, in no strict order.
 
         Args:
-            condition: a condition on the items; EVERYTHING needs no join.
+            condition: a condition on the items; ALWAYS_TRUE needs no join.
             exact: compare every row; equal distances by label.
-            limit: most rows; it is part of the text if the condition is EVERYTHING, and a
+            limit: most rows; it is part of the text if the condition is ALWAYS_TRUE, and a
                 placeholder otherwise.
         """
         distance = f"v.embedding {self._operator} %s"
@@ -187,12 +187,12 @@ class SpaceTable:
         columns = f"v.label, v.embedding, {distance}" if exact else "v.label, v.embedding"
         # A bound limit is planned at each call, as a filter must be; a search without a filter is
         # planned once.
-        limit_text = "%s" if condition is not EVERYTHING else f"{limit:d}"
+        limit_text = "%s" if condition is not ALWAYS_TRUE else f"{limit:d}"
         tables = self._passing(condition)
         return f"SELECT {columns} FROM {tables} ORDER BY {ordering} LIMIT {limit_text}"
 
     def _passing(self, condition: Condition) -> str:
-        items = "" if condition is EVERYTHING else f" JOIN {self.schema}.items i USING (label)"
+        items = "" if condition is ALWAYS_TRUE else f" JOIN {self.schema}.items i USING (label)"
         return f"{self.name} v{items} WHERE ({condition.text}){self._exclusion}"
 
     def rows_of(
@@ -211,7 +211,7 @@ class SpaceTable:
         )
         values = [*condition.values, list(labels)]
         rows: list[Any] = run(
-            connection, statement, values, filters=condition is not EVERYTHING
+            connection, statement, values, filters=condition is not ALWAYS_TRUE
         ).fetchall()
         return rows
 
@@ -281,7 +281,7 @@ class PostgresqlSearcher:
         """
         requests = [(self._table, queries)]
         return search(
-            self._database, requests, k, condition_of(filtered), ef, candidates=self._candidates
+            self._database, requests, k, sql_condition(filtered), ef, candidates=self._candidates
         )[0]
 
 
@@ -289,7 +289,7 @@ def search(
     database: Database,
     requests: Sequence[tuple[SpaceTable, Vectors]],
     k: int,
-    condition: Condition = EVERYTHING,
+    condition: Condition = ALWAYS_TRUE,
     ef: int = 0,
     *,
     candidates: CandidateSource | None = None,
@@ -422,7 +422,7 @@ def by_graph(connection: Connection, table: SpaceTable, query: Vectors, k: int) 
     Raises:
         psycopg.Error: the statement fails, as without the table; the caller translates it.
     """
-    rows = _ask(connection, table, query, k + _EXTRA_CANDIDATES, EVERYTHING, exact=False)
+    rows = _ask(connection, table, query, k + _EXTRA_CANDIDATES, ALWAYS_TRUE, exact=False)
     return rank_rows(table.spec, query, rows, k)
 
 
@@ -430,14 +430,14 @@ def _ask(
     connection: Connection, table: SpaceTable, query: Vectors, limit: int, condition: Condition, *,
     exact: bool,
 ) -> list[Any]:  # fmt: skip
-    if not exact and condition is EVERYTHING and is_idle(connection):
+    if not exact and condition is ALWAYS_TRUE and is_idle(connection):
         return rows_near(connection, table.statement(condition, exact, limit), query)
     values = [*([query] if exact else []), *condition.values, query]
-    if condition is not EVERYTHING:
+    if condition is not ALWAYS_TRUE:
         values.append(limit)
     statement = table.statement(condition, exact, limit)
     rows: list[Any] = run(
-        connection, statement, values, filters=condition is not EVERYTHING
+        connection, statement, values, filters=condition is not ALWAYS_TRUE
     ).fetchall()
     return rows
 
@@ -556,7 +556,7 @@ class PostgresqlFiltering:
                 of more than 64 bits.
             TypeError: a part of it is no filter, such as a mapping.
         """
-        return PostgresqlMatches(self._database, self._schema, condition_of(filtered))
+        return PostgresqlMatches(self._database, self._schema, sql_condition(filtered))
 
     def close(self) -> None:
         """Do nothing: the connections belong to the database."""

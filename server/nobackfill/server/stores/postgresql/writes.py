@@ -21,7 +21,7 @@ from nobackfill.server.stores.postgresql.schema import add_space, table_of
 from nobackfill.vectors import Vectors
 
 
-def share_gate(connection: Connection, schema: str) -> None:
+def lock_gallery_shared(connection: Connection, schema: str) -> None:
     """Keep others from changing the gallery's spaces until the transaction ends.
 
     It waits for a change of spaces that holds or awaits the gate.
@@ -32,7 +32,7 @@ def share_gate(connection: Connection, schema: str) -> None:
     run(connection, f"LOCK TABLE {schema}.gate IN ROW SHARE MODE")
 
 
-def hold_gate(connection: Connection, schema: str) -> None:
+def lock_gallery_exclusive(connection: Connection, schema: str) -> None:
     """Keep all others from writing until the transaction ends; later ones queue behind this one.
 
     It waits for all who write now.
@@ -86,7 +86,9 @@ def insert(
         is_missing = np.ones(len(labels), np.bool_)
         missing = checked
         if kept.any():
-            present = live_labels(connection, table, labels[kept], checked.unchanged_sql_condition)
+            present = labels_in_table(
+                connection, table, labels[kept], checked.unchanged_sql_condition
+            )
             is_missing = ~np.isin(labels, present)
             missing = checked.select(is_missing)
         insert_vectors(connection, schema, missing, labels[is_missing], replace=bool(kept.any()))
@@ -149,7 +151,9 @@ def describe(connection: Connection, schema: str, described: list[tuple[int, str
     )
 
 
-def live_labels(connection: Connection, table: str, labels: Labels, where: str = "TRUE") -> Labels:
+def labels_in_table(
+    connection: Connection, table: str, labels: Labels, where: str = "TRUE"
+) -> Labels:
     """Return the labels, increasing, that a table has in a row that fulfils a condition.
 
     Args:
@@ -195,9 +199,7 @@ def insert_vectors(
     copy_in(connection, table, labels, checked.origin, uncertainty, checked.embedding, checked.side)
 
 
-def locked_labels(
-    connection: Connection, schema: str, where: str, values: Sequence[object]
-) -> Labels:
+def lock_items(connection: Connection, schema: str, where: str, values: Sequence[object]) -> Labels:
     """Lock the items that fulfil a condition, in the order of all transactions; returns their
     labels.
 
@@ -311,7 +313,7 @@ def advance(connection: Connection, schema: str, number: int) -> None:
     with connection.transaction():
         # With the gate held, every transaction that took a label has ended: no label up to the last
         # one becomes visible later.
-        hold_gate(connection, schema)
+        lock_gallery_exclusive(connection, schema)
         make_frontiers(connection, schema)
         last = run(connection, f"SELECT coalesce(max(label), 0) FROM {schema}.items").fetchone()[0]
     with connection.transaction():
@@ -342,7 +344,9 @@ def left_behind(connection: Connection, schema: str, number: int) -> int:
     return int(run(connection, f"SELECT count(*) FROM {missing}").fetchone()[0])
 
 
-def few_left(connection: Connection, schema: str, source: int, target: int) -> list[int] | None:
+def few_missing_labels(
+    connection: Connection, schema: str, source: int, target: int
+) -> list[int] | None:
     """Return the labels that one space has and another lacks.
 
     Labels up to the target's frontier are not checked.
@@ -453,7 +457,7 @@ def write_vectors(
         )
     )
     if not replace:
-        present = live_labels(connection, table_of(schema, info.number), labels)
+        present = labels_in_table(connection, table_of(schema, info.number), labels)
         existing = np.setdiff1d(existing, present, assume_unique=True)
     selection = order[find_label_rows(labels[order], existing)]
     selected = checked.select(selection)
@@ -503,12 +507,12 @@ def rollback(connection: Connection, schema: str, *, leave_behind: bool) -> str:
         PreconditionError: items lack a vector in it, and `leave_behind` is False.
         psycopg.Error: the statement fails, as without the table; the caller translates it.
     """
-    target = previous_of(rows.read_spaces(connection, schema))
+    target = previous_space(rows.read_spaces(connection, schema))
     _activate(connection, schema, target, "staging", leave_behind)
     return target.spec.space
 
 
-def previous_of(spaces: Iterable[SpaceInfo]) -> SpaceInfo:
+def previous_space(spaces: Iterable[SpaceInfo]) -> SpaceInfo:
     """Return the space that was active before.
 
     If there are several, it is the one that was activated last.

@@ -342,12 +342,12 @@ def run_by_workers(
             for labels in workers.migrate_pieces(work, pieces()):
                 writes += len(labels)
                 unreported.difference_update(labels.tolist())
-                store.written_elsewhere(labels)
+                store.announce_external_writes(labels)
                 complete = first_complete + writes
                 seconds = time.monotonic() - started
                 on_progress(UpgradeProgress(complete, max(total, complete), writes, seconds))
     finally:
         # A worker that ended may have written items that no result names.
         if unreported:
-            store.written_elsewhere(np.array(sorted(unreported), np.int64))
+            store.announce_external_writes(np.array(sorted(unreported), np.int64))
     return UpgradeOutcome(writes, store.count_left_behind(work.target.space), is_stopped)
