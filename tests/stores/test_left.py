@@ -85,7 +85,7 @@ def test_the_rest_is_found_whatever_happened(
             case 2:
                 store.delete(some)
             case 3:
-                carry(store, chunk=7)
+                carry(store, chunk_items=7)
             case _:
                 store.advance_frontier(TWO)
         left = check(store, int(rng.integers(1, 12)))
