@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 
 from nobackfill.adopt.embedding.embedder import open_embedder
-from nobackfill.adopt.embedding.native_vectors import NativeVectorMaker
+from nobackfill.adopt.embedding.native_vectors import NativeVectorComputer
 from nobackfill.adopt.embedding.vector_folder import EmbeddingRun
 from nobackfill.adopt.migrating import Migration, MigrationPlan
 from nobackfill.adopt.pairs import choose_sample_with_query_items
@@ -192,17 +192,17 @@ def test_a_paused_migration_goes_on_and_is_taken_back_before_the_flip(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     source, connection, folder = documents
-    monkeypatch.setattr("nobackfill.adopt.embedding.native_vectors.NativeVectorMaker.window", 50)
-    make = NativeVectorMaker.make
+    monkeypatch.setattr("nobackfill.adopt.embedding.native_vectors.NativeVectorComputer.window", 50)
+    make = NativeVectorComputer.make
     calls: list[int] = []
 
-    def counting(self: NativeVectorMaker, *parts: Any) -> Any:
+    def counting(self: NativeVectorComputer, *parts: Any) -> Any:
         calls.append(1)
         if len(calls) == 3:
             assert run("pause") == 0
         return make(self, *parts)
 
-    monkeypatch.setattr(NativeVectorMaker, "make", counting)
+    monkeypatch.setattr(NativeVectorComputer, "make", counting)
     assert run(source, *START, "--yes") == 75
     assert "paused; run the same" in capsys.readouterr().err
     assert run("status", "--json") == 0
@@ -222,15 +222,15 @@ def test_mapped_vectors_are_there_to_search_by_until_every_row_is_native(
     plan = json.loads((folder / "nobackfill-migration" / "migration.json").read_text())
     plan["way"] = "lazily"
     (folder / "nobackfill-migration" / "migration.json").write_text(json.dumps(plan))
-    make = NativeVectorMaker.make
+    make = NativeVectorComputer.make
     counts: list[tuple[int, int]] = []
 
-    def counting(self: NativeVectorMaker, *parts: Any) -> Any:
+    def counting(self: NativeVectorComputer, *parts: Any) -> Any:
         indexed = connection.execute("SELECT count(*) FROM pg_indexes WHERE indexdef ~ '_mapped'")
         counts.append((len(vectors(connection, "v_new_mapped")), indexed.fetchall()[0][0]))
         return make(self, *parts)
 
-    monkeypatch.setattr(NativeVectorMaker, "make", counting)
+    monkeypatch.setattr(NativeVectorComputer, "make", counting)
     assert run(source, *START, "--yes") == 0
     assert set(counts) == {(COUNT, 1)}
     same(vectors(connection), folder / "new", connection)
@@ -344,7 +344,7 @@ def test_ctrl_c_says_what_is_done_and_how_to_continue(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     source, connection, folder = documents
-    monkeypatch.setattr("nobackfill.adopt.embedding.native_vectors.NativeVectorMaker.window", 50)
+    monkeypatch.setattr("nobackfill.adopt.embedding.native_vectors.NativeVectorComputer.window", 50)
 
     def interrupted(kind: Any, method: str, call: int) -> str:
         """Send SIGINT, as Ctrl-C does, in one call of a method."""
@@ -368,7 +368,7 @@ def test_ctrl_c_says_what_is_done_and_how_to_continue(
     again = shlex.join(["nobackfill", "migrate", source, *START, "--yes"])
     assert "nothing was written to the table" in line and line.endswith(f"run: {again}")
     assert columns(connection) == {"id", "body", "v"}
-    line = interrupted(NativeVectorMaker, "make", 3)
+    line = interrupted(NativeVectorComputer, "make", 3)
     # Two windows of 50 rows, if the signal came before the third.
     assert re.search(r"100 of 300 rows have a new vector, 200 remain", line), line
     assert f"run: {again}; to undo it, run: nobackfill migrate back --work" in line
@@ -401,11 +401,11 @@ def test_a_lost_lock_ends_the_writing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     source, connection, folder = documents
-    monkeypatch.setattr("nobackfill.adopt.embedding.native_vectors.NativeVectorMaker.window", 50)
-    make = NativeVectorMaker.make
+    monkeypatch.setattr("nobackfill.adopt.embedding.native_vectors.NativeVectorComputer.window", 50)
+    make = NativeVectorComputer.make
     ended: list[Any] = []
 
-    def ending(self: NativeVectorMaker, *parts: Any) -> Any:
+    def ending(self: NativeVectorComputer, *parts: Any) -> Any:
         if not ended:
             ended.extend(
                 connection.execute(
@@ -415,7 +415,7 @@ def test_a_lost_lock_ends_the_writing(
         return make(self, *parts)
 
     with monkeypatch.context() as patch:
-        patch.setattr(NativeVectorMaker, "make", ending)
+        patch.setattr(NativeVectorComputer, "make", ending)
         assert run(source, *START, "--yes") == 69
     assert ended == [(True,)]
     assert "the session that locked the table is gone" in capsys.readouterr().err
@@ -639,17 +639,17 @@ def test_what_searches_want_is_embedded_first_and_shown_to_them(
     natives.store_vectors(stored, [b"0" * 16, *versions[1:]], made)
     natives.claim([(name, b"") for name in wanted], "2026-11-27", 0)
     embeddings: list[list[str]] = []
-    embed = NativeVectorMaker._embedded
+    embed = NativeVectorComputer._embedded
 
-    def counting(self: NativeVectorMaker, ids: list[str], *parts: Any) -> Any:
+    def counting(self: NativeVectorComputer, ids: list[str], *parts: Any) -> Any:
         embeddings.append(ids)
         if len(embeddings) == 3:
             # Somebody searches meanwhile.
             natives.claim([(late, b"")], "2026-11-27", 0)
         return embed(self, ids, *parts)
 
-    monkeypatch.setattr(NativeVectorMaker, "_embedded", counting)
-    monkeypatch.setattr(NativeVectorMaker, "window", 50)
+    monkeypatch.setattr(NativeVectorComputer, "_embedded", counting)
+    monkeypatch.setattr(NativeVectorComputer, "window", 50)
     assert run(source, *START, "--yes", "--natives", "natives.db") == 0
     # A vector of the sample is reused; the third is the first window in the order of keys.
     assert embeddings[:2] == [stored[:1], wanted[:1]] and embeddings[3] == [late]
@@ -722,7 +722,7 @@ def test_a_full_disk_of_the_database_leaves_a_migration_that_continues(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     source, connection, folder = documents
-    monkeypatch.setattr(NativeVectorMaker, "window", 50)
+    monkeypatch.setattr(NativeVectorComputer, "window", 50)
     assert run(source, *START) == 0
     place = Path(f"/dev/shm/small-disk-{os.getpid()}")
     with small_disk(place, 8) as disk:
@@ -783,18 +783,18 @@ def test_a_restored_dump_can_be_taken_back_and_continued(
     assert vectors(connection) == before == vectors(connection, relation="seen")
     assert columns(connection) == {"id", "body", "v"}
     # The same before a flip: the rows that an interrupted run wrote are not embedded again.
-    monkeypatch.setattr(NativeVectorMaker, "window", 50)
-    make = NativeVectorMaker.make
+    monkeypatch.setattr(NativeVectorComputer, "window", 50)
+    make = NativeVectorComputer.make
     calls, pauses = list[int](), [3]
 
-    def counting(self: NativeVectorMaker, rows: Rows, window: Window) -> Any:
+    def counting(self: NativeVectorComputer, rows: Rows, window: Window) -> Any:
         calls.append(len(rows))
         if [len(calls)] == pauses:
             pauses.clear()
             assert run("pause") == 0
         return make(self, rows, window)
 
-    monkeypatch.setattr(NativeVectorMaker, "make", counting)
+    monkeypatch.setattr(NativeVectorComputer, "make", counting)
     assert run(source, *START, "--yes") == 75
     restore(postgres, address, connection)
     capsys.readouterr()
@@ -814,21 +814,21 @@ def test_progress_counts_what_an_earlier_run_wrote(
 ) -> None:  # fmt: skip
     source, _, _ = documents
     monkeypatch.setattr("nobackfill.adopt.migrating._EVERY", 0.0)
-    monkeypatch.setattr(NativeVectorMaker, "window", 100)
+    monkeypatch.setattr(NativeVectorComputer, "window", 100)
     assert run(source, *START) == 0
     assert re.search(
         r"120 of 120 items embedded, \d+ a second, [\d.]+ \w+ left", capsys.readouterr().err
     )
-    make = NativeVectorMaker.make
+    make = NativeVectorComputer.make
     calls: list[int] = []
 
-    def pausing(self: NativeVectorMaker, *parts: Any) -> Any:
+    def pausing(self: NativeVectorComputer, *parts: Any) -> Any:
         calls.append(1)
         if len(calls) == 2:
             assert run("pause") == 0
         return make(self, *parts)
 
-    monkeypatch.setattr(NativeVectorMaker, "make", pausing)
+    monkeypatch.setattr(NativeVectorComputer, "make", pausing)
     assert run(source, *START, "--yes") == 75
     assert "100 of 300 rows re-embedded" in capsys.readouterr().err
     assert run(source, *START, "--yes") == 0

@@ -13,7 +13,7 @@ from nobackfill.adopt.carrying import carry
 from nobackfill.adopt.embedding.embedder import open_embedder
 from nobackfill.adopt.embedding.native_vectors import (
     ColumnTexts,
-    NativeVectorMaker,
+    NativeVectorComputer,
     open_native_vectors,
 )
 from nobackfill.adopt.pairs import read_all
@@ -173,11 +173,11 @@ def test_a_killed_run_embeds_only_what_is_missing(texts: tuple[str, Connection, 
         if len(seen) >= 50:
             raise KeyboardInterrupt
 
-    maker = NativeVectorMaker(ColumnTexts(source, "body"), 8, embedder=Counting(), pause=killed)
+    maker = NativeVectorComputer(ColumnTexts(source, "body"), 8, embedder=Counting(), pause=killed)
     target = maker.target("n")
     with pytest.raises(KeyboardInterrupt):
         carry(source, target, maker, window=25)
-    again = NativeVectorMaker(ColumnTexts(source, "body"), 8, embedder=Counting())
+    again = NativeVectorComputer(ColumnTexts(source, "body"), 8, embedder=Counting())
     assert carry(source, target, again, window=25).total == COUNT
     assert len(seen) == COUNT
     assert native(connection, "n", model) == COUNT

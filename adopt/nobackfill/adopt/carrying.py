@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from nobackfill.adopt.maps import OLD_NORM, Map
 from nobackfill.adopt.pairs import WINDOW
 from nobackfill.adopt.sources.source import (
+    ComputesProducts,
     Flippable,
-    Multiplied,
-    ReadById,
+    ReadableById,
     Rows,
     Source,
     Target,
@@ -61,7 +61,7 @@ class CarryResult:
     steps: list[str]
 
 
-class VectorMaker(Protocol):
+class VectorComputer(Protocol):
     """A maker of the new vectors of a store's rows, from old vectors or from the items themselves.
 
     Attributes:
@@ -129,8 +129,8 @@ class VectorMaker(Protocol):
 _NORM_TOLERANCE = 0.01
 
 
-class MapMaker:
-    """A VectorMaker that migrates old vectors by a map. It leaves no item out.
+class MapVectorComputer:
+    """A VectorComputer that migrates old vectors by a map. It leaves no item out.
 
     Args:
         mapping: The map.
@@ -194,7 +194,7 @@ class MapMaker:
 def carry(
     source: Source,
     target: Target,
-    maker: Map | VectorMaker,
+    maker: Map | VectorComputer,
     *,
     window: int | None = None,
     progress: Callable[[int], None] | None = None,
@@ -259,13 +259,13 @@ def carry(
     if isinstance(maker, Map):
         # A store of directions gives back every vector with norm 1.
         mapping = replace(maker, unit=True) if facts.directions else maker
-        maker = MapMaker(mapping, facts.name, directions=facts.metric in (None, "cosine"))
+        maker = MapVectorComputer(mapping, facts.name, directions=facts.metric in (None, "cosine"))
     rows_at_once = maker.window if window is None else window
     # Vectors written after a flip are the writers' own, in some stores also before it.
     check = not isinstance(place, Flippable) or not (
         place.flipped or (flip and place.put_by_writers)
     )
-    threads = place.at_once if isinstance(maker, MapMaker) else 1
+    threads = place.at_once if isinstance(maker, MapVectorComputer) else 1
 
     def sweep(count_before: int, first: bool) -> int:
         """Repeat sweeps until one writes no row, or so few that a flip may write the rest.
@@ -344,7 +344,7 @@ def _refuse_missing(name: str, missing: dict[str, str]) -> None:
 def _window(
     source: Source,
     place: TargetVectors,
-    maker: VectorMaker,
+    maker: VectorComputer,
     range_: Window,
     name: str,
     first: bool,
@@ -365,14 +365,14 @@ def _window(
     return len(rows)
 
 
-def _write_first(place: TargetVectors, maker: VectorMaker, name: str) -> int:
+def _write_first(place: TargetVectors, maker: VectorComputer, name: str) -> int:
     """Write the items that `maker` names first, and check them; return their number.
 
     Raises:
         VerificationError: The store does not hold the vectors that were written.
     """
     count = 0
-    while isinstance(place, ReadById) and (ids := maker.first_ids()):
+    while isinstance(place, ReadableById) and (ids := maker.first_ids()):
         rows = checked(place.pending_items(ids), None, name)
         if len(rows):
             rows, vectors = maker.make(rows, Window())
@@ -399,7 +399,7 @@ def _different(name: str, wrong: int, count: int, item: str) -> VerificationErro
 def _verify(
     source: Source,
     place: TargetVectors,
-    maker: VectorMaker,
+    maker: VectorComputer,
     range_: Window,
     ids: list[str],
     vectors: Vectors,
@@ -419,7 +419,7 @@ def _verify(
     Raises:
         VerificationError: A vector differs from the one that was written.
     """
-    if isinstance(place, Multiplied) and _same_products(place, range_, ids, vectors):
+    if isinstance(place, ComputesProducts) and _same_products(place, range_, ids, vectors):
         return
     new = place.read(range_)
     here = np.arange(len(ids))
@@ -443,7 +443,7 @@ def _verify(
 def _wrong(
     source: Source,
     place: TargetVectors,
-    maker: VectorMaker,
+    maker: VectorComputer,
     range_: Window,
     ids: list[str],
     vectors: Vectors,
@@ -476,7 +476,9 @@ def _wrong(
     return {name: pair for name, pair in wrong.items() if name not in pending}
 
 
-def _same_products(place: Multiplied, range_: Window, ids: list[str], vectors: Vectors) -> bool:
+def _same_products(
+    place: ComputesProducts, range_: Window, ids: list[str], vectors: Vectors
+) -> bool:
     """Tell whether stored and written vectors have equal inner products with a random vector.
 
     A different vector has a different product, and the store sends one number for each vector.

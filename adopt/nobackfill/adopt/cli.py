@@ -21,7 +21,7 @@ from nobackfill.terminal import escape_control
 from nobackfill.version_option import Version
 
 if TYPE_CHECKING:
-    from nobackfill.adopt.carrying import VectorMaker
+    from nobackfill.adopt.carrying import VectorComputer
     from nobackfill.adopt.maps import Map
     from nobackfill.adopt.migrating import Migration, MigrationPlan
     from nobackfill.adopt.sources.source import Source, Target
@@ -913,7 +913,7 @@ def carry(
 def _carry_and_answer(
     source: "Source",
     target: "Target",
-    maker: "Map | VectorMaker",
+    maker: "Map | VectorComputer",
     notes: list[str],
     *,
     flip: bool,

@@ -286,8 +286,8 @@ class VectorFolder:
         return self._loaded[number]
 
 
-class NativeVectorMaker:
-    """The VectorMaker that gives rows the new model's own vectors.
+class NativeVectorComputer:
+    """The VectorComputer that gives rows the new model's own vectors.
 
     A vector is taken from `folder`, else from `natives`, else `embedder` computes it. It closes
     nothing that it is given.
@@ -530,7 +530,7 @@ def open_native_vectors(
     folder: Path | None = None,
     natives: Path | None = None,
     pause: Callable[[], None] | None = None,
-) -> NativeVectorMaker:
+) -> NativeVectorComputer:
     """Open the model, the folder and the file from which native vectors of a store come.
 
     Without a folder, one item is embedded to learn the dimension.
@@ -578,7 +578,7 @@ def open_native_vectors(
     known = None
     if natives is not None and fingerprint is not None:
         known = NativeVectorFile(natives, fingerprint, dim)
-    return NativeVectorMaker(
+    return NativeVectorComputer(
         contents,
         dim,
         embedder=embedder,

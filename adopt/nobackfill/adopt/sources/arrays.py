@@ -23,7 +23,7 @@ from nobackfill.adopt.sources.source import (
     TargetVectors,
     Window,
     file_name,
-    mode_of,
+    permissions_of,
     read_mark,
     text_of,
 )
@@ -298,7 +298,7 @@ class NewArray:
         buffer = io.BytesIO()
         np.save(buffer, vectors_of_window, allow_pickle=False)
         file = self._part(window) if complete else partial
-        write_file(file, buffer.getvalue(), mode_of(self._source.path))
+        write_file(file, buffer.getvalue(), permissions_of(self._source.path))
         if complete:
             remove_tree(partial)
 
@@ -360,7 +360,7 @@ class NewArray:
             form = {"descr": "<f4", "fortran_order": False, "shape": shape}
             header = io.BytesIO()
             np.lib.format.write_array_header_1_0(header, form)
-            append_bytes(merged, header.getvalue(), mode_of(self._source.path))
+            append_bytes(merged, header.getvalue(), permissions_of(self._source.path))
             # Not mapped: on a full disk, a write to a mapped file kills the process.
             for part in sorted(self._parts.glob("*.npy"), key=lambda p: int(p.stem.split("-")[0])):
                 append_bytes(merged, _array(part).astype("<f4").tobytes())

@@ -26,7 +26,7 @@ from nobackfill.adopt.sources.source import (
     Target,
     Window,
     file_name,
-    mode_of,
+    permissions_of,
     read_mark,
     same_model,
     text_of,
@@ -432,7 +432,7 @@ class NewParquetFiles:
         data = table_bytes(self._key, rows.keys, self._target.name, vectors, metadata)
         file = self._file(read.window)
         make_dir(file.parent)
-        write_file(file, data, mode_of(self._source.file(read.window)))
+        write_file(file, data, permissions_of(self._source.file(read.window)))
 
     def _with_earlier(self, read: Read, rows: Rows, vectors: Vectors) -> tuple[Rows, Vectors]:
         """Add the new vectors that the file of a row group has, in the order of the source."""

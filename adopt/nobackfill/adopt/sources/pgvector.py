@@ -341,7 +341,7 @@ class PgvectorSource:
             column=sql.Identifier(column),
             expression=expression,
             sign=self._table.operator(_SIGNS[self.metric or "cosine"]),
-            kind=self._table.of_pgvector(kind),
+            kind=self._table.pgvector_name(kind),
             value=str(np.asarray(vector, np.float32).tolist()),
             count=count,
             candidates=min(1000, max(40, count)),
@@ -825,7 +825,7 @@ class PgvectorSource:
         return {
             "old": sql.Identifier(self.vector),
             "new": sql.Identifier(new),
-            "type": self._table.of_pgvector(self._table.kind(self.vector)),
+            "type": self._table.pgvector_name(self._table.kind(self.vector)),
             "function": sql.Identifier(
                 self._table.schema, self._table.trigger_name(self.vector, new)
             ),
@@ -974,7 +974,7 @@ class PgvectorSelection(PgvectorSource):
             "rows share the columns of the table"
         ]
 
-    def _place(self, name: str) -> pgvector_target.FoundTable | None:
+    def _place(self, name: str) -> pgvector_target.NewVectorTable | None:
         """Find a table of new vectors; None where there is none of this table."""
         place = pgvector_target.find_table(self._table, self.vector, name)
         return place if place.belongs else None

@@ -17,10 +17,10 @@ from typing import LiteralString, Protocol
 import numpy as np
 
 from nobackfill.adopt.sources.postgres_rows import (
-    Packable,
+    FloatRows,
+    decode_product_rows,
     packed,
     parsed,
-    products_of,
     update_passes,
 )
 from nobackfill.adopt.sources.source import (
@@ -146,7 +146,7 @@ def _rows_of(where: str | None) -> str:
 
 
 def _check_triggers(
-    table: SourceTable, place: "FoundTable", triggers: Triggers, target: Target
+    table: SourceTable, place: "NewVectorTable", triggers: Triggers, target: Target
 ) -> None:
     """Raise AlreadyExistsError where writes may have fired no trigger of a table of new vectors.
 
@@ -173,7 +173,7 @@ def _check_triggers(
 
 
 @dataclass(frozen=True)
-class FoundTable:
+class NewVectorTable:
     """The place for new vectors in a table of their own.
 
     Attributes:
@@ -193,7 +193,7 @@ class FoundTable:
     columns: Sequence[str] = ()
 
 
-def find_table(table: SourceTable, vector: str, name: str) -> FoundTable:
+def find_table(table: SourceTable, vector: str, name: str) -> NewVectorTable:
     """Find a table of new vectors, also after a rename of the source, its column or its schema.
 
     The comment of the table names a trigger function. The source is the table whose triggers call
@@ -236,14 +236,14 @@ def find_table(table: SourceTable, vector: str, name: str) -> FoundTable:
         oid=table.oid,
         watchers=list(watchers),
     )
-    places: list[FoundTable] = []
+    places: list[NewVectorTable] = []
     for schema, relation, comment, at_its_name, refers, columns in relations:
         mark = parse_comment_facts(comment)
         watcher = mark.get("of", "").rpartition(".")[2].strip('"')
         if watcher in watchers and relation == wanted:
             names = table_names(table, vector, name, schema)
             function = sql.Identifier(watchers[watcher], watcher)
-            return FoundTable(names, function, True, True, mark, columns)
+            return NewVectorTable(names, function, True, True, mark, columns)
         if watcher == table.trigger_name(vector, name) and watcher in watchers:
             raise NotFoundError(
                 f"{table.name}: table {wanted!r} was renamed to {relation!r}; "
@@ -254,8 +254,8 @@ def find_table(table: SourceTable, vector: str, name: str) -> FoundTable:
             belongs = refers or (
                 mark.get("of") == function.as_string() and not _elsewhere(table, function)
             )
-            places.append(FoundTable(names, function, True, belongs, mark, columns))
-    return places[0] if places else FoundTable(names, names["function"])
+            places.append(NewVectorTable(names, function, True, belongs, mark, columns))
+    return places[0] if places else NewVectorTable(names, names["function"])
 
 
 def _elsewhere(table: SourceTable, function: sql.Identifier) -> bool:
@@ -272,7 +272,7 @@ def _elsewhere(table: SourceTable, function: sql.Identifier) -> bool:
     )
 
 
-def _renames(table: SourceTable, vector: str, place: FoundTable) -> list[str]:
+def _renames(table: SourceTable, vector: str, place: NewVectorTable) -> list[str]:
     """Return statements that give the key and the vectors the names that the source has now."""
     return [
         table.text(
@@ -286,7 +286,7 @@ def _renames(table: SourceTable, vector: str, place: FoundTable) -> list[str]:
     ]
 
 
-def _check_columns(table: SourceTable, vector: str, place: FoundTable) -> None:
+def _check_columns(table: SourceTable, vector: str, place: NewVectorTable) -> None:
     """Raise InvalidInputError where a flipped table lacks a column of the source's names, by which
     statements join both."""
     if not {table.key, vector} <= set(place.columns):
@@ -298,7 +298,7 @@ def _check_columns(table: SourceTable, vector: str, place: FoundTable) -> None:
 
 
 def _follow_names(
-    changes: Changes, table: SourceTable, vector: str, place: FoundTable, comment: str
+    changes: Changes, table: SourceTable, vector: str, place: NewVectorTable, comment: str
 ) -> None:
     """Give the parts of a table the names that the source has now."""
     names = place.names
@@ -420,7 +420,7 @@ def table_names(table: SourceTable, vector: str, name: str, schema: str | None =
     trigger = table.trigger_name(vector, PREFIX + new_table)
     return {
         "old": sql.Identifier(vector),
-        "type": table.of_pgvector(table.kind(vector)),
+        "type": table.pgvector_name(table.kind(vector)),
         "new_table": sql.Identifier(schema or table.schema, new_table),
         "function": sql.Identifier(table.schema, trigger),
         "empty_name": sql.Identifier(f"{trigger}_empty"),
@@ -696,7 +696,7 @@ class PgvectorColumn:
             NobackfillError: PostgreSQL refuses a query; see `translate_errors`. Without the right
                 to read, it is NotPermittedError.
         """
-        return products_of(
+        return decode_product_rows(
             self._table.copied(
                 "SELECT t.{key}::text, t.{new} {product} {probe}::{vector} FROM {table} t "
                 "WHERE t.{new} IS NOT NULL AND {within} ORDER BY t.{key}",
@@ -1041,12 +1041,14 @@ def index_of(table: SourceTable, source: Columns, column: sql.Identifier, dim: i
     name = next(name for name, one in METRICS.items() if one == metric and name.startswith(kind))
     indexed: sql.Composable = column
     if kind != table.kind(source.vector):
-        indexed = sql.SQL("({}::{}({}))").format(column, table.of_pgvector(kind), sql.SQL(str(dim)))
+        indexed = sql.SQL("({}::{}({}))").format(
+            column, table.pgvector_name(kind), sql.SQL(str(dim))
+        )
     names = {
         "column": column,
-        "type": table.of_pgvector(table.kind(source.vector)),
+        "type": table.pgvector_name(table.kind(source.vector)),
         "dim": sql.SQL(str(dim)),
-        "index": sql.SQL("hnsw ({} {})").format(indexed, table.of_pgvector(name)),
+        "index": sql.SQL("hnsw ({} {})").format(indexed, table.pgvector_name(name)),
     }
     with suppress(InvalidInputError), table.connected() as changes, changes.attempt():
         changes.run("CREATE TEMPORARY TABLE nobackfill_shape ({column} {type}({dim}))", **names)
@@ -1190,7 +1192,7 @@ class PgvectorTable:
         if len(rows) == self._own.count:
             self._whole.add(self._own.window)
 
-    def _filled(self, keys: list[bytes], vectors: Packable) -> bool:
+    def _filled(self, keys: list[bytes], vectors: FloatRows) -> bool:
         """Insert all rows by COPY. Returns False if somebody wrote to one of the keys meanwhile."""
         with self._table.connected() as changes:
             try:
@@ -1200,7 +1202,7 @@ class PgvectorTable:
                 return False
         return True
 
-    def _fill_some(self, keys: list[bytes], places: list[bytes], vectors: Packable) -> None:
+    def _fill_some(self, keys: list[bytes], places: list[bytes], vectors: FloatRows) -> None:
         """Insert or update the rows that did not change since they were read."""
         seen = [place[:6] for place in places], [place[6:] for place in places]
         with self._table.connected() as changes, changes.transaction(WAIT):
@@ -1252,7 +1254,7 @@ class PgvectorTable:
             NobackfillError: PostgreSQL refuses a query; see `translate_errors`. Without the right
                 to read, it is NotPermittedError.
         """
-        return products_of(
+        return decode_product_rows(
             self._table.copied(
                 "SELECT b.{key}::text, b.{old} {product} {probe}::{vector} FROM {new_table} b "
                 "WHERE b.{old} IS NOT NULL AND {within} ORDER BY b.{key}",

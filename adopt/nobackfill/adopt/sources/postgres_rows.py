@@ -20,7 +20,7 @@ _PARTS = slice(0, 6), slice(6, 10), slice(10, 14)
 # The values of a field in all rows, as bytes; None is NULL.
 Fields = NDArray[np.void] | list[bytes | None]
 # Vectors [n, dim] that become `vector` or `halfvec`.
-Packable = NDArray[np.float32] | NDArray[np.float16]
+FloatRows = NDArray[np.float32] | NDArray[np.float16]
 _COUNT = struct.Struct(">h")
 _LENGTH = struct.Struct(">i")
 
@@ -134,7 +134,7 @@ def parsed(data: bytes, where: str) -> Rows:
     return Rows(ids, vectors(values, ids, where), (), versions)
 
 
-def products_of(data: bytes) -> tuple[list[str], Vectors]:
+def decode_product_rows(data: bytes) -> tuple[list[str], Vectors]:
     """Decode rows of a key as text and a result of pgvector's <#>, the negative inner product.
 
     Returns:
@@ -151,7 +151,7 @@ def products_of(data: bytes) -> tuple[list[str], Vectors]:
     return [(key or b"").decode() for key in keys], -negative.astype(np.float32)
 
 
-def packed(*fields: Sequence[bytes] | Packable) -> bytes:
+def packed(*fields: Sequence[bytes] | FloatRows) -> bytes:
     """Encode rows in COPY's binary form, without its header and trailer.
 
     Vectors of float32 become `vector`, those of float16 `halfvec`.
@@ -187,7 +187,7 @@ def _values(values: Sequence[bytes]) -> Fields:
     return np.frombuffer(b"".join(values), f"V{lengths.pop()}")
 
 
-def _vectors(vectors: Packable) -> NDArray[np.void]:
+def _vectors(vectors: FloatRows) -> NDArray[np.void]:
     dim, kind = vectors.shape[1], vectors.dtype.newbyteorder(">")
     made = np.empty(len(vectors), [("dim", ">i2"), ("unused", ">i2"), ("values", kind, (dim,))])
     made["dim"], made["unused"], made["values"] = dim, 0, vectors

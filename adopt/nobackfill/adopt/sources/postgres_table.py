@@ -351,7 +351,7 @@ class SourceTable:
         self._known: dict[str, Any] = {"table": sql.Identifier(*name.split("."))}
         self._quoted = self._known["table"].as_string()
         self.pgvector = self._unseen_schema()
-        self._known |= {name: self.of_pgvector(name) for name in ("vector", "vector_send")} | {
+        self._known |= {name: self.pgvector_name(name) for name in ("vector", "vector_send")} | {
             name: self.operator(sign) for name, sign in _OPERATORS.items()
         }
         self.columns = self._columns()
@@ -418,7 +418,7 @@ class SourceTable:
         )
         return None if found is None else str(found)
 
-    def of_pgvector(self, name: str) -> sql.Identifier:
+    def pgvector_name(self, name: str) -> sql.Identifier:
         """Return the name of a type, function or operator class of pgvector in statements.
 
         It has a schema only if pgvector's is not on the search path. The name is not checked.
@@ -704,7 +704,7 @@ class SourceTable:
             self.all(
                 "SELECT {dims}({column}::{vector}), count(*) FROM {table} "
                 "WHERE {column} IS NOT NULL AND {chosen} GROUP BY 1 ORDER BY 2 DESC",
-                dims=self.of_pgvector("vector_dims"),
+                dims=self.pgvector_name("vector_dims"),
                 column=sql.Identifier(column),
             )
         )

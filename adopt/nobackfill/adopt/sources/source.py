@@ -273,7 +273,7 @@ class Flippable(TargetVectors, Protocol):
 
 
 @runtime_checkable
-class ReadById(TargetVectors, Protocol):
+class ReadableById(TargetVectors, Protocol):
     """New vectors that can be read by id, so that some items are written before all others."""
 
     def pending_items(self, ids: Sequence[str]) -> Rows:
@@ -302,7 +302,7 @@ class ReadById(TargetVectors, Protocol):
 
 
 @runtime_checkable
-class Multiplied(TargetVectors, Protocol):
+class ComputesProducts(TargetVectors, Protocol):
     """New vectors whose store computes inner products, so that a check need not read them."""
 
     def products(self, window: Window, probe: Vectors) -> tuple[list[str], Vectors]:
@@ -861,7 +861,7 @@ def file_name(name: str) -> str:
     return name
 
 
-def mode_of(path: Path) -> int:
+def permissions_of(path: Path) -> int:
     """Return the permissions of a file for reading and writing, for a file of new vectors.
 
     Links are followed.
