@@ -2,7 +2,9 @@
 
 import os
 import subprocess
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -216,6 +218,27 @@ def test_a_program_that_holds_the_old_id_loses_nothing_unseen(
     store.delete("later")
     source_of(store).drop_old()
     assert names(store) == {"docs"}
+
+
+def test_a_read_meets_items_that_a_program_deletes(store: Chroma) -> None:
+    """The server answers with the status 500 where an item goes while its vector is read."""
+    stop = threading.Event()
+
+    def delete_and_put() -> None:
+        ids = MADE.ids[100:]
+        body = {"ids": ids, "embeddings": MADE.old[100:].tolist()}
+        while not stop.is_set():
+            store.asked("POST", f"{store.path}/delete", {"ids": ids})
+            store.asked("POST", f"{store.path}/upsert", body)
+
+    with ThreadPoolExecutor(1) as pool:
+        program = pool.submit(delete_and_put)
+        try:
+            for _ in range(100):
+                assert set(MADE.ids[:100]) <= set(read_all(store.open()).ids)
+        finally:
+            stop.set()
+        program.result()
 
 
 def killed(store: Chroma, after: int, action: str) -> bool:

@@ -12,6 +12,7 @@ import copy
 import hashlib
 import json
 import os
+import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Collection as Some
@@ -269,6 +270,8 @@ def _part(name: str) -> str:
 
 # Items per request: a server accepts a few thousand, and vectors travel as text.
 _PAGE = 500
+# Seconds before a read is repeated that met an item while a program deleted it.
+_PAUSES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 _METRICS: Mapping[str, SearchMetric] = {
     "cosine": "cosine", "l2": "squared_l2", "ip": "inner_product",
 }  # fmt: skip
@@ -1072,7 +1075,7 @@ class ChromaCollection:
         return sorted(records, key=lambda one: str(one.key))
 
     def _get(self, body: Mapping[str, Any]) -> list[Record]:
-        response = self._request("POST", "/get", body)
+        response = self._read_items(body)
         ids = response["ids"]
         none: list[None] = [None] * len(ids)
         parts = zip(
@@ -1095,6 +1098,21 @@ class ChromaCollection:
             array = np.asarray(() if vector is None else vector, np.float32)
             records.append(Record(key, array, {n: v for n, v in values.items() if v is not None}))
         return records
+
+    def _read_items(self, body: Mapping[str, Any]) -> Any:
+        """Read items, again where the server fails because a program deletes one of them.
+
+        The server lists the items first and reads their vectors then: it answers "Error finding id"
+        with the status 500.
+        """
+        for pause in _PAUSES:
+            try:
+                return self._request("POST", "/get", body)
+            except UnavailableError as error:
+                if "Error finding id" not in str(error):
+                    raise
+            time.sleep(pause)
+        return self._request("POST", "/get", body)
 
     def _request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
         return self._server.send(method, self._path + path, self.name, body)
