@@ -241,6 +241,44 @@ def test_a_read_meets_items_that_a_program_deletes(store: Chroma) -> None:
         program.result()
 
 
+def test_lists_in_metadata_end_with_their_collection(store: Chroma) -> None:
+    """Chroma itself gives them to items that are written later: chroma-core/chroma#7594."""
+    lists = {"ids": MADE.ids, "metadatas": [{"tags": ["a", "b"]}] * len(MADE.ids)}
+    store.asked("POST", f"{store.path}/update", lists)
+    before = items(store)
+    carry(store.open(), TARGET, MAP, flip=True)
+    assert items(store) == before
+    assert source_of(store).flip_back("docs_new") == 0
+    assert items(store) == before
+    path = f"/{store.asked('POST', '', {'name': 'other'})['id']}"
+    vectors = MADE.old.tolist()
+    body = {"ids": MADE.ids, "embeddings": vectors, "metadatas": [{"n": 1}] * len(vectors)}
+    store.asked("POST", f"{path}/upsert", body)
+    assert {str(parts) for parts in items(store, "other").values()} == {"(None, {'n': 1}, None)"}
+
+
+def test_a_finish_that_is_killed_while_items_go_is_completed(
+    store: Chroma, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.asked(
+        "POST", f"{store.path}/update", {"ids": MADE.ids[:9], "metadatas": [{"l": [1]}] * 9}
+    )
+    carry(store.open(), TARGET, MAP, flip=True)
+
+    def kill(self: chroma.ChromaServer, name: str) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(chroma.ChromaServer, "drop", kill)
+        source_of(store).drop_old()
+    assert len(items(store, "docs_before")) == len(MADE.ids) - 9
+    for lose in (False, True):
+        with pytest.raises(InvalidInputError, match="`nobackfill migrate finish` was killed"):
+            source_of(store).flip_back("docs_new", lose=lose)
+    source_of(store).drop_old()
+    assert names(store) == {"docs"} and len(items(store)) == len(MADE.ids)
+
+
 def killed(store: Chroma, after: int, action: str) -> bool:
     """Flip, or take it back, in a process that dies before its next change of a name or of facts;
     False if it came to its end."""

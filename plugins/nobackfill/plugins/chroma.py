@@ -276,6 +276,8 @@ _METRICS: Mapping[str, SearchMetric] = {
     "cosine": "cosine", "l2": "squared_l2", "ip": "inner_product",
 }  # fmt: skip
 _MARK = "nobackfill_"
+# The fact of an original whose deletion has begun: some of its items may be gone.
+_DROPPING = "dropping"
 
 
 def open_collection(place: str, collection: str, vector: str | None) -> "ChromaSource":
@@ -552,6 +554,8 @@ class ChromaStore:
     def drop(self, name: str) -> None:
         """Delete a collection with its items.
 
+        A killed call may have deleted some items already.
+
         Raises:
             NotFoundError: there is no such collection.
             UnavailableError: the server does not answer within a minute.
@@ -559,6 +563,7 @@ class ChromaStore:
             BusyError: the server has too many requests.
             InvalidInputError: the server refuses the request otherwise, or its answer is not JSON.
         """
+        ChromaCollection(self._server, self._server.collection(name)).remove_items_with_lists()
         self._server.drop(name)
 
     def steps(self, old: Collection, new: Collection) -> list[str]:
@@ -697,6 +702,8 @@ class ChromaSource(FlippingSource):
         compared, original = self._here.copy_facts.get("before"), self._original()
         if compared is None or not isinstance(original, ChromaCollection):
             return
+        if _DROPPING in original.copy_facts:
+            return
         for window in original.windows(_PAGE):
             original.records(window)
         if _sum(original) != compared:
@@ -721,11 +728,17 @@ class ChromaSource(FlippingSource):
         Raises:
             NotFoundError: there is no original, or the name does not lead to `to`.
             InvalidInputError: items were written since the flip, and `lose` is False; nothing is
-                changed. Or the server refuses the request.
+                changed. Or `drop_old` was killed; or the server refuses the request.
             UnavailableError: the server does not answer within a minute.
             NotPermittedError: the server refuses the token.
             BusyError: the server has too many requests.
         """
+        original = self._original()
+        if original is not None and _DROPPING in original.copy_facts:
+            raise InvalidInputError(
+                f"{self._name}: `nobackfill migrate finish` was killed while it deleted the old "
+                f"collection {original.name!r}, so some of its items may be gone; run it again"
+            )
         if not lose:
             self._refuse_late_items(
                 f"Run it with --yes to delete the items that {self._name!r} does not have"
@@ -746,6 +759,8 @@ class ChromaSource(FlippingSource):
             f"Put the items that they wrote into {self._name!r} by the new model, then delete the "
             "old collection yourself"
         )
+        if (original := self._original()) is not None:
+            self._store.note(original.name, {_DROPPING: "yes"})
         super().drop_old()
 
 
@@ -1000,6 +1015,28 @@ class ChromaCollection:
         """
         for first in range(0, len(keys), _PAGE):
             self._request("POST", "/delete", {"ids": list(keys[first : first + _PAGE])})
+
+    def remove_items_with_lists(self) -> None:
+        """Delete the items whose metadata have a list.
+
+        Chroma forgets to delete lists with their collection (chroma-core/chroma#7594): items that
+        are written later, into any collection, would get them.
+
+        Raises:
+            UnavailableError: the server does not answer within a minute.
+            NotPermittedError: the server refuses the token.
+            BusyError: the server has too many requests.
+            NotFoundError: the collection was dropped.
+            InvalidInputError: the server refuses the request otherwise, or its answer is not JSON.
+        """
+        ids = self._list_ids()
+        for first in range(0, len(ids), _PAGE):
+            page = {"ids": ids[first : first + _PAGE], "include": ["metadatas"]}
+            response = self._request("POST", "/get", page)
+            parts = zip(response["ids"], response["metadatas"], strict=True)
+            self.remove(
+                [one for one, m in parts if any(isinstance(v, list) for v in (m or {}).values())]
+            )
 
     def lookup(self, ids: Sequence[str]) -> list[Record]:
         """Read items by id, ordered by id; unknown ids are left out.
